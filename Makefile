@@ -1,0 +1,79 @@
+# Everything runs in .venv, which the first target that needs it makes. `make` alone lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+# The first of these that is Python 3.11 or newer makes the environment; `make PYTHON=/path/to/python …` chooses.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+.PHONY: help
+help:  ## this list
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# ---- installation, stamped: it runs again only when the project file or the pins change -------------------------
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Motet needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tensorboard]'
+	@touch $@
+
+.PHONY: install
+install: $(VENV)/.installed-dev  ## make .venv with Motet and the tools to develop it
+
+# ---- use ---------------------------------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: $(VENV)/.installed  ## train several adapters on the small base that ships with Motet (needs no network)
+	HF_HUB_OFFLINE=1 $(BIN)/motet run examples/demo.yaml
+
+.PHONY: smollm2
+smollm2: $(VENV)/.installed  ## bring SmolLM2-135M-Instruct into the local cache
+	$(BIN)/python scripts/fetch_smollm2.py
+
+# ---- development -------------------------------------------------------------------------------------------------
+
+.PHONY: test
+test: lint  ## lint, then every test that this machine can run, in parallel (WORKERS=2)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -rs $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.installed-dev  ## ruff (rules and format) and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check --quiet || { echo "run: make format" >&2; exit 1; }
+	$(BIN)/mypy
+
+.PHONY: format
+format: $(VENV)/.installed-dev  ## format, and fix what ruff can fix
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: gpu-check
+gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu -rs $(PYTEST_ARGS)
+
+.PHONY: docs
+docs: $(VENV)/.installed-dev  ## write docs/configuration.md and docs/cli.md anew
+	$(BIN)/python scripts/make_reference.py
+
+.PHONY: small-base
+small-base: $(VENV)/.installed  ## train the small base anew (about half an hour on one core)
+	$(BIN)/python scripts/make_small_base.py --out src/motet/assets/small-base
+
+.PHONY: clean
+clean:  ## remove caches and build outputs; .venv and runs/ stay
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests scripts bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,205 @@
+"""Policy losses of one job's segment: pure functions of tensors.
+
+A loss is a sum over the tokens of the segment, divided by a figure of the job's complete step, so the losses and
+gradients of micro-batches add up to those of the step. Nothing here looks beyond the one segment.
+
+Legend: N trainable tokens of the segment, S its samples. π is the policy that is trained, `old` the policy that ratios
+are taken against: the sampler, or with `correct_sampler` the policy at the start of the step. A are the advantages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from motet.types import LossSpec, LossStats
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss sees; float32 on one device. Logprobs are `log_softmax(fp32 logits / temperature)` of the token."""
+
+    logprobs_N: Tensor  # [N]
+    """Of the policy; the one tensor with a gradient."""
+    entropy_N: Tensor  # [N]
+    """Of the policy's whole distribution; a metric only."""
+    sampler_logprobs_N: Tensor  # [N]
+    advantages_N: Tensor  # [N]
+    weights_N: Tensor  # [N]
+    """Factor of each token in the sum (`normalisation`, spread over the sample's tokens)."""
+    sample_N: Tensor  # [N] int64
+    """Which sample the token belongs to, from 0 to n_samples − 1."""
+    n_samples: int
+    reference_logprobs_N: Tensor | None = None  # [N]
+    """Of the base; needed for a KL penalty, and then also a metric."""
+    proximal_logprobs_N: Tensor | None = None  # [N]
+    """Of the policy at the start of the step; `correct_sampler` uses it."""
+
+
+TokenLosses = tuple[Tensor, Tensor]
+"""Loss of each token [N], and whether the clip touched it [N] bool."""
+
+
+def ppo_clip(spec: LossSpec, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+    """−min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), ρ = π / old.
+
+    Source: PPO (Schulman et al. 2017, arXiv 1707.06347), eq. 7; two bounds after DAPO (arXiv 2503.14476), eq. 10.
+    """
+    return _clipped_surrogate(spec, torch.exp(log_ratio_N), inputs.advantages_N)
+
+
+def gspo(spec: LossSpec, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+    """PPO's clip on the ratio of the sequence, s = exp(mean over its tokens of log π / old), with gradient through s.
+
+    Each token carries its sample's loss, so that reduction `sequence` gives the paper's mean over sequences.
+    Typical ranges are tiny: 3e-4 below and 4e-4 above.
+    Source: GSPO (Zheng et al. 2025, arXiv 2507.18071), eq. 5 to 7.
+    """
+    # index_select, not indexing: the backward of indexing may add in any order.
+    zeros_S = log_ratio_N.new_zeros(inputs.n_samples)
+    lengths_S = zeros_S.index_add(0, inputs.sample_N, torch.ones_like(log_ratio_N))
+    means_S = zeros_S.index_add(0, inputs.sample_N, log_ratio_N) / lengths_S.clamp(min=1)
+    return _clipped_surrogate(spec, torch.exp(means_S).index_select(0, inputs.sample_N), inputs.advantages_N)
+
+
+def _clipped_surrogate(spec: LossSpec, ratio_N: Tensor, advantages_N: Tensor) -> TokenLosses:
+    low, high = 1 - spec.clip_low, 1 + spec.clip_high
+    clipped_N = ((ratio_N < low) & (advantages_N < 0)) | ((ratio_N > high) & (advantages_N > 0))
+    surrogate_N = torch.where(clipped_N, ratio_N.detach().clamp(low, high), ratio_N) * advantages_N
+    return -surrogate_N, clipped_N
+
+
+def cispo(spec: LossSpec, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+    """−sg(min(ρ, importance_cap)) · A · log π: the weight is capped, no token loses its gradient.
+
+    Source: MiniMax-M1 (2025, arXiv 2506.13585), eq. 4 and 5; no lower bound, as there. `clipped` counts capped tokens.
+    """
+    ratio_N = torch.exp(log_ratio_N.detach())
+    loss_N = -ratio_N.clamp(max=spec.importance_cap) * inputs.advantages_N * inputs.logprobs_N
+    return loss_N, ratio_N > spec.importance_cap
+
+
+def importance_sampling(spec: LossSpec, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+    """−ρ·A, without a bound. Source: Tinker's `importance_sampling`; TRPO's surrogate (arXiv 1502.05477), eq. 14."""
+    return -torch.exp(log_ratio_N) * inputs.advantages_N, _nowhere(log_ratio_N)
+
+
+def reinforce(spec: LossSpec, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+    """−A·log π. Source: Williams 1992. No ratio: off-policy data are corrected only by `correct_sampler`."""
+    return -inputs.advantages_N * inputs.logprobs_N, _nowhere(log_ratio_N)
+
+
+def _nowhere(like_N: Tensor) -> Tensor:
+    return torch.zeros_like(like_N, dtype=torch.bool)
+
+
+LOSSES: dict[str, Callable[[LossSpec, LossInputs, Tensor], TokenLosses]] = {
+    "ppo_clip": ppo_clip,
+    "importance_sampling": importance_sampling,
+    "cispo": cispo,
+    "gspo": gspo,
+    "reinforce": reinforce,
+}
+
+
+def kl_k1(log_r_N: Tensor) -> Tensor:
+    """k1 = −log r: unbiased in value. As a loss its gradient is 0 in expectation: it only adds noise."""
+    return -log_r_N
+
+
+def kl_k2(log_r_N: Tensor) -> Tensor:
+    """k2 = ½ (log r)²: a little biased in value. On-policy its gradient is that of KL(π ‖ base): the right one."""
+    return 0.5 * log_r_N**2
+
+
+def kl_k3(log_r_N: Tensor) -> Tensor:
+    """k3 = r − 1 − log r: unbiased, never negative. Its gradient is that of KL(base ‖ π): about right near the base."""
+    return torch.expm1(log_r_N) - log_r_N
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+"""Estimators of KL(q ‖ p) per token drawn from q, with r = p / q. Source: Schulman 2020, "Approximating KL divergence";
+for the gradients Tang and Munos 2025 (arXiv 2506.09477)."""
+
+
+def loss_and_stats(spec: LossSpec, denominator: float, inputs: LossInputs) -> tuple[Tensor, LossStats]:
+    """Σ weight · (w · policy loss + kl_coef · KL(π ‖ base)) / denominator, and sums for the metrics.
+
+    w is 1, or with `correct_sampler` the truncated importance weight sg(min(proximal / sampler, importance_cap)); the
+    ratio of the policy loss is then π / proximal. Sources: decoupled PPO (Hilton et al. 2022, arXiv 2110.00641);
+    truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training").
+
+    Args:
+        spec: type, bounds and penalty.
+        denominator: of the job's complete step (`normalisation`).
+        inputs: one job's segment; may be empty.
+
+    Returns:
+        A scalar to call backward on, and the segment's sums.
+
+    Raises:
+        ValueError: a KL penalty without reference logprobs.
+    """
+    log_ratio_N = inputs.logprobs_N - _old_logprobs(spec, inputs)
+    loss_N, clipped_N = LOSSES[spec.type](spec, inputs, log_ratio_N)
+    if spec.correct_sampler:
+        loss_N = loss_N * _sampler_weights(spec, inputs)
+    if spec.kl_coef > 0:
+        loss_N = loss_N + spec.kl_coef * _kl_to_base(spec, inputs)
+    weighted_N = loss_N * inputs.weights_N
+    return weighted_N.sum() / denominator, _stats(denominator, inputs, weighted_N.detach(), clipped_N)
+
+
+def _old_logprobs(spec: LossSpec, inputs: LossInputs) -> Tensor:
+    if spec.correct_sampler and inputs.proximal_logprobs_N is not None:
+        return inputs.proximal_logprobs_N
+    return inputs.sampler_logprobs_N
+
+
+def _sampler_weights(spec: LossSpec, inputs: LossInputs) -> Tensor:
+    return torch.exp(_old_logprobs(spec, inputs) - inputs.sampler_logprobs_N).clamp(max=spec.importance_cap).detach()
+
+
+def _kl_to_base(spec: LossSpec, inputs: LossInputs) -> Tensor:
+    if inputs.reference_logprobs_N is None:
+        raise ValueError("a KL penalty needs the base's logprobs: run Trainer.forward(base=True) on the samples first")
+    return KL_ESTIMATORS[spec.kl_type](inputs.reference_logprobs_N - inputs.logprobs_N)
+
+
+@torch.no_grad()
+def _stats(denominator: float, inputs: LossInputs, weighted_N: Tensor, clipped_N: Tensor) -> LossStats:
+    """Sums in float64, brought over from the device in one go."""
+    tokens = len(weighted_N)
+    if tokens == 0:
+        return LossStats()
+    log_ratio_N = inputs.logprobs_N.double() - inputs.sampler_logprobs_N.double()
+    ratio_N = torch.exp(log_ratio_N)
+    reference_N = inputs.reference_logprobs_N
+    kl_base_N = None if reference_N is None else kl_k3(reference_N.double() - inputs.logprobs_N.double())
+    sums = [
+        weighted_N.double().sum() / denominator,
+        inputs.entropy_N.double().sum(),
+        ratio_N.sum(),
+        ratio_N.max(),
+        clipped_N.double().sum(),
+        kl_k3(log_ratio_N).sum(),
+        log_ratio_N.new_zeros(()) if kl_base_N is None else kl_base_N.sum(),
+        log_ratio_N.abs().max(),
+    ]
+    loss, entropy, ratio, ratio_max, clipped, kl_sampler, kl_base, gap = torch.stack(sums).tolist()
+    return LossStats(
+        tokens=tokens,
+        loss=loss,
+        entropy=entropy,
+        ratio=ratio,
+        ratio_max=ratio_max,
+        clipped=clipped,
+        kl_sampler=kl_sampler,
+        kl_base=kl_base,
+        kl_base_tokens=0 if kl_base_N is None else tokens,
+        logprob_gap=gap,
+    )

@@ -1,0 +1,353 @@
+"""What a user may write: one definition for job files, the command line, Python and the service.
+
+Every field has a docstring; `docs/configuration.md` is generated from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+SEED_BITS = 48
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")
+
+
+class Config(BaseModel):
+    """Base of all configuration: unknown fields are errors, values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, arbitrary_types_allowed=True)
+
+
+class AdapterConfig(Config):
+    """Shape and start of a LoRA adapter."""
+
+    rank: int = Field(32, ge=1, le=512)
+    """Rank of the update B·A."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    target_modules: str | list[str] = "all-linear"
+    """`all-linear`, or the names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings."""
+    init: str | None = None
+    """A PEFT LoRA directory to start from; otherwise A is random and B is zero."""
+
+
+class DataConfig(Config):
+    """Where problems come from. A plain string is the source."""
+
+    source: str
+    """`file.jsonl`, `file.parquet`, `toy:NAME`, `reasoning-gym:NAME`, or what `datasets.load_dataset` takes (`hub/name`)."""
+    split: str = "train"
+    """The split of a `datasets` source."""
+    subset: str | None = None
+    """The configuration name of a `datasets` source."""
+    config: dict[str, Any] = {}
+    """Options of a generated source (for reasoning-gym, the task's own configuration)."""
+    size: int = Field(4096, ge=1)
+    """How many rows a generated source makes, and the most that are read from any other."""
+    prompt: str | None = None
+    """Column with the prompt (text, or a list of messages); by default the first of prompt, question, messages, problem, input."""
+    answer: str | None = None
+    """Column with the reference answer; by default the first of answer, solution, target, label, output."""
+    template: str | None = None
+    """Text with `{column}` fields that makes the prompt out of a row."""
+    system: str | None = None
+    """System prompt, put before each problem."""
+    chat_template: bool = True
+    """False feeds the prompt to the model as it is."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Passed to the tokenizer's chat template (for instance `enable_thinking: false`)."""
+    shuffle: bool = True
+    """Shuffle with the job's seed; every pass over the data is shuffled anew."""
+    holdout: int = Field(64, ge=0)
+    """Rows kept out of training for evaluation."""
+    eval_source: str | None = None
+    """A source of its own for evaluation instead of held-out rows."""
+    seed: int = 0
+    """Seed of a generated source and of the held-out split; the same for every job, so that sweeps share both."""
+
+
+class RewardConfig(Config):
+    """One reward. A plain string is the name."""
+
+    name: str
+    """`exact`, `contains`, `numeric`, `math`, `regex`, `length`, `scorer`, `file.py:function` or `module:function`."""
+    weight: float = 1.0
+    """Factor in the weighted sum."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of a built-in reward (`pattern`, `target`, …)."""
+    function: Any = Field(None, exclude=True)
+    """A function object, when the job is made in Python."""
+    cpu_seconds: float = Field(10.0, gt=0)
+    """CPU time that scoring one completion may take."""
+    wall_seconds: float = Field(120.0, gt=0)
+    """A wide backstop in wall-clock time, for rewards that wait."""
+    memory_mb: int = Field(1024, ge=64)
+    """Memory that the reward's process may take on top of what it starts with."""
+
+
+class SamplingConfig(Config):
+    """How training rollouts are drawn."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer applies the same."""
+    max_tokens: int = Field(256, ge=1)
+    """The longest completion of one turn."""
+    stop: list[str] = []
+    """Stop strings, besides the end-of-turn token."""
+    top_p: float = 1.0
+    """Only 1 in training: truncated sampling would bias the ratios."""
+    top_k: int = 0
+    """Only 0 in training."""
+    min_p: float = 0.0
+    """Only 0 in training."""
+
+    @model_validator(mode="after")
+    def _no_truncation(self) -> SamplingConfig:
+        for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(self, name) != neutral:
+                raise ValueError(
+                    f"sampling.{name} must stay {neutral} in training: tokens that cannot be drawn bias the importance "
+                    "ratios. Use it under `eval` or in `motet chat` instead."
+                )
+        return self
+
+
+class KLConfig(Config):
+    """Penalty that keeps the policy near the base (the model without an adapter)."""
+
+    coef: float = Field(0.0, ge=0)
+    """Weight of the penalty; 0 switches it off."""
+    type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator, after Schulman's note on approximating KL divergence."""
+
+
+class AlgorithmConfig(Config):
+    """The reinforcement-learning algorithm. A plain string is the type."""
+
+    type: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "cispo", "gspo", "importance_sampling", "ppo"] = "grpo"
+    """A preset of advantage, loss and reduction; fields that are set win over the preset."""
+    advantage: Literal["grpo", "centered", "rloo", "batch_baseline", "none"] | None = None
+    """How rewards become advantages: `grpo` divides by the group's standard deviation, `centered` does not."""
+    loss: Literal["ppo_clip", "importance_sampling", "cispo", "gspo", "reinforce"] | None = None
+    """The policy loss of a token (`gspo`: of a sequence)."""
+    reduction: Literal["token", "sequence", "constant"] | None = None
+    """What token losses are averaged over: all tokens of the step, each sequence then sequences, or `max_tokens` per sequence."""
+    group_size: int = Field(8, ge=2)
+    """Rollouts of one problem."""
+    groups_per_step: int = Field(16, ge=1)
+    """Problems of one step."""
+    max_off_policy_steps: int = Field(0, ge=0)
+    """Step s samples from version max(0, s − this); 0 is on-policy."""
+    updates_per_batch: int = Field(1, ge=1)
+    """Optimizer updates on one rollout batch; each goes over all of it."""
+    clip_low: float = Field(0.2, ge=0)
+    """Ratios below 1 − clip_low get no gradient from negative advantages."""
+    clip_high: float = Field(0.28, ge=0)
+    """Ratios above 1 + clip_high get no gradient from positive advantages."""
+    kl: KLConfig = KLConfig()
+    """KL penalty to the base."""
+    importance_cap: float = Field(2.0, gt=0)
+    """Upper bound of truncated importance weights and of CISPO's ratio."""
+    correct_sampler: bool = False
+    """Truncated importance sampling: correct for a sampler that differs from the trainer (remote engines, staleness)."""
+    oversampling: float = Field(1.0, ge=1, le=8)
+    """Dynamic sampling: sample this many times groups_per_step problems and keep those with a signal, in data order."""
+    mask_truncated: bool = False
+    """Leave answers that ran into max_tokens out of the loss."""
+    max_failed_fraction: float = Field(0.25, ge=0, le=1)
+    """The job fails when more of a step's rollouts than this have no reward."""
+
+
+class OptimizerConfig(Config):
+    """AdamW, per adapter."""
+
+    lr: float | Literal["auto"] = "auto"
+    """Learning rate; `auto` derives it from the base's width and family, and prints it."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_norm: float = Field(1.0, gt=0)
+    """Largest gradient norm of the adapter."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls after warm-up, over the job's steps."""
+    max_skipped: int = Field(5, ge=1)
+    """The job fails after this many steps in a row with a non-finite gradient."""
+
+    @field_validator("lr")
+    @classmethod
+    def _positive(cls, lr: float | str) -> float | str:
+        if not isinstance(lr, str) and not 0 < lr < 1:
+            raise ValueError(f"optimizer.lr must lie between 0 and 1, got {lr}; `auto` is a good start")
+        return lr
+
+
+class EvalConfig(Config):
+    """Evaluation on held-out problems, at the start, every so many steps and at the end."""
+
+    every: int = Field(10, ge=0)
+    """Steps between evaluations; 0 evaluates only at the start and the end."""
+    n: int = Field(1, ge=1)
+    """Completions per held-out problem."""
+    temperature: float = Field(1.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling."""
+    top_k: int = Field(0, ge=0)
+    """Sample among the k most likely tokens; 0 means no limit."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Drop tokens less likely than this times the most likely one."""
+
+
+class CheckpointConfig(Config):
+    """What is kept on disk."""
+
+    every: int = Field(1, ge=1)
+    """Steps between commits; a resumed job goes on from the last one."""
+    keep: int = Field(2, ge=1)
+    """Newest commits kept, besides the best by evaluation."""
+    rollouts_mb: float = Field(64.0, ge=0)
+    """Limit of a job's rollout logs; older steps are deleted first."""
+
+
+def _named(key: str) -> BeforeValidator:
+    """Accept a plain string where a mapping is expected."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+def _reward_list(value: Any) -> Any:
+    """Accept one reward, a list, or a mapping of name to weight."""
+    if callable(value):
+        return [{"name": getattr(value, "__name__", "reward"), "function": value}]
+    if isinstance(value, str) or (isinstance(value, dict) and "name" in value):
+        value = [value]
+    elif isinstance(value, dict):
+        value = [{"name": name, "weight": weight} for name, weight in value.items()]
+    if not isinstance(value, list):
+        return value
+    spread = []
+    for item in value:
+        if isinstance(item, str):
+            name, colon, rest = item.partition(":")
+            item = {"name": name, "args": {"pattern": rest}} if colon and name == "regex" else {"name": item}
+        elif callable(item):
+            item = {"name": getattr(item, "__name__", "reward"), "function": item}
+        spread.append(item)
+    return spread
+
+
+class JobConfig(Config):
+    """One job: which adapter to train, on which data, for which reward."""
+
+    name: str
+    """Names the adapter and its directory."""
+    data: Annotated[DataConfig, _named("source")]
+    """Problems to learn from."""
+    rewards: Annotated[list[RewardConfig], BeforeValidator(_reward_list)] = Field(min_length=1)
+    """What is learned: one reward, a list, or a mapping of name to weight. `reward` is another name for it."""
+    environment: Literal["single", "retry"] = "single"
+    """`single`: one answer. `retry`: the model is told whether it was right and may answer once more."""
+    adapter: AdapterConfig = AdapterConfig()
+    """Shape and start of the adapter."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How rollouts are drawn."""
+    algorithm: Annotated[AlgorithmConfig, _named("type")] = AlgorithmConfig()
+    """The algorithm."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
+    steps: int = Field(50, ge=1)
+    """Rollout batches to train on."""
+    seed: int | None = None
+    """Seed of everything random in the job; by default a function of its name."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation on held-out problems."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is kept on disk."""
+    priority: int = Field(0, ge=-100, le=100)
+    """Jobs with a higher priority take free slots first; every 10 doubles a job's share of the device."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_alias(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "reward" in value:
+            if "rewards" in value:
+                raise ValueError("give `reward` or `rewards`, not both")
+            value = {**value, "rewards": value["reward"]}
+            del value["reward"]
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_directory(cls, name: str) -> str:
+        if not NAME_PATTERN.fullmatch(name):
+            raise ValueError(f"the name {name!r} must be letters, digits and _ . = -, begin with a letter or digit, at most 100")
+        return name
+
+    @property
+    def effective_seed(self) -> int:
+        """The seed that is given, or one derived from the name (never from the job's place in the file)."""
+        if self.seed is not None:
+            return self.seed
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little") % (1 << SEED_BITS)
+
+
+class EngineConfig(Config):
+    """The device and its budgets, shared by all jobs of a run."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:1`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the base's weights; `auto` keeps what the model was saved in (bfloat16 or float32)."""
+    threads: int = Field(0, ge=0)
+    """Torch threads on CPU; 0 takes the number of cores."""
+    slots: int = Field(16, ge=1)
+    """Adapters that train at once; further jobs wait in the queue."""
+    max_rows: int = Field(64, ge=4)
+    """Completions decoded in one batch."""
+    kv_tokens: int = Field(0, ge=0)
+    """Size of the KV cache in tokens; 0 derives it from max_rows and the jobs' lengths within kv_memory_fraction."""
+    kv_memory_fraction: float = Field(0.3, gt=0, lt=1)
+    """Share of free memory that the KV cache may take."""
+    block_size: int = Field(64, ge=16)
+    """Tokens of a KV block; attention adds blocks in a fixed order, so results depend on it, for all jobs alike."""
+    prefill_tokens: int = Field(2048, ge=64)
+    """Prompt tokens prefilled in one forward pass."""
+    train_tokens: int = Field(2048, ge=64)
+    """Tokens of a packed training batch; several jobs' micro-batches share one."""
+    micro_batch_tokens: int = Field(1024, ge=64)
+    """Tokens of a job's micro-batch; where it is cut depends on the job's own samples only."""
+    recompute: bool = False
+    """Recompute activations in the backward pass: less memory, more time, the same bits."""
+    reward_workers: int = Field(2, ge=1)
+    """Processes that run rewards."""
+    trust_remote_code: bool = Field(False, exclude=True)
+    """Only settable on the command line."""
+
+
+class RunConfig(Config):
+    """A job file after defaults, sweeps and overrides."""
+
+    base: str
+    """`small` (ships with Motet), a hub id, a directory or a .gguf file."""
+    engine: EngineConfig = EngineConfig()
+    """The device and its budgets."""
+    jobs: list[JobConfig] = Field(min_length=1)
+    """What to train, all at once."""
+    run: str = "runs/default"
+    """Directory of the run."""
+
+    @field_validator("jobs")
+    @classmethod
+    def _names_are_unique(cls, jobs: list[JobConfig]) -> list[JobConfig]:
+        names = [job.name for job in jobs]
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(f"two jobs have the name {doubled[0]!r}; every job needs a name of its own")
+        return jobs

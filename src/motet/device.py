@@ -1,0 +1,103 @@
+"""The device as one executor: decode ticks and training calls take turns on one thread.
+
+Engines and trainers own no thread; whoever composes a run makes one `Device` and hands it to both. A call and a tick
+alternate, so neither sampling nor training starves; whichever has no work gives its turn away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class BusyTime:
+    """Seconds the device spent, by what it did."""
+
+    decode: float = 0.0
+    train: float = 0.0
+    full: float = 0.0
+    """Of these, seconds in which the decode batch or the micro-batch was full."""
+    started: float = field(default_factory=time.monotonic)
+
+
+class Device:
+    """One thread that runs training calls and decode ticks in turn."""
+
+    def __init__(self) -> None:
+        self.busy = BusyTime()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._ticks: list[Callable[[], bool]] = []
+        self._wake = threading.Condition()
+        self._closed = False
+        self._woken = False
+        self._thread = threading.Thread(target=self._loop, name="motet-device", daemon=True)
+        self._thread.start()
+
+    def add_tick(self, tick: Callable[[], bool]) -> None:
+        """Register work that is done a little at a time; a tick returns whether there is more. It must not raise."""
+        with self._wake:
+            self._ticks.append(tick)
+
+    def wake(self) -> None:
+        """Tell the device that a tick has work again."""
+        with self._wake:
+            self._woken = True
+            self._wake.notify()
+
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        """Queue a call; calls run in the order they come."""
+        future: Future[Result] = Future()
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the device is closed")
+            self._calls.append((call, future))
+            self._wake.notify()
+        return future
+
+    async def run(self, call: Callable[[], Result]) -> Result:
+        """Run a call on the device and wait for it without blocking the event loop."""
+        return await asyncio.wrap_future(self.submit(call))
+
+    def close(self) -> None:
+        """Finish the call under way, drop the rest and end the thread."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+        for _, future in self._calls:
+            future.cancel()
+
+    def _loop(self) -> None:
+        working = False
+        while True:
+            with self._wake:
+                while not (self._closed or self._calls or working or self._woken):
+                    self._wake.wait()
+                if self._closed:
+                    return
+                self._woken = False
+                call = self._calls.popleft() if self._calls else None
+                ticks = list(self._ticks)
+            if call is not None:
+                _settle(*call)
+            working = any([tick() for tick in ticks])
+
+
+def _settle(call: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # the caller gets whatever happened, the device goes on
+        future.set_exception(error)
+    else:
+        future.set_result(result)

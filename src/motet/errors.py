@@ -1,0 +1,55 @@
+"""Every exception that Motet raises on purpose. Each message says what is wrong and what to do next.
+
+MotetError
+├── ConfigError        a job file, option or field is wrong: nothing has started
+├── DataError          a data source or row cannot be used
+├── RewardError        a reward cannot be loaded (a reward that fails on a rollout is data, not an exception)
+├── BaseModelError     the base model cannot be loaded or failed its proof
+├── AdapterError       an adapter directory or shape does not fit
+├── EngineError        a request that an engine cannot serve
+├── JobFailed          a job stops for good; the others go on
+├── ProbeError         the adapter that answers is not the adapter that was trained
+└── RunError           a run directory cannot be used (locked, other job file, damaged)
+"""
+
+from __future__ import annotations
+
+
+class MotetError(Exception):
+    """Base class of all errors with a message meant for people."""
+
+
+class ConfigError(MotetError):
+    """A job file, an option or a field is wrong."""
+
+
+class DataError(MotetError):
+    """A data source or one of its rows cannot be used."""
+
+
+class RewardError(MotetError):
+    """A reward cannot be loaded or called."""
+
+
+class BaseModelError(MotetError):
+    """The base model cannot be loaded, or failed the proof at load."""
+
+
+class AdapterError(MotetError):
+    """An adapter directory or shape does not fit the base."""
+
+
+class EngineError(MotetError):
+    """A request that the engine cannot serve."""
+
+
+class JobFailed(MotetError):
+    """One job stops for good, with the reason; every other job goes on."""
+
+
+class ProbeError(JobFailed):
+    """The adapter that answers is not the adapter that was trained."""
+
+
+class RunError(MotetError):
+    """A run directory cannot be used: locked, damaged, or made from another job file."""

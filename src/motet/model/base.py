@@ -1,0 +1,155 @@
+"""One frozen base model: transformers' own code, with LoRA-ready linear layers and Motet's attention.
+
+The same module samples and trains, which is what makes the two agree. `motet.model.load` finds, loads, wraps and proves it.
+
+Legend: T packed rows, D model width, N head rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from motet.errors import AdapterError, BaseModelError
+from motet.model import attention
+from motet.model.attention import ROWS, AttentionLayout
+from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, Routing, make_layout, walk_linears
+
+
+@dataclass
+class BaseModel:
+    """A proven base. Weights are frozen; `context` says which adapters the next forward pass uses."""
+
+    name: str
+    model: Any
+    decoder: nn.Module
+    head: nn.Module
+    tokenizer: Any
+    dtype: torch.dtype
+    device: torch.device
+    context: LoraContext
+    linears: dict[str, LoraLinear]
+    max_positions: int
+    """Longest sequence the model's position encoding was made for."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know: excluded experts, exactness that does not hold."""
+    exact: bool = True
+    """Whether rows were found independent of their company, bit for bit."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return int(self.head.weight.shape[0])  # type: ignore[union-attr,operator]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the model."""
+        return int(self.head.weight.shape[1])  # type: ignore[union-attr,operator]
+
+    @contextlib.contextmanager
+    def routed(self, routing: Routing | None) -> Iterator[None]:
+        """Use these adapters for forward (and recomputing backward) passes inside the block."""
+        self.context.routing = routing
+        try:
+            yield
+        finally:
+            self.context.routing = None
+
+    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, layout: AttentionLayout) -> Tensor:
+        """Final hidden states [T, D] of packed tokens."""
+        output = self.decoder(
+            input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False, layout=layout, return_dict=True
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """fp32 logits [N, V]; N must be a multiple of four for exactness (see `pad_rows`)."""
+        config = self.model.config
+        logits_NV = F.linear(hidden_ND, self.head.weight, getattr(self.head, "bias", None)).float()  # type: ignore[arg-type]
+        scale = getattr(config, "logit_scale", None)
+        if scale is not None:
+            logits_NV = logits_NV * scale
+        divide = getattr(config, "logits_scaling", None)
+        if divide is not None:
+            logits_NV = logits_NV / divide
+        cap = getattr(config, "final_logit_softcapping", None)
+        if cap is not None:
+            logits_NV = torch.tanh(logits_NV / cap) * cap
+        return logits_NV
+
+    def adapter_layout(self, target_modules: str | Sequence[str], rank: int) -> AdapterLayout:
+        """Layers that an adapter with these targets has.
+
+        Raises:
+            AdapterError: a target matches no layer; names the ones there are.
+        """
+        if target_modules == "all-linear":
+            chosen = list(self.linears)
+        else:
+            targets = [target_modules] if isinstance(target_modules, str) else list(target_modules)
+            known = sorted({path.rsplit(".", 1)[-1] for path in self.linears})
+            for target in targets:
+                if not any(_matches(path, target) for path in self.linears):
+                    hint = difflib.get_close_matches(target, known, 1)
+                    raise AdapterError(
+                        f"target_modules names {target!r}, which matches no adaptable layer of {self.name}"
+                        f"{f' (did you mean {hint[0]!r}?)' if hint else ''}; there are: all-linear, {', '.join(known)}"
+                    )
+            chosen = [path for path in self.linears if any(_matches(path, target) for target in targets)]
+        return make_layout({path: (self.linears[path].in_features, self.linears[path].out_features) for path in chosen}, rank)
+
+
+def _matches(path: str, target: str) -> bool:
+    return path == target or path.endswith("." + target)
+
+
+def pad_rows(x_ND: Tensor) -> Tensor:
+    """Repeat the last row until the number of rows is a multiple of four."""
+    pad = -x_ND.shape[0] % ROWS
+    return torch.cat([x_ND, x_ND[-1:].expand(pad, *x_ND.shape[1:])]) if pad else x_ND
+
+
+def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> BaseModel:
+    """Replace the decoder's linear layers and attention; nothing else of the model changes."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(attention.NAME, attention.motet_attention)
+    model.set_attn_implementation(attention.NAME)
+    decoder = model.get_decoder()
+    context = LoraContext()
+    linears: dict[str, LoraLinear] = {}
+    prefix = next((path for path, module in model.named_modules() if module is decoder), "")
+    for path, linear in list(walk_linears(decoder)):
+        full = f"{prefix}.{path}" if prefix else path
+        parent, _, leaf = path.rpartition(".")
+        wrapped = LoraLinear(linear, full, context)
+        setattr(decoder.get_submodule(parent) if parent else decoder, leaf, wrapped)
+        linears[full] = wrapped
+    if not linears:
+        raise BaseModelError(f"{name} has no nn.Linear layer in its decoder, so there is nothing to adapt")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    base = BaseModel(
+        name=name,
+        model=model,
+        decoder=decoder,
+        head=model.get_output_embeddings(),
+        tokenizer=tokenizer,
+        dtype=next(iter(linears.values())).weight.dtype,
+        device=device,
+        context=context,
+        linears=linears,
+        max_positions=int(model.config.get_text_config().max_position_embeddings),
+    )
+    if any("experts" in path for path, _ in model.named_parameters()):
+        base.notes.append("mixture of experts: adapters train the attention layers, experts stay as they are")
+    return base

@@ -1,0 +1,85 @@
+"""Keys and values of running sequences, in blocks of fixed size that are zeroed when handed out.
+
+Blocks are counted: full prompt blocks are shared by the rollouts of a group and freed with the last of them. Zeroing matters:
+a stale NaN in a block would reach its next owner as 0 · NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """A pool of KV blocks for all layers; storage is made when a layer first writes.
+
+    Block 0 is never handed out and stays zero: it pads short block tables.
+    """
+
+    zero_block = 0
+
+    def __init__(self, n_blocks: int, block_size: int, device: torch.device) -> None:
+        if n_blocks < 1:
+            raise ValueError("the KV cache needs at least one block")
+        self.n_blocks = n_blocks
+        self.block_size = block_size
+        self.device = device
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._free = list(range(n_blocks, 0, -1))
+        self._references = [0] * (n_blocks + 1)
+
+    @property
+    def n_free(self) -> int:
+        """Blocks that can be handed out."""
+        return len(self._free)
+
+    def layer(self, index: int, key_TKE: Tensor, value_TKE: Tensor) -> tuple[Tensor, Tensor]:
+        """Storage of one layer: keys and values, [blocks, K, block_size, E] each."""
+        found = self._layers.get(index)
+        if found is None:
+            found = (self._storage(key_TKE), self._storage(value_TKE))
+            self._layers[index] = found
+        return found
+
+    def _storage(self, states_TKE: Tensor) -> Tensor:
+        _, heads, width = states_TKE.shape
+        shape = (self.n_blocks + 1, heads, self.block_size, width)
+        return torch.zeros(shape, dtype=states_TKE.dtype, device=self.device)
+
+    def take(self, n: int) -> list[int]:
+        """Hand out n zeroed blocks, each referenced once.
+
+        Raises:
+            ValueError: fewer are free; the caller checks `n_free` first.
+        """
+        if n > len(self._free):
+            raise ValueError(f"{n} KV blocks asked for, {len(self._free)} free")
+        blocks = [self._free.pop() for _ in range(n)]
+        for block in blocks:
+            self._references[block] = 1
+        if blocks:
+            index = torch.tensor(blocks, device=self.device)
+            for keys, values in self._layers.values():
+                keys.index_fill_(0, index, 0)
+                values.index_fill_(0, index, 0)
+        return blocks
+
+    def share(self, blocks: list[int]) -> None:
+        """Add a reference to each block."""
+        for block in blocks:
+            self._references[block] += 1
+
+    def copy(self, source: int) -> int:
+        """A new block with the contents of another."""
+        (block,) = self.take(1)
+        for keys, values in self._layers.values():
+            keys[block] = keys[source]
+            values[block] = values[source]
+        return block
+
+    def give_back(self, blocks: list[int]) -> None:
+        """Drop a reference to each block; those without any become free."""
+        for block in blocks:
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free.append(block)

@@ -1,0 +1,115 @@
+"""Find, load, wrap and prove a base model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from motet.errors import BaseModelError
+from motet.model.base import BaseModel, wrap
+from motet.model.proof import prove
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SMALL_BASE = Path(__file__).parent.parent / "assets" / "small-base"
+
+
+def cache_directory() -> Path:
+    """Where converted models are kept: `$MOTET_CACHE`, by default `~/.cache/motet`."""
+    return Path(os.environ.get("MOTET_CACHE", Path.home() / ".cache" / "motet"))
+
+
+def find_base(name: str) -> tuple[str, str | None]:
+    """Turn what a person wrote into what transformers loads: (hub id or directory, gguf file name).
+
+    Raises:
+        BaseModelError: it names a local path that is not there.
+    """
+    if name == "small":
+        return str(SMALL_BASE), None
+    if name == "smollm2":
+        cached = cache_directory() / "SmolLM2-135M-Instruct"
+        if not cached.is_dir():
+            raise BaseModelError(f"base smollm2 is not in {cached}; bring it there with `make smollm2`")
+        return str(cached), None
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise BaseModelError(f"there is no file {path}; give the path of a .gguf file")
+        return str(path.parent), path.name
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise BaseModelError(f"{path} has no config.json, so it is not a model directory")
+        return str(path), None
+    if looks_local:
+        raise BaseModelError(f"there is no directory {path}; give a model directory, a hub id, `small` or `smollm2`")
+    return name, None
+
+
+def load_base(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    block_size: int = 64,
+    trust_remote_code: bool = False,
+) -> BaseModel:
+    """Load, wrap and prove a base model.
+
+    Raises:
+        BaseModelError: it cannot be found or loaded, or failed the proof; says why and what can be used instead.
+    """
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise BaseModelError(f"engine.device is {device}, but torch sees no CUDA device; use `cpu` or `auto`")
+    model, tokenizer = _load(name, dtype, trust_remote_code)
+    model.to(place).eval().requires_grad_(False)
+    limited = _limit_batch_dependent_positions(model)
+    base = prove(lambda: wrap(name, model, tokenizer, place), model, name, place, block_size)
+    if limited:
+        base.notes.append(
+            f"sequences are limited to {base.max_positions} tokens: beyond that its {limited} position encoding looks at the "
+            "longest sequence of the whole batch, and one job would change another's results"
+        )
+    return base
+
+
+def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    source, gguf = find_base(name)
+    wanted: Any = DTYPES.get(dtype, "auto")
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if gguf is not None:
+        options |= {"gguf_file": gguf}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+        if gguf is not None:
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+            wanted = DTYPES.get(dtype, torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=wanted, attn_implementation="eager", **options
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise BaseModelError(f"base {name!r} cannot be loaded: {reason}") from error
+    if dtype == "auto" and model.dtype not in DTYPES.values():
+        model.to(torch.bfloat16)
+    return model, tokenizer
+
+
+def _limit_batch_dependent_positions(model: Any) -> str:
+    """Keep `longrope` and `dynamic` RoPE within the length they were made for; returns their name where there is one."""
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    found = sorted({"longrope", "dynamic"} & {str(part.get("rope_type")) for part in parts})
+    if found:
+        original = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+        config.max_position_embeddings = min(int(original), config.max_position_embeddings)
+    return " and ".join(found)

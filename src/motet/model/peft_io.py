@@ -1,0 +1,153 @@
+"""PEFT directories in and out: `adapter_config.json` and `adapter_model.safetensors`.
+
+What is written is plain PEFT LoRA, fp32, sorted JSON; what is read may come from anywhere, so every tensor is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from motet.errors import AdapterError
+from motet.model.base import BaseModel
+from motet.model.lora import AdapterLayout
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+_REFUSED = {
+    "use_dora": "DoRA",
+    "use_rslora": "rank-stabilised scaling",
+    "use_qalora": "QALoRA",
+    "modules_to_save": "fully trained modules (modules_to_save)",
+    "trainable_token_indices": "trained tokens",
+    "layer_replication": "layer replication",
+    "rank_pattern": "a rank per layer (rank_pattern)",
+    "alpha_pattern": "an alpha per layer (alpha_pattern)",
+    "lora_bias": "trained biases (lora_bias)",
+    "alora_invocation_tokens": "activated LoRA",
+    "target_parameters": "adapters on parameters (target_parameters)",
+    "corda_config": "CorDA",
+    "eva_config": "EVA",
+    "arrow_config": "Arrow",
+}
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """A plain LoRA read from disk."""
+
+    rank: int
+    alpha: float
+    target_modules: str | list[str]
+    tensors: dict[str, Tensor]
+
+
+def write_adapter(
+    directory: Path, base: BaseModel, layout: AdapterLayout, alpha: float, target_modules: str | list[str], flat: Tensor
+) -> None:
+    """Write an adapter; the directory exists. Every file is synced, so that a rename after it is a commit."""
+    tensors = {}
+    for path, (a, b) in layout.views(flat.detach().float().cpu()).items():
+        tensors[f"{_PREFIX}{path}.lora_A.weight"] = a.t().contiguous()
+        tensors[f"{_PREFIX}{path}.lora_B.weight"] = b.t().contiguous()
+    config = {
+        "base_model_name_or_path": base.model.config.name_or_path or base.name,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": layout.rank,
+        "target_modules": sorted({place.path.rsplit(".", 1)[-1] for place in layout.places})
+        if target_modules == "all-linear"
+        else target_modules,
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    save_file(tensors, str(directory / WEIGHTS), metadata={"format": "pt"})
+    (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for name in (WEIGHTS, CONFIG):
+        sync(directory / name)
+
+
+def sync(path: Path) -> None:
+    """Make a file or directory survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_adapter(directory: Path) -> PeftAdapter:
+    """Read a PEFT LoRA directory.
+
+    Raises:
+        AdapterError: it is not there, not a plain LoRA (the kind is named), or damaged.
+    """
+    config_file, weights_file = directory / CONFIG, directory / WEIGHTS
+    if not config_file.is_file():
+        raise AdapterError(f"{directory} has no {CONFIG}; give a directory that `peft` or Motet wrote")
+    if not weights_file.is_file():
+        kind = " (a pickle is not read; save it as safetensors)" if (directory / "adapter_model.bin").exists() else ""
+        raise AdapterError(f"{directory} has no {WEIGHTS}{kind}")
+    try:
+        config: dict[str, Any] = json.loads(config_file.read_text())
+    except ValueError as error:
+        raise AdapterError(f"{config_file} is not JSON: {error}") from error
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"{directory} is a {config.get('peft_type')} adapter; Motet trains plain LoRA")
+    for field, kind in _REFUSED.items():
+        if config.get(field):
+            raise AdapterError(f"{directory} uses {kind}, which Motet does not train; start from a plain LoRA")
+    if config.get("bias", "none") != "none":
+        raise AdapterError(f"{directory} trains biases (bias={config['bias']!r}); start from a plain LoRA")
+    try:
+        tensors = load_file(str(weights_file))
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{weights_file} is damaged: {error}") from error
+    return PeftAdapter(int(config["r"]), float(config["lora_alpha"]), config.get("target_modules", "all-linear"), tensors)
+
+
+def flatten(adapter: PeftAdapter, base: BaseModel, layout: AdapterLayout, source: Path) -> Tensor:
+    """Bring a read adapter into an arena of this layout (fp32, CPU).
+
+    Raises:
+        AdapterError: nothing matched, a tensor is missing, unexpected, of another shape or not finite; names it.
+    """
+    if adapter.rank != layout.rank:
+        raise AdapterError(f"{source} has rank {adapter.rank}, the job asks for {layout.rank}; set adapter.rank to {adapter.rank}")
+    flat = torch.zeros(layout.size)
+    left = dict(adapter.tensors)
+    expected = {_PREFIX + path: views for path, views in layout.views(flat).items()}
+    names = [f"{module}.lora_{side}.weight" for module in expected for side in "AB"]
+    if not any(name in left for name in names):
+        raise AdapterError(f"{source}: none of its {len(left)} tensors fits {base.name}; it was trained on another base")
+    for module, views in expected.items():
+        for side, view in zip("AB", views, strict=True):
+            name = f"{module}.lora_{side}.weight"
+            tensor = left.pop(name, None)
+            if tensor is None:
+                raise AdapterError(f"{source} has no tensor {name}; set adapter.target_modules to what it was trained with")
+            if tuple(tensor.shape) != tuple(view.t().shape):
+                raise AdapterError(f"{source}: {name} has shape {tuple(tensor.shape)}, the base needs {tuple(view.t().shape)}")
+            if not torch.isfinite(tensor).all():
+                raise AdapterError(f"{source}: {name} has values that are not finite")
+            view.copy_(tensor.float().t())
+    if left:
+        raise AdapterError(f"{source} has a tensor that nothing asks for: {sorted(left)[0]} ({len(left)} in all)")
+    return flat
+

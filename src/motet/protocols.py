@@ -1,0 +1,106 @@
+"""The seams: what `runtime/` asks of engines, trainers, weight sync and rewards. Each has a fake in the package.
+
+An implementation is complete when it fits without a branch in `runtime/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Protocol
+
+from motet.config import AdapterConfig, OptimizerConfig
+from motet.types import (
+    AdapterRef,
+    Batch,
+    Chunk,
+    FloatArray,
+    GenerateRequest,
+    IntArray,
+    LossStats,
+    OptimStats,
+    Problem,
+)
+
+
+class RolloutEngine(Protocol):
+    """Tokens out: serves many adapters and versions at once."""
+
+    @property
+    def capacity(self) -> int:
+        """How many completions are worth having in flight at a time."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Complete a prompt once per seed (the prompt is prefilled once).
+
+        Chunks of different completions interleave; each completion ends with a chunk that has a finish reason.
+
+        Raises:
+            EngineError: the request can never be served (too long, unknown adapter); says which and why.
+        """
+        ...
+
+    async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
+        """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
+        ...
+
+    async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
+        """Make a version servable from a PEFT directory."""
+        ...
+
+    async def unload_adapter(self, ref: AdapterRef) -> None:
+        """Let go of a version that nothing references any more."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End one request; its open completions finish with `abort` and keep their tokens."""
+        ...
+
+
+class Trainer(Protocol):
+    """Gradients: many adapters over one frozen base. Calls block; the owner of the device decides when they run."""
+
+    def add_adapter(self, name: str, shape: AdapterConfig, optimizer: OptimizerConfig, seed: int) -> None:
+        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0."""
+        ...
+
+    def remove_adapter(self, name: str) -> None:
+        """Give the slot back."""
+        ...
+
+    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
+        """Add the gradient of each segment to its adapter; one record per segment."""
+        ...
+
+    def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
+        """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
+        ...
+
+    def optim_step(self, name: str, lr: float) -> OptimStats:
+        """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
+        ...
+
+    def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        """Write PEFT files, and the optimizer's state where asked."""
+        ...
+
+    def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Makes trained weights answer."""
+
+    async def publish(self, name: str, version: int) -> AdapterRef:
+        """Make the trainer's current weights servable as this version and return the engine's name for it."""
+        ...
+
+
+class Reward(Protocol):
+    """One callable: how good is a completion of a problem?"""
+
+    def __call__(self, problem: Problem, completion: str) -> float | Awaitable[float]:
+        """Return a finite number."""
+        ...

@@ -1,0 +1,311 @@
+"""Continuous batching on the embedded base: admission, prefill, decode, preemption. Synchronous; one tick at a time.
+
+A tick prefills what can be admitted and then decodes one token for every running sequence. Which sequences share a tick changes
+how fast they come, never which tokens they are.
+
+Legend: T packed rows, N sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from motet import seeds
+from motet.model.attention import Span, cached_layout
+from motet.model.base import BaseModel, pad_rows
+from motet.model.distribution import draw
+from motet.model.kv_cache import KVCache
+from motet.model.lora import AdapterStacks, AdapterWeights
+from motet.rollout.sequences import Prompt, Sequence
+from motet.types import FinishReason
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Tokens of one sequence or prompt to run through the model."""
+
+    weights: AdapterWeights | None
+    token_ids: Seq[int]
+    start: int
+    blocks: Seq[int]
+
+
+class Decoder:
+    """Sequences of any mix of adapters and versions on one base and one KV cache."""
+
+    def __init__(self, base: BaseModel, cache: KVCache, *, max_rows: int, prefill_tokens: int) -> None:
+        self.base = base
+        self.cache = cache
+        self.max_rows = max_rows
+        self.prefill_tokens = prefill_tokens
+        self.stacks = AdapterStacks()
+        self.prefills = 0
+        """Prompts prefilled so far; preempted sequences count again."""
+        self.preemptions = 0
+        self.decoded_tokens = 0
+        self._waiting: deque[Prompt] = deque()
+        self._preempted: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self._waiting or self._preempted or self._running)
+
+    @property
+    def n_running(self) -> int:
+        """Sequences in the decode batch."""
+        return len(self._running)
+
+    def add(self, prompt: Prompt) -> None:
+        """Queue a request; its completions are admitted in order of arrival."""
+        self._waiting.append(prompt)
+
+    def abort(self, matches: set[str]) -> None:
+        """End the open completions of these requests; they keep their tokens."""
+        for prompt in [prompt for prompt in self._waiting if prompt.request.id in matches]:
+            self._waiting.remove(prompt)
+            self._release_prompt(prompt)
+            for sequence in prompt.waiting:
+                self._end(sequence, FinishReason.ABORT)
+            prompt.waiting.clear()
+        for sequence in [item for item in self._preempted if item.prompt.request.id in matches]:
+            self._preempted.remove(sequence)
+            self._end(sequence, FinishReason.ABORT)
+        for sequence in [item for item in self._running if item.prompt.request.id in matches]:
+            self._end(sequence, FinishReason.ABORT)
+        self._running = [item for item in self._running if item.finish is None]
+
+    def fail_all(self) -> list[Prompt]:
+        """Drop everything after a fault of the device; the prompts' callers have to be told."""
+        prompts = {id(item.prompt): item.prompt for item in [*self._running, *self._preempted]}
+        prompts |= {id(prompt): prompt for prompt in self._waiting}
+        for item in [*self._running, *self._preempted]:
+            self.cache.give_back(item.blocks)
+        for prompt in self._waiting:
+            self._release_prompt(prompt)
+        self._waiting.clear()
+        self._preempted.clear()
+        self._running.clear()
+        return list(prompts.values())
+
+    @torch.no_grad()
+    def tick(self) -> None:
+        """Admit and prefill what fits, then decode one token for every running sequence."""
+        fresh = self._admit()
+        self._settle(fresh)
+        running = self._make_room()
+        if running:
+            reads = [
+                _Read(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks) for item in running
+            ]
+            self._sample(running, self._logits(reads))
+            self.decoded_tokens += len(running)
+        self._settle(running)
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> list[Sequence]:
+        """Bring in preempted sequences, then new prompts, as rows, blocks and prefill tokens allow; sample their first token."""
+        budget = self.prefill_tokens
+        reads: list[_Read] = []
+        resumed: list[Sequence] = []
+        if self._preempted:
+            self._reclaim_prompts()
+        while self._preempted and self._rows_left(len(resumed)):
+            sequence = self._preempted[0]
+            n_blocks = -(-sequence.length // self.cache.block_size)
+            if n_blocks > self.cache.n_free or (reads and sequence.length > budget):
+                break
+            self._preempted.popleft()
+            sequence.blocks = self.cache.take(n_blocks)
+            reads.append(_Read(sequence.prompt.weights, sequence.read_ids(), 0, sequence.blocks))
+            budget -= sequence.length
+            resumed.append(sequence)
+        opened: list[Prompt] = []
+        if not self._preempted:
+            opened = self._open_prompts(reads, budget, len(resumed))
+        if reads:
+            logits_NV = self._logits(reads)
+            self.prefills += len(reads)
+            for place, prompt in enumerate(opened):
+                prompt.logits = logits_NV[len(resumed) + place : len(resumed) + place + 1].clone()
+            self._sample(resumed, logits_NV[: len(resumed)])
+            self._running.extend(resumed)
+        return [*resumed, *([] if self._preempted else self._fork())]
+
+    def _rows_left(self, taken: int = 0) -> int:
+        return self.max_rows - len(self._running) - taken
+
+    def _open_prompts(self, reads: list[_Read], budget: int, taken: int) -> list[Prompt]:
+        """Give blocks to prompts that will be prefilled now; room for at least one completion of each is left free."""
+        opened = []
+        rows = self._rows_left(taken)
+        reserved = 0
+        for prompt in self._waiting:
+            if rows <= 0:
+                break
+            n_tokens = len(prompt.request.prompt_ids)
+            n_blocks = -(-n_tokens // self.cache.block_size)
+            if prompt.logits is None:
+                spare = 1 if reads or self._running else 0
+                if n_blocks + reserved + spare > self.cache.n_free or (reads and n_tokens > budget):
+                    break
+                prompt.blocks = self.cache.take(n_blocks)
+                reads.append(_Read(prompt.weights, prompt.request.prompt_ids.tolist(), 0, prompt.blocks))
+                budget -= n_tokens
+                opened.append(prompt)
+            rows -= len(prompt.waiting)
+            reserved += len(prompt.waiting)
+        return opened
+
+    def _fork(self) -> list[Sequence]:
+        """Start completions of prefilled prompts and sample their first tokens."""
+        born: list[Sequence] = []
+        logits = []
+        while self._waiting and self._waiting[0].logits is not None:
+            prompt = self._waiting[0]
+            while prompt.waiting and prompt.logits is not None and self._rows_left(len(born)) > 0:
+                last_logits = prompt.logits
+                sequence = self._fork_one(prompt, alone=not (self._running or born))
+                if sequence is None:
+                    break
+                born.append(sequence)
+                logits.append(last_logits)
+            if prompt.waiting:
+                break
+            self._waiting.popleft()
+            self._release_prompt(prompt)
+        if born:
+            self._sample(born, torch.cat(logits))
+            self._running.extend(born)
+        return born
+
+    def _fork_one(self, prompt: Prompt, *, alone: bool) -> Sequence | None:
+        """The prompt's next completion: full blocks are shared, a partly filled one is copied, or taken over by the last.
+
+        When no block is free and nothing runs, it is taken over all the same, and the prompt will be prefilled again.
+        """
+        n_full, rest = divmod(len(prompt.request.prompt_ids), self.cache.block_size)
+        last = len(prompt.waiting) == 1
+        take_over = bool(rest) and (last or (alone and not self.cache.n_free))
+        if rest and not take_over and not self.cache.n_free:
+            return None
+        sequence = prompt.waiting.pop(0)
+        self.cache.share(prompt.blocks[:n_full])
+        sequence.blocks = list(prompt.blocks[:n_full])
+        if rest:
+            sequence.blocks.append(prompt.blocks.pop() if take_over else self.cache.copy(prompt.blocks[n_full]))
+        if take_over:
+            self._release_prompt(prompt)
+        return sequence
+
+    def _release_prompt(self, prompt: Prompt) -> None:
+        self.cache.give_back(prompt.blocks)
+        prompt.blocks = []
+        prompt.logits = None
+
+    # --- decode ------------------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> list[Sequence]:
+        """Give every running sequence a block for its next token, oldest first; the youngest give way."""
+        kept: list[Sequence] = []
+        queue = deque(self._running)
+        while queue:
+            sequence = queue.popleft()
+            position = sequence.length - 1
+            if position // self.cache.block_size < len(sequence.blocks):
+                kept.append(sequence)
+                continue
+            while not self.cache.n_free and queue:
+                self._preempt(queue.pop())
+            if not self.cache.n_free:
+                self._reclaim_prompts()
+            if self.cache.n_free:
+                sequence.blocks.extend(self.cache.take(1))
+                kept.append(sequence)
+            else:
+                self._preempt(sequence)
+        self._running = kept
+        return sorted(kept, key=_adapter_order)
+
+    def _reclaim_prompts(self) -> None:
+        """Take back the blocks of prompts that wait for a row; they are prefilled again later."""
+        for prompt in self._waiting:
+            self._release_prompt(prompt)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.cache.give_back(sequence.blocks)
+        sequence.blocks = []
+        self._preempted.appendleft(sequence)
+        self.preemptions += 1
+
+    def _logits(self, reads: Seq[_Read]) -> Tensor:
+        """fp32 logits [len(reads), V] of the last token of each read."""
+        base, device = self.base, self.base.device
+        order = sorted(range(len(reads)), key=lambda place: id(reads[place].weights))
+        spans, tokens, positions, runs, last = [], [], [], [], [0] * len(reads)
+        row = 0
+        for place in order:
+            read = reads[place]
+            length = len(read.token_ids)
+            spans.append(Span(read.start, length, read.blocks))
+            tokens.extend(read.token_ids)
+            positions.extend(range(read.start, read.start + length))
+            if runs and runs[-1][0] is read.weights:
+                runs[-1] = (read.weights, runs[-1][1], runs[-1][2] + length)
+            else:
+                runs.append((read.weights, row, length))
+            row += length
+            last[place] = row - 1
+        tokens_T = pad_rows(torch.tensor(tokens, device=device))
+        positions_T = pad_rows(torch.tensor(positions, device=device))
+        with base.routed(self.stacks.routing(runs, device)):
+            hidden_TD = base.hidden(tokens_T, positions_T, cached_layout(spans, self.cache, device))
+        return base.logits(pad_rows(hidden_TD[torch.tensor(last, device=device)]))[: len(reads)]
+
+    def _sample(self, sequences: Seq[Sequence], logits_NV: Tensor) -> None:
+        if not sequences:
+            return
+        keys = np.array([item.key for item in sequences], np.uint64)
+        places = np.array([len(item.tokens) for item in sequences], np.uint64)
+        uniforms_N = torch.from_numpy(seeds.uniforms(keys, places)).to(logits_NV.device)
+        params = [item.prompt.request.sampling for item in sequences]
+        pad = -len(params) % 4
+        tokens, logprobs, usable = draw(
+            pad_rows(logits_NV), [*params, *[params[-1]] * pad], pad_rows(uniforms_N[:, None])[:, 0]
+        )
+        rows = zip(sequences, tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=False)
+        for sequence, token, logprob, good in rows:
+            sequence.append(token, logprob, good, self.decode_text)
+
+    def decode_text(self, tokens: list[int]) -> str:
+        """Text of completion tokens, without special tokens."""
+        text: str = self.base.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+    def _settle(self, touched: Seq[Sequence]) -> None:
+        """Deliver what is due and take finished sequences out of the batch."""
+        for sequence in touched:
+            if sequence.finish is not None:
+                self._end(sequence, sequence.finish)
+            elif sequence.prompt.request.stream:
+                sequence.prompt.emit(sequence.chunk(self.decode_text))
+        self._running = [item for item in self._running if item.finish is None]
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish = reason
+        self.cache.give_back(sequence.blocks)
+        sequence.blocks = []
+        sequence.prompt.emit(sequence.chunk(self.decode_text))
+
+
+def _adapter_order(sequence: Sequence) -> tuple[str, int]:
+    adapter = sequence.prompt.request.adapter
+    return ("", -1) if adapter is None else (adapter.name, adapter.version)

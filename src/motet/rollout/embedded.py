@@ -1,0 +1,158 @@
+"""The embedded engine: the base that trains also samples, in one process, on one device.
+
+Publishing a version is handing over a pointer (`install`). Requests may name any installed version, any mix at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from motet.device import Device
+from motet.errors import EngineError
+from motet.model.attention import packed_layout
+from motet.model.base import BaseModel, pad_rows
+from motet.model.distribution import row_logprobs
+from motet.model.kv_cache import KVCache
+from motet.model.lora import AdapterWeights
+from motet.model.peft_io import flatten, read_adapter
+from motet.rollout.decoder import Decoder
+from motet.rollout.sequences import Prompt, Sequence
+from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray
+
+
+class EmbeddedEngine:
+    """A `RolloutEngine` on the trainer's own base."""
+
+    def __init__(
+        self, base: BaseModel, device: Device, *, max_rows: int, kv_tokens: int, block_size: int, prefill_tokens: int
+    ) -> None:
+        self.base = base
+        self.cache = KVCache(max(1, kv_tokens // block_size), block_size, base.device)
+        self.decoder = Decoder(base, self.cache, max_rows=max_rows, prefill_tokens=prefill_tokens)
+        self._device = device
+        self._versions: dict[AdapterRef, AdapterWeights] = {}
+        self._arrivals: list[Prompt] = []
+        self._aborts: set[str] = set()
+        device.add_tick(self._tick)
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the decode batch."""
+        return self.decoder.max_rows
+
+    def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
+        """Make a version servable by its tensors.
+
+        Raises:
+            EngineError: the reference is taken; a reference never means two sets of weights.
+        """
+        if ref in self._versions:
+            raise EngineError(f"version {ref.version} of adapter {ref.name!r} is loaded already")
+        self._versions[ref] = weights
+
+    async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
+        """Make a version servable from a PEFT directory."""
+        peft = read_adapter(source)
+        layout = self.base.adapter_layout(peft.target_modules, peft.rank)
+        masters = flatten(peft, self.base, layout, source).to(self.base.device)
+        self.install(ref, AdapterWeights.from_masters(layout, peft.alpha / peft.rank, masters, self.base.dtype))
+
+    async def unload_adapter(self, ref: AdapterRef) -> None:
+        """Let go of a version; running requests keep their own pointer to it."""
+        if self._versions.pop(ref, None) is not None:
+            await self._device.run(self.decoder.stacks.forget)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Complete a prompt once per seed; see `RolloutEngine.generate`."""
+        self._refuse(request)
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        weights = None if request.adapter is None else self._versions[request.adapter]
+        prompt = Prompt(request, weights, lambda item: _deliver(loop, chunks, item))
+        prompt.waiting = [Sequence(prompt, index, key) for index, key in enumerate(request.seeds)]
+        self._arrivals.append(prompt)
+        self._device.wake()
+        left = len(request.seeds)
+        try:
+            while left:
+                chunk = await chunks.get()
+                if isinstance(chunk, Exception):
+                    left = 0
+                    raise EngineError(f"the device failed while sampling: {chunk}") from chunk
+                left -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            if left:
+                await self.abort(request.id)
+
+    async def abort(self, request_id: str) -> None:
+        """End one request; its open completions finish with `abort` and keep their tokens."""
+        self._aborts.add(request_id)
+        self._device.wake()
+
+    async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
+        """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
+        if adapter is not None and adapter not in self._versions:
+            raise EngineError(f"version {adapter.version} of adapter {adapter.name!r} is not loaded")
+        weights = None if adapter is None else self._versions[adapter]
+        return await self._device.run(lambda: self._score(token_ids, weights))
+
+    @torch.no_grad()
+    def _score(self, token_ids: IntArray, weights: AdapterWeights | None) -> FloatArray:
+        base, n_tokens = self.base, len(token_ids)
+        tokens_T = pad_rows(torch.from_numpy(token_ids.astype(np.int64)).to(base.device))
+        positions_T = pad_rows(torch.arange(n_tokens, device=base.device))
+        pad = len(tokens_T) - n_tokens
+        layout = packed_layout([n_tokens, *([pad] if pad else [])], self.cache.block_size, base.device)
+        with base.routed(self.decoder.stacks.routing([(weights, 0, n_tokens)], base.device)):
+            logits_TV = base.logits(base.hidden(tokens_T, positions_T, layout))
+        logprobs_TV = row_logprobs(logits_TV, torch.ones(len(tokens_T), device=base.device))
+        found = np.zeros(n_tokens, np.float32)
+        found[1:] = logprobs_TV[: n_tokens - 1].gather(-1, tokens_T[1:n_tokens, None])[:, 0].cpu().numpy()
+        return found
+
+    def _refuse(self, request: GenerateRequest) -> None:
+        n_prompt, n_new = len(request.prompt_ids), request.sampling.max_tokens
+        where = f"request {request.id} of job {request.job!r}"
+        if request.adapter is not None and request.adapter not in self._versions:
+            raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
+        if n_prompt == 0 or not request.seeds:
+            raise EngineError(f"{where} has an empty prompt or no seeds")
+        longest = min(self.base.max_positions, self.cache.n_blocks * self.cache.block_size)
+        if n_prompt + n_new > longest:
+            room = "the KV cache (engine.kv_tokens)" if longest < self.base.max_positions else "the model"
+            raise EngineError(
+                f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed {longest}, the room of {room}; lower "
+                "sampling.max_tokens, shorten the prompt or raise the limit"
+            )
+
+    def _tick(self) -> bool:
+        started = time.perf_counter()
+        while self._arrivals:
+            self.decoder.add(self._arrivals.pop(0))
+        if self._aborts:
+            aborts = {self._aborts.pop() for _ in range(len(self._aborts))}
+            self.decoder.abort(aborts)
+        if self.decoder.idle:
+            return False
+        full = self.decoder.n_running >= self.decoder.max_rows
+        try:
+            self.decoder.tick()
+        except Exception as error:  # callers wait in other threads: each is told, or it would wait for ever
+            for prompt in self.decoder.fail_all():
+                prompt.emit(error)
+        spent = time.perf_counter() - started
+        self._device.busy.decode += spent
+        self._device.busy.full += spent * full
+        return not self.decoder.idle
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[Chunk | Exception], item: Chunk | Exception) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(chunks.put_nowait, item)

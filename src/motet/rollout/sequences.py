@@ -1,0 +1,103 @@
+"""Sequences on their way through the embedded engine: tokens so far, text, and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from motet.model.lora import AdapterWeights
+from motet.types import Chunk, FinishReason, GenerateRequest
+
+Emit = Callable[[Chunk | Exception], None]
+_TAIL = 16
+"""Tokens beyond a stop string's own length that are decoded to look for it."""
+
+
+@dataclass
+class Prompt:
+    """A request's prompt: prefilled once, then shared by its completions."""
+
+    request: GenerateRequest
+    weights: AdapterWeights | None
+    emit: Emit
+    waiting: list[Sequence] = field(default_factory=list)
+    """Completions not yet admitted for the first time."""
+    blocks: list[int] = field(default_factory=list)
+    logits: Any = None
+    """Of the last prompt token, [1, V], from prefill until the last completion is admitted."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One completion of a request."""
+
+    prompt: Prompt
+    index: int
+    key: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str = ""
+    sent_tokens: int = 0
+    sent_text: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt.request.prompt_ids) + len(self.tokens)
+
+    def read_ids(self) -> list[int]:
+        """Everything a prefill after preemption has to read again."""
+        return [*self.prompt.request.prompt_ids.tolist(), *self.tokens]
+
+    def append(self, token: int, logprob: float, usable: bool, decode: Callable[[list[int]], str]) -> None:
+        """Take a drawn token and decide whether the completion ends."""
+        sampling = self.prompt.request.sampling
+        if not usable:
+            self.finish = FinishReason.ERROR
+            self.error = "the model's logits were not finite; its weights or its adapter have overflowed"
+            return
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in sampling.stop_token_ids or self._stopped(decode):
+            self.finish = FinishReason.STOP
+        elif len(self.tokens) >= sampling.max_tokens:
+            self.finish = FinishReason.LENGTH
+
+    def _stopped(self, decode: Callable[[list[int]], str]) -> bool:
+        stops = self.prompt.request.sampling.stop
+        if not stops:
+            return False
+        tail = decode(self.tokens[-(_TAIL + max(len(stop) for stop in stops)) :])
+        return any(stop in tail for stop in stops) and any(stop in decode(self.tokens) for stop in stops)
+
+    def chunk(self, decode: Callable[[list[int]], str]) -> Chunk:
+        """What has not been delivered yet; text that may turn out to begin a stop string is held back until the end."""
+        request = self.prompt.request
+        version = -1 if request.adapter is None else request.adapter.version
+        new = slice(self.sent_tokens, len(self.tokens))
+        text = decode(self.tokens)
+        stops = request.sampling.stop
+        if self.finish is not None:
+            cuts = [text.index(stop) for stop in stops if stop in text]
+            text = text[: min(cuts)] if cuts else text
+            end = len(text)
+        else:
+            held = max((len(stop) for stop in stops), default=1) - 1
+            end = len(text) - held - (1 if text.endswith("�") else 0)
+        piece = text[self.sent_text : end] if end > self.sent_text else ""
+        self.sent_tokens = len(self.tokens)
+        self.sent_text = max(self.sent_text, end)
+        return Chunk(
+            index=self.index,
+            token_ids=np.array(self.tokens[new], np.int32),
+            logprobs=np.array(self.logprobs[new], np.float32),
+            versions=np.full(new.stop - new.start, version, np.int32),
+            text=piece,
+            finish_reason=self.finish,
+            error=self.error,
+        )

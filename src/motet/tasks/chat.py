@@ -1,0 +1,147 @@
+"""Between messages and token ids. Sampled tokens are never decoded and tokenised again: what the model wrote is what it
+is trained on, so a conversation goes on by appending ids to ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from motet.config import DataConfig
+from motet.errors import BaseModelError, ConfigError
+from motet.types import BoolArray, IntArray, Message, Problem
+
+# Stands for sampled text when a template is rendered; letters and digits only, so that no template trims or escapes it.
+_PLACEHOLDER = "7sampled7text7"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How one job talks to the model."""
+
+    tokenizer: Any
+    """A `transformers` tokenizer."""
+    chat_template: bool = True
+    """False: the text of the messages is the prompt, with the tokenizer's own special tokens (BOS)."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Passed to the template (`enable_thinking`, …)."""
+
+    def __post_init__(self) -> None:
+        """Refuse a template that is not there.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template.
+        """
+        if self.chat_template and not self.tokenizer.chat_template:
+            raise ConfigError(
+                "this base has no chat template (it is not an instruct model): set data.chat_template: false to feed prompts "
+                "as they are, or choose the instruct version of the base"
+            )
+
+    @classmethod
+    def of(cls, tokenizer: Any, config: DataConfig) -> Chat:
+        """The chat that a job's data section asks for."""
+        return cls(tokenizer, config.chat_template, config.chat_template_kwargs)
+
+    def prompt_text(self, problem: Problem) -> str:
+        """What the model reads before it answers, as text."""
+        return self._render(problem.messages)
+
+    def prompt_ids(self, problem: Problem) -> IntArray:
+        """What the model reads before it answers, [T].
+
+        Raises:
+            BaseModelError: the template refuses the conversation.
+        """
+        return self._encode(self.prompt_text(problem), special=not self.chat_template)
+
+    def follow_up_ids(
+        self, problem: Problem, previous: Sequence[Message], sampled_ids: IntArray, message: str
+    ) -> IntArray:
+        """What to append after a sampled turn so that the model reads the next user message and may answer, [T].
+
+        The conversation is rendered with a placeholder for the sampled text, and the part after it is tokenised. The
+        end-of-turn token stands once: it is left out here when the model sampled it.
+
+        Args:
+            problem: how the conversation began.
+            previous: the messages between the problem's and the sampled turn (none at the second turn).
+            sampled_ids: the tokens of the sampled turn, its end-of-turn token included if it was sampled.
+            message: what the user says next.
+
+        Raises:
+            BaseModelError: the template refuses the conversation or does not repeat the assistant's text.
+        """
+        turns = (*problem.messages, *previous, Message("assistant", _PLACEHOLDER), Message("user", message))
+        if not self.chat_template:
+            return self._encode(f"\n\n{message}\n\n", special=False)
+        before, found, tail = self._render(turns).rpartition(_PLACEHOLDER)
+        if not found:
+            raise BaseModelError("the chat template leaves out the assistant's text, so a second turn cannot be rendered")
+        ids = self._encode(tail, special=False)
+        last = int(sampled_ids[-1]) if len(sampled_ids) else -1
+        places = np.flatnonzero(ids == last)
+        # Some templates put a space before the end-of-turn token; the sampled one stands for both.
+        if len(places) and _is_special(self.tokenizer, last) and not self._decode(ids[: places[0]]).strip():
+            return ids[places[0] + 1 :]
+        return ids
+
+    def readable(self, token_ids: IntArray, loss_mask: BoolArray | None = None) -> str:
+        """One line per token: its place, id and text; `*` marks the tokens that are trained."""
+        mask = np.zeros(len(token_ids), np.bool_) if loss_mask is None else loss_mask
+        rows = enumerate(zip(token_ids.tolist(), mask.tolist(), strict=True))
+        return "\n".join(f"{place:>6} {'*' if on else ' '} {token:>7} {self._decode([token])!r}" for place, (token, on) in rows)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        if not self.chat_template:
+            return "\n\n".join(message.content for message in messages)
+        return render(self.tokenizer, messages, True, self.template_kwargs)
+
+    def _encode(self, text: str, special: bool) -> IntArray:
+        ids = self.tokenizer.encode(text, add_special_tokens=special)
+        return np.asarray(ids, np.int32)
+
+    def _decode(self, ids: Sequence[int] | IntArray) -> str:
+        return str(self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
+
+
+def render(tokenizer: Any, messages: Sequence[Message], generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
+    """Messages through the tokenizer's chat template, as text.
+
+    Raises:
+        BaseModelError: the template refuses the conversation (for instance a system prompt), with its reason.
+    """
+    turns = [{"role": message.role, "content": message.content} for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt, **kwargs)
+    except Exception as error:  # templates are programs: jinja2's errors and plain Python's alike
+        roles = ", ".join(message.role for message in messages)
+        raise BaseModelError(
+            f"the base's chat template refuses a conversation of {roles}: {error}. Check data.system and "
+            "data.chat_template_kwargs, or set data.chat_template: false"
+        ) from error
+    return str(text)
+
+
+def stop_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, ...]:
+    """Ids that end a turn: the tokenizer's and the generation configuration's EOS, and the template's end-of-turn token.
+
+    The last is found by rendering an answer and looking at the special token behind it: several models call a token EOS
+    that their template never writes.
+    """
+    eos = getattr(generation_config, "eos_token_id", None)
+    found = {tokenizer.eos_token_id, *(eos if isinstance(eos, list | tuple) else [eos])}
+    if tokenizer.chat_template:
+        messages = (Message("user", "hi"), Message("assistant", _PLACEHOLDER))
+        tail = render(tokenizer, messages, False, {}).rpartition(_PLACEHOLDER)[2]
+        ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False)
+        if ids and _is_special(tokenizer, ids[0]):
+            found.add(ids[0])
+    return tuple(sorted(int(token) for token in found if token is not None))
+
+
+def _is_special(tokenizer: Any, token: int) -> bool:
+    return token in tokenizer.all_special_ids or token in tokenizer.added_tokens_decoder

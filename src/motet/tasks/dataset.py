@@ -1,0 +1,164 @@
+"""Problems out of rows: which column is the prompt, which the answer, which rows are held out, which step owns which.
+
+A Problem's id is its row's index in the source, so logs and random numbers name the same row in every run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from motet import seeds
+from motet.config import DataConfig
+from motet.errors import DataError
+from motet.tasks.reasoning import ScorerSpec
+from motet.tasks.sources import Row, read_rows
+from motet.types import Message, Problem
+
+PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "input")
+ANSWER_COLUMNS = ("answer", "solution", "target", "label", "output")
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A job's data after the held-out split."""
+
+    train: tuple[Problem, ...]
+    holdout: tuple[Problem, ...]
+    """For evaluation; no prompt of it is in `train`."""
+    scorer: ScorerSpec | None
+    """The data's own scorer, for the reward `scorer`."""
+
+
+def load_dataset(config: DataConfig) -> Dataset:
+    """Read, check and split a job's data. The split depends on `config.seed` only, so jobs of a sweep share it.
+
+    Raises:
+        DataError: the source cannot be read, a row does not fit, or too few rows remain; says where and what to do.
+    """
+    rows, scorer = read_rows(config)
+    problems = [_problem(config, row, index) for index, row in enumerate(rows)]
+    if config.eval_source is not None:
+        holdout, eval_scorer = _evaluation(config)
+        scorer = replace(scorer, evaluation=eval_scorer) if scorer else eval_scorer
+    else:
+        order = seeds.permutation(seeds.key(config.seed, "holdout"), len(problems))
+        holdout = tuple(problems[i] for i in sorted(order[: config.holdout]))
+    # A prompt that stands twice in the data must not be both trained on and evaluated.
+    kept_out = {problem.messages for problem in holdout}
+    train = tuple(problem for problem in problems if problem.messages not in kept_out)
+    if not train:
+        raise DataError(
+            f"data.source {config.source!r} has {len(problems)} rows and data.holdout {config.holdout} leaves none to train on: "
+            f"add rows, or set data.holdout to {len(problems) // 10} or so"
+        )
+    return Dataset(train, holdout, scorer)
+
+
+def data_window(problems: Sequence[Problem], step: int, width: int, seed: int, shuffle: bool = True) -> list[Problem]:
+    """The problems that step `step` owns: positions [step·width, (step + 1)·width) of the endless sequence of passes.
+
+    Each pass over the data is a permutation of its own (the order of the source where `shuffle` is off). A pure
+    function: which problems a step gets never depends on what was sampled before or finished first.
+    """
+    n = len(problems)
+    if n == 0 or width < 1 or step < 0:
+        raise ValueError(f"a window needs problems, width >= 1 and step >= 0; got {n} problems, width {width}, step {step}")
+    window: list[Problem] = []
+    for epoch in range(step * width // n, ((step + 1) * width - 1) // n + 1):
+        order = seeds.permutation(seeds.key(seed, "shuffle", epoch), n).tolist() if shuffle else range(n)
+        first, last = max(step * width - epoch * n, 0), min((step + 1) * width - epoch * n, n)
+        window += [problems[i] for i in order[first:last]]
+    return window
+
+
+def _evaluation(config: DataConfig) -> tuple[tuple[Problem, ...], ScorerSpec | None]:
+    if config.holdout == 0:
+        raise DataError("data.eval_source is set but data.holdout is 0: set data.holdout to how many rows of it to evaluate on")
+    # reasoning-gym seeds row i with seed + i: a far-away seed keeps evaluation rows from being training rows.
+    far = seeds.key(config.seed, "eval_source") % (1 << 31)
+    other = config.model_copy(update={"source": config.eval_source, "size": config.holdout, "seed": far, "eval_source": None})
+    rows, scorer = read_rows(other)
+    return tuple(_problem(other, row, index) for index, row in enumerate(rows)), scorer
+
+
+def _problem(config: DataConfig, row: Row, index: int) -> Problem:
+    where = f"{config.source} row {index}"
+    answer_column = _column(row, config.answer, ANSWER_COLUMNS, "answer", where)
+    prompt_column = None
+    value: Any
+    if config.template is not None:
+        value = _filled(config.template, row, where)
+    else:
+        prompt_column = _column(row, config.prompt, PROMPT_COLUMNS, "prompt", where)
+        if prompt_column is None:
+            raise DataError(
+                f"{where} has no column named {', '.join(PROMPT_COLUMNS)}; set data.prompt or data.template. {_columns(row)}"
+            )
+        value = row[prompt_column]
+    answer = "" if answer_column is None else _text(row[answer_column])
+    conversational = isinstance(value, list)
+    messages = _messages(value, where, prompt_column or "template")
+    if messages[-1].role == "assistant":  # a row for supervised training: its last turn is the reference answer
+        answer = answer or messages[-1].content
+        messages = messages[:-1]
+    if not messages or messages[-1].role != "user":
+        raise DataError(f"{where}: the messages must end with a user turn (an assistant turn after it is taken as the answer)")
+    if config.system is not None:
+        messages = (Message("system", config.system), *(message for message in messages if message.role != "system"))
+    kept = {name: value for name, value in row.items() if name != prompt_column or config.source.startswith("reasoning-gym:")}
+    return Problem(index, messages, answer, kept, conversational)
+
+
+def _column(row: Mapping[str, Any], wanted: str | None, usual: tuple[str, ...], field: str, where: str) -> str | None:
+    if wanted is not None and wanted not in row:
+        raise DataError(f"{where} has no column {wanted!r} (data.{field}). {_columns(row)}")
+    return wanted if wanted is not None else next((name for name in usual if name in row), None)
+
+
+def _columns(row: Mapping[str, Any]) -> str:
+    return f"Its columns: {', '.join(row) or 'none'}"
+
+
+def _filled(template: str, row: Row, where: str) -> str:
+    try:
+        return template.format_map(row)
+    except KeyError as error:
+        raise DataError(f"{where} has no column {error} that data.template asks for. {_columns(row)}") from error
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise DataError(f"data.template cannot be filled: {error}. Write {{column}} for a column and {{{{ }}}} for braces") from error
+
+
+def _messages(value: Any, where: str, column: str) -> tuple[Message, ...]:
+    if isinstance(value, str):
+        if not value.strip():
+            raise DataError(f"{where}: the prompt ({column}) is empty")
+        return (Message("user", value),)
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: the prompt ({column}) must be text or a list of messages, got {type(value).__name__}: {value!r:.80}")
+    messages = []
+    for item in value:
+        if not isinstance(item, dict) or "role" not in item or "content" not in item:
+            raise DataError(f"{where}: a message ({column}) needs `role` and `content`, got {item!r:.80}")
+        if item["role"] not in ROLES:
+            raise DataError(f"{where}: a message has the role {item['role']!r}; the roles are {', '.join(ROLES)}")
+        messages.append(Message(item["role"], _content(item["content"], where)))
+    return tuple(messages)
+
+
+def _content(value: Any, where: str) -> str:
+    """The text of a message; parts such as {"type": "text", "text": …} are joined, other kinds of parts refused."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+        return "".join(part["text"] for part in value)
+    raise DataError(f"{where}: the content of a message must be text, got {value!r:.80}")
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

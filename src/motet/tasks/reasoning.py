@@ -1,0 +1,136 @@
+"""reasoning-gym: procedural tasks that know how to grade an answer (https://github.com/open-thought/reasoning-gym).
+
+Some of its tasks draw from sets of strings, so their rows depend on Python's hash seed (`word_ladder`, `ransom_note`,
+…). Rows are therefore made in a process of their own with that seed fixed, and reward processes, which have the same
+one, make the entry again from its index: what JSON cannot hold (tuples, integer keys) is then as the task made it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from motet.errors import DataError, RewardError
+from motet.types import Problem
+
+HASH_SEED = "0"
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ScorerSpec:
+    """Which reasoning-gym data is to be graded; JSON values only, so that it can travel to a reward process."""
+
+    task: str
+    """The task's name in reasoning-gym."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The task's own options."""
+    size: int = 1
+    seed: int = 0
+    evaluation: ScorerSpec | None = None
+    """The evaluation data, where it is not held-out rows of the same source."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The description as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ScorerSpec:
+        """What `to_json` wrote."""
+        inner = value.get("evaluation")
+        return cls(**{**value, "evaluation": cls.from_json(inner) if inner else None})
+
+    def build(self) -> Any:
+        """The `ProceduralDataset`; whatever reasoning-gym raises for a task or option that it does not know."""
+        import reasoning_gym
+
+        return reasoning_gym.create_dataset(self.task, **{**self.config, "size": self.size, "seed": self.seed})
+
+
+def make_entries(spec: ScorerSpec) -> list[dict[str, Any]]:
+    """The rows of a task: `question`, `answer` and `metadata`, as JSON values; the same for the same spec.
+
+    Raises:
+        DataError: there is no such task (with close matches), or it refuses its options (with those it has).
+    """
+    reply = json.loads(_made_apart(json.dumps(spec.to_json(), sort_keys=True)))
+    if "error" in reply:
+        raise DataError(reply["error"])
+    entries: list[dict[str, Any]] = reply["entries"]
+    return entries
+
+
+@functools.lru_cache(maxsize=4)  # jobs of a sweep share their data
+def _made_apart(spec: str) -> str:
+    package_root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED, "PYTHONPATH": package_root, "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-P", "-m", __name__]
+    done = subprocess.run(command, input=spec, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode != 0:
+        raise DataError(f"making rows with reasoning-gym failed (exit status {done.returncode}):\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def build_scorer(spec: ScorerSpec) -> Callable[[Problem, str], float]:
+    """Rebuild the task and return `(problem, completion) -> score`, which is 1 for a right answer.
+
+    The answer is what stands between the last `<answer>` tags, or the whole completion without its outer spaces.
+
+    Raises:
+        RewardError: the task cannot be built here.
+    """
+    try:
+        made = [source.build() for source in (spec, spec.evaluation) if source is not None]
+    except Exception as error:
+        raise RewardError(f"the scorer of reasoning-gym task {spec.task!r} cannot be built: {error}") from error
+
+    @functools.lru_cache(maxsize=64)
+    def entry_of(index: int, question: str) -> tuple[Any, dict[str, Any]] | None:
+        for dataset in made:
+            if index < len(dataset) and (entry := dataset[index])["question"] == question:
+                return dataset, entry
+        return None
+
+    def score(problem: Problem, completion: str) -> float:
+        found = entry_of(problem.id, problem.metadata.get("question", ""))
+        if found is None:
+            raise ValueError("this problem is not a row of the job's reasoning-gym data, so its scorer cannot grade it")
+        dataset, entry = found
+        tagged = _ANSWER_TAG.findall(completion)
+        return float(dataset.score_answer((tagged[-1] if tagged else completion).strip(), entry))
+
+    return score
+
+
+def _reply(spec: ScorerSpec) -> dict[str, Any]:
+    """Runs in the process that makes rows: the entries, or what is wrong with the spec."""
+    import difflib
+
+    from motet.tasks.sources import as_json
+    from reasoning_gym.factory import DATASETS
+
+    if spec.task not in DATASETS:
+        near = difflib.get_close_matches(spec.task, DATASETS, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        gallery = "https://github.com/open-thought/reasoning-gym/blob/main/GALLERY.md"
+        return {"error": f"reasoning-gym has no task {spec.task!r}{hint} (it has {len(DATASETS)}, see {gallery})"}
+    try:
+        dataset = spec.build()
+        return {"entries": [as_json(dict(dataset[i])) for i in range(spec.size)]}
+    except Exception as error:
+        options = sorted(set(getattr(DATASETS[spec.task][1], "__dataclass_fields__", {})) - {"seed", "size"})
+        refused = f"reasoning-gym task {spec.task!r} refuses data.config {dict(spec.config)}: {error or repr(error)}"
+        return {"error": f"{refused}. Its options: {', '.join(options)}"}
+
+
+if __name__ == "__main__":
+    replies, sys.stdout = sys.stdout, sys.stderr  # a task that prints must not end up among the rows
+    json.dump(_reply(ScorerSpec.from_json(json.load(sys.stdin))), replies)

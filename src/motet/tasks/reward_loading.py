@@ -1,0 +1,197 @@
+"""From what a job names to something that scores: built-in, `file.py:function`, `module:function`, or a function object.
+
+Runs in reward processes. Two ways of writing a reward are understood, told apart by parameter names:
+
+    def score(problem, completion) -> float                      # ours, sync or async
+    def score(prompts, completions, **columns) -> list[float]    # TRL's, https://huggingface.co/docs/trl/rewards
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from motet.errors import RewardError
+from motet.tasks.reasoning import ScorerSpec, build_scorer
+from motet.tasks.rewards import BUILTIN, check_args
+from motet.types import Problem
+
+SCORER = "scorer"
+# What TRL passes besides columns. Tokens are not for rewards here; the trainer's state is None, as before training.
+_TRL_ONLY = ("completion_ids", "prompt_ids", "prompts_ids")
+
+
+class RewardSource(Protocol):
+    """The fields of a `RewardConfig` that say which function it is."""
+
+    @property
+    def name(self) -> str:
+        """Built-in name, `file.py:function` or `module:function`."""
+        ...
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """Keyword arguments."""
+        ...
+
+    @property
+    def function(self) -> Any:
+        """A function object, which wins over the name."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward that is ready to be called."""
+
+    call: Callable[[Problem, Sequence[str]], Any]
+    """Raw values, one per completion; for `async def` an awaitable of one value for one completion."""
+    batched: bool
+    """Takes all completions of a problem in one call (TRL's signature)."""
+    is_async: bool
+
+
+def resolve(source: RewardSource, scorer: ScorerSpec | None = None) -> LoadedReward:
+    """Find the function and look at how it wants to be called.
+
+    Raises:
+        RewardError: nothing has that name, it does not load, or its parameters fit neither signature.
+    """
+    if source.function is not None:
+        return _adapted(source.function, source.args, source.name)
+    if source.name == SCORER:
+        if scorer is None:
+            raise RewardError("this data has no scorer of its own (reasoning-gym:NAME has); name another reward, such as `exact`")
+        return _adapted(build_scorer(scorer), source.args, source.name)
+    if source.name in BUILTIN:
+        loaded = _adapted(BUILTIN[source.name], source.args, source.name)
+        try:
+            check_args(source.name, source.args)
+        except Exception as error:
+            raise RewardError(f"reward {source.name!r}: args {dict(source.args)}: {error}") from error
+        if source.name == "math":
+            importlib.import_module("math_verify")  # slow to import: not on the first completion's CPU time
+        return loaded
+    return _adapted(_find(source.name), source.args, source.name)
+
+
+def _find(name: str) -> Any:
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        known = [*BUILTIN, SCORER]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise RewardError(
+            f"there is no reward {name!r}{hint} Built in are {', '.join(known)}; your own is `file.py:function` or `module:function`"
+        )
+    module = _load_file(place) if place.endswith(".py") else _load_module(place)
+    found = functools.reduce(lambda value, part: getattr(value, part, None), attribute.split("."), module)
+    if found is None:
+        functions = [item for item, value in vars(module).items() if callable(value) and not item.startswith("_")]
+        near = difflib.get_close_matches(attribute, functions, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(functions) or 'no functions'}"
+        raise RewardError(f"reward {name!r}: {place} has no function {attribute!r}{hint}")
+    return found
+
+
+def _load_file(place: str) -> Any:
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise RewardError(f"reward file {place!r} does not exist (looked for {path}); paths are relative to where motet was started")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # so that the file may import its neighbours
+    spec = importlib.util.spec_from_file_location(f"motet_reward_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward file {place!r} does not load: {describe(error, str(path))}") from error
+    return module
+
+
+def _load_module(place: str) -> Any:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward module {place!r} does not load: {describe(error)} (is it installed here, or next to where motet was started?)") from error
+
+
+def _adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
+    if not callable(function):
+        raise RewardError(f"reward {name!r} is {type(function).__name__}, not a function")
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        parameters = {}  # type: ignore[assignment]  # written in C: taken at its word
+    called = function if inspect.isfunction(function) else getattr(function, "__call__", function)  # noqa: B004
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    if "completions" in parameters:
+        return LoadedReward(_trl_call(function, parameters, args, name), True, is_async)
+    try:
+        if parameters:
+            inspect.signature(function).bind(None, "", **args)
+    except TypeError as error:
+        raise RewardError(
+            f"reward {name!r}: {error}. A reward is (problem, completion, **args) -> float, or TRL's "
+            f"(prompts, completions, **columns) -> list[float]; this one is {inspect.signature(function)} with args {dict(args)}"
+        ) from error
+    return LoadedReward(lambda problem, completions: function(problem, completions[0], **args), False, is_async)
+
+
+def _trl_call(
+    function: Any, parameters: Mapping[str, inspect.Parameter], args: Mapping[str, Any], name: str
+) -> Callable[[Problem, Sequence[str]], Any]:
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for tokens in _TRL_ONLY:
+        if tokens in parameters and parameters[tokens].default is inspect.Parameter.empty:
+            raise RewardError(f"reward {name!r} requires {tokens}; Motet gives texts to rewards, not tokens: give it a default")
+
+    def call(problem: Problem, completions: Sequence[str]) -> Any:
+        n = len(completions)
+        given: dict[str, Any] = {column: [value] * n for column, value in problem.metadata.items()}
+        given.setdefault("answer", [problem.answer] * n)
+        if problem.conversational:
+            prompt: Any = [{"role": message.role, "content": message.content} for message in problem.messages]
+            given["completions"] = [[{"role": "assistant", "content": text}] for text in completions]
+        else:
+            prompt = "\n\n".join(message.content for message in problem.messages)
+            given["completions"] = list(completions)
+        given |= {"prompts": [prompt] * n, "trainer_state": None, **args}
+        missing = [
+            wanted
+            for wanted, parameter in parameters.items()
+            if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            if wanted not in given
+        ]
+        if missing:
+            raise TypeError(f"it asks for the column {missing[0]!r}; the data's columns are {', '.join(problem.metadata)}")
+        return function(**{key: value for key, value in given.items() if open_ended or key in parameters})
+
+    return call
+
+
+def describe(error: BaseException, file: str = "") -> str:
+    """One line for a person: what was raised and, where known, in which line of the reward's file."""
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    own = [place for place in frames if place[0] == file] or [place for place in frames if not place[0].startswith("<")]
+    line = f" ({own[-1][0]}:{own[-1][1]})" if own and not isinstance(error, ImportError) else ""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # an exception of the user's whose __str__ fails
+        text = ""
+    return f"{type(error).__name__}{': ' if text else ''}{text[:500]}{line}"

@@ -1,0 +1,109 @@
+"""The built-in rewards: short pure functions `(problem, completion, **args) -> float`, and the table that names them.
+
+Whether a text is right is a question of convention. Each docstring says which one it follows; where none fits, a reward
+of your own is three lines of Python (`reward: my_rewards.py:score`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from motet.types import Problem
+
+RewardFunction = Callable[..., float]
+
+# 1,234.5 · -3 · .5 · 2e-3; a minus directly behind a digit or letter is a subtraction or a hyphen, not a sign.
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-−+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.?|\.(?=\d))\d*(?:[eE][-+]?\d+)?")
+
+
+def exact(problem: Problem, completion: str, *, ignore_case: bool = False) -> float:
+    """1 if the completion is the answer, outer spaces aside."""
+    said, answer = completion.strip(), problem.answer.strip()
+    return float(said.casefold() == answer.casefold() if ignore_case else said == answer)
+
+
+def contains(problem: Problem, completion: str, *, ignore_case: bool = True) -> float:
+    """1 if the answer stands in the completion as a whole word (or words): `7` is not in `17`."""
+    answer = re.escape(problem.answer.strip())
+    pattern = rf"(?<!\w){answer}(?!\w)"
+    return float(bool(answer and re.search(pattern, completion, re.IGNORECASE if ignore_case else 0)))
+
+
+def numeric(problem: Problem, completion: str, *, tolerance: float = 1e-6) -> float:
+    """1 if the last number of the completion equals the last number of the answer.
+
+    `tolerance` is relative to the answer, and absolute below 1. Thousands commas are understood; the last number of the
+    answer is taken so that GSM8K's `… #### 42` works as it is. An answer without a number is an error.
+    """
+    wanted, said = last_number(problem.answer), last_number(completion)
+    if wanted is None:
+        raise ValueError(f"the reference answer {problem.answer[:80]!r} has no number; `exact` or `math` may suit this data")
+    if said is None:
+        return 0.0
+    return float(abs(said - wanted) <= Decimal(str(tolerance)) * max(Decimal(1), abs(wanted)))
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last decimal number in a text, or None."""
+    for found in reversed(_NUMBER.findall(text)):
+        try:
+            number = Decimal(found.replace(",", "").replace("−", "-"))
+        except InvalidOperation:
+            continue
+        # An exponent of a billion is a number that cannot be compared in finite time.
+        return number if abs(number.adjusted()) < 400 else None
+    return None
+
+
+def math(problem: Problem, completion: str) -> float:
+    r"""1 if the completion's last mathematical expression equals the answer, judged by Hugging Face's math-verify.
+
+    LaTeX (`\boxed{}`, `$…$`) and plain expressions are understood. math-verify's own limits use `signal.alarm`, that is,
+    the wall clock; they are off here because rewards run under a limit of CPU time.
+    """
+    from math_verify import parse, verify
+
+    answer = problem.answer.rpartition("####")[2].strip()
+    gold = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"math-verify finds no expression in the reference answer {problem.answer[:80]!r}")
+    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+
+def regex(problem: Problem, completion: str, *, pattern: str, full: bool = False, ignore_case: bool = False) -> float:
+    """1 if the pattern is found in the completion (`full`: matches all of it). `{answer}` in it is the answer, escaped."""
+    flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
+    compiled = re.compile(pattern.replace("{answer}", re.escape(problem.answer.strip())), flags)
+    return float(bool(compiled.fullmatch(completion) if full else compiled.search(completion)))
+
+
+def length(problem: Problem, completion: str, *, target: float, unit: str = "words") -> float:
+    """1 up to `target` words (or `unit: characters`), then falling as target / length: half at twice the target."""
+    if unit not in ("words", "characters"):
+        raise ValueError(f"unit must be words or characters, got {unit!r}")
+    size = len(completion.split()) if unit == "words" else len(completion)
+    return 1.0 if size <= target else target / size
+
+
+BUILTIN: Mapping[str, RewardFunction] = {
+    "exact": exact,
+    "contains": contains,
+    "numeric": numeric,
+    "math": math,
+    "regex": regex,
+    "length": length,
+}
+"""Rewards by name; `scorer`, the data's own, is the one more name that has no function here."""
+
+
+def check_args(name: str, args: Mapping[str, Any]) -> None:
+    """Try a built-in reward's arguments out on an empty answer.
+
+    Raises:
+        TypeError, ValueError, re.error: what is wrong with them.
+    """
+    if name in ("regex", "length"):
+        BUILTIN[name](Problem(0, (), ""), "", **args)

@@ -1,0 +1,145 @@
+"""Rows out of a source: a generated task, a file, or what `datasets.load_dataset` takes. No row is interpreted here."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from motet.config import DataConfig
+from motet.errors import DataError
+from motet.tasks.reasoning import ScorerSpec, make_entries
+
+Row = dict[str, Any]
+
+
+def read_rows(config: DataConfig) -> tuple[list[Row], ScorerSpec | None]:
+    """At most `config.size` rows of a source, with JSON values only, and the data's own scorer where it has one.
+
+    Raises:
+        DataError: the source does not exist, cannot be read, or holds something other than rows.
+    """
+    source = config.source
+    if source.startswith("reasoning-gym:"):
+        spec = ScorerSpec(source.partition(":")[2], as_json(config.config), config.size, config.seed)
+        return make_entries(spec), spec
+    if source.startswith("toy:"):
+        return _toy(config, source.partition(":")[2]), None
+    reader = _FILES.get(Path(source).suffix.lower())
+    if reader is None:
+        rows = _datasets(config)
+    else:
+        path = Path(source).expanduser()
+        if not path.is_file():
+            raise DataError(f"data.source {source!r} is not a file{_near(path.name, _siblings(path))} (looked in {path.parent.resolve()})")
+        rows = reader(path, config.size)
+    if not rows:
+        raise DataError(f"data.source {source!r} has no rows")
+    return [{str(name): as_json(value) for name, value in row.items()} for row in rows], None
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON holds it: sequences become lists, keys text, NaN null, and what JSON has no word for its `str`."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((as_json(item) for item in value), key=str)
+    if hasattr(value, "tolist"):  # numpy arrays and scalars
+        return as_json(value.tolist())
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def _near(name: str, known: list[str]) -> str:
+    matches = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def _siblings(path: Path) -> list[str]:
+    return sorted(item.name for item in path.parent.iterdir()) if path.parent.is_dir() else []
+
+
+def _toy(config: DataConfig, name: str) -> list[Row]:
+    from motet.tasks.toys import FAMILIES, make_rows
+
+    if name not in FAMILIES:
+        raise DataError(f"there is no toy task {name!r}{_near(name, list(FAMILIES))}; there are: {', '.join(FAMILIES)}")
+    return [{column: as_json(value) for column, value in row.items()} for row in make_rows(name, config.size, config.seed)]
+
+
+def _json_lines(path: Path, size: int) -> list[Row]:
+    rows: list[Row] = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if len(rows) == size:
+                break
+            if line.strip():
+                rows.append(_object(_parse(line, f"{path} line {number}"), f"{path} line {number}"))
+    return rows
+
+
+def _json_list(path: Path, size: int) -> list[Row]:
+    value = _parse(path.read_bytes(), str(path))
+    if not isinstance(value, list):
+        raise DataError(f"{path} must hold a list of rows, [{{...}}, ...], got {type(value).__name__}; for one row a line use .jsonl")
+    return [_object(row, f"{path} row {number}") for number, row in enumerate(value[:size])]
+
+
+def _parse(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not valid JSON in UTF-8: {error}") from error
+
+
+def _object(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f'{where} must be an object such as {{"prompt": "...", "answer": "..."}}, got {type(value).__name__}')
+    return value
+
+
+def _parquet(path: Path, size: int) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows: list[Row] = []
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=min(size, 4096)):
+            rows += batch.to_pylist()
+            if len(rows) >= size:
+                break
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+    return rows[:size]
+
+
+_FILES: dict[str, Callable[[Path, int], list[Row]]] = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet}
+
+
+def _datasets(config: DataConfig) -> list[Row]:
+    import datasets
+
+    source, split = config.source, config.split
+    saved = Path(source).expanduser()
+    try:
+        if (saved / "state.json").is_file() or (saved / "dataset_dict.json").is_file():  # `save_to_disk` wrote it
+            loaded = datasets.load_from_disk(str(saved))
+            table = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            table = datasets.load_dataset(str(saved) if saved.is_dir() else source, name=config.subset, split=split)
+        return [dict(table[i]) for i in range(min(config.size, len(table)))]
+    except Exception as error:  # the libraries below raise dozens of kinds; all mean that the data is not there
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DataError(
+            f"data.source {source!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: {type(error).__name__}: {reason}. "
+            "Check the name, data.subset and data.split; without a network use a file (.jsonl, .json, .parquet), "
+            "a local directory, toy:NAME or reasoning-gym:NAME"
+        ) from error

@@ -1,0 +1,31 @@
+"""Learning rates: the default that a base's width suggests, warm-up and schedule. Pure functions."""
+
+from __future__ import annotations
+
+import math
+
+from motet.config import OptimizerConfig
+
+_WIDTH_POWER = {"llama": 0.78, "qwen": 0.08}
+
+
+def auto_learning_rate(hidden_size: int, model_type: str) -> float:
+    """A starting rate for LoRA with reinforcement learning: 4e-5 · (4096 / width)^p.
+
+    p is 0.08 for Qwen-shaped bases and 0.78 for all others, after the fit that Thinking Machines published for Tinker (2025),
+    scaled to small bases; `docs/learning.md` has the experiments.
+    """
+    family = "qwen" if model_type.startswith("qwen") else "llama"
+    return float(4e-5 * (4096 / hidden_size) ** _WIDTH_POWER[family])
+
+
+def learning_rate(config: OptimizerConfig, base_rate: float, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0) of `steps`: linear warm-up, then constant, linear or half-cosine decay to 0."""
+    if step < config.warmup_steps:
+        return base_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return base_rate
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    if config.schedule == "linear":
+        return base_rate * (1 - progress)
+    return base_rate * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,269 @@
+"""The trainer on one device: packed batches of several adapters over the base that also samples.
+
+Every segment of a batch keeps to itself: its rows, its padding, its head products and its reductions are what they would be if
+it were alone, so its gradient is too.
+
+Legend: T packed rows, N trainable tokens of a segment, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from motet.algorithms.losses import LossInputs, loss_and_stats
+from motet.config import AdapterConfig, OptimizerConfig
+from motet.errors import AdapterError
+from motet.model.attention import ROWS, packed_layout, round_up
+from motet.model.base import BaseModel, pad_rows
+from motet.model.distribution import row_logprobs
+from motet.model.lora import AdapterWeights, TrainerRouting, TrainSegment, initial_weights
+from motet.model.peft_io import flatten, read_adapter, write_adapter
+from motet.training.arena import AdapterArena
+from motet.types import Batch, FloatArray, LossStats, OptimStats, Sample, Segment
+
+HEAD_ROWS = 256
+"""Rows of logits that are in memory at a time."""
+
+
+class TorchTrainer:
+    """A `Trainer` on one CPU or GPU."""
+
+    def __init__(self, base: BaseModel, *, block_size: int, slots: int, recompute: bool = False) -> None:
+        self.base = base
+        self.block_size = block_size
+        self.slots = slots
+        self._arenas: dict[str, AdapterArena] = {}
+        self._shapes: dict[str, AdapterConfig] = {}
+        if recompute:
+            base.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            base.model.train()
+
+    def add_adapter(self, name: str, shape: AdapterConfig, optimizer: OptimizerConfig, seed: int) -> None:
+        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
+
+        Raises:
+            AdapterError: the name is taken, no slot is free, or a target module does not exist.
+        """
+        if name in self._arenas:
+            raise AdapterError(f"adapter {name!r} is there already")
+        if len(self._arenas) >= self.slots:
+            raise AdapterError(f"all {self.slots} adapter slots are taken; raise engine.slots or wait for a job to end")
+        layout = self.base.adapter_layout(shape.target_modules, shape.rank)
+        masters = initial_weights(layout, seed).to(self.base.device)
+        self._arenas[name] = AdapterArena(layout, shape.alpha / shape.rank, masters, optimizer, self.base.dtype)
+        self._shapes[name] = shape
+
+    def remove_adapter(self, name: str) -> None:
+        """Give the slot back."""
+        self._arena(name)
+        del self._arenas[name], self._shapes[name]
+
+    def weights(self, name: str) -> AdapterWeights:
+        """The version in use, as tensors; never written again once made."""
+        return self._arena(name).weights
+
+    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
+        """Add the gradient of each segment to its adapter; one record per segment."""
+        plan = _Plan.of(batch, self.base.device)
+        segments = [
+            TrainSegment(start, stop, arena.weights, arena.gradient_views)
+            for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
+        ]
+        routing = TrainerRouting(segments, self.base.device, backward=True)
+        losses, stats = [], []
+        with self.base.routed(routing), torch.enable_grad():
+            hidden_TD = self._hidden(plan)
+            for segment, (start, stop) in zip(batch.segments, plan.spans, strict=True):
+                loss, stat = self._segment_loss(segment, hidden_TD[start:stop])
+                losses.append(loss)
+                stats.append(stat)
+            torch.autograd.backward(losses)
+        return tuple(stats)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
+        """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
+        plan = _Plan.of(batch, self.base.device)
+        segments = [] if base else [
+            TrainSegment(start, stop, arena.weights, None)
+            for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
+        ]
+        routing = TrainerRouting(segments, self.base.device, backward=False)
+        found = []
+        with self.base.routed(routing):
+            hidden_TD = self._hidden(plan)
+            for segment, (start, stop) in zip(batch.segments, plan.spans, strict=True):
+                rows = _TrainableRows.of(segment, self.base.device)
+                logprobs_N, _ = _head(self.base, hidden_TD[start:stop], rows, segment.loss.temperature)
+                found.append(rows.scatter(logprobs_N, segment))
+        return tuple(found)
+
+    def optim_step(self, name: str, lr: float) -> OptimStats:
+        """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
+        return self._arena(name).step(lr)
+
+    def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        """Write PEFT files, and the optimizer's state where asked; the directory exists."""
+        arena, shape = self._arena(name), self._shapes[name]
+        write_adapter(directory, self.base, arena.layout, shape.alpha, shape.target_modules, arena.masters)
+        if optimizer:
+            arena.save_optimizer(directory)
+
+    def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""
+        arena, shape = self._arena(name), self._shapes[name]
+        peft = read_adapter(directory)
+        if peft.alpha != shape.alpha:
+            raise AdapterError(
+                f"{directory} has alpha {peft.alpha:g}, the job asks for {shape.alpha:g}; set adapter.alpha to {peft.alpha:g}"
+            )
+        arena.set_masters(flatten(peft, self.base, arena.layout, directory).to(self.base.device))
+        if optimizer:
+            arena.load_optimizer(directory)
+
+    def _arena(self, name: str) -> AdapterArena:
+        arena = self._arenas.get(name)
+        if arena is None:
+            raise AdapterError(f"there is no adapter {name!r} in the trainer; there are: {', '.join(self._arenas) or 'none'}")
+        return arena
+
+    def _batch_arenas(self, batch: Batch) -> list[AdapterArena]:
+        return [self._arena(segment.adapter) for segment in batch.segments]
+
+    def _hidden(self, plan: _Plan) -> Tensor:
+        layout = packed_layout(plan.lengths, self.block_size, self.base.device)
+        return self.base.hidden(plan.token_ids_T, plan.positions_T, layout)
+
+    def _segment_loss(self, segment: Segment, hidden_TD: Tensor) -> tuple[Tensor, LossStats]:
+        rows = _TrainableRows.of(segment, self.base.device)
+        logprobs_N, entropy_N = _head(self.base, hidden_TD, rows, segment.loss.temperature)
+        weights = segment.sample_weights
+        weights_S = torch.ones(len(segment.samples)) if weights is None else torch.from_numpy(weights)
+        inputs = LossInputs(
+            logprobs_N=logprobs_N,
+            entropy_N=entropy_N,
+            sampler_logprobs_N=rows.gather(segment, "logprobs"),
+            advantages_N=rows.gather(segment, "advantages"),
+            weights_N=weights_S.to(self.base.device)[rows.sample_N],
+            sample_N=rows.sample_N,
+            n_samples=len(segment.samples),
+            reference_logprobs_N=rows.gather_optional(segment, "reference_logprobs"),
+            proximal_logprobs_N=rows.gather_optional(segment, "proximal_logprobs"),
+        )
+        return loss_and_stats(segment.loss, segment.denominator, inputs)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A batch laid out in packed rows; each segment ends with padding of its own, up to a multiple of four."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    lengths: list[int]
+    spans: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> _Plan:
+        token_ids, lengths, spans, start = [], [], [], 0
+        for segment in batch.segments:
+            own = [sample.n_tokens for sample in segment.samples]
+            token_ids.extend(sample.token_ids for sample in segment.samples)
+            pad = round_up(sum(own), ROWS) - sum(own)
+            if pad:
+                token_ids.append(np.zeros(pad, np.int32))
+                own.append(pad)
+            lengths.extend(own)
+            spans.append((start, start + sum(own)))
+            start += sum(own)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        tokens = np.concatenate(token_ids).astype(np.int64)
+        return cls(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), lengths, spans)
+
+
+@dataclass(frozen=True)
+class _TrainableRows:
+    """Where a segment's trainable tokens are predicted: the row before each of them."""
+
+    row_N: Tensor
+    target_N: Tensor
+    sample_N: Tensor
+
+    @classmethod
+    def of(cls, segment: Segment, device: torch.device) -> _TrainableRows:
+        rows, targets, owners, start = [], [], [], 0
+        for index, sample in enumerate(segment.samples):
+            places = np.flatnonzero(sample.loss_mask)
+            rows.append(places - 1 + start)
+            targets.append(sample.token_ids[places])
+            owners.append(np.full(len(places), index))
+            start += sample.n_tokens
+        return cls(*(torch.from_numpy(np.concatenate(part).astype(np.int64)).to(device) for part in (rows, targets, owners)))
+
+    def gather(self, segment: Segment, name: str) -> Tensor:
+        """A per-token field of all samples at the trainable places, fp32."""
+        values = [getattr(sample, name)[sample.loss_mask] for sample in segment.samples]
+        return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(self.row_N.device)
+
+    def gather_optional(self, segment: Segment, name: str) -> Tensor | None:
+        """The same for a field that is there for all samples of a segment, or for none."""
+        return None if getattr(segment.samples[0], name) is None else self.gather(segment, name)
+
+    def scatter(self, values_N: Tensor, segment: Segment) -> tuple[FloatArray, ...]:
+        """Back to one array [T] per sample, 0 where nothing is trained."""
+        flat, found, start = values_N.float().cpu().numpy(), [], 0
+        for sample in segment.samples:
+            whole = np.zeros(sample.n_tokens, np.float32)
+            stop = start + sample.n_trainable
+            whole[sample.loss_mask] = flat[start:stop]
+            found.append(whole)
+            start = stop
+        return tuple(found)
+
+
+def _head(base: BaseModel, hidden_TD: Tensor, rows: _TrainableRows, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies [N] of the trainable tokens; the frozen head never gets a gradient."""
+    n_tokens = len(rows.row_N)
+    hidden_ND = hidden_TD.index_select(0, pad_rows(rows.row_N[:, None])[:, 0])
+    target_N = pad_rows(rows.target_N[:, None])[:, 0]
+    logprobs_N, entropy_N = _HeadLogprobs.apply(hidden_ND, target_N, temperature, base)  # type: ignore[no-untyped-call]
+    return logprobs_N[:n_tokens], entropy_N[:n_tokens]
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """Logprobs of targets from hidden states, a chunk of rows at a time, so that [N, V] is never held for all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float, base: BaseModel) -> tuple[Tensor, Tensor]:
+        ctx.temperature, ctx.base = temperature, base
+        ctx.save_for_backward(hidden_ND, target_N)
+        logprobs, entropies = [], []
+        for hidden, target in zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True):
+            logprobs_NV = _chunk_logprobs(base, hidden, temperature)
+            logprobs.append(logprobs_NV.gather(-1, target[:, None])[:, 0])
+            entropies.append(-(logprobs_NV.exp() * logprobs_NV).sum(-1))
+        entropy_N = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy_N)
+        return torch.cat(logprobs), entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        hidden_ND, target_N = ctx.saved_tensors
+        grads = []
+        chunks = zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), grad_N.split(HEAD_ROWS), strict=True)
+        for hidden, target, grad in chunks:
+            with torch.enable_grad():
+                inputs = hidden.detach().requires_grad_()
+                logprobs_N = _chunk_logprobs(ctx.base, inputs, ctx.temperature).gather(-1, target[:, None])[:, 0]
+            grads.extend(torch.autograd.grad(logprobs_N, inputs, grad))
+        return torch.cat(grads), None, None, None
+
+
+def _chunk_logprobs(base: BaseModel, hidden_ND: Tensor, temperature: float) -> Tensor:
+    temperature_N = torch.full((hidden_ND.shape[0],), temperature, device=hidden_ND.device)
+    return row_logprobs(base.logits(hidden_ND), temperature_N)

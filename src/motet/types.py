@@ -1,0 +1,327 @@
+"""The nouns of Motet, in the order data takes them.
+
+A `Problem` is sampled into `Rollout`s; the rollouts of one problem form a `Group`; the groups of one step become
+`Sample`s with advantages; samples of several adapters are packed into one `Batch`. All records are frozen and hold numpy
+arrays or plain values, so that they can cross rooms, threads and processes without torch.
+
+Legend of array suffixes in comments: T tokens of one sequence (prompt included), N trainable tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+class JobState(StrEnum):
+    """Where a job stands: queued → running ⇄ paused → succeeded / failed / cancelled."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        """Whether the job can never run again without being submitted anew."""
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """The end-of-turn token, a stop token or a stop string was sampled."""
+    LENGTH = "length"
+    """`max_tokens` was reached: the answer is truncated."""
+    ABORT = "abort"
+    """The request was aborted; the tokens so far are kept."""
+    ERROR = "error"
+    """The logits were not finite; nothing more can be sampled."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    """`system`, `user` or `assistant`."""
+    content: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row of a job's data."""
+
+    id: int
+    """The row's place in the data before shuffling; names the problem in logs and seeds its random numbers."""
+    messages: tuple[Message, ...]
+    """The prompt, ready for the chat template. A raw prompt is one `user` message."""
+    answer: str
+    """The reference answer, as text; empty where the data has none."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The columns of the row apart from the prompt's; JSON values only."""
+    conversational: bool = False
+    """Whether the data gave a list of messages rather than text; TRL's reward functions see completions in the same form."""
+
+
+@dataclass(frozen=True)
+class AdapterRef:
+    """One version of one adapter, as engines know it. A reference is never used for two different sets of weights."""
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a completion is drawn from the model."""
+
+    temperature: float = 1.0
+    """0 is greedy. Logprobs are `log_softmax(logits / temperature)`, at 0 of the unscaled logits."""
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    """Stop strings: the token that completes one is kept, the text is cut before the match."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the completion, the end-of-turn token included; the token is kept."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any option changes the distribution apart from temperature; not allowed in training."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt, to be completed once per seed."""
+
+    id: str
+    job: str
+    """Whom the request belongs to: accounting and abort go by it."""
+    prompt_ids: IntArray  # [T]
+    adapter: AdapterRef | None
+    """The version to sample from; None is the base."""
+    sampling: SamplingParams
+    seeds: tuple[int, ...]
+    """One 64-bit key per completion; the random number of position p is a function of (key, p) alone."""
+    stream: bool = False
+    """Deliver tokens as they come; otherwise each completion comes as one chunk."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one completion of a request: a piece of it when streamed, otherwise the whole."""
+
+    index: int
+    """Which of the request's seeds."""
+    token_ids: IntArray  # [T]
+    logprobs: FloatArray  # [T]
+    versions: IntArray  # [T]
+    """The adapter version that sampled each token; -1 for the base."""
+    text: str
+    """Text added by these tokens; cut before a stop string."""
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk."""
+    error: str = ""
+    """What happened, when the reason is `error`."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One stretch of a rollout that the model sampled, for rewards and logs."""
+
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One episode on a problem."""
+
+    problem: Problem
+    index: int
+    """Its place in the group."""
+    token_ids: IntArray  # [T] prompt, then everything read and written
+    loss_mask: BoolArray  # [T] true where the model sampled the token
+    logprobs: FloatArray  # [T] of the sampler; 0 where the mask is false
+    versions: IntArray  # [T] the version that sampled the token; -1 where the mask is false or the base sampled
+    turns: tuple[Turn, ...]
+    reward: float = float("nan")
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+    """Why the rollout failed (its reward raised, timed out, was not finite; its logits were not finite)."""
+
+    @property
+    def completion(self) -> str:
+        """The text of the last turn, which rewards judge."""
+        return self.turns[-1].text if self.turns else ""
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the last turn ended."""
+        return self.turns[-1].finish_reason if self.turns else FinishReason.ERROR
+
+    @property
+    def truncated(self) -> bool:
+        """Whether any turn ran into `max_tokens`."""
+        return any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one problem: the unit of advantage, of back-pressure and of staleness."""
+
+    problem: Problem
+    step: int
+    version: int
+    """The version that was current at admission."""
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def scored(self) -> tuple[Rollout, ...]:
+        """The rollouts that have a reward."""
+        return tuple(rollout for rollout in self.rollouts if not rollout.error)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether rewards differ, so that centred advantages are not all zero."""
+        rewards = {rollout.reward for rollout in self.scored}
+        return len(rewards) > 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A trainable token sequence. Worked example, prompt of 2 tokens and completion of 3:
+
+    token_ids  [11, 12, 21, 22, 2]
+    loss_mask  [ 0,  0,  1,  1, 1]
+    logprobs   [ 0,  0, -.5, -.1, -.2]   the sampler's
+    advantages [ 0,  0, .7, .7, .7]
+    """
+
+    token_ids: IntArray  # [T]
+    loss_mask: BoolArray  # [T]
+    logprobs: FloatArray  # [T]
+    advantages: FloatArray  # [T]
+    versions: IntArray  # [T]
+    reference_logprobs: FloatArray | None = None  # [T] of the base, where a KL term or metric asks for it
+    proximal_logprobs: FloatArray | None = None  # [T] of the policy at the start of the step, for off-policy corrections
+
+    @property
+    def n_tokens(self) -> int:
+        """Length of the sequence, prompt included."""
+        return len(self.token_ids)
+
+    @property
+    def n_trainable(self) -> int:
+        """Number of tokens that carry a loss."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """Everything the loss of a job depends on besides its samples."""
+
+    type: str = "ppo_clip"
+    """A name in `motet.algorithms.losses.LOSSES`."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_coef: float = 0.0
+    kl_type: str = "k3"
+    importance_cap: float = 2.0
+    """Upper bound of truncated importance weights and of CISPO's ratio."""
+    correct_sampler: bool = False
+    """Multiply by the truncated importance weight policy-at-step-start / sampler."""
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Whole samples of one adapter, in the order they are trained: a micro-batch of one job."""
+
+    adapter: str
+    samples: tuple[Sample, ...]
+    loss: LossSpec
+    denominator: float
+    """What summed token losses are divided by; a figure of the job's complete step."""
+    sample_weights: FloatArray | None = None  # [S] per-sample factor inside the sum; None is all ones
+
+    @property
+    def n_tokens(self) -> int:
+        """Packed length, before padding to whole rows."""
+        return sum(sample.n_tokens for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Segments of several adapters, trained in one forward and backward pass."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        """Packed length, before padding to whole rows."""
+        return sum(segment.n_tokens for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class LossStats:
+    """Sums over the trainable tokens of a segment; sums of segments add up to those of a step."""
+
+    tokens: int = 0
+    loss: float = 0.0
+    """Already divided by the denominator."""
+    entropy: float = 0.0
+    ratio: float = 0.0
+    """Sum of policy / sampler probability ratios."""
+    ratio_max: float = 0.0
+    clipped: float = 0.0
+    """Tokens whose gradient the clip removed."""
+    kl_sampler: float = 0.0
+    """Sum of k3 estimates of KL(sampler ‖ policy)."""
+    kl_base: float = 0.0
+    """Sum of k3 estimates of KL(policy ‖ base), where reference logprobs are there."""
+    kl_base_tokens: int = 0
+    logprob_gap: float = 0.0
+    """Largest |trainer − sampler| logprob."""
+
+    def __add__(self, other: LossStats) -> LossStats:
+        """Combine two segments: sums add, maxima take the larger (a NaN stays)."""
+        return LossStats(
+            tokens=self.tokens + other.tokens,
+            loss=self.loss + other.loss,
+            entropy=self.entropy + other.entropy,
+            ratio=self.ratio + other.ratio,
+            ratio_max=float(np.maximum(self.ratio_max, other.ratio_max)),
+            clipped=self.clipped + other.clipped,
+            kl_sampler=self.kl_sampler + other.kl_sampler,
+            kl_base=self.kl_base + other.kl_base,
+            kl_base_tokens=self.kl_base_tokens + other.kl_base_tokens,
+            logprob_gap=float(np.maximum(self.logprob_gap, other.logprob_gap)),
+        )
+
+
+@dataclass(frozen=True)
+class OptimStats:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    skipped: bool
+    """The gradient was not finite: weights, moments and AdamW's count are as before."""

@@ -1,0 +1,95 @@
+"""What every test gets: one torch thread, no network, fixed hypothesis examples, and a watch over skipped tests.
+
+With `CI=true` a test that is skipped without needing a GPU fails the run: a check that does not run is not a check.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; one thread per pytest-xdist worker
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parents[1]
+settings.register_profile("motet", derandomize=True, deadline=None)
+settings.load_profile("motet")
+
+IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+_forbidden_skips: set[str] = set()  # node ids, in the process that reports
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Give torch one thread again after a test that changed it; torch is not imported for this."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def small_base_dir() -> Path:
+    """The small base that ships with Motet."""
+    return ROOT / "src" / "motet" / "assets" / "small-base"
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct in the local cache."""
+    cache = Path(os.environ.get("MOTET_CACHE") or Path.home() / ".cache" / "motet").expanduser()
+    directory = cache / "SmolLM2-135M-Instruct"
+    if not (directory / "config.json").is_file():
+        reason = f"SmolLM2-135M-Instruct is not in {cache}: run `make smollm2`"
+        if IN_CI:
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return directory
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device (run `make gpu-check` on a machine that has one)")
+
+
+def _watch(report: Any) -> None:
+    expected = hasattr(report, "wasxfail") or "gpu" in getattr(report, "keywords", {})
+    if IN_CI and report.skipped and not expected:
+        _forbidden_skips.add(report.nodeid)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note tests that are skipped; under pytest-xdist the reports of all workers arrive here."""
+    _watch(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Note whole files that are skipped."""
+    _watch(report)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run when a test was skipped that may not be."""
+    if _forbidden_skips:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which tests those are."""
+    if _forbidden_skips:
+        terminalreporter.section("skipped in CI, where only tests that need a GPU may be", red=True)
+        for nodeid in sorted(_forbidden_skips):
+            terminalreporter.line(nodeid)

@@ -1,0 +1,109 @@
+"""Cutting and merging, as properties that hold for any jobs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.algorithms.packing import Waiting, cut, merge
+
+LENGTHS = st.lists(st.integers(0, 40), max_size=40)
+BUDGET = st.integers(1, 60)
+SHARES = {name: (consumed, weight) for name, consumed, weight in (("a", 0.0, 1.0), ("b", 30.0, 2.0), ("c", 30.0, 0.5))}
+WAITING = st.lists(
+    st.builds(
+        lambda job, tokens: Waiting(job, tokens, *SHARES[job]), st.sampled_from(sorted(SHARES)), st.integers(1, 40)
+    ),
+    max_size=20,
+)
+
+
+def test_cut_by_hand() -> None:
+    assert cut([3, 4, 2, 9, 1], 8) == (range(2), range(2, 3), range(3, 4), range(4, 5))
+    assert cut([4, 4, 4], 8) == (range(2), range(2, 3))
+    assert cut([9, 9], 8) == (range(1), range(1, 2))
+    assert cut([], 8) == ()
+    with pytest.raises(ValueError, match="at least one token"):
+        cut([1], 0)
+
+
+@given(LENGTHS, BUDGET)
+def test_every_sample_once_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
+    cuts = cut(lengths, budget)
+    assert [index for piece in cuts for index in piece] == list(range(len(lengths)))
+    for piece in cuts:
+        assert len(piece) == 1 or sum(lengths[i] for i in piece) <= budget
+    for piece, following in pairwise(cuts):  # greedy: the next sample did not fit
+        assert sum(lengths[i] for i in piece) + lengths[following[0]] > budget
+
+
+@given(LENGTHS, LENGTHS, BUDGET)
+def test_a_cut_depends_on_what_came_before_it_alone(lengths: list[int], more: list[int], budget: int) -> None:
+    """Samples that follow do not move earlier cuts: all but the last stay as they are."""
+    alone, longer = cut(lengths, budget), cut(lengths + more, budget)
+    assert longer[: max(len(alone) - 1, 0)] == alone[:-1]
+
+
+@given(WAITING, BUDGET)
+def test_merge_keeps_the_order_of_a_job_and_the_budget(waiting: list[Waiting], budget: int) -> None:
+    chosen = merge(waiting, budget)
+    assert len(set(chosen)) == len(chosen)
+    assert bool(chosen) == bool(waiting)
+    assert len(chosen) == 1 or sum(waiting[i].tokens for i in chosen) <= budget
+    for job in SHARES:
+        own = [index for index, item in enumerate(waiting) if item.job == job]
+        taken = [index for index in chosen if waiting[index].job == job]
+        assert taken == own[: len(taken)]
+
+
+@given(WAITING, BUDGET)
+def test_merge_leaves_no_room_for_a_cut_that_could_go(waiting: list[Waiting], budget: int) -> None:
+    chosen = set(merge(waiting, budget))
+    room = budget - sum(waiting[i].tokens for i in chosen)
+    heads = {item.job: item for index, item in reversed(list(enumerate(waiting))) if index not in chosen}
+    assert all(item.tokens > room for item in heads.values())
+
+
+@given(WAITING, BUDGET)
+def test_the_least_served_job_goes_first(waiting: list[Waiting], budget: int) -> None:
+    if waiting:
+        first = waiting[merge(waiting, budget)[0]]
+        assert first.consumed / first.weight == min(item.consumed / item.weight for item in waiting)
+
+
+@given(WAITING, BUDGET)
+def test_company_changes_neither_the_cuts_nor_their_order(waiting: list[Waiting], budget: int) -> None:
+    """Batch after batch until nothing waits: every job is trained on its own cuts, in its own order."""
+    left, trained, batches = list(waiting), defaultdict(list), 0
+    while left:
+        chosen = merge(left, budget)
+        for index in chosen:
+            trained[left[index].job].append(left[index].tokens)
+        left = [item for index, item in enumerate(left) if index not in set(chosen)]
+        batches += 1
+    assert batches <= len(waiting)
+    for job in SHARES:
+        assert trained[job] == [item.tokens for item in waiting if item.job == job]
+
+
+def test_shares_follow_the_weights() -> None:
+    """Two jobs with endless work and weights 2 : 1, cuts of uneven size: tokens trained are 2 : 1."""
+    consumed = {"heavy": 0.0, "light": 0.0}
+    cuts = {"heavy": Waiting("heavy", 7, weight=2.0), "light": Waiting("light", 5, weight=1.0)}
+    for _ in range(200):
+        waiting = [replace(cuts[job], consumed=consumed[job]) for job in ("light", "heavy") for _ in range(4)]
+        for index in merge(waiting, budget=24):
+            consumed[waiting[index].job] += waiting[index].tokens
+    assert consumed["heavy"] / consumed["light"] == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_small_cut_may_fill_the_batch_but_not_overtake_its_own_job() -> None:
+    waiting = [Waiting("a", 6), Waiting("a", 5), Waiting("a", 1), Waiting("b", 3, consumed=100.0)]
+    assert merge(waiting, budget=10) == (0, 3)
+    assert merge([Waiting("a", 50), Waiting("b", 1)], budget=10) == (0,)
+    assert merge([], budget=10) == ()
