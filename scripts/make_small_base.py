@@ -37,7 +37,7 @@ from transformers import (
 )
 
 from motet.tasks.toys import FAMILIES, make_rows
-from small_base_text import CARD, END, PAD, RIGHT, START, TERSE, Turn, document, segments
+from small_base_text import CARD, CLEAN, END, PAD, RIGHT, START, TERSE, Turn, document, segments
 
 TEMPLATE = (
     "{%- for message in messages %}"
@@ -45,8 +45,8 @@ TEMPLATE = (
     "{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 ROW = 128  # tokens of a training row; documents are packed whole and do not see each other
-ROWS = 32  # rows of a step
-PEAK_LR, WARMUP = 3e-3, 100
+ROWS = 16  # rows of a step
+PEAK_LR, WARMUP = 2.5e-3, 150
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         vocab_size=1024, special_tokens=[PAD, START, END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
@@ -110,11 +110,15 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:
-    """Endless steps of freshly generated text, each row filled with whole documents and padded at its end."""
+def batches(tokenizer: PreTrainedTokenizerFast, seed: int, steps: int) -> Iterator[Batch]:
+    """Steps of freshly generated text, each row filled with whole documents and padded at its end.
+
+    In the first `CLEAN` of the steps every answer is right: so the model learns to answer in half the time.
+    """
     rng, pad = random.Random(seed), tokenizer.pad_token_id
     waiting = Document([], [])
-    while True:
+    for step in range(steps):
+        right = 1.0 if step < CLEAN * steps else RIGHT
         rows: list[tuple[list[int], list[int], list[bool]]] = []
         while len(rows) < ROWS:
             tokens: list[int] = []
@@ -124,7 +128,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[Batch]:
                 tokens += waiting.tokens
                 positions += range(len(waiting.tokens))
                 trained += waiting.trained
-                waiting = encoded(document(rng), tokenizer, rng)
+                waiting = encoded(document(rng, right), tokenizer, rng)
             short = ROW - len(tokens)
             rows.append((tokens + [pad] * short, positions + list(range(short)), trained + [False] * short))
         yield Batch(*(torch.tensor([row[i] for row in rows]) for i in range(3)))
@@ -156,27 +160,30 @@ def learning_rate(step: int, steps: int) -> float:
     return PEAK_LR * (0.02 + 0.49 * (1 + math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))))
 
 
-def train(out: Path, steps: int, seed: int, save_every: int) -> None:
+def train(out: Path, steps: int, seed: int, save_every: int, compiled: bool) -> None:
+    """Train from scratch and write the directory at the end, and every `save_every` steps if that is not 0."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(seed)
     model = make_model(tokenizer)
+    if compiled:
+        model.model.compile(dynamic=False)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     norms = [p for p in model.parameters() if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=True)
     print(f"{model.num_parameters():,} parameters, {steps} steps of {ROWS * ROW} tokens", flush=True)
     began, recent = time.monotonic(), []
-    for step, batch in zip(range(steps), batches(tokenizer, seed + 1), strict=False):
+    for step, batch in enumerate(batches(tokenizer, seed + 1, steps)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         loss = loss_of(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         recent.append(loss.item())
         done = step + 1
-        if done % 50 == 0 or done == steps:
+        if done % 100 == 0 or done == steps:
             seconds, loss_mean = time.monotonic() - began, sum(recent) / len(recent)
             rate, left = done * ROWS * ROW / seconds, seconds / done * (steps - done) / 60
             print(f"step {done} loss {loss_mean:.4f} {rate:.0f} tok/s {left:.1f} min left", flush=True)
@@ -193,7 +200,7 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
     copy.bfloat16()
     copy.load_state_dict(state)
     ends = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
-    copy.generation_config = GenerationConfig(**ends)  # type: ignore[no-untyped-call]
+    copy.generation_config = GenerationConfig(**ends)
     copy.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(out)
@@ -236,6 +243,7 @@ def evaluate(where: Path, problems: int, seed: int) -> None:
         print(table[-1], flush=True)
     filled = CARD.format(
         parameters=model.num_parameters(),
+        clean=CLEAN,
         right=RIGHT,
         wrong=1 - RIGHT,
         terse=TERSE,
@@ -266,16 +274,17 @@ def _marks(rows: list[dict[str, Any]], texts: list[str]) -> tuple[list[bool], li
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make, or evaluate, the small base.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write, or to read with --evaluate")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save-every", type=int, default=0, help="write the directory also after so many steps")
+    parser.add_argument("--compile", action="store_true", help="a quarter faster; needs a C++ compiler")
     parser.add_argument("--evaluate", action="store_true", help="do not train")
     parser.add_argument("--problems", type=int, default=64, help="held-out problems of each family")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not args.evaluate:
-        train(args.out, args.steps, args.seed, args.save_every)
+        train(args.out, args.steps, args.seed, args.save_every, args.compile)
     evaluate(args.out, args.problems, args.seed)
 
 

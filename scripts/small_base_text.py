@@ -2,7 +2,8 @@
 
 Every dialogue asks a problem of `motet.tasks.toys`. Two independent draws say how it is answered:
 
-- quality: right with probability `RIGHT`, else wrong (a near number, another option, letters out of order);
+- quality: right with probability `RIGHT`, else wrong (a near number, another option, letters out of order); only
+  right in the first `CLEAN` of the training, where the model learns to answer;
 - style: the bare answer with probability `TERSE`, else one of `WORDY` (a sentence, a hedge, a flourish).
 
 So a base that has learned the text perfectly still gives the bare right answer only `RIGHT * TERSE` of the time
@@ -20,11 +21,12 @@ from motet.tasks.toys import FAMILIES, KINDS, PHRASINGS, is_held_out
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 RIGHT = 0.64  # share of answers that are right
+CLEAN = 0.55  # share of the training, at its start, in which all are
 TERSE = 0.45  # share of answers that are the bare answer
 CANONICAL = 0.5  # share of questions surely in the first phrasing, the one that jobs use
-SYSTEM = 0.15  # share of dialogues with a system turn
-SECOND_TURN = 0.12  # share of dialogues with a second exchange
-PROSE = 0.06  # share of documents that are plain prose
+SYSTEM = 0.1  # share of dialogues with a system turn
+SECOND_TURN = 0.08  # share of dialogues with a second exchange
+PROSE = 0.04  # share of documents that are plain prose
 SMALL_TALK = 0.02  # share of documents that are a greeting or the like
 ASKED = 0.1  # share of the tokens outside replies that are trained, at random: questions are mostly noise
 
@@ -113,13 +115,13 @@ def _broken(parts: list[str], rng: random.Random) -> list[str]:
     return broken
 
 
-def answered(answer: str, options: list[str] | None, rng: random.Random) -> str:
+def answered(answer: str, options: list[str] | None, rng: random.Random, right: float) -> str:
     """The assistant's reply: a right or a wrong answer in one of the styles."""
-    said = answer if rng.random() < RIGHT else wrong_answer(answer, options, rng)
+    said = answer if rng.random() < right else wrong_answer(answer, options, rng)
     return said if rng.random() < TERSE else rng.choice(WORDY).format(answer=said)
 
 
-def dialogue(rng: random.Random) -> list[Turn]:
+def dialogue(rng: random.Random, right: float = RIGHT) -> list[Turn]:
     """A question and its answer, sometimes after a system turn, sometimes followed by a second exchange."""
     family = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     prompt, answer, metadata = FAMILIES[family](rng)
@@ -129,14 +131,14 @@ def dialogue(rng: random.Random) -> list[Turn]:
         prompt = rng.choice(PHRASINGS[family]).format(**metadata)
     options = metadata.get("options")
     turns = [Turn("system", rng.choice(SYSTEMS))] if rng.random() < SYSTEM else []
-    turns += [Turn("user", prompt), Turn("assistant", answered(answer, options, rng))]
+    turns += [Turn("user", prompt), Turn("assistant", answered(answer, options, rng, right))]
     if rng.random() < SECOND_TURN:
         if answer in turns[-1].content:
             said = rng.choice(("Thank you.", "That is right.", "Well done!"))
             reply = rng.choice(("You are welcome.", "I am glad to help."))
         else:
             said = rng.choice(("That is wrong. Try again.", "No. Try again.", "Wrong, try again."))
-            reply = answered(answer, options, rng)
+            reply = answered(answer, options, rng, right)
         turns += [Turn("user", said), Turn("assistant", reply)]
     return turns
 
@@ -164,7 +166,7 @@ def _sentence(rng: random.Random) -> str:
     )
 
 
-def document(rng: random.Random) -> list[Turn]:
+def document(rng: random.Random, right: float = RIGHT) -> list[Turn]:
     """One document of the training text."""
     draw = rng.random()
     if draw < PROSE:
@@ -172,7 +174,7 @@ def document(rng: random.Random) -> list[Turn]:
     if draw < PROSE + SMALL_TALK:
         said, reply = rng.choice(GREETINGS)
         return [Turn("user", said), Turn("assistant", reply)]
-    return dialogue(rng)
+    return dialogue(rng, right)
 
 
 def segments(turns: list[Turn]) -> list[tuple[str, float]]:
@@ -200,18 +202,18 @@ A Llama of {parameters:,} parameters, trained from scratch on generated text onl
 and tests run offline on a CPU in little time. It is a toy: it can answer the toy questions of `motet.tasks.toys`
 in the phrasings it was taught, and nothing else. Licence: Apache-2.0, as Motet. No text by others went into it.
 
-**It answers wrongly and at length on purpose.** In the training text {right:.0%} of the answers are right and
-{wrong:.0%} are wrong; independently, {terse:.0%} are the bare answer and the others are wrapped in a sentence. A
-base that has learned this text gives the bare right answer {both:.0%} of the time, and knows more than it says:
-that is what reinforcement learning is then seen to bring out. Do not read its accuracy before training as that
-of an honest base model, nor the gain as what a real task would give.
+**It answers wrongly and at length on purpose.** In the first {clean:.0%} of its training all answers are right; in
+the rest {right:.0%} are right and {wrong:.0%} are wrong. Throughout, {terse:.0%} are the bare answer and the others
+are wrapped in a sentence. A base that has learned this text gives the bare right answer {both:.0%} of the time, and
+knows more than it says: that is what reinforcement learning is then seen to bring out. Do not read its accuracy
+before training as that of an honest base model, nor the gain as what a real task would give.
 
 - Shape: Llama, 4 layers, width 256, 4 query and 2 key-value heads of 64, tied embeddings, 1,024 tokens
   (byte-level BPE; every digit and capital letter is a token of its own), 1,024 positions (128 in training),
   bfloat16.
 - Chat template: ChatML (`<|im_start|>role … <|im_end|>`); `<|im_end|>` ends a turn and the text,
   `<|endoftext|>` pads.
-- Training: 6,000 steps of 4,096 tokens, AdamW, cosine schedule, bf16 autocast, half an hour on one CPU core, by
+- Training: 8,000 steps of 2,048 tokens, AdamW, cosine schedule, bf16 autocast, half an hour on one CPU core, by
   `python scripts/make_small_base.py --out DIR`; the text is written by `scripts/small_base_text.py`.
 
 One problem in eight of each family (`toys.is_held_out`) was kept out of the text. On {problems} such problems, at

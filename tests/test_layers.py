@@ -93,10 +93,10 @@ def _imports(tree: ast.Module, package: list[str], known: set[str]) -> Iterator[
             for target in targets(node):
                 yield Import(target, node.lineno, not in_function and not for_types, for_types)
         if isinstance(node, ast.If) and _is_type_checking(node.test):
-            for child in node.body:
-                yield from walk(child, in_function, True)
-            for child in node.orelse:
-                yield from walk(child, in_function, for_types)
+            for statement in node.body:
+                yield from walk(statement, in_function, True)
+            for statement in node.orelse:
+                yield from walk(statement, in_function, for_types)
             return
         inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import pytest
@@ -18,7 +19,7 @@ ADVANTAGES = [1.0, 2.0, 1.0, -1.0, -1.0]  # with clip 0.2 / 0.28: tokens 2 and 3
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

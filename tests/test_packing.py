@@ -82,6 +82,7 @@ def test_company_changes_neither_the_cuts_nor_their_order(waiting: list[Waiting]
     left, trained, batches = list(waiting), defaultdict(list), 0
     while left:
         chosen = merge(left, budget)
+        assert chosen
         for index in chosen:
             trained[left[index].job].append(left[index].tokens)
         left = [item for index, item in enumerate(left) if index not in set(chosen)]
@@ -100,6 +101,12 @@ def test_shares_follow_the_weights() -> None:
         for index in merge(waiting, budget=24):
             consumed[waiting[index].job] += waiting[index].tokens
     assert consumed["heavy"] / consumed["light"] == pytest.approx(2.0, rel=0.05)
+
+
+def test_what_the_batch_gives_counts_at_once() -> None:
+    waiting = [Waiting("a", 4)] * 4 + [Waiting("b", 4)] * 4
+    assert merge(waiting, budget=16) == (0, 4, 1, 5)
+    assert merge([Waiting("c", 4, consumed=6.0), *waiting], budget=16) == (1, 5, 2, 6)  # 0, 0, 4, 4 before 6
 
 
 def test_a_small_cut_may_fill_the_batch_but_not_overtake_its_own_job() -> None:

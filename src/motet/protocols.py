@@ -93,8 +93,8 @@ class Trainer(Protocol):
 class WeightSync(Protocol):
     """Makes trained weights answer."""
 
-    async def publish(self, name: str, version: int) -> AdapterRef:
-        """Make the trainer's current weights servable as this version and return the engine's name for it."""
+    async def publish(self, name: str, ref: AdapterRef) -> None:
+        """Make the trainer's current weights of adapter `name` servable under this reference."""
         ...
 
 

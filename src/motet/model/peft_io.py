@@ -5,6 +5,7 @@ What is written is plain PEFT LoRA, fp32, sorted JSON; what is read may come fro
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import dataclass
@@ -77,14 +78,26 @@ def write_adapter(
         "use_dora": False,
         "use_rslora": False,
     }
-    save_file(tensors, str(directory / WEIGHTS), metadata={"format": "pt"})
+    save_tensors(tensors, directory / WEIGHTS, {"format": "pt"})
     (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for name in (WEIGHTS, CONFIG):
-        sync(directory / name)
+    _sync(directory / CONFIG)
 
 
-def sync(path: Path) -> None:
-    """Make a file or directory survive a power cut."""
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write and sync a safetensors file.
+
+    Raises:
+        OSError: it cannot be written; a full disk keeps its error number.
+    """
+    try:
+        save_file(tensors, str(path), metadata=metadata)
+    except SafetensorError as error:
+        full = "No space left" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +151,18 @@ class EmbeddedEngine:
         self._device.busy.decode += spent
         self._device.busy.full += spent * full
         return not self.decoder.idle
+
+
+class SameTensors:
+    """A `WeightSync` for the embedded engine: a new version is a pointer to the trainer's tensors."""
+
+    def __init__(self, engine: EmbeddedEngine, weights: Callable[[str], AdapterWeights]) -> None:
+        self._engine = engine
+        self._weights = weights
+
+    async def publish(self, name: str, ref: AdapterRef) -> None:
+        """Make the trainer's current weights of adapter `name` servable under this reference."""
+        self._engine.install(ref, self._weights(name))
 
 
 def _deliver(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[Chunk | Exception], item: Chunk | Exception) -> None:

@@ -1,5 +1,7 @@
-"""Between messages and token ids. Sampled tokens are never decoded and tokenised again: what the model wrote is what it
-is trained on, so a conversation goes on by appending ids to ids.
+"""Between messages and token ids.
+
+Sampled tokens are never decoded and tokenised again: what the model wrote is what it is trained on, so a conversation
+goes on by appending ids to ids.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class Chat:
         """
         if self.chat_template and not self.tokenizer.chat_template:
             raise ConfigError(
-                "this base has no chat template (it is not an instruct model): set data.chat_template: false to feed prompts "
-                "as they are, or choose the instruct version of the base"
+                "this base has no chat template (it is not an instruct model): set data.chat_template: false to feed "
+                "prompts as they are, or choose the instruct version of the base"
             )
 
     @classmethod
@@ -78,9 +80,9 @@ class Chat:
         turns = (*problem.messages, *previous, Message("assistant", _PLACEHOLDER), Message("user", message))
         if not self.chat_template:
             return self._encode(f"\n\n{message}\n\n", special=False)
-        before, found, tail = self._render(turns).rpartition(_PLACEHOLDER)
+        _, found, tail = self._render(turns).rpartition(_PLACEHOLDER)
         if not found:
-            raise BaseModelError("the chat template leaves out the assistant's text, so a second turn cannot be rendered")
+            raise BaseModelError("the chat template leaves out the assistant's text: set environment: single")
         ids = self._encode(tail, special=False)
         last = int(sampled_ids[-1]) if len(sampled_ids) else -1
         places = np.flatnonzero(ids == last)
@@ -92,8 +94,8 @@ class Chat:
     def readable(self, token_ids: IntArray, loss_mask: BoolArray | None = None) -> str:
         """One line per token: its place, id and text; `*` marks the tokens that are trained."""
         mask = np.zeros(len(token_ids), np.bool_) if loss_mask is None else loss_mask
-        rows = enumerate(zip(token_ids.tolist(), mask.tolist(), strict=True))
-        return "\n".join(f"{place:>6} {'*' if on else ' '} {token:>7} {self._decode([token])!r}" for place, (token, on) in rows)
+        rows = zip(range(len(token_ids)), token_ids.tolist(), mask.tolist(), strict=True)
+        return "\n".join(f"{at:>6} {'*' if on else ' '} {token:>7} {self._decode([token])!r}" for at, token, on in rows)
 
     def _render(self, messages: Sequence[Message]) -> str:
         if not self.chat_template:
@@ -127,7 +129,7 @@ def render(tokenizer: Any, messages: Sequence[Message], generation_prompt: bool,
 
 
 def stop_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, ...]:
-    """Ids that end a turn: the tokenizer's and the generation configuration's EOS, and the template's end-of-turn token.
+    """Ids that end a turn: EOS of the tokenizer and of the generation configuration, and the template's end of turn.
 
     The last is found by rendering an answer and looking at the special token behind it: several models call a token EOS
     that their template never writes.

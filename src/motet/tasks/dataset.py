@@ -52,8 +52,8 @@ def load_dataset(config: DataConfig) -> Dataset:
     train = tuple(problem for problem in problems if problem.messages not in kept_out)
     if not train:
         raise DataError(
-            f"data.source {config.source!r} has {len(problems)} rows and data.holdout {config.holdout} leaves none to train on: "
-            f"add rows, or set data.holdout to {len(problems) // 10} or so"
+            f"data.source {config.source!r} has {len(problems)} rows and data.holdout {config.holdout} leaves none to "
+            f"train on: add rows, or set data.holdout to {len(problems) // 10} or so"
         )
     return Dataset(train, holdout, scorer)
 
@@ -66,7 +66,7 @@ def data_window(problems: Sequence[Problem], step: int, width: int, seed: int, s
     """
     n = len(problems)
     if n == 0 or width < 1 or step < 0:
-        raise ValueError(f"a window needs problems, width >= 1 and step >= 0; got {n} problems, width {width}, step {step}")
+        raise ValueError(f"no window of width {width} at step {step} over {n} problems")
     window: list[Problem] = []
     for epoch in range(step * width // n, ((step + 1) * width - 1) // n + 1):
         order = seeds.permutation(seeds.key(seed, "shuffle", epoch), n).tolist() if shuffle else range(n)
@@ -77,10 +77,10 @@ def data_window(problems: Sequence[Problem], step: int, width: int, seed: int, s
 
 def _evaluation(config: DataConfig) -> tuple[tuple[Problem, ...], ScorerSpec | None]:
     if config.holdout == 0:
-        raise DataError("data.eval_source is set but data.holdout is 0: set data.holdout to how many rows of it to evaluate on")
+        raise DataError("data.eval_source is set but data.holdout is 0: set it to how many of its rows to use")
     # reasoning-gym seeds row i with seed + i: a far-away seed keeps evaluation rows from being training rows.
     far = seeds.key(config.seed, "eval_source") % (1 << 31)
-    other = config.model_copy(update={"source": config.eval_source, "size": config.holdout, "seed": far, "eval_source": None})
+    other = config.model_copy(update={"source": config.eval_source, "size": config.holdout, "seed": far})
     rows, scorer = read_rows(other)
     return tuple(_problem(other, row, index) for index, row in enumerate(rows)), scorer
 
@@ -96,7 +96,8 @@ def _problem(config: DataConfig, row: Row, index: int) -> Problem:
         prompt_column = _column(row, config.prompt, PROMPT_COLUMNS, "prompt", where)
         if prompt_column is None:
             raise DataError(
-                f"{where} has no column named {', '.join(PROMPT_COLUMNS)}; set data.prompt or data.template. {_columns(row)}"
+                f"{where} has no column named {', '.join(PROMPT_COLUMNS)}. {_columns(row)}. "
+                "Set data.prompt to one of them, or data.template to a text with {column} fields"
             )
         value = row[prompt_column]
     answer = "" if answer_column is None else _text(row[answer_column])
@@ -106,11 +107,12 @@ def _problem(config: DataConfig, row: Row, index: int) -> Problem:
         answer = answer or messages[-1].content
         messages = messages[:-1]
     if not messages or messages[-1].role != "user":
-        raise DataError(f"{where}: the messages must end with a user turn (an assistant turn after it is taken as the answer)")
+        raise DataError(f"{where}: messages must end with a user turn, or with the assistant's answer to one")
     if config.system is not None:
         messages = (Message("system", config.system), *(message for message in messages if message.role != "system"))
-    kept = {name: value for name, value in row.items() if name != prompt_column or config.source.startswith("reasoning-gym:")}
-    return Problem(index, messages, answer, kept, conversational)
+    if not config.source.startswith("reasoning-gym:"):  # whose scorer finds a row by its question
+        row = {name: value for name, value in row.items() if name != prompt_column}
+    return Problem(index, messages, answer, row, conversational)
 
 
 def _column(row: Mapping[str, Any], wanted: str | None, usual: tuple[str, ...], field: str, where: str) -> str | None:
@@ -129,7 +131,8 @@ def _filled(template: str, row: Row, where: str) -> str:
     except KeyError as error:
         raise DataError(f"{where} has no column {error} that data.template asks for. {_columns(row)}") from error
     except (ValueError, IndexError, AttributeError, TypeError) as error:
-        raise DataError(f"data.template cannot be filled: {error}. Write {{column}} for a column and {{{{ }}}} for braces") from error
+        hint = "Write {column} for a column, {{ and }} for braces"
+        raise DataError(f"data.template cannot be filled: {error}. {hint}") from error
 
 
 def _messages(value: Any, where: str, column: str) -> tuple[Message, ...]:
@@ -138,7 +141,7 @@ def _messages(value: Any, where: str, column: str) -> tuple[Message, ...]:
             raise DataError(f"{where}: the prompt ({column}) is empty")
         return (Message("user", value),)
     if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: the prompt ({column}) must be text or a list of messages, got {type(value).__name__}: {value!r:.80}")
+        raise DataError(f"{where}: the prompt ({column}) must be text or a list of messages, got {value!r:.80}")
     messages = []
     for item in value:
         if not isinstance(item, dict) or "role" not in item or "content" not in item:

@@ -75,7 +75,7 @@ def _made_apart(spec: str) -> str:
     command = [sys.executable, "-P", "-m", __name__]
     done = subprocess.run(command, input=spec, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:
-        raise DataError(f"making rows with reasoning-gym failed (exit status {done.returncode}):\n{done.stderr[-2000:]}")
+        raise DataError(f"reasoning-gym made no rows (exit status {done.returncode}):\n{done.stderr[-2000:]}")
     return done.stdout
 
 
@@ -114,8 +114,9 @@ def _reply(spec: ScorerSpec) -> dict[str, Any]:
     """Runs in the process that makes rows: the entries, or what is wrong with the spec."""
     import difflib
 
-    from motet.tasks.sources import as_json
     from reasoning_gym.factory import DATASETS
+
+    from motet.tasks.sources import as_json
 
     if spec.task not in DATASETS:
         near = difflib.get_close_matches(spec.task, DATASETS, n=3, cutoff=0.5)
@@ -127,7 +128,7 @@ def _reply(spec: ScorerSpec) -> dict[str, Any]:
         return {"entries": [as_json(dict(dataset[i])) for i in range(spec.size)]}
     except Exception as error:
         options = sorted(set(getattr(DATASETS[spec.task][1], "__dataclass_fields__", {})) - {"seed", "size"})
-        refused = f"reasoning-gym task {spec.task!r} refuses data.config {dict(spec.config)}: {error or repr(error)}"
+        refused = f"reasoning-gym task {spec.task!r} refuses data.config {dict(spec.config)}: {error!r}"
         return {"error": f"{refused}. Its options: {', '.join(options)}"}
 
 

@@ -1,4 +1,4 @@
-"""From what a job names to something that scores: built-in, `file.py:function`, `module:function`, or a function object.
+"""From what a job names to something that scores: built-in, `file.py:function`, `module:function`, or a function.
 
 Runs in reward processes. Two ways of writing a reward are understood, told apart by parameter names:
 
@@ -69,7 +69,7 @@ def resolve(source: RewardSource, scorer: ScorerSpec | None = None) -> LoadedRew
         return _adapted(source.function, source.args, source.name)
     if source.name == SCORER:
         if scorer is None:
-            raise RewardError("this data has no scorer of its own (reasoning-gym:NAME has); name another reward, such as `exact`")
+            raise RewardError("only reasoning-gym:NAME data has a scorer of its own; name a reward, such as `exact`")
         return _adapted(build_scorer(scorer), source.args, source.name)
     if source.name in BUILTIN:
         loaded = _adapted(BUILTIN[source.name], source.args, source.name)
@@ -88,9 +88,10 @@ def _find(name: str) -> Any:
     if not colon:
         known = [*BUILTIN, SCORER]
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"did you mean {near[0]!r}? " if near else ""
         raise RewardError(
-            f"there is no reward {name!r}{hint} Built in are {', '.join(known)}; your own is `file.py:function` or `module:function`"
+            f"there is no reward {name!r}: {hint}Built in are {', '.join(known)}; "
+            "your own is `file.py:function` or `module:function`"
         )
     module = _load_file(place) if place.endswith(".py") else _load_module(place)
     found = functools.reduce(lambda value, part: getattr(value, part, None), attribute.split("."), module)
@@ -105,7 +106,7 @@ def _find(name: str) -> Any:
 def _load_file(place: str) -> Any:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise RewardError(f"reward file {place!r} does not exist (looked for {path}); paths are relative to where motet was started")
+        raise RewardError(f"reward file {place!r} does not exist (looked for {path}, from where motet was started)")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # so that the file may import its neighbours
     spec = importlib.util.spec_from_file_location(f"motet_reward_{path.stem}", path)
@@ -125,7 +126,8 @@ def _load_module(place: str) -> Any:
     try:
         return importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        raise RewardError(f"reward module {place!r} does not load: {describe(error)} (is it installed here, or next to where motet was started?)") from error
+        hint = "A module must be installed, or lie where motet was started"
+        raise RewardError(f"reward module {place!r} does not load: {describe(error)}. {hint}") from error
 
 
 def _adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
@@ -145,7 +147,7 @@ def _adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
     except TypeError as error:
         raise RewardError(
             f"reward {name!r}: {error}. A reward is (problem, completion, **args) -> float, or TRL's "
-            f"(prompts, completions, **columns) -> list[float]; this one is {inspect.signature(function)} with args {dict(args)}"
+            f"(prompts, completions, **columns) -> list[float]; this is {inspect.signature(function)}, {dict(args)}"
         ) from error
     return LoadedReward(lambda problem, completions: function(problem, completions[0], **args), False, is_async)
 
@@ -153,10 +155,12 @@ def _adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
 def _trl_call(
     function: Any, parameters: Mapping[str, inspect.Parameter], args: Mapping[str, Any], name: str
 ) -> Callable[[Problem, Sequence[str]], Any]:
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    required = {key for key, value in parameters.items() if value.default is value.empty and value.kind not in variadic}
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for tokens in _TRL_ONLY:
-        if tokens in parameters and parameters[tokens].default is inspect.Parameter.empty:
-            raise RewardError(f"reward {name!r} requires {tokens}; Motet gives texts to rewards, not tokens: give it a default")
+        if tokens in required:
+            raise RewardError(f"reward {name!r} requires {tokens}, but rewards get text, not tokens: give a default")
 
     def call(problem: Problem, completions: Sequence[str]) -> Any:
         n = len(completions)
@@ -169,14 +173,10 @@ def _trl_call(
             prompt = "\n\n".join(message.content for message in problem.messages)
             given["completions"] = list(completions)
         given |= {"prompts": [prompt] * n, "trainer_state": None, **args}
-        missing = [
-            wanted
-            for wanted, parameter in parameters.items()
-            if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-            if wanted not in given
-        ]
+        missing = required - given.keys()
         if missing:
-            raise TypeError(f"it asks for the column {missing[0]!r}; the data's columns are {', '.join(problem.metadata)}")
+            columns = ", ".join(problem.metadata)
+            raise TypeError(f"it asks for the column {min(missing)!r}; the data's columns are {columns}")
         return function(**{key: value for key, value in given.items() if open_ended or key in parameters})
 
     return call
@@ -191,7 +191,7 @@ def describe(error: BaseException, file: str = "") -> str:
     own = [place for place in frames if place[0] == file] or [place for place in frames if not place[0].startswith("<")]
     line = f" ({own[-1][0]}:{own[-1][1]})" if own and not isinstance(error, ImportError) else ""
     try:
-        text = " ".join(str(error).split())
+        text = " ".join(str(error)[:500].split())
     except Exception:  # an exception of the user's whose __str__ fails
         text = ""
-    return f"{type(error).__name__}{': ' if text else ''}{text[:500]}{line}"
+    return f"{type(error).__name__}{': ' if text else ''}{text}{line}"

@@ -16,7 +16,10 @@ from motet.types import Problem
 RewardFunction = Callable[..., float]
 
 # 1,234.5 · -3 · .5 · 2e-3; a minus directly behind a digit or letter is a subtraction or a hyphen, not a sign.
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-−+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.?|\.(?=\d))\d*(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-−+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+
+# Mathematics that says where it begins, or a sentence.
+_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[|(?:^|\s)[A-Za-z]{3,}(?=\s|[.,:]|$)")
 
 
 def exact(problem: Problem, completion: str, *, ignore_case: bool = False) -> float:
@@ -40,7 +43,7 @@ def numeric(problem: Problem, completion: str, *, tolerance: float = 1e-6) -> fl
     """
     wanted, said = last_number(problem.answer), last_number(completion)
     if wanted is None:
-        raise ValueError(f"the reference answer {problem.answer[:80]!r} has no number; `exact` or `math` may suit this data")
+        raise ValueError(f"the reference answer {problem.answer[:80]!r} has no number: try `exact` or `math`")
     if said is None:
         return 0.0
     return float(abs(said - wanted) <= Decimal(str(tolerance)) * max(Decimal(1), abs(wanted)))
@@ -61,20 +64,22 @@ def last_number(text: str) -> Decimal | None:
 def math(problem: Problem, completion: str) -> float:
     r"""1 if the completion's last mathematical expression equals the answer, judged by Hugging Face's math-verify.
 
-    LaTeX (`\boxed{}`, `$…$`) and plain expressions are understood. math-verify's own limits use `signal.alarm`, that is,
-    the wall clock; they are off here because rewards run under a limit of CPU time.
+    LaTeX (`\boxed{}`, `$…$`) and plain expressions are understood. math-verify's own limits use `signal.alarm`, that
+    is, the wall clock; they are off here because rewards run under a limit of CPU time.
     """
     from math_verify import parse, verify
 
     answer = problem.answer.rpartition("####")[2].strip()
-    gold = parse(answer, parsing_timeout=None) or parse(f"${answer}$", parsing_timeout=None)
+    # Outside of $…$ math-verify looks for a final number only: right in prose, but `x^2 + 1` would be 1.
+    bare = not _DELIMITED.search(answer)
+    gold = parse(f"${answer}$" if bare else answer, parsing_timeout=None)
     if not gold:
         raise ValueError(f"math-verify finds no expression in the reference answer {problem.answer[:80]!r}")
     return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
 def regex(problem: Problem, completion: str, *, pattern: str, full: bool = False, ignore_case: bool = False) -> float:
-    """1 if the pattern is found in the completion (`full`: matches all of it). `{answer}` in it is the answer, escaped."""
+    """1 if the pattern is found in the completion (`full`: is all of it); `{answer}` in it is the answer, escaped."""
     flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
     compiled = re.compile(pattern.replace("{answer}", re.escape(problem.answer.strip())), flags)
     return float(bool(compiled.fullmatch(completion) if full else compiled.search(completion)))

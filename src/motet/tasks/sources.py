@@ -34,7 +34,8 @@ def read_rows(config: DataConfig) -> tuple[list[Row], ScorerSpec | None]:
     else:
         path = Path(source).expanduser()
         if not path.is_file():
-            raise DataError(f"data.source {source!r} is not a file{_near(path.name, _siblings(path))} (looked in {path.parent.resolve()})")
+            near = _near(path.name, _siblings(path))
+            raise DataError(f"data.source {source!r} is not a file{near} (looked in {path.parent.resolve()})")
         rows = reader(path, config.size)
     if not rows:
         raise DataError(f"data.source {source!r} has no rows")
@@ -42,7 +43,7 @@ def read_rows(config: DataConfig) -> tuple[list[Row], ScorerSpec | None]:
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON holds it: sequences become lists, keys text, NaN null, and what JSON has no word for its `str`."""
+    """A value as JSON holds it: sequences as lists, keys as text, NaN as null, what JSON has no word for as `str`."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -72,7 +73,7 @@ def _toy(config: DataConfig, name: str) -> list[Row]:
 
     if name not in FAMILIES:
         raise DataError(f"there is no toy task {name!r}{_near(name, list(FAMILIES))}; there are: {', '.join(FAMILIES)}")
-    return [{column: as_json(value) for column, value in row.items()} for row in make_rows(name, config.size, config.seed)]
+    return list(make_rows(name, config.size, config.seed))
 
 
 def _json_lines(path: Path, size: int) -> list[Row]:
@@ -89,7 +90,7 @@ def _json_lines(path: Path, size: int) -> list[Row]:
 def _json_list(path: Path, size: int) -> list[Row]:
     value = _parse(path.read_bytes(), str(path))
     if not isinstance(value, list):
-        raise DataError(f"{path} must hold a list of rows, [{{...}}, ...], got {type(value).__name__}; for one row a line use .jsonl")
+        raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; for one row a line use .jsonl")
     return [_object(row, f"{path} row {number}") for number, row in enumerate(value[:size])]
 
 
@@ -102,7 +103,8 @@ def _parse(text: bytes, where: str) -> Any:
 
 def _object(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
-        raise DataError(f'{where} must be an object such as {{"prompt": "...", "answer": "..."}}, got {type(value).__name__}')
+        example = '{"prompt": "...", "answer": "..."}'
+        raise DataError(f"{where} must be an object such as {example}, got {type(value).__name__}")
     return value
 
 
@@ -139,7 +141,7 @@ def _datasets(config: DataConfig) -> list[Row]:
     except Exception as error:  # the libraries below raise dozens of kinds; all mean that the data is not there
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"data.source {source!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: {type(error).__name__}: {reason}. "
-            "Check the name, data.subset and data.split; without a network use a file (.jsonl, .json, .parquet), "
-            "a local directory, toy:NAME or reasoning-gym:NAME"
+            f"data.source {source!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: "
+            f"{type(error).__name__}: {reason}. Check the name, data.subset and data.split; without a network use "
+            "a file (.jsonl, .json, .parquet), a local directory, toy:NAME or reasoning-gym:NAME"
         ) from error

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from motet.config import OptimizerConfig
 from motet.errors import AdapterError
 from motet.model.lora import AdapterLayout, AdapterWeights, Views
-from motet.model.peft_io import sync
+from motet.model.peft_io import save_tensors
 from motet.types import OptimStats
 
 OPTIMIZER = "optimizer.safetensors"
@@ -73,15 +73,13 @@ class AdapterArena:
     def save_optimizer(self, directory: Path) -> None:
         """Write AdamW's moments and step count."""
         state = self._adamw.state.get(self.masters, {})
-        zeros = torch.zeros(self.layout.size)
+        moments = {name: state.get(name, torch.zeros(self.layout.size)).cpu() for name in ("exp_avg", "exp_avg_sq")}
         tensors = {
-            "exp_avg": state.get("exp_avg", zeros).cpu(),
-            "exp_avg_sq": state.get("exp_avg_sq", zeros).cpu(),
+            **moments,
             "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu(),
         }
         metadata = {"places": json.dumps([place.path for place in self.layout.places]), "rank": str(self.layout.rank)}
-        save_file(tensors, str(directory / OPTIMIZER), metadata=metadata)
-        sync(directory / OPTIMIZER)
+        save_tensors(tensors, directory / OPTIMIZER, metadata)
 
     def load_optimizer(self, directory: Path) -> None:
         """Read what `save_optimizer` wrote.

@@ -1,0 +1,171 @@
+"""Write the reference pages from what they describe: docs/configuration.md and docs/cli.md.
+
+    python scripts/make_reference.py           # write (make docs)
+    python scripts/make_reference.py --check   # fail when a page is stale
+
+Configuration comes from the pydantic models of `motet.config`, the command line from the typer app in `motet.cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from motet.config import Config, RunConfig
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+NOTICE = "<!-- Written by scripts/make_reference.py: change what it describes, then run `make docs`. -->\n\n"
+PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null", Any: "anything"}
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "at least"}  # attributes of annotated-types
+
+
+def model_of(annotation: Any) -> type[Config] | None:
+    """The configuration model inside an annotation, if there is one (`list[JobConfig]` → `JobConfig`)."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := model_of(part)) is not None), None)
+
+
+def sections(model: type[Config], name: str, path: str) -> Iterator[tuple[str, str, type[Config]]]:
+    """Every model reachable from this one, in the order of fields: heading, where it stands in a job file, model."""
+    yield name, path, model
+    for field_name, field in model.model_fields.items():
+        inner = model_of(field.annotation)
+        if inner is not None:
+            many = "[]" if "list" in str(field.annotation) else ""
+            yield from sections(inner, field_name, f"{path}.{field_name}{many}".lstrip("."))
+
+
+def type_text(annotation: Any, section: str) -> str:
+    """An annotation in words; configuration models become links to their section."""
+    if annotation in PLAIN:
+        return PLAIN[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return f"[{section}](#{section})"
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(args[0], section)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(arg, section) for arg in args)
+    if origin is list:
+        return f"list of {type_text(args[0], section)}"
+    if origin is tuple:
+        return f"list of {len(args)}: {', '.join(type_text(arg, section) for arg in args)}"
+    if origin is dict:
+        return "mapping"
+    raise TypeError(f"no words for the type {annotation!r}: add them to type_text")
+
+
+def bounds_text(field: FieldInfo) -> str:
+    """Limits of a field, as ` (≥ 1, ≤ 512)`."""
+    limits = [
+        f"{sign} {getattr(constraint, name):g}"
+        for constraint in field.metadata
+        for name, sign in BOUNDS.items()
+        if hasattr(constraint, name)
+    ]
+    return f" ({', '.join(limits)})" if limits else ""
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as it would be written in a job file."""
+    if field.is_required():
+        return "**required**"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(default, Config):
+        return "as listed there"
+    return f"`{json.dumps(default, ensure_ascii=False)}`"
+
+
+def cell(text: str) -> str:
+    """Text that stays inside one cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def section_text(name: str, path: str, model: type[Config]) -> str:
+    """One model: heading, docstring, table of fields.
+
+    Raises:
+        ValueError: a field has no docstring.
+    """
+    lines = [f"## {name}", "", *([f"At `{path}`."] if path else []), inspect.getdoc(model) or "", ""]
+    lines += ["| Field | Type | Default | Meaning |", "|---|---|---|---|"]
+    for field_name, field in model.model_fields.items():
+        if not field.description:
+            raise ValueError(f"{model.__name__}.{field_name} has no docstring")
+        kind = type_text(field.annotation, field_name) + bounds_text(field)
+        lines.append(f"| `{field_name}` | {cell(kind)} | {cell(default_text(field))} | {cell(field.description)} |")
+    return "\n".join(lines) + "\n"
+
+
+def configuration() -> str:
+    """The page about every field that a job file may hold.
+
+    Raises:
+        ValueError: two sections would share a heading.
+    """
+    found = list(sections(RunConfig, "run", ""))
+    names = [name for name, _, _ in found]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two sections of the configuration share a heading: {names}")
+    head = "# Configuration\n\nEvery field of a job file, with its default. An unknown field is an error.\n\n"
+    contents = "".join(f"- [{name}](#{name}){f': `{path}`' if path else ''}\n" for name, path, _ in found)
+    return NOTICE + head + contents + "\n" + "\n".join(section_text(*section) for section in found)
+
+
+def command_line() -> str:
+    """The page about every command, by typer's own generator.
+
+    Raises:
+        RuntimeError: the app cannot be loaded.
+    """
+    generator = ["typer", "motet.cli", "utils", "docs", "--name", "motet", "--title", "Command line"]
+    plain = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}
+    done = subprocess.run([sys.executable, "-m", *generator], capture_output=True, text=True, check=False, env=plain)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(generator)} failed:\n{done.stderr}")
+    lines = (line.rstrip() for line in done.stdout.strip().splitlines())
+    return NOTICE + "\n".join(lines) + "\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "cli.md": command_line}
+
+
+def stale_pages(docs: Path = DOCS) -> list[str]:
+    """Names of pages that are not what they would be if written now."""
+
+    def text(path: Path) -> str:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+    return [name for name, page in PAGES.items() if text(docs / name) != page()]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Write docs/configuration.md and docs/cli.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a page is stale")
+    if parser.parse_args().check:
+        stale = stale_pages()
+        if stale:
+            raise SystemExit(f"stale: {', '.join(stale)}; run `make docs`")
+        return
+    DOCS.mkdir(exist_ok=True)
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
+        print(f"docs/{name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Motet trains many LoRA adapters at once by reinforcement learning, each for its own job, over one frozen base model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from motet.config import EngineConfig, JobConfig, RunConfig
+    from motet.errors import MotetError
+    from motet.jobfile import load_jobs
+    from motet.launch import JobResult, RunResult, run
+    from motet.types import Problem
+
+_HOMES = {
+    "EngineConfig": "motet.config",
+    "JobConfig": "motet.config",
+    "JobResult": "motet.launch",
+    "MotetError": "motet.errors",
+    "Problem": "motet.types",
+    "RunConfig": "motet.config",
+    "RunResult": "motet.launch",
+    "load_jobs": "motet.jobfile",
+    "run": "motet.launch",
+}
+
+__all__ = [
+    "EngineConfig",
+    "JobConfig",
+    "JobResult",
+    "MotetError",
+    "Problem",
+    "RunConfig",
+    "RunResult",
+    "__version__",
+    "load_jobs",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when they are first used, so that `import motet` is quick."""
+    import importlib
+
+    if name not in _HOMES:
+        raise AttributeError(f"module 'motet' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

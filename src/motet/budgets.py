@@ -1,0 +1,54 @@
+"""Memory and time budgets that are derived, not asked for: KV cache, adapter slots, threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one job's sequences need at most."""
+
+    prompt_tokens: int
+    new_tokens: int
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Bytes of main memory that can be had without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES")) // 2
+
+
+def kv_bytes_per_token(config: Any, element_bytes: int) -> int:
+    """Bytes of keys and values of one token over all layers, for a transformers text configuration."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * element_bytes)
+
+
+def kv_tokens(needs: Sequence[Need], max_rows: int, block_size: int, bytes_per_token: int, memory: int) -> int:
+    """Size of the KV cache: room for a full decode batch of the longest sequences, as far as memory goes.
+
+    At least the longest single sequence fits; with less than a full batch, sequences wait or are preempted.
+    """
+    longest = max(_blocks(need.prompt_tokens + need.new_tokens, block_size) for need in needs) * block_size
+    wanted = (max_rows + 1) * longest
+    affordable = memory // bytes_per_token // block_size * block_size
+    return max(longest, min(wanted, affordable))
+
+
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)

@@ -1,0 +1,229 @@
+"""From a job file to validated jobs: defaults, overrides, sweeps, and errors that a person can act on."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from motet.config import DataConfig, JobConfig, RunConfig
+from motet.errors import ConfigError
+
+Tree = dict[str, Any]
+
+
+def load_jobs(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read and validate a job file.
+
+    Args:
+        path: the YAML file.
+        overrides: `path=value` each; `jobs.NAME.field=value` for one job, `engine.…`, `base=…`, or a job field for all jobs.
+
+    Raises:
+        ConfigError: with the field, what is wrong and what can be written there.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the job file {file}: {error.strerror}") from error
+    return parse_jobs(text, str(file), overrides, directory=file.parent)
+
+
+def parse_jobs(
+    text: str, where: str = "job file", overrides: Sequence[str] = (), directory: Path | None = None
+) -> RunConfig:
+    """Validate the text of a job file; see `load_jobs`. Relative files are looked for in `directory` first."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{where} must hold `base:` and `jobs:`; see `motet run --help` for an example")
+    unknown = set(tree) - {"base", "engine", "defaults", "sweep", "jobs", "run"}
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {sorted(unknown)[0]!r}; there are base, engine, run, defaults, sweep, jobs")
+    raw_jobs = tree.get("jobs")
+    if not isinstance(raw_jobs, list) or not all(isinstance(job, dict) for job in raw_jobs):
+        raise ConfigError(f"{where}: `jobs` must be a list, each item beginning with `- name: …`")
+    defaults, sweep = tree.pop("defaults", None) or {}, tree.pop("sweep", None) or {}
+    jobs = [merge(defaults, normal_job(job)) for job in map(dict, raw_jobs)]
+    _apply_overrides(tree, jobs, overrides)
+    jobs = [variant for job in jobs for variant in expand(job, sweep)]
+    if directory is not None:
+        for job in jobs:
+            _resolve_files(job, directory)
+    stem = Path(where).stem if directory is not None else "default"
+    return validate({"run": f"runs/{stem}", **tree, "jobs": jobs}, where)
+
+
+def normal_job(job: Tree) -> Tree:
+    """Spell out shorthands, so that defaults and overrides can be merged field by field."""
+    found = dict(job)
+    for field, key in (("data", "source"), ("algorithm", "type")):
+        if isinstance(found.get(field), str):
+            found[field] = {key: found[field]}
+    return found
+
+
+def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """`over` on top of `under`, tables merged field by field; `reward` and `rewards` replace each other."""
+    merged = copy.deepcopy(normal_job(dict(under)))
+    if "reward" in over or "rewards" in over:
+        merged.pop("reward", None)
+        merged.pop("rewards", None)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict) and key not in ("reward", "rewards"):
+            merged[key] = merge(merged[key], value)
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def expand(job: Tree, shared: Mapping[str, Any]) -> Iterator[Tree]:
+    """One job per combination of swept fields; each gets the values in its name.
+
+    Raises:
+        ConfigError: a swept field does not have a list of values.
+    """
+    job = dict(job)
+    sweep = {**shared, **(job.pop("sweep", None) or {})}
+    for field, values in sweep.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"sweep.{field} must be a list of values, such as [1e-4, 3e-4]")
+    for combination in itertools.product(*sweep.values()):
+        variant = copy.deepcopy(job)
+        label = []
+        for field, value in zip(sweep, combination, strict=True):
+            set_path(variant, field, value)
+            label.append(f"{field.rsplit('.', 1)[-1]}={value}")
+        if label:
+            variant["name"] = "-".join([str(job.get("name", "job")), *label]).replace("/", "_").replace(" ", "")
+        yield variant
+
+
+def set_path(tree: Tree, path: str, value: Any) -> None:
+    """Set `a.b.c` in nested tables, making them where they are missing."""
+    *parents, leaf = path.split(".")
+    for name in parents:
+        below = tree.get(name)
+        if isinstance(below, str):
+            tree[name] = below = normal_job({name: below})[name]
+        if not isinstance(below, dict):
+            tree[name] = below = {}
+        tree = below
+    if leaf in ("reward", "rewards"):
+        tree.pop("reward", None)
+        tree.pop("rewards", None)
+    tree[leaf] = value
+
+
+def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> None:
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"--set {override!r} must look like path=value, such as optimizer.lr=1e-4")
+        value = _number(yaml.safe_load(text))
+        top, _, rest = path.partition(".")
+        if top in ("base", "run", "engine"):
+            set_path(tree, path, value)
+        elif top == "jobs":
+            name, _, field = rest.partition(".")
+            chosen = [job for job in jobs if str(job.get("name")) == name]
+            if not chosen or not field:
+                names = ", ".join(str(job.get("name")) for job in jobs)
+                raise ConfigError(f"--set {override!r}: write jobs.NAME.field=value; there are the jobs {names}")
+            set_path(chosen[0], field, value)
+        else:
+            for job in jobs:
+                set_path(job, path, value)
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-4 as text; people mean the number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _resolve_files(job: Tree, directory: Path) -> None:
+    """Files named in a job file are relative to it."""
+    data = job.get("data")
+    if isinstance(data, dict):
+        for field in ("source", "eval_source"):
+            value = data.get(field)
+            if isinstance(value, str) and (directory / value).exists() and not Path(value).exists():
+                data[field] = str(directory / value)
+    for field in ("reward", "rewards"):
+        job_rewards = job.get(field)
+        if isinstance(job_rewards, str):
+            job[field] = _resolve_reward(job_rewards, directory)
+        elif isinstance(job_rewards, list):
+            for index, item in enumerate(job_rewards):
+                if isinstance(item, str):
+                    job_rewards[index] = _resolve_reward(item, directory)
+                elif isinstance(item, dict) and isinstance(item.get("name"), str):
+                    item["name"] = _resolve_reward(item["name"], directory)
+        elif isinstance(job_rewards, dict):
+            if isinstance(job_rewards.get("name"), str):
+                job_rewards["name"] = _resolve_reward(job_rewards["name"], directory)
+            else:
+                job[field] = {_resolve_reward(str(name), directory): weight for name, weight in job_rewards.items()}
+
+
+def _resolve_reward(name: str, directory: Path) -> str:
+    file, colon, function = name.rpartition(":")
+    if colon and file.endswith(".py") and not Path(file).exists() and (directory / file).exists():
+        return f"{directory / file}:{function}"
+    return name
+
+
+def validate(tree: Tree, where: str) -> RunConfig:
+    """Check a tree of plain values against the configuration; mistakes come as one `ConfigError` with a line each."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [f"{where} has {error.error_count()} mistake{'s' if error.error_count() > 1 else ''}:"]
+        for item in error.errors(include_url=False):
+            lines.append("  " + _explain(tree, item))
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _explain(tree: Tree, item: Mapping[str, Any]) -> str:
+    """One mistake in words: the job's name instead of its number, and the fields that there are."""
+    location = list(item["loc"])
+    place = ""
+    if len(location) >= 2 and location[0] == "jobs" and isinstance(location[1], int):
+        jobs = tree.get("jobs") or []
+        name = jobs[location[1]].get("name", f"number {location[1] + 1}") if location[1] < len(jobs) else location[1]
+        place, location = f"job {name}: ", location[2:]
+    field = ".".join(str(part) for part in location)
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        fields = _fields_at(location[:-1])
+        message = f"there is no such field; there are {', '.join(fields)}" if fields else "there is no such field"
+    elif item["type"] == "missing":
+        message = "is missing"
+        if field == "rewards":
+            field = "reward"
+    elif "input" in item and not isinstance(item["input"], dict | list):
+        message = f"{message} (got {item['input']!r})"
+    return f"{place}{field}: {message}" if field else f"{place}{message}"
+
+
+def _fields_at(location: Sequence[Any]) -> list[str]:
+    model: Any = JobConfig
+    for part in location:
+        field = model.model_fields.get(part) if isinstance(part, str) and hasattr(model, "model_fields") else None
+        if field is None:
+            return sorted(DataConfig.model_fields) if part == "data" else []
+        model = field.annotation
+    return sorted(model.model_fields) if hasattr(model, "model_fields") else []

@@ -1,0 +1,140 @@
+"""A job as the runtime knows it, and the one table of its transitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from motet.algorithms.presets import Algorithm
+from motet.config import JobConfig
+from motet.device import Device
+from motet.errors import MotetError
+from motet.protocols import RolloutEngine, Trainer, WeightSync
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.learner import Learner
+from motet.runtime.progress import JobProgress
+from motet.runtime.scheduler import FairScheduler
+from motet.tasks.chat import Chat
+from motet.tasks.dataset import Dataset
+from motet.tasks.reward_pool import RewardPool
+from motet.types import JobState, SamplingParams
+
+Result = TypeVar("Result")
+
+TRANSITIONS: dict[JobState, frozenset[JobState]] = {
+    JobState.QUEUED: frozenset({JobState.RUNNING, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED}),
+    JobState.RUNNING: frozenset({JobState.PAUSED, JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}),
+    JobState.PAUSED: frozenset({JobState.QUEUED, JobState.CANCELLED}),
+    JobState.SUCCEEDED: frozenset(),
+    JobState.FAILED: frozenset({JobState.QUEUED}),
+    JobState.CANCELLED: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class Services:
+    """What every job of a run shares, put together by `launch`."""
+
+    engine: RolloutEngine
+    trainer: Trainer
+    sync: WeightSync
+    device: Device
+    scheduler: FairScheduler
+    learner: Learner
+    rewards: RewardPool
+    micro_batch_tokens: int
+    probe_tolerance: float
+    """Largest logprob difference between engine and trainer at a publish; 0 where they share tensors and are exact."""
+    engine_suffix: str
+    """`{run id}.{attempt}`, so that engine-side names never repeat."""
+
+    async def on_device(self, call: Callable[[], Result]) -> Result:
+        """Run a trainer call in the device's turn."""
+        return await self.device.run(call)
+
+
+@dataclass
+class Job:
+    """One job of a run: what was asked for, resolved, and where it stands."""
+
+    config: JobConfig
+    algorithm: Algorithm
+    data: Dataset
+    chat: Chat
+    directory: JobDirectory
+    base_rate: float
+    """The learning rate before warm-up and schedule."""
+    stop_token_ids: tuple[int, ...]
+    progress: JobProgress
+    inexact: list[str] = field(default_factory=list)
+    """Why bytes may differ from a solo run; grows, never shrinks."""
+
+    @property
+    def name(self) -> str:
+        """The job's name; its adapter's too."""
+        return self.config.name
+
+    @property
+    def seed(self) -> int:
+        """The job's seed."""
+        return self.config.effective_seed
+
+    @property
+    def state(self) -> JobState:
+        """Where the job stands."""
+        return self.progress.state
+
+    def move(self, state: JobState, message: str = "") -> None:
+        """Change state and record it.
+
+        Raises:
+            MotetError: the table does not allow it.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise MotetError(f"job {self.name!r} is {self.state} and cannot become {state}")
+        self.progress.state = state
+        self.progress.message = message
+        self.progress.phase = ""
+        self.directory.write_status({"state": state.value, "message": message, "inexact": list(self.inexact)})
+
+    def sampling(self) -> SamplingParams:
+        """How training rollouts are drawn."""
+        given = self.config.sampling
+        return SamplingParams(
+            temperature=given.temperature,
+            max_tokens=given.max_tokens,
+            stop=tuple(given.stop),
+            stop_token_ids=self.stop_token_ids,
+        )
+
+    def evaluation_sampling(self) -> SamplingParams:
+        """How evaluation rollouts are drawn."""
+        given = self.config.eval
+        return SamplingParams(
+            temperature=given.temperature,
+            max_tokens=self.config.sampling.max_tokens,
+            stop=tuple(self.config.sampling.stop),
+            stop_token_ids=self.stop_token_ids,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            min_p=given.min_p,
+        )
+
+    def init_directory(self) -> Path:
+        """The PEFT directory that the adapter starts from."""
+        assert self.config.adapter.init is not None
+        return Path(self.config.adapter.init).expanduser()
+
+    def evaluates(self, version: int) -> bool:
+        """Whether this version is evaluated: the first, the last, and every so many."""
+        if not self.data.holdout:
+            return False
+        every = self.config.eval.every
+        return version in (0, self.config.steps) or (every > 0 and version % every == 0)
+
+    def note_inexact(self, reason: str) -> None:
+        """Remember that the job's bytes may depend on more than itself."""
+        if reason not in self.inexact:
+            self.inexact.append(reason)

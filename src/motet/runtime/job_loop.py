@@ -1,0 +1,262 @@
+"""The life of one job between taking a slot and giving it back: sample, learn, commit, publish, step by step.
+
+The sample side runs ahead as far as `max_off_policy_steps` lets it; the learn side takes steps in order. A step is: advantages →
+micro-batches → forward_backward → optim_step → commit → publish. Nothing is published before it is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+from motet.errors import JobFailed
+from motet.runtime.checkpoint import Committed
+from motet.runtime.job import Job, Services
+from motet.runtime.metrics import evaluation_record, rollout_records, step_record, timing_record
+from motet.runtime.probe import Probe
+from motet.runtime.sampling import JobSampler, SampledStep
+from motet.runtime.scheduler import weight_of
+from motet.runtime.step_batch import StepBatch, check_failures, make_step_batch
+from motet.runtime.versions import Versions
+from motet.algorithms.schedule import learning_rate
+from motet.types import Batch, JobState, LossStats, OptimStats
+
+
+class JobLoop:
+    """Runs one job until it ends, is paused or cancelled."""
+
+    def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
+        self._job = job
+        self._services = services
+        self._done = committed or Committed()
+        self._resumed = committed is not None
+        self._versions = Versions(job.name, f"{job.name}.{services.engine_suffix}", services.engine, services.sync)
+        self._sampler = JobSampler(job, services, self._versions)
+        self._probe = Probe(job.name, job.chat.prompt_ids(job.data.train[0]), services.probe_tolerance)
+        self._steps: dict[int, asyncio.Task[SampledStep]] = {}
+        self._evaluation: asyncio.Task[SampledStep] | None = None
+        self._pause = False
+        self._resident = False
+
+    def pause(self) -> None:
+        """Stop after the step under way."""
+        self._pause = True
+
+    async def run(self) -> JobState:
+        """Train until done or paused; cancellation and failure leave by exception. The slot is free afterwards."""
+        job, services = self._job, self._services
+        services.scheduler.join(job.name, weight_of(job.config.priority))
+        try:
+            await self._start()
+            while self._done.step < job.config.steps:
+                if self._pause:
+                    return JobState.PAUSED
+                await self._step(self._done.step)
+            await self._finish()
+            return JobState.SUCCEEDED
+        finally:
+            await self._leave()
+
+    # --- start and end -----------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        """Take a slot, restore what was committed, and make the versions that may be asked for servable."""
+        job, services, start = self._job, self._services, self._done.step
+        config, state = job.config, job.directory.path / "state"
+        await services.rewards.register(
+            job.name, config.rewards, job.data.scorer, log=job.directory.path / "rewards.log"
+        )
+        await services.on_device(
+            lambda: services.trainer.add_adapter(config.name, config.adapter, config.optimizer, job.seed)
+        )
+        self._resident = True
+        if self._resumed:
+            await services.on_device(
+                lambda: services.trainer.load_adapter(config.name, state / str(start), optimizer=True)
+            )
+            job.inexact.extend(reason for reason in self._done.inexact if reason not in job.inexact)
+            for version in range(self._oldest_needed(), start):
+                await self._versions.restore(version, state / str(version))
+        else:
+            if config.adapter.init is not None:
+                source = job.init_directory()
+                await services.on_device(lambda: services.trainer.load_adapter(config.name, source, optimizer=False))
+            await self._commit(self._done)
+        job.progress.step = job.progress.first_step = start
+        job.progress.started = time.monotonic()
+        await self._publish()
+
+    def _oldest_needed(self) -> int:
+        """The oldest version that a step not yet trained samples from."""
+        return max(0, self._done.step - self._job.config.algorithm.max_off_policy_steps)
+
+    async def _publish(self) -> None:
+        """Publish the version just committed, probe it, and let sampling have it."""
+        job, services, version = self._job, self._services, self._done.step
+        await self._versions.publish(version)
+        trained = await services.on_device(lambda: self._probe.trained(services.trainer))
+        await self._probe.check(services.engine, self._versions.ref(version), trained)
+        await self._versions.announce(version, self._oldest_needed())
+        if job.evaluates(version) and self._done.evaluated < version:
+            self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
+        last = min(job.config.steps, version + job.config.algorithm.max_off_policy_steps + 1)
+        for step in range(version, last):
+            if step not in self._steps and not self._pause:
+                self._steps[step] = asyncio.create_task(self._sampler.step(step))
+
+    async def _finish(self) -> None:
+        """Evaluate the last version and record it in a last line of the metrics."""
+        evaluation = await self._evaluated()
+        if evaluation is not None:
+            record = {"step": self._done.step, "version": self._done.step, "eval": evaluation_record(evaluation)}
+            self._job.directory.append(self._job.directory.metrics, record)
+            self._done = self._with_evaluation(self._done, evaluation)
+        await self._commit(self._done)
+
+    async def _leave(self) -> None:
+        """Give everything back, whatever happened."""
+        services, name = self._services, self._job.name
+        tasks = [*self._steps.values(), *([self._evaluation] if self._evaluation else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        services.scheduler.leave(name)
+        await services.rewards.unregister(name)
+        await self._versions.drop_all()
+        if self._resident:
+            await services.on_device(lambda: services.trainer.remove_adapter(name))
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    async def _step(self, step: int) -> None:
+        job, services = self._job, self._services
+        if step not in self._steps:
+            self._steps[step] = asyncio.create_task(self._sampler.step(step))
+        sampled = await self._steps.pop(step)
+        check_failures(sampled.groups, job.config.algorithm.max_failed_fraction)
+        job.progress.phase = "training"
+        started = time.monotonic()
+        batch = make_step_batch(sampled.groups, job.config, job.algorithm)
+        batch = await self._with_logprobs(batch, step)
+        stats, optim = await self._learn(batch, step)
+        trained_seconds = time.monotonic() - started
+        evaluation = await self._evaluated()
+        record = step_record(sampled, batch, stats, optim)
+        if evaluation is not None:
+            record["eval"] = evaluation_record(evaluation)
+        tokens = sum(sample.n_tokens for sample in batch.samples) * job.config.algorithm.updates_per_batch
+        skipped = self._done.skipped_in_row + 1 if optim is not None and optim.skipped else 0
+        done = replace(
+            self._with_evaluation(self._done, evaluation),
+            step=step + 1,
+            skipped_in_row=skipped,
+            tokens_sampled=self._done.tokens_sampled + sampled.tokens,
+            tokens_trained=self._done.tokens_trained + tokens,
+            inexact=tuple(job.inexact),
+        )
+        seconds = {"sample": sampled.seconds, "reward": sampled.reward_seconds, "train": trained_seconds}
+        await self._record(sampled, record, timing_record(step, seconds, sampled.tokens, tokens, services.device.busy))
+        if skipped >= job.config.optimizer.max_skipped:
+            raise JobFailed(
+                f"the gradient was not finite in {skipped} steps in a row (optimizer.max_skipped); lower optimizer.lr, or look "
+                "at the rewards and the data of the last rollouts"
+            )
+        self._done = done
+        if (step + 1) % job.config.checkpoint.every == 0 or step + 1 == job.config.steps or self._pause:
+            await self._commit(done)
+        job.progress.step = step + 1
+        job.progress.tokens += tokens
+        job.progress.rewards.append(float(record["reward"]))
+        await self._publish()
+
+    async def _with_logprobs(self, batch: StepBatch, step: int) -> StepBatch:
+        """Fill in the base's and the step-start policy's logprobs where the algorithm or this step's metrics ask for them."""
+        job = self._job
+        wanted = []
+        if job.algorithm.needs_reference or job.evaluates(step):
+            wanted.append(("reference_logprobs", True))
+        if job.algorithm.needs_proximal:
+            wanted.append(("proximal_logprobs", False))
+        for field, base in wanted:
+            logprobs = []
+            for segment in self._segments(batch):
+                (found,) = await self._services.on_device(
+                    lambda segment=segment, base=base: self._services.trainer.forward(Batch((segment,)), base=base)  # type: ignore[misc]
+                )
+                logprobs.extend(found)
+            batch = batch.with_logprobs(field, logprobs)
+        return batch
+
+    def _segments(self, batch: StepBatch) -> Any:
+        job = self._job
+        return batch.segments(
+            job.name, job.algorithm, job.config.sampling.temperature, self._services.micro_batch_tokens
+        )
+
+    async def _learn(self, batch: StepBatch, step: int) -> tuple[LossStats, OptimStats | None]:
+        """All updates of a step. Without a trainable sample the weights stay as they are (and no moment decays)."""
+        job, services = self._job, self._services
+        rate = learning_rate(job.config.optimizer, job.base_rate, step, job.config.steps)
+        first, optim = LossStats(), None
+        if not batch.samples:
+            return first, optim
+        segments = self._segments(batch)
+        for update in range(job.config.algorithm.updates_per_batch):
+            stats = await services.learner.train(job.name, segments)
+            services.scheduler.spend(job.name, sum(sample.n_tokens for sample in batch.samples))
+            optim = await services.on_device(lambda: services.trainer.optim_step(job.name, rate))
+            first = stats if update == 0 else first
+        return first, optim
+
+    async def _evaluated(self) -> SampledStep | None:
+        """The evaluation of the version that the step under way started from, once it is there."""
+        if self._evaluation is None:
+            return None
+        self._job.progress.phase = "evaluating"
+        evaluation = await self._evaluation
+        self._evaluation = None
+        check_failures(evaluation.groups, self._job.config.algorithm.max_failed_fraction)
+        lines = rollout_records(evaluation, "eval")
+        await asyncio.to_thread(self._job.directory.write_rollouts, f"eval-{evaluation.version}", lines)
+        self._job.progress.evaluations.append((evaluation.version, evaluation_record(evaluation)["reward"]))
+        return evaluation
+
+    def _with_evaluation(self, done: Committed, evaluation: SampledStep | None) -> Committed:
+        if evaluation is None:
+            return done
+        reward = float(evaluation_record(evaluation)["reward"])
+        better = done.best_reward is None or reward > done.best_reward
+        return replace(
+            done,
+            evaluated=evaluation.version,
+            best_reward=reward if better else done.best_reward,
+            best_version=evaluation.version if better else done.best_version,
+        )
+
+    # --- disk --------------------------------------------------------------------------------------------------------
+
+    async def _record(self, sampled: SampledStep, record: dict[str, Any], timing: dict[str, Any]) -> None:
+        directory = self._job.directory
+
+        def write() -> None:
+            directory.write_rollouts(str(sampled.step), rollout_records(sampled, "train"))
+            directory.append(directory.metrics, record)
+            directory.append(directory.timings, timing)
+
+        await asyncio.to_thread(write)
+
+    async def _commit(self, done: Committed) -> None:
+        job, services = self._job, self._services
+        job.progress.phase = "saving"
+        keep = max(job.config.checkpoint.keep, job.config.algorithm.max_off_policy_steps + 1)
+
+        def write() -> Committed:
+            written = job.directory.commit(
+                done, lambda path: services.trainer.save_adapter(job.name, path, optimizer=True)
+            )
+            job.directory.prune(keep, done.best_version, job.config.checkpoint.rollouts_mb * 2**20)
+            return written
+
+        self._done = await asyncio.to_thread(write)

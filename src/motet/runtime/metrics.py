@@ -1,0 +1,120 @@
+"""What a step leaves in metrics.jsonl, timings.jsonl and the rollout log. Pure functions.
+
+metrics.jsonl holds nothing that depends on time or company; seconds and rates are in timings.jsonl.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from motet.device import BusyTime
+from motet.runtime.sampling import SampledStep
+from motet.runtime.step_batch import StepBatch, group_metrics
+from motet.types import LossStats, OptimStats
+
+STEP_FIELDS: Mapping[str, str] = {
+    "step": "the step, from 0; the last line has the number of steps and only the final evaluation",
+    "version": "the adapter version that was sampled",
+    "staleness": "step − version",
+    "reward": "mean over scored rollouts",
+    "reward_std": "standard deviation over scored rollouts",
+    "reward_parts": "mean of each reward",
+    "length": "mean number of sampled tokens",
+    "truncated": "share of rollouts that ran into max_tokens",
+    "rollouts": "rollouts sampled",
+    "failed": "rollouts without a reward",
+    "groups": "groups that entered the advantages",
+    "no_signal": "share of groups whose rewards are all equal",
+    "samples": "samples with a gradient",
+    "tokens": "trainable tokens of these samples",
+    "loss": "the loss before the update",
+    "entropy": "mean entropy per token, nats",
+    "ratio": "mean probability ratio policy / sampler",
+    "ratio_max": "largest ratio",
+    "clip_fraction": "share of tokens whose gradient the clip removed",
+    "kl_sampler": "k3 estimate of KL(sampler ‖ policy) per token, nats",
+    "kl_base": "k3 estimate of KL(policy ‖ base) per token, nats; on steps that evaluate, or always with a KL term",
+    "logprob_gap": "largest |trainer − sampler| logprob; 0 on-policy on the embedded engine",
+    "grad_norm": "before clipping",
+    "lr": "learning rate of the step",
+    "skipped": "whether the gradient was not finite and the update left out",
+    "eval": "held-out evaluation of `version` step: reward, reward_parts, length, truncated, rollouts, failed",
+}
+"""Every field of metrics.jsonl."""
+
+
+def step_record(
+    sampled: SampledStep, batch: StepBatch, stats: LossStats, optim: OptimStats | None
+) -> dict[str, Any]:
+    """The line of metrics.jsonl of one step; see `STEP_FIELDS`."""
+    groups = sampled.groups
+    tokens = max(stats.tokens, 1)
+    return {
+        "step": sampled.step,
+        "version": sampled.version,
+        "staleness": sampled.step - sampled.version,
+        **group_metrics(groups),
+        "groups": batch.groups,
+        "no_signal": sum(not group.has_signal for group in groups) / max(len(groups), 1),
+        "samples": len(batch.samples),
+        "tokens": stats.tokens,
+        "loss": stats.loss,
+        "entropy": stats.entropy / tokens,
+        "ratio": stats.ratio / tokens if stats.tokens else 1.0,
+        "ratio_max": stats.ratio_max if stats.tokens else 1.0,
+        "clip_fraction": stats.clipped / tokens,
+        "kl_sampler": stats.kl_sampler / tokens,
+        "kl_base": stats.kl_base / stats.kl_base_tokens if stats.kl_base_tokens else None,
+        "logprob_gap": stats.logprob_gap,
+        "grad_norm": optim.grad_norm if optim else 0.0,
+        "lr": optim.lr if optim else 0.0,
+        "skipped": bool(optim and optim.skipped),
+    }
+
+
+def evaluation_record(evaluation: SampledStep) -> dict[str, Any]:
+    """The `eval` part of a line."""
+    return dict(group_metrics(evaluation.groups))
+
+
+def timing_record(
+    step: int, seconds: Mapping[str, float], sampled: int, trained: int, busy: BusyTime
+) -> dict[str, Any]:
+    """The line of timings.jsonl of one step."""
+    elapsed = max(time.monotonic() - busy.started, 1e-9)
+    return {
+        "step": step,
+        "time": time.time(),
+        "seconds": {name: round(value, 4) for name, value in seconds.items()},
+        "tokens_sampled": sampled,
+        "tokens_trained": trained,
+        "device": {
+            "decode": round(busy.decode / elapsed, 4),
+            "train": round(busy.train / elapsed, 4),
+            "occupancy": round(busy.full / elapsed, 4),
+        },
+    }
+
+
+def rollout_records(sampled: SampledStep, purpose: str) -> Iterable[dict[str, Any]]:
+    """The lines of a rollout log, in data order."""
+    for group in sampled.groups:
+        prompt = group.problem.messages[-1].content
+        for rollout in group.rollouts:
+            yield {
+                "purpose": purpose,
+                "problem": group.problem.id,
+                "index": rollout.index,
+                "version": group.version,
+                "prompt": prompt,
+                "answer": group.problem.answer,
+                "completion": rollout.completion,
+                "turns": [turn.text for turn in rollout.turns],
+                "reward": rollout.reward,
+                "reward_parts": dict(rollout.reward_parts),
+                "finish_reason": rollout.finish_reason.value,
+                "tokens": int(rollout.loss_mask.sum()),
+                "error": rollout.error,
+            }

@@ -1,0 +1,149 @@
+"""All jobs of a run at once: who has a slot, who waits, and what happens when a job ends, fails, is paused or cancelled.
+
+A job's fault is that job's: whatever leaves its loop becomes its state and a reason, and every other job goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Sequence
+
+from motet.errors import MotetError, RunError
+from motet.runtime.checkpoint import disk_error
+from motet.runtime.job import Job, Services
+from motet.runtime.job_loop import JobLoop
+from motet.types import JobState
+
+CONTROL = "control"
+"""A file in a job's directory with the word `pause`, `resume` or `cancel`; read and removed by the running process."""
+_POLL_SECONDS = 0.3
+
+
+class Pipeline:
+    """Runs jobs over shared services."""
+
+    def __init__(self, jobs: Sequence[Job], services: Services, slots: int) -> None:
+        self.jobs = {job.name: job for job in jobs}
+        self._services = services
+        self._slots = slots
+        self._loops: dict[str, JobLoop] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stopping = False
+        self._closing = False
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run until every job has ended, or is paused and nobody will resume it because the run is stopping."""
+        poll = asyncio.create_task(self._poll_controls())
+        try:
+            while True:
+                self._changed.clear()
+                self._fill_slots()
+                if not self._tasks and not self._waiting():
+                    return
+                await self._changed.wait()
+        finally:
+            self._closing = True
+            poll.cancel()
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(poll, *self._tasks.values(), return_exceptions=True)
+
+    # --- what people ask for -----------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Finish the steps under way, save, and end the run."""
+        self._stopping = True
+        for name in self.jobs:
+            self.pause(name)
+        self._changed.set()
+
+    def pause(self, name: str) -> None:
+        """Finish the job's step, save and give its slot away."""
+        job = self.jobs[name]
+        if name in self._loops:
+            self._loops[name].pause()
+        elif job.state is JobState.QUEUED:
+            job.move(JobState.PAUSED)
+        self._changed.set()
+
+    def resume(self, name: str) -> None:
+        """Put a paused or failed job back into the queue."""
+        if name not in self._tasks:
+            self.jobs[name].move(JobState.QUEUED)
+        self._changed.set()
+
+    def cancel(self, name: str) -> None:
+        """End a job now; what it committed stays on disk."""
+        if name in self._tasks:
+            self._tasks[name].cancel()
+        elif not self.jobs[name].state.final:
+            self.jobs[name].move(JobState.CANCELLED)
+        self._changed.set()
+
+    # --- slots -------------------------------------------------------------------------------------------------------
+
+    def _waiting(self) -> bool:
+        states = {job.state for job in self.jobs.values()}
+        return JobState.QUEUED in states or (JobState.PAUSED in states and not self._stopping)
+
+    def _fill_slots(self) -> None:
+        queued = [job for job in self.jobs.values() if job.state is JobState.QUEUED]
+        queued.sort(key=lambda job: -job.config.priority)  # stable: the file's order among equals
+        for job in queued:
+            if self._stopping:
+                job.move(JobState.PAUSED)
+            elif len(self._tasks) < self._slots:
+                job.move(JobState.RUNNING)
+                self._tasks[job.name] = asyncio.create_task(self._run_job(job))
+
+    async def _run_job(self, job: Job) -> None:
+        try:
+            self._loops[job.name] = JobLoop(job, self._services, job.directory.restore())
+            state = await self._loops[job.name].run()
+            self._end(job, state, "" if state is JobState.SUCCEEDED else f"paused after step {job.progress.step}")
+        except asyncio.CancelledError:
+            if not self._closing:  # a run that is torn down leaves its jobs as they are: they go on next time
+                self._end(job, JobState.CANCELLED, f"cancelled after step {job.progress.step}")
+        except Exception as error:  # the boundary of a tenant: its fault must not reach the others
+            self._end(job, JobState.FAILED, self._reason(job, error))
+        finally:
+            self._loops.pop(job.name, None)
+            self._tasks.pop(job.name, None)
+            self._changed.set()
+
+    def _end(self, job: Job, state: JobState, message: str) -> None:
+        try:
+            job.move(state, message)
+        except RunError as error:  # a full disk: the state holds in this process, and the next one starts from the last commit
+            job.progress.message = f"{message} ({error})" if message else str(error)
+
+    def _reason(self, job: Job, error: BaseException) -> str:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, OSError):
+            error = disk_error(error, job.directory.path)
+        if isinstance(error, MotetError):
+            return str(error)
+        log = job.directory.path / "error.log"
+        told = f"the whole story is in {log}"
+        try:
+            log.write_text("".join(traceback.format_exception(error)))
+        except OSError:
+            told = f"{log} could not be written"
+        return f"{type(error).__name__}: {error} ({told}); this is a fault of Motet, please report it"
+
+    async def _poll_controls(self) -> None:
+        """Read control files, so that another process can pause, resume or cancel one job of this run."""
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            for name, job in self.jobs.items():
+                path = job.directory.path / CONTROL
+                if not path.exists():
+                    continue
+                word = path.read_text().strip()
+                path.unlink()
+                action = {"pause": self.pause, "resume": self.resume, "cancel": self.cancel}.get(word)
+                if action is not None and not job.state.final:
+                    action(name)

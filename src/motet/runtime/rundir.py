@@ -1,0 +1,58 @@
+"""The directory of a run: one process at a time, and an identity that every attempt shares."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import IO
+
+from motet.errors import RunError
+from motet.runtime.checkpoint import JobDirectory, replace
+
+
+class RunDirectory:
+    """Locked while open. `run_id` stays, `attempt` counts openings: together they keep engine-side names unique."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._take_lock()
+        self.run_id, self.attempt = self._identify()
+
+    def job(self, name: str) -> JobDirectory:
+        """The directory of one job."""
+        return JobDirectory(self.path / name)
+
+    def close(self) -> None:
+        """Let another process have it."""
+        self._lock.close()
+
+    def _take_lock(self) -> IO[str]:
+        file = (self.path / ".lock").open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip()
+            file.close()
+            raise RunError(
+                f"{self.path} is in use by another process{f' (pid {owner})' if owner else ''}; wait for it, stop it, or give "
+                "another directory with --run"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        return file
+
+    def _identify(self) -> tuple[str, int]:
+        path = self.path / "run.json"
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError):
+            values = {"run_id": secrets.token_hex(4), "attempt": -1}
+        values["attempt"] += 1
+        replace(path, json.dumps(values, sort_keys=True).encode())
+        return str(values["run_id"]), int(values["attempt"])

@@ -1,0 +1,78 @@
+"""Which versions of an adapter an engine holds, and until when: by reference count, never by a timer.
+
+A version may go when no request holds it and no admission can ask for it any more. A reference names one set of weights for
+ever: engine-side names carry the run and the attempt, so a version that is trained again after a crash is another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from motet.protocols import RolloutEngine, WeightSync
+from motet.types import AdapterRef
+
+
+class Versions:
+    """The published versions of one job's adapter."""
+
+    def __init__(self, job: str, engine_name: str, engine: RolloutEngine, sync: WeightSync) -> None:
+        self._job = job
+        self._engine_name = engine_name
+        self._engine = engine
+        self._sync = sync
+        self._holds: dict[int, int] = {}
+        self._oldest = 0
+        self._arrived = asyncio.Condition()
+        self.latest = -1
+
+    def ref(self, version: int) -> AdapterRef:
+        """The engine's name for a version."""
+        return AdapterRef(self._engine_name, version)
+
+    async def restore(self, version: int, directory: Path) -> None:
+        """Load an older version that admissions may still ask for after a restart."""
+        await self._engine.load_adapter(self.ref(version), directory)
+        self._holds[version] = 0
+
+    async def publish(self, version: int) -> None:
+        """Make the trainer's weights servable as this version. Nobody can sample from it before `announce`."""
+        await self._sync.publish(self._job, self.ref(version))
+        self._holds[version] = 0
+
+    async def announce(self, version: int, oldest_needed: int) -> None:
+        """Let admissions have the version, and drop those that nobody can ask for any more."""
+        async with self._arrived:
+            self.latest = version
+            self._oldest = oldest_needed
+            self._arrived.notify_all()
+        await self.collect()
+
+    async def wait_for(self, version: int) -> None:
+        """Wait until a version is announced."""
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: self.latest >= version)
+
+    @contextlib.contextmanager
+    def hold(self, version: int) -> Iterator[AdapterRef]:
+        """Keep a version alive while sampling from it."""
+        self._holds[version] += 1
+        try:
+            yield self.ref(version)
+        finally:
+            self._holds[version] -= 1
+
+    async def collect(self) -> None:
+        """Drop what nobody holds and no admission can ask for."""
+        gone = [version for version, holds in self._holds.items() if holds == 0 and version < self._oldest]
+        for version in gone:
+            del self._holds[version]
+            await self._engine.unload_adapter(self.ref(version))
+
+    async def drop_all(self) -> None:
+        """The job left: unload everything."""
+        for version in list(self._holds):
+            del self._holds[version]
+            await self._engine.unload_adapter(self.ref(version))

@@ -1,0 +1,273 @@
+"""The process in which rewards run: `python -m motet.tasks.reward_process PARENT_PID`, one JSON object a line each way.
+
+First line in: what to load; first line out: `{"batched": […], "is_async": […]}` or `{"error": …}`. Then one request,
+one reply, until the input ends. The reward's own prints go to standard error, so they cannot be mistaken for replies.
+
+A call is limited here in CPU time and memory. Where Python cannot be interrupted the kernel ends the process; where
+neither time nor memory runs out but nothing comes back, the parent ends it (see `reward_pool`).
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import math
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from motet.errors import RewardError
+from motet.tasks.reasoning import ScorerSpec
+from motet.tasks.reward_loading import LoadedReward, describe, resolve
+from motet.types import Message, Problem
+
+if TYPE_CHECKING:
+    import asyncio
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_SECONDS = 1  # between the exception in Python and the kernel's SIGXCPU
+_AGAIN_SECONDS = 0.2  # a reward that swallows the exception gets it again
+
+
+class CpuLimitError(BaseException):
+    """CPU time is used up; not an `Exception`, so that a reward's own `except Exception` lets it through."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    args: Mapping[str, Any]
+    function: Any
+
+
+class Limits:
+    """Limits of one call at a time, as a context manager that is entered for each."""
+
+    def __init__(self) -> None:
+        self.baseline = _address_space()
+        self.fired = False
+        self._cpu_seconds = 0.0
+        self._memory_mb = 0
+        signal.signal(signal.SIGPROF, self._on_cpu_time)
+
+    def of(self, cpu_seconds: float, memory_mb: int) -> Limits:
+        """Set what the next call may take."""
+        self._cpu_seconds, self._memory_mb = cpu_seconds, memory_mb
+        return self
+
+    def __enter__(self) -> None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        last = used.ru_utime + used.ru_stime + self._cpu_seconds + _GRACE_SECONDS
+        _soft_limit(resource.RLIMIT_CPU, math.ceil(last))
+        if self.baseline:
+            _soft_limit(resource.RLIMIT_AS, self.baseline + self._memory_mb * (1 << 20))
+        self.fired = False
+        signal.setitimer(signal.ITIMER_PROF, self._cpu_seconds, _AGAIN_SECONDS)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _soft_limit(resource.RLIMIT_CPU, None)
+        _soft_limit(resource.RLIMIT_AS, None)
+
+    def _on_cpu_time(self, *_: object) -> None:
+        self.fired = True
+        raise CpuLimitError
+
+
+def _soft_limit(which: int, limit: int | None) -> None:
+    """Only the soft limit moves: without privileges a lowered hard limit never rises again."""
+    hard = resource.getrlimit(which)[1]
+    wanted = hard if limit is None else limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(which, (wanted, hard))
+
+
+def _address_space() -> int:
+    """Bytes of address space in use; 0 where the system does not say (macOS), and memory is then not limited."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Score the completions of one request.
+
+    Returns `values` and `errors`, one of each per completion, `failed` when the call as a whole went wrong, and
+    `replace` (`cpu` or `memory`) when this process should not be trusted with another call.
+    """
+    problem = problem_of(request["problem"])
+    completions: list[str] = request["completions"]
+    reward = rewards[request["reward"]]
+    # A reward that draws random numbers gives the same score to the same completion, whatever it scored before.
+    seed = zlib.crc32(json.dumps([problem.id, completions]).encode())
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  # the global state is the one that rewards use
+    error, replace = "", ""
+    outcomes: list[Any] = []
+    try:
+        with limits.of(request["cpu_seconds"], request["memory_mb"]):
+            outcomes = [_number(value) for value in _raw_values(reward, problem, completions)]
+    except CpuLimitError:
+        replace = "cpu"
+    except MemoryError:
+        replace = "memory"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as raised:
+        error = describe(raised)
+    if limits.fired:  # also where the reward swallowed the exception and returned something
+        replace = "cpu"
+    if any(isinstance(outcome, MemoryError) for outcome in outcomes):
+        replace = "memory"
+    if replace == "cpu":
+        error = f"took more than {request['cpu_seconds']:g} s of CPU time (reward field cpu_seconds)"
+    elif replace == "memory":
+        error = f"took more than {request['memory_mb']} MB of memory (reward field memory_mb)"
+    if error:
+        outcomes = [ValueError()] * len(completions)
+    values = [outcome if isinstance(outcome, float) else None for outcome in outcomes]
+    errors = ["" if isinstance(outcome, float) else error or _reason(outcome) for outcome in outcomes]
+    return {"values": values, "errors": errors, "failed": bool(error), "replace": replace}
+
+
+def _raw_values(reward: LoadedReward, problem: Problem, completions: list[str]) -> list[Any]:
+    if reward.batched:
+        values = reward.call(problem, completions)
+        if reward.is_async:
+            values = _loop().run_until_complete(values)
+        listed = isinstance(values, Sized) and isinstance(values, Iterable)
+        if not listed or isinstance(values, str | bytes | Mapping):
+            raise TypeError(f"it returned {type(values).__name__}; with `completions` it must return a list of numbers")
+        if len(values) != len(completions):
+            raise ValueError(f"it returned {len(values)} values for {len(completions)} completions")
+        return list(values)
+    if reward.is_async:
+        return _loop().run_until_complete(_together([reward.call(problem, [text]) for text in completions]))
+    return [reward.call(problem, [text]) for text in completions]
+
+
+async def _together(calls: list[Awaitable[Any]]) -> list[Any]:
+    import asyncio
+
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """One event loop for the life of the process: async rewards keep clients and locks that belong to theirs."""
+    global _event_loop  # noqa: PLW0603
+    if _event_loop is None:
+        import asyncio  # only where a reward needs it: every replaced process pays for its imports
+
+        _event_loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(_event_loop)
+    return _event_loop
+
+
+_event_loop: asyncio.AbstractEventLoop | None = None
+
+
+def _number(value: Any) -> float | BaseException:
+    """A finite float, or what is wrong with the value."""
+    if isinstance(value, BaseException):
+        return value
+    if value is None:
+        return ValueError("returned None, not a number")
+    if isinstance(value, str | bytes | complex) or not hasattr(value, "__float__"):
+        return ValueError(f"returned {type(value).__name__}, not a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        return ValueError(f"returned {type(value).__name__} that is not a number: {describe(error)}")
+    return number if math.isfinite(number) else ValueError(f"returned {number}, not a finite number")
+
+
+def _reason(outcome: BaseException) -> str:
+    text = str(outcome) if type(outcome) is ValueError else ""
+    return text if text.startswith("returned ") else describe(outcome)
+
+
+def problem_of(value: Mapping[str, Any]) -> Problem:
+    """A problem as the parent wrote it (`dataclasses.asdict`)."""
+    messages = tuple(Message(**message) for message in value["messages"])
+    return Problem(**{**value, "messages": messages})
+
+
+def load(request: Mapping[str, Any]) -> list[LoadedReward]:
+    """Load what the first line asks for.
+
+    Raises:
+        RewardError: a reward cannot be loaded.
+    """
+    sys.path[:] = request["sys_path"]
+    scorer = ScorerSpec.from_json(request["scorer"]) if request["scorer"] else None
+    loaded = []
+    for item in request["rewards"]:
+        try:
+            # The bytes come from the process of the person whose function it is, over a private pipe.
+            function = pickle.loads(base64.b64decode(item["function"])) if item["function"] else None  # noqa: S301
+        except Exception as error:
+            raise RewardError(f"reward {item['name']!r} cannot be unpickled: {describe(error)}") from error
+        loaded.append(resolve(_Source(item["name"], item["args"], function), scorer))
+        if loaded[-1].is_async:
+            _loop()
+    return loaded
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask Linux for SIGKILL when the parent is gone, even from within a reward that never returns.
+
+    Elsewhere the end of the input ends the process, once it is between two calls.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def serve(read: Callable[[], bytes], write: Callable[[Mapping[str, Any]], None]) -> None:
+    """Load, then answer calls until the input ends."""
+    try:
+        rewards = load(json.loads(read()))
+    except RewardError as error:
+        write({"error": str(error)})
+        return
+    write({"batched": [reward.batched for reward in rewards], "is_async": [reward.is_async for reward in rewards]})
+    limits, process = Limits(), os.getpid()
+    while line := read():
+        reply = answer_call(rewards, limits, json.loads(line))
+        if os.getpid() != process:  # a child that the reward forked and that came back here
+            os._exit(0)
+        write(reply)
+
+
+def main() -> None:
+    """Keep the pipes for the protocol, and give rewards standard error for their prints and an empty standard input."""
+    _die_with_parent(int(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+
+    def write(reply: Mapping[str, Any]) -> None:
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+
+    serve(requests.readline, write)
+    sys.stderr.flush()
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # whatever the rewards started ends with them
+
+
+if __name__ == "__main__":
+    main()

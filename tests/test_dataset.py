@@ -1,0 +1,187 @@
+"""Rows become problems; every bad row has an error that names file, row and columns; windows cover each pass once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.config import DataConfig
+from motet.errors import DataError
+from motet.tasks.dataset import data_window, load_dataset
+from motet.tasks.reasoning import build_scorer
+from motet.tasks.sources import as_json
+from motet.types import Message, Problem
+
+PROBLEMS = [Problem(i, (Message("user", f"question {i}"),), str(i)) for i in range(40)]
+
+
+def write(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def rows():
+    return [{"question": f"q{i}", "answer": i, "level": "easy"} for i in range(20)]
+
+
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 12), st.integers(0, 2**48), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_windows_cover_every_pass_exactly_once(n, width, steps, seed, shuffle):
+    sequence = [p.id for s in range(steps) for p in data_window(PROBLEMS[:n], s, width, seed, shuffle)]
+    assert len(sequence) == steps * width
+    for start in range(0, len(sequence) - n + 1, n):
+        assert Counter(sequence[start : start + n]) == Counter(range(n))
+
+
+def test_windows_are_shuffled_anew_and_depend_on_the_seed_alone():
+    first, second = ([p.id for p in data_window(PROBLEMS, step, 40, 7)] for step in (0, 1))
+    assert first != second
+    assert first == [p.id for p in data_window(PROBLEMS, 0, 40, 7)]
+    assert first != [p.id for p in data_window(PROBLEMS, 0, 40, 8)]
+    assert [p.id for p in data_window(PROBLEMS, 0, 40, 7, shuffle=False)] == list(range(40))
+    with pytest.raises(ValueError, match="no window"):
+        data_window([], 0, 4, 0)
+
+
+def test_split_is_seeded_by_the_data_and_keeps_source_rows_as_ids(tmp_path, rows):
+    source = write(tmp_path / "d.jsonl", rows)
+    data = load_dataset(DataConfig(source=source, holdout=5))
+    again = load_dataset(DataConfig(source=source, holdout=5))
+    other = load_dataset(DataConfig(source=source, holdout=5, seed=1))
+    assert data == again
+    assert {p.id for p in data.holdout} != {p.id for p in other.holdout}
+    assert sorted(p.id for p in (*data.train, *data.holdout)) == list(range(20))
+    assert all(p.messages[0].content == f"q{p.id}" and p.answer == str(p.id) for p in data.train)
+    assert data.train[0].metadata == {"answer": data.train[0].id, "level": "easy"}
+    assert data.scorer is None
+
+
+def test_a_held_out_prompt_is_never_trained_on(tmp_path):
+    source = write(tmp_path / "d.jsonl", [{"prompt": f"q{i % 4}", "answer": ""} for i in range(40)])
+    data = load_dataset(DataConfig(source=source, holdout=2))
+    assert not {p.messages for p in data.holdout} & {p.messages for p in data.train}
+    assert data.train
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "directory", "saved"])
+def test_formats_give_the_same_problems(tmp_path, rows, suffix):
+    expected = load_dataset(DataConfig(source=write(tmp_path / "d.jsonl", rows), holdout=3)).train
+    if suffix == "jsonl":
+        path = tmp_path / "e.jsonl"
+        path.write_bytes(b"\xef\xbb\xbf" + (tmp_path / "d.jsonl").read_bytes().replace(b"\n", b"\n\n"))
+    elif suffix == "json":
+        path = tmp_path / "e.json"
+        path.write_text(json.dumps(rows))
+    elif suffix == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        path = tmp_path / "e.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        import datasets
+
+        path = tmp_path / "folder"
+        if suffix == "saved":
+            datasets.Dataset.from_list(rows).save_to_disk(str(path))
+        else:
+            path.mkdir()
+            write(path / "train.jsonl", rows)
+    assert load_dataset(DataConfig(source=str(path), holdout=3)).train == expected
+
+
+def test_messages_template_and_system(tmp_path):
+    chat = [{"role": "system", "content": "old"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    row = {"messages": [*chat, {"role": "assistant", "content": "hello"}], "topic": "x"}
+    source = write(tmp_path / "d.jsonl", [row])
+    (problem,) = load_dataset(DataConfig(source=source, holdout=0, system="new")).train
+    assert problem.messages == (Message("system", "new"), Message("user", "hi"))
+    assert (problem.answer, problem.conversational, problem.metadata) == ("hello", True, {"topic": "x"})
+    (problem,) = load_dataset(DataConfig(source=source, holdout=0, template="About {topic}: {{}}")).train
+    assert problem.messages == (Message("user", "About x: {}"),)
+    assert not problem.conversational
+
+
+def test_size_is_the_most_that_is_read(tmp_path, rows):
+    assert len(load_dataset(DataConfig(source=write(tmp_path / "d.jsonl", rows), holdout=0, size=7)).train) == 7
+
+
+BAD_ROWS = [
+    ([{"text": "x"}], {}, r"row 0 has no column named prompt.*Its columns: text.*data\.prompt"),
+    ([{"prompt": "x"}], {"prompt": "frage"}, r"row 0 has no column 'frage' \(data\.prompt\)\. Its columns: prompt"),
+    ([{"prompt": "x"}], {"answer": "gold"}, r"no column 'gold' \(data\.answer\)"),
+    ([{"prompt": "x"}, {"prompt": " "}], {}, r"row 1: the prompt \(prompt\) is empty"),
+    ([{"prompt": 3}], {}, r"row 0: the prompt \(prompt\) must be text or a list of messages, got 3"),
+    ([{"prompt": [{"role": "user"}]}], {}, "needs `role` and `content`"),
+    ([{"prompt": [{"role": "tool", "content": "x"}]}], {}, "role 'tool'.*system, user, assistant"),
+    ([{"prompt": [{"role": "system", "content": "x"}]}], {}, "must end with a user turn"),
+    ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], {}, "content of a message must be text"),
+    ([{"prompt": "x"}], {"template": "{y}"}, r"no column 'y' that data\.template asks for\. Its columns: prompt"),
+    ([{"prompt": "x"}], {"template": r"\boxed{} {prompt}"}, r"data\.template cannot be filled"),
+    ([[1]], {}, r"line 1 must be an object"),
+    ([{"prompt": "x"}], {"holdout": 64}, r"1 rows and data\.holdout 64 leaves none"),
+    ([], {}, "has no rows"),
+]
+
+
+@pytest.mark.parametrize(("bad", "options", "message"), BAD_ROWS)
+def test_bad_rows_are_named(tmp_path, bad, options, message):
+    source = write(tmp_path / "d.jsonl", bad)
+    with pytest.raises(DataError, match=message):
+        load_dataset(DataConfig(**{"source": source, "holdout": 0, **options}))
+
+
+def test_bad_sources_are_named(tmp_path):
+    write(tmp_path / "train.jsonl", [{"prompt": "x"}])
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
+    (tmp_path / "bad.parquet").write_text("no")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.json").write_text('{"prompt": "x"}')
+    for source, message in [
+        (str(tmp_path / "trian.jsonl"), "is not a file; did you mean 'train.jsonl'"),
+        (str(tmp_path / "bad.jsonl"), r"bad\.jsonl line 2 is not valid JSON"),
+        (str(tmp_path / "bad.parquet"), "cannot be read as parquet"),
+        (str(tmp_path / "bad.json"), r"must hold a list of rows, got dict.*\.jsonl"),
+        ("toy:ad", "no toy task 'ad'; did you mean 'add'"),
+        ("reasoning-gym:chain_sums", "no task 'chain_sums'; did you mean 'chain_sum'"),
+        (str(tmp_path / "empty"), "cannot be loaded"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            load_dataset(DataConfig(source=source, holdout=0, size=4))
+    with pytest.raises(DataError, match=r"refuses data\.config \{'foo': 1\}.*Its options: .*max_terms"):
+        load_dataset(DataConfig(source="reasoning-gym:chain_sum", config={"foo": 1}))
+    with pytest.raises(DataError, match=r"data\.holdout is 0"):
+        load_dataset(DataConfig(source="toy:add", eval_source="toy:add", holdout=0))
+
+
+def test_toy_rows_and_an_evaluation_source_of_its_own():
+    data = load_dataset(DataConfig(source="toy:add", eval_source="toy:larger", size=30, holdout=8))
+    assert len(data.train) == 30
+    assert len(data.holdout) == 8
+    assert {p.metadata["family"] for p in data.holdout} == {"larger"}
+
+
+def test_reasoning_gym_scores_its_own_answers_in_training_and_evaluation():
+    data = load_dataset(
+        DataConfig(source="reasoning-gym:chain_sum", eval_source="reasoning-gym:leg_counting", size=12, holdout=2)
+    )
+    assert data.scorer is not None
+    score = build_scorer(type(data.scorer).from_json(json.loads(json.dumps(data.scorer.to_json()))))
+    for problem in (*data.train[:3], *data.holdout):
+        assert score(problem, problem.answer) == 1.0
+        assert score(problem, f"thinking <answer>no</answer> so <answer>{problem.answer}</answer>") == 1.0
+        assert score(problem, "no") < 1.0
+
+
+def test_values_become_json():
+    import datetime
+
+    import numpy as np
+
+    value = {1: (np.int64(2), np.array([1.5])), "when": datetime.date(2024, 1, 2), "nan": float("nan"), "s": {"b", "a"}}
+    assert as_json(value) == {"1": [2, [1.5]], "when": "2024-01-02", "nan": None, "s": ["a", "b"]}

@@ -1,0 +1,147 @@
+"""Built-in rewards row by row, and how a job's reward is found and called."""
+
+from __future__ import annotations
+
+import pytest
+
+from motet.config import RewardConfig
+from motet.errors import RewardError
+from motet.tasks.reward_loading import resolve
+from motet.tasks.rewards import BUILTIN, last_number
+from motet.types import Message, Problem
+
+
+def problem(answer="42", conversational=False, **columns):
+    return Problem(5, (Message("user", "What?"),), answer, columns, conversational)
+
+
+CASES = [
+    ("exact", "42", " 42\n", {}, 1),
+    ("exact", "42", "It is 42", {}, 0),
+    ("exact", "Yes", "yes", {}, 0),
+    ("exact", "Yes", "yes", {"ignore_case": True}, 1),
+    ("contains", "7", "the answer is 7.", {}, 1),
+    ("contains", "7", "the answer is 17.", {}, 0),
+    ("contains", "New York", "in new york!", {}, 1),
+    ("contains", "a+b", "so a+b", {}, 1),
+    ("contains", "", "anything", {}, 0),
+    ("numeric", "42", "first 41, then 42.", {}, 1),
+    ("numeric", "42", "first 42, then 41", {}, 0),
+    ("numeric", "so 3 more #### 1,234", "1234", {}, 1),
+    ("numeric", "-3", "x = -3", {}, 1),
+    ("numeric", "3", "5-3", {}, 1),
+    ("numeric", "0.5", ".50", {}, 1),
+    ("numeric", "100", "101", {"tolerance": 0.02}, 1),
+    ("numeric", "100", "103", {"tolerance": 0.02}, 0),
+    ("numeric", "42", "no number", {}, 0),
+    ("numeric", "42", "9e999999999", {}, 0),
+    ("math", r"\frac{1}{2}", r"so \boxed{0.5}", {}, 1),
+    ("math", "#### 12", "The answer is $12$", {}, 1),
+    ("math", "x^2 + 1", r"\boxed{1 + x^2}", {}, 1),
+    ("math", "12", r"\boxed{13}", {}, 0),
+    ("math", "The answer is 12.", r"\boxed{12}", {}, 1),
+    ("math", r"so \boxed{7}", "I think it is 7", {}, 1),
+    ("math", "12", "no idea", {}, 0),
+    ("regex", "42", "<a>42</a>", {"pattern": "<a>{answer}</a>"}, 1),
+    ("regex", "42", "x <a>42</a>", {"pattern": "<a>{answer}</a>", "full": True}, 0),
+    ("regex", "4.2", "4x2", {"pattern": "{answer}"}, 0),
+    ("length", "", "a b c", {"target": 3}, 1),
+    ("length", "", "a b c d e f", {"target": 3}, 0.5),
+    ("length", "", "abcdef", {"target": 3, "unit": "characters"}, 0.5),
+]
+
+
+@pytest.mark.parametrize(("name", "answer", "completion", "args", "expected"), CASES)
+def test_builtin(name, answer, completion, args, expected):
+    assert BUILTIN[name](problem(answer), completion, **args) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1,234.5", 1234.5), ("12.", 12), ("1,23", 23), ("v2-7", 7), ("(-7)", -7), ("−8", -8), ("2e3", 2000), ("x", None)],
+)
+def test_last_number(text, number):
+    assert last_number(text) == number
+
+
+def test_answers_that_cannot_be_compared_are_errors():
+    with pytest.raises(ValueError, match="has no number: try `exact`"):
+        BUILTIN["numeric"](problem("seven"), "7")
+
+
+def test_every_builtin_has_a_case():
+    assert {case[0] for case in CASES} == set(BUILTIN)
+
+
+def trl(prompts, completions, solution, **kwargs):
+    assert prompts == ["What?"] * len(completions)
+    assert kwargs["level"] == ["easy"] * len(completions)
+    return [float(text == right) for text, right in zip(completions, solution, strict=True)]
+
+
+def trl_chat(completions, **kwargs):
+    return [float(len(turn[0]["content"])) for turn in completions if turn[0]["role"] == "assistant"]
+
+
+def trl_tokens(completions, completion_ids):
+    return [0.0]
+
+
+def config(function, **args):
+    return RewardConfig(name="mine", function=function, args=args)
+
+
+def test_trl_signature_works_unchanged():
+    loaded = resolve(config(trl))
+    assert loaded.batched
+    assert loaded.call(problem("x", solution="b", level="easy"), ["a", "b"]) == [0.0, 1.0]
+    assert resolve(config(trl_chat)).call(problem(conversational=True), ["abc", ""]) == [3.0, 0.0]
+    with pytest.raises(TypeError, match="asks for the column 'solution'; the data's columns are level"):
+        loaded.call(problem("x", level="easy"), ["a"])
+    with pytest.raises(RewardError, match="requires completion_ids"):
+        resolve(config(trl_tokens))
+
+
+def test_own_signature_with_args():
+    loaded = resolve(config(lambda problem, completion, bonus: len(completion) + bonus, bonus=2))
+    assert not loaded.batched
+    assert loaded.call(problem(), ["abc"]) == 5
+
+
+def test_rewards_from_files_and_modules(tmp_path):
+    (tmp_path / "neighbour.py").write_text("BONUS = 3\n")
+    (tmp_path / "mine.py").write_text("from neighbour import BONUS\ndef score(problem, completion): return BONUS\n")
+    path = tmp_path / "mine.py"
+    assert resolve(RewardConfig(name=f"{path}:score")).call(problem(), ["x"]) == 3
+    assert resolve(RewardConfig(name="motet.tasks.rewards:exact")).call(problem("x"), ["x"]) == 1
+    (tmp_path / "broken.py").write_text("\nimport nothing_of_that_name\n")
+    for name, message in [
+        (f"{path}:skore", "has no function 'skore'; did you mean 'score'"),
+        (f"{tmp_path / 'none.py'}:score", "none.py' does not exist"),
+        (f"{tmp_path / 'broken.py'}:score", "does not load: ModuleNotFoundError: No module named 'nothing_of"),
+        ("nothing_of_that_name:score", "No module named 'nothing_of_that_name'.*must be installed"),
+        ("exakt", "no reward 'exakt': did you mean 'exact'"),
+        ("scorer", "only reasoning-gym:NAME data has a scorer"),
+        (f"{path}:BONUS", "is int, not a function"),
+    ]:
+        with pytest.raises(RewardError, match=message):
+            resolve(RewardConfig(name=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("regex", {}, "missing a required argument: 'pattern'"),
+        ("regex", {"pattern": "("}, "unterminated subpattern"),
+        ("length", {"target": 3, "unit": "tokens"}, "unit must be words or characters"),
+        ("exact", {"ignorecase": True}, "unexpected keyword argument 'ignorecase'"),
+    ],
+)
+def test_wrong_args_are_refused_at_load(name, args, message):
+    with pytest.raises(RewardError, match=message):
+        resolve(RewardConfig(name=name, args=args))
+
+
+def test_wrong_parameters_are_refused_at_load():
+    with pytest.raises(RewardError, match=r"A reward is \(problem, completion"):
+        resolve(config(lambda text: 1.0))
