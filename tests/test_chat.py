@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -15,7 +13,6 @@ from motet.errors import BaseModelError, ConfigError
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.types import Message, Problem
 
-SMOLLM2 = Path("/root/.cache/motet/SmolLM2-135M-Instruct")
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -47,11 +44,9 @@ def byte_tokenizer(template):
 def tokenizer(request):
     if request.param == "chatml":
         return byte_tokenizer(CHATML)
-    if not SMOLLM2.is_dir():
-        pytest.skip("SmolLM2-135M-Instruct is not in the local cache")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(SMOLLM2)
+    return AutoTokenizer.from_pretrained(request.getfixturevalue("smollm2_dir"))
 
 
 def ids_of(tokenizer, messages):

@@ -61,8 +61,9 @@ def job_examples() -> list[tuple[str, str]]:
     found = []
     for page in pages():
         for number, block in enumerate(fences(page.read_text(encoding="utf-8"), "yaml")):
-            if isinstance(content := yaml.safe_load(block), dict) and {"base", "jobs", "job"} & content.keys():
-                found.append((f"{page.relative_to(ROOT)}, block {number}", block))
+            content = yaml.safe_load(block)
+            if isinstance(content, dict) and {"base", "jobs"} <= content.keys():
+                found.append((f"{page.relative_to(ROOT)}, YAML block {number}", block))
     return found
 
 
@@ -122,10 +123,12 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 
 
 def test_job_examples_validate() -> None:
-    from motet.jobfile import load_jobs
+    from motet.jobfile import load_jobs, parse_jobs
 
     for place, text in job_examples():
-        assert load_jobs(text).jobs, place
+        assert parse_jobs(text, place).jobs
+    for file in sorted((ROOT / "examples").rglob("*.yaml")):
+        assert load_jobs(file).jobs
 
 
 def test_help_is_quick_because_it_loads_nothing_heavy() -> None:

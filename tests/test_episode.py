@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from motet.config import JobConfig
+from motet.errors import EngineError
 from motet.tasks.chat import Chat
 from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, retry, single_turn, to_sample
 from motet.tasks.reward_pool import Scored
@@ -119,6 +120,20 @@ def test_retry_gives_a_second_turn_to_those_that_were_wrong():
     assert sampled == [*TOKENIZER.encode("41"), END, *TOKENIZER.encode("42"), END]
     assert rollouts[1].logprobs[rollouts[1].loss_mask].tolist() == [-1, -2, -3, -2, -3, -4]
     assert rollouts[1].versions[rollouts[1].loss_mask].tolist() == [7] * 3 + [8] * 3
+
+
+def test_a_second_turn_that_is_too_long_costs_its_own_rollout():
+    script = Script(["41", "42", "40"], ["42", None, "42"])
+
+    async def generate(prompt_ids, indices, turn):
+        if turn == 1 and indices == (0,):
+            raise EngineError("the prompt is too long")
+        return await script(prompt_ids, indices, turn)
+
+    rollouts = run(retry, generate, 3)
+    check(rollouts)
+    assert [r.error for r in rollouts] == ["the prompt is too long", "", ""]
+    assert [r.reward for r in rollouts[1:]] == [1.0, SECOND_TRY]
 
 
 def test_a_sample_has_its_advantage_on_sampled_tokens_only():

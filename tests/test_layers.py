@@ -18,12 +18,12 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "motet"
 # A room imports rooms of earlier lines. Rooms of one line do not know each other, except in the first and the last.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "config", "errors", "seeds"}),
-    frozenset({"protocols", "jobfile", "device"}),
+    frozenset({"protocols", "jobfile", "device", "budgets"}),
     frozenset({"tasks", "algorithms", "model"}),
     frozenset({"rollout", "training"}),
     frozenset({"runtime"}),
     frozenset({"service"}),
-    frozenset({"launch", "client", "cli", "view", "report", "__init__", "__main__"}),
+    frozenset({"launch", "commands", "client", "cli", "view", "report", "__init__", "__main__"}),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 TOP = len(LAYERS) - 1
@@ -178,13 +178,16 @@ def _loaded_with(module: Module, modules: dict[str, Module], package: str) -> It
 
 
 def hidden_weight_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
-    """Light modules that load a heavy library through other modules. `launch` puts everything together and may."""
+    """Light modules that load a heavy library through other modules; the shortest way of each.
+
+    `launch` and the commands put everything together and may; that the command line loads them late is seen on `cli`.
+    """
     for start in modules.values():
-        if start.heavy or start.room == "launch":
+        if start.heavy or start.room in ("launch", "commands"):
             continue
         reached, queue = {start.name: start.name}, [start.name]
         while queue:
-            for name in _loaded_with(modules[current := queue.pop()], modules, package):
+            for name in _loaded_with(modules[current := queue.pop(0)], modules, package):
                 if name not in reached:
                     reached[name] = f"{reached[current]} → {name}"
                     queue.append(name)
@@ -192,6 +195,7 @@ def hidden_weight_faults(modules: dict[str, Module], package: str) -> Iterator[s
             loads = {imported.target.split(".")[0] for imported in modules[name].imports if imported.at_load} & HEAVY
             if loads and name != start.name:
                 yield f"{way} loads {', '.join(sorted(loads))}"
+                break
 
 
 def cycle_faults(modules: dict[str, Module], package: str) -> Iterator[str]:

@@ -56,7 +56,7 @@ def scores(completions, *rewards, problem=PROBLEM, workers=1):
 
 
 FAULTS = [
-    ("loop", r"took more than 0\.3 s of CPU time"),
+    ("loop", r"took more than 0\.3 s of CPU time \(reward field cpu_seconds\)$"),
     ("swallow", r"took more than 0\.3 s of CPU time"),
     ("flood", "took more than 1024 MB of memory"),
     ("raise", r"KeyError: 'no such thing' \(.*faulty_rewards\.py:\d+\)"),

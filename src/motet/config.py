@@ -48,7 +48,7 @@ class DataConfig(Config):
     size: int = Field(4096, ge=1)
     """How many rows a generated source makes, and the most that are read from any other."""
     prompt: str | None = None
-    """Column with the prompt (text, or a list of messages); by default the first of prompt, question, messages, problem, input."""
+    """Column with the prompt (text, or a list of messages); by default prompt, question, messages, problem or input."""
     answer: str | None = None
     """Column with the reference answer; by default the first of answer, solution, target, label, output."""
     template: str | None = None
@@ -127,14 +127,16 @@ class KLConfig(Config):
 class AlgorithmConfig(Config):
     """The reinforcement-learning algorithm. A plain string is the type."""
 
-    type: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "cispo", "gspo", "importance_sampling", "ppo"] = "grpo"
+    type: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "cispo", "gspo", "importance_sampling", "ppo"] = (
+        "grpo"
+    )
     """A preset of advantage, loss and reduction; fields that are set win over the preset."""
     advantage: Literal["grpo", "centered", "rloo", "batch_baseline", "none"] | None = None
     """How rewards become advantages: `grpo` divides by the group's standard deviation, `centered` does not."""
     loss: Literal["ppo_clip", "importance_sampling", "cispo", "gspo", "reinforce"] | None = None
     """The policy loss of a token (`gspo`: of a sequence)."""
     reduction: Literal["token", "sequence", "constant"] | None = None
-    """What token losses are averaged over: all tokens of the step, each sequence then sequences, or `max_tokens` per sequence."""
+    """What token losses are averaged over: all tokens of the step, each sequence then sequences, or `max_tokens` each."""
     group_size: int = Field(8, ge=2)
     """Rollouts of one problem."""
     groups_per_step: int = Field(16, ge=1)
@@ -143,10 +145,10 @@ class AlgorithmConfig(Config):
     """Step s samples from version max(0, s − this); 0 is on-policy."""
     updates_per_batch: int = Field(1, ge=1)
     """Optimizer updates on one rollout batch; each goes over all of it."""
-    clip_low: float = Field(0.2, ge=0)
-    """Ratios below 1 − clip_low get no gradient from negative advantages."""
-    clip_high: float = Field(0.28, ge=0)
-    """Ratios above 1 + clip_high get no gradient from positive advantages."""
+    clip_low: float | None = Field(None, ge=0)
+    """Ratios below 1 − clip_low get no gradient from negative advantages; 0.2 unless set (gspo: 3e-4)."""
+    clip_high: float | None = Field(None, ge=0)
+    """Ratios above 1 + clip_high get no gradient from positive advantages; 0.28 unless set (gspo: 4e-4)."""
     kl: KLConfig = KLConfig()
     """KL penalty to the base."""
     importance_cap: float = Field(2.0, gt=0)
@@ -287,7 +289,9 @@ class JobConfig(Config):
     @classmethod
     def _name_is_a_directory(cls, name: str) -> str:
         if not NAME_PATTERN.fullmatch(name):
-            raise ValueError(f"the name {name!r} must be letters, digits and _ . = -, begin with a letter or digit, at most 100")
+            raise ValueError(
+                f"the name {name!r} must be letters, digits and _ . = -, begin with a letter or digit, at most 100"
+            )
         return name
 
     @property

@@ -89,7 +89,15 @@ class Device:
                 ticks = list(self._ticks)
             if call is not None:
                 _settle(*call)
-            working = any([tick() for tick in ticks])
+            working = _any_left(ticks)
+
+
+def _any_left(ticks: list[Callable[[], bool]]) -> bool:
+    """Give every tick its turn (no short cut at the first that has more)."""
+    left = False
+    for tick in ticks:
+        left = tick() or left
+    return left
 
 
 def _settle(call: Callable[[], Any], future: Future[Any]) -> None:

@@ -47,7 +47,9 @@ def parse_jobs(
         raise ConfigError(f"{where} must hold `base:` and `jobs:`; see `motet run --help` for an example")
     unknown = set(tree) - {"base", "engine", "defaults", "sweep", "jobs", "run"}
     if unknown:
-        raise ConfigError(f"{where}: unknown field {sorted(unknown)[0]!r}; there are base, engine, run, defaults, sweep, jobs")
+        raise ConfigError(
+            f"{where}: unknown field {sorted(unknown)[0]!r}; there are base, engine, run, defaults, sweep, jobs"
+        )
     raw_jobs = tree.get("jobs")
     if not isinstance(raw_jobs, list) or not all(isinstance(job, dict) for job in raw_jobs):
         raise ConfigError(f"{where}: `jobs` must be a list, each item beginning with `- name: …`")

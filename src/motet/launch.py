@@ -56,7 +56,7 @@ class RunResult:
 
     directory: Path
     jobs: dict[str, JobResult]
-    report: Path | None
+    report: Path
 
     @property
     def ok(self) -> bool:
@@ -81,8 +81,8 @@ class Workshop:
         self.device.close()
 
 
-def load(config: RunConfig) -> Any:
-    """Load and prove the base of a run.
+def load(base: str, config: EngineConfig) -> Any:
+    """Load and prove a base.
 
     Raises:
         BaseModelError: with the reason.
@@ -91,13 +91,13 @@ def load(config: RunConfig) -> Any:
 
     from motet.model.load import load_base
 
-    torch.set_num_threads(config.engine.threads or budgets.cores())
+    torch.set_num_threads(config.threads or budgets.cores())
     return load_base(
-        config.base,
-        dtype=config.engine.dtype,
-        device=config.engine.device,
-        block_size=config.engine.block_size,
-        trust_remote_code=config.engine.trust_remote_code,
+        base,
+        dtype=config.dtype,
+        device=config.device,
+        block_size=config.block_size,
+        trust_remote_code=config.trust_remote_code,
     )
 
 
@@ -209,7 +209,7 @@ def run_config(
     """
     directory = RunDirectory(Path(config.run))
     try:
-        base = load(config)
+        base = load(config.base, config.engine)
         prepared = [prepare(job, base, directory) for job in config.jobs]
         jobs = [job for job, _ in prepared]
         for job in jobs:
@@ -328,7 +328,7 @@ def _result(job: Job) -> JobResult:
     )
 
 
-def _report(directory: Path) -> Path | None:
+def _report(directory: Path) -> Path:
     from motet.report import write_report
 
     return write_report(directory)

@@ -220,7 +220,9 @@ class Sample:
     advantages: FloatArray  # [T]
     versions: IntArray  # [T]
     reference_logprobs: FloatArray | None = None  # [T] of the base, where a KL term or metric asks for it
-    proximal_logprobs: FloatArray | None = None  # [T] of the policy at the start of the step, for off-policy corrections
+    proximal_logprobs: FloatArray | None = (
+        None  # [T] of the policy at the start of the step, for off-policy corrections
+    )
 
     @property
     def n_tokens(self) -> int:

@@ -42,6 +42,9 @@ PRESETS: dict[str, Preset] = {
     "ppo": Preset("batch_baseline", "ppo_clip", "token"),
 }
 
+TOKEN_CLIP = (0.2, 0.28)
+"""Clip range of token ratios, from DAPO (arXiv 2503.14476, section 4.1)."""
+
 GSPO_CLIP = (3e-4, 4e-4)
 """Clip range of sequence ratios, from GSPO's experiments (arXiv 2507.18071, section 5.1)."""
 
@@ -89,19 +92,17 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
 
     Fields that are set win over the preset. Clip ranges go with the resolved loss: a sequence ratio is a geometric mean
     over tokens and stays near 1, so `gspo` clips at 1 − 3e-4 and 1 + 4e-4 unless the job gives a range, all others at
-    the defaults of the configuration (0.2 / 0.28).
-
-    A dump of the configuration that is to be resolved again must keep unset fields unset (`exclude_unset=True`).
+    DAPO's 0.2 and 0.28.
     """
     preset = PRESETS[config.type]
     loss = config.loss or preset.loss
-    clip_low, clip_high = GSPO_CLIP if loss == "gspo" else (config.clip_low, config.clip_high)
+    clip_low, clip_high = GSPO_CLIP if loss == "gspo" else TOKEN_CLIP
     return Algorithm(
         advantage=config.advantage or preset.advantage,
         loss=loss,
         reduction=config.reduction or preset.reduction,
-        clip_low=config.clip_low if "clip_low" in config.model_fields_set else clip_low,
-        clip_high=config.clip_high if "clip_high" in config.model_fields_set else clip_high,
+        clip_low=clip_low if config.clip_low is None else config.clip_low,
+        clip_high=clip_high if config.clip_high is None else config.clip_high,
         kl_coef=config.kl.coef,
         kl_type=config.kl.type,
         importance_cap=config.importance_cap,

@@ -125,7 +125,11 @@ def packed_layout(lengths: Sequence[int], block_size: int, device: torch.device)
             order[starts[index] : starts[index] + lengths[index]] = torch.arange(first, first + lengths[index])
         groups.append(
             _Group(
-                (positions_SQ + starts_S[:, None]).to(device), positions_SQ.to(device), key_SL.to(device), None, n_blocks
+                (positions_SQ + starts_S[:, None]).to(device),
+                positions_SQ.to(device),
+                key_SL.to(device),
+                None,
+                n_blocks,
             )
         )
         offset += len(members) * n_queries
@@ -135,8 +139,11 @@ def packed_layout(lengths: Sequence[int], block_size: int, device: torch.device)
 def cached_layout(spans: Sequence[Span], cache: KVCache, device: torch.device) -> AttentionLayout:
     """Layout of spans whose keys and values go to a cache (prefill and decode); rows are padded to a multiple of four."""
     block = cache.block_size
-    blocks_T, offsets_T, starts, total = [], [], [], 0
-    shapes = []
+    blocks_T: list[int] = []
+    offsets_T: list[int] = []
+    starts: list[int] = []
+    shapes: list[tuple[int, int]] = []
+    total = 0
     for span in spans:
         starts.append(total)
         total += span.length
@@ -232,7 +239,9 @@ def attend(
     for score, values in zip(scores, values_BSKCE.unbind(0), strict=True):
         weights = torch.exp(score - peak)
         part = torch.matmul(weights.to(values.dtype), values).float()
-        weights_sum = weights.sum(-1, keepdim=True) if weights_sum is None else weights_sum + weights.sum(-1, keepdim=True)
+        weights_sum = (
+            weights.sum(-1, keepdim=True) if weights_sum is None else weights_sum + weights.sum(-1, keepdim=True)
+        )
         output = part if output is None else output + part
     assert output is not None and weights_sum is not None
     return (output / weights_sum).to(query_SKRE.dtype)
@@ -259,10 +268,14 @@ def motet_attention(
     name = type(module).__name__
     strange = sorted(key for key, value in unknown.items() if value is not None and key not in _UNDERSTOOD)
     if layout is None:
-        raise BaseModelError(f"{name} does not hand keyword arguments on to its attention function; Motet cannot serve it")
+        raise BaseModelError(
+            f"{name} does not hand keyword arguments on to its attention function; Motet cannot serve it"
+        )
     if strange or attention_mask is not None:
         what = ", ".join(strange) or "an attention mask"
-        raise BaseModelError(f"{name} asks its attention for {what}, which Motet does not understand; it would be wrong")
+        raise BaseModelError(
+            f"{name} asks its attention for {what}, which Motet does not understand; it would be wrong"
+        )
     layer = int(getattr(module, "layer_idx", -1))
     layout.calls.append(layer)
     query_THE, key_TKE, value_TKE = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)

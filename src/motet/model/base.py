@@ -44,14 +44,20 @@ class BaseModel:
     """Whether rows were found independent of their company, bit for bit."""
 
     @property
+    def _head_weight(self) -> Tensor:
+        weight = self.head.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
     def vocab_size(self) -> int:
         """Width of the logits."""
-        return int(self.head.weight.shape[0])  # type: ignore[union-attr,operator]
+        return int(self._head_weight.shape[0])
 
     @property
     def hidden_size(self) -> int:
         """Width of the model."""
-        return int(self.head.weight.shape[1])  # type: ignore[union-attr,operator]
+        return int(self._head_weight.shape[1])
 
     @contextlib.contextmanager
     def routed(self, routing: Routing | None) -> Iterator[None]:
@@ -65,7 +71,11 @@ class BaseModel:
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, layout: AttentionLayout) -> Tensor:
         """Final hidden states [T, D] of packed tokens."""
         output = self.decoder(
-            input_ids=token_ids_T[None], position_ids=positions_T[None], use_cache=False, layout=layout, return_dict=True
+            input_ids=token_ids_T[None],
+            position_ids=positions_T[None],
+            use_cache=False,
+            layout=layout,
+            return_dict=True,
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -73,7 +83,7 @@ class BaseModel:
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, V]; N must be a multiple of four for exactness (see `pad_rows`)."""
         config = self.model.config
-        logits_NV = F.linear(hidden_ND, self.head.weight, getattr(self.head, "bias", None)).float()  # type: ignore[arg-type]
+        logits_NV = F.linear(hidden_ND, self._head_weight, getattr(self.head, "bias", None)).float()
         scale = getattr(config, "logit_scale", None)
         if scale is not None:
             logits_NV = logits_NV * scale
@@ -104,7 +114,9 @@ class BaseModel:
                         f"{f' (did you mean {hint[0]!r}?)' if hint else ''}; there are: all-linear, {', '.join(known)}"
                     )
             chosen = [path for path in self.linears if any(_matches(path, target) for target in targets)]
-        return make_layout({path: (self.linears[path].in_features, self.linears[path].out_features) for path in chosen}, rank)
+        return make_layout(
+            {path: (self.linears[path].in_features, self.linears[path].out_features) for path in chosen}, rank
+        )
 
 
 def _matches(path: str, target: str) -> bool:

@@ -99,7 +99,7 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
         reason = str(error).strip().split("\n")[0]
         raise BaseModelError(f"base {name!r} cannot be loaded: {reason}") from error
     if dtype == "auto" and model.dtype not in DTYPES.values():
-        model.to(torch.bfloat16)
+        model.bfloat16()
     return model, tokenizer
 
 

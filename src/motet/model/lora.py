@@ -122,16 +122,21 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Base alone, or base and adapters as the context routes them."""
         routing = self.context.routing
-        if routing is None or x.dim() != 3:
+        if routing is None:
             return F.linear(x, self.weight, self.bias)
+        if x.dim() == 2:  # some models flatten the batch before a layer (OPT, shared experts)
+            return routing.linear(self, x[None])[0]
         return routing.linear(self, x)
+
+
+_LEFT_OUT = {"experts", "router", "gate", "shared_expert_gate", "lm_head"}
 
 
 def walk_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """The adaptable layers by path: every nn.Linear of the decoder but routers and experts."""
     for path, module in model.named_modules():
         parts = path.split(".")
-        if isinstance(module, nn.Linear) and not {"experts", "router", "gate", "lm_head"} & set(parts):
+        if isinstance(module, nn.Linear) and not _LEFT_OUT & set(parts):
             yield path, module
 
 
@@ -203,7 +208,9 @@ class AdapterStacks:
         buckets = []
         for members in by_layout.values():
             padded = -(-max(length for _, _, length in members) // 4) * 4
-            rows, covers, source = [], [], []
+            rows: list[int] = []
+            covers: list[int] = []
+            source: list[int] = []
             for place, (_, start, length) in enumerate(members):
                 rows.extend(start + min(row, length - 1) for row in range(padded))
                 covers.extend(range(start, start + length))
@@ -267,7 +274,7 @@ class _TrainedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:
         layer, routing = ctx.layer, ctx.routing
         (x,) = ctx.saved_tensors
         grad_x = torch.matmul(grad_y, layer.weight) if ctx.needs_input_grad[0] else None

@@ -132,7 +132,9 @@ def read_adapter(directory: Path) -> PeftAdapter:
         tensors = load_file(str(weights_file))
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{weights_file} is damaged: {error}") from error
-    return PeftAdapter(int(config["r"]), float(config["lora_alpha"]), config.get("target_modules", "all-linear"), tensors)
+    return PeftAdapter(
+        int(config["r"]), float(config["lora_alpha"]), config.get("target_modules", "all-linear"), tensors
+    )
 
 
 def flatten(adapter: PeftAdapter, base: BaseModel, layout: AdapterLayout, source: Path) -> Tensor:
@@ -142,25 +144,32 @@ def flatten(adapter: PeftAdapter, base: BaseModel, layout: AdapterLayout, source
         AdapterError: nothing matched, a tensor is missing, unexpected, of another shape or not finite; names it.
     """
     if adapter.rank != layout.rank:
-        raise AdapterError(f"{source} has rank {adapter.rank}, the job asks for {layout.rank}; set adapter.rank to {adapter.rank}")
+        raise AdapterError(
+            f"{source} has rank {adapter.rank}, the job asks for {layout.rank}; set adapter.rank to {adapter.rank}"
+        )
     flat = torch.zeros(layout.size)
     left = dict(adapter.tensors)
     expected = {_PREFIX + path: views for path, views in layout.views(flat).items()}
     names = [f"{module}.lora_{side}.weight" for module in expected for side in "AB"]
     if not any(name in left for name in names):
-        raise AdapterError(f"{source}: none of its {len(left)} tensors fits {base.name}; it was trained on another base")
+        raise AdapterError(
+            f"{source}: none of its {len(left)} tensors fits {base.name}; it was trained on another base"
+        )
     for module, views in expected.items():
         for side, view in zip("AB", views, strict=True):
             name = f"{module}.lora_{side}.weight"
             tensor = left.pop(name, None)
             if tensor is None:
-                raise AdapterError(f"{source} has no tensor {name}; set adapter.target_modules to what it was trained with")
+                raise AdapterError(
+                    f"{source} has no tensor {name}; set adapter.target_modules to what it was trained with"
+                )
             if tuple(tensor.shape) != tuple(view.t().shape):
-                raise AdapterError(f"{source}: {name} has shape {tuple(tensor.shape)}, the base needs {tuple(view.t().shape)}")
+                raise AdapterError(
+                    f"{source}: {name} has shape {tuple(tensor.shape)}, the base needs {tuple(view.t().shape)}"
+                )
             if not torch.isfinite(tensor).all():
                 raise AdapterError(f"{source}: {name} has values that are not finite")
             view.copy_(tensor.float().t())
     if left:
         raise AdapterError(f"{source} has a tensor that nothing asks for: {sorted(left)[0]} ({len(left)} in all)")
     return flat
-

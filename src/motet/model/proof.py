@@ -22,9 +22,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Largest difference of logits, as a share of the largest logit."""
 
 
-def prove(
-    wrapper: Callable[[], BaseModel], model: Any, name: str, device: torch.device, block_size: int
-) -> BaseModel:
+def prove(wrapper: Callable[[], BaseModel], model: Any, name: str, device: torch.device, block_size: int) -> BaseModel:
     """Wrap a stock eager model and prove that it still computes the same.
 
     Raises:
@@ -61,7 +59,7 @@ def _check_calls(name: str, calls: list[int], n_layers: int) -> None:
     if sorted(calls) != list(range(n_layers)):
         missing = sorted(set(range(n_layers)) - set(calls))
         raise BaseModelError(
-            f"{name}: layers {missing or sorted(calls)} of {n_layers} do not call their attention function exactly once (linear "
+            f"{name}: layers {missing or sorted(calls)} of {n_layers} do not call their attention exactly once (linear "
             "attention, state-space or shared layers); Motet would compute them wrongly, so this base is refused"
         )
 
@@ -82,7 +80,11 @@ def _check_exactness(base: BaseModel, sequences: list[Tensor], packed: list[Tens
     decoded = torch.equal(_decoded_logits(base, sequences[1], block_size), packed[1])
     base.exact = alone and decoded
     if not base.exact:
-        what = "sequences packed together differ from each alone" if not alone else "decoding differs from the full forward pass"
+        what = (
+            "sequences packed together differ from each alone"
+            if not alone
+            else "decoding differs from the full forward pass"
+        )
         base.notes.append(
             f"not bit-exact on this device in {str(base.dtype).removeprefix('torch.')}: {what}; jobs run, but their bytes may "
             "depend on their neighbours"

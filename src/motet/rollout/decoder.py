@@ -10,41 +10,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from motet import seeds
-from motet.model.attention import Span, cached_layout
-from motet.model.base import BaseModel, pad_rows
-from motet.model.distribution import draw
+from motet.model.base import BaseModel
 from motet.model.kv_cache import KVCache
-from motet.model.lora import AdapterStacks, AdapterWeights
+from motet.rollout.reader import Read, Reader
 from motet.rollout.sequences import Prompt, Sequence
 from motet.types import FinishReason
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Tokens of one sequence or prompt to run through the model."""
-
-    weights: AdapterWeights | None
-    token_ids: Seq[int]
-    start: int
-    blocks: Seq[int]
 
 
 class Decoder:
     """Sequences of any mix of adapters and versions on one base and one KV cache."""
 
     def __init__(self, base: BaseModel, cache: KVCache, *, max_rows: int, prefill_tokens: int) -> None:
-        self.base = base
         self.cache = cache
+        self.model = Reader(base, cache)
         self.max_rows = max_rows
         self.prefill_tokens = prefill_tokens
-        self.stacks = AdapterStacks()
         self.prefills = 0
         """Prompts prefilled so far; preempted sequences count again."""
         self.preemptions = 0
@@ -102,19 +85,17 @@ class Decoder:
         self._settle(fresh)
         running = self._make_room()
         if running:
-            reads = [
-                _Read(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks) for item in running
-            ]
-            self._sample(running, self._logits(reads))
+            reads = [Read(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks) for item in running]
+            self.model.sample(running, self.model.logits(reads))
             self.decoded_tokens += len(running)
         self._settle(running)
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> list[Sequence]:
-        """Bring in preempted sequences, then new prompts, as rows, blocks and prefill tokens allow; sample their first token."""
+        """Bring in preempted sequences, then new prompts, as far as there is room; sample their first token."""
         budget = self.prefill_tokens
-        reads: list[_Read] = []
+        reads: list[Read] = []
         resumed: list[Sequence] = []
         if self._preempted:
             self._reclaim_prompts()
@@ -125,25 +106,25 @@ class Decoder:
                 break
             self._preempted.popleft()
             sequence.blocks = self.cache.take(n_blocks)
-            reads.append(_Read(sequence.prompt.weights, sequence.read_ids(), 0, sequence.blocks))
+            reads.append(Read(sequence.prompt.weights, sequence.read_ids(), 0, sequence.blocks))
             budget -= sequence.length
             resumed.append(sequence)
         opened: list[Prompt] = []
         if not self._preempted:
             opened = self._open_prompts(reads, budget, len(resumed))
         if reads:
-            logits_NV = self._logits(reads)
+            logits_NV = self.model.logits(reads)
             self.prefills += len(reads)
             for place, prompt in enumerate(opened):
                 prompt.logits = logits_NV[len(resumed) + place : len(resumed) + place + 1].clone()
-            self._sample(resumed, logits_NV[: len(resumed)])
+            self.model.sample(resumed, logits_NV[: len(resumed)])
             self._running.extend(resumed)
         return [*resumed, *([] if self._preempted else self._fork())]
 
     def _rows_left(self, taken: int = 0) -> int:
         return self.max_rows - len(self._running) - taken
 
-    def _open_prompts(self, reads: list[_Read], budget: int, taken: int) -> list[Prompt]:
+    def _open_prompts(self, reads: list[Read], budget: int, taken: int) -> list[Prompt]:
         """Give blocks to prompts that will be prefilled now; room for at least one completion of each is left free."""
         opened = []
         rows = self._rows_left(taken)
@@ -158,7 +139,7 @@ class Decoder:
                 if n_blocks + reserved + spare > self.cache.n_free or (reads and n_tokens > budget):
                     break
                 prompt.blocks = self.cache.take(n_blocks)
-                reads.append(_Read(prompt.weights, prompt.request.prompt_ids.tolist(), 0, prompt.blocks))
+                reads.append(Read(prompt.weights, prompt.request.prompt_ids.tolist(), 0, prompt.blocks))
                 budget -= n_tokens
                 opened.append(prompt)
             rows -= len(prompt.waiting)
@@ -183,7 +164,7 @@ class Decoder:
             self._waiting.popleft()
             self._release_prompt(prompt)
         if born:
-            self._sample(born, torch.cat(logits))
+            self.model.sample(born, torch.cat(logits))
             self._running.extend(born)
         return born
 
@@ -246,64 +227,20 @@ class Decoder:
         self._preempted.appendleft(sequence)
         self.preemptions += 1
 
-    def _logits(self, reads: Seq[_Read]) -> Tensor:
-        """fp32 logits [len(reads), V] of the last token of each read."""
-        base, device = self.base, self.base.device
-        order = sorted(range(len(reads)), key=lambda place: id(reads[place].weights))
-        spans, tokens, positions, runs, last = [], [], [], [], [0] * len(reads)
-        row = 0
-        for place in order:
-            read = reads[place]
-            length = len(read.token_ids)
-            spans.append(Span(read.start, length, read.blocks))
-            tokens.extend(read.token_ids)
-            positions.extend(range(read.start, read.start + length))
-            if runs and runs[-1][0] is read.weights:
-                runs[-1] = (read.weights, runs[-1][1], runs[-1][2] + length)
-            else:
-                runs.append((read.weights, row, length))
-            row += length
-            last[place] = row - 1
-        tokens_T = pad_rows(torch.tensor(tokens, device=device))
-        positions_T = pad_rows(torch.tensor(positions, device=device))
-        with base.routed(self.stacks.routing(runs, device)):
-            hidden_TD = base.hidden(tokens_T, positions_T, cached_layout(spans, self.cache, device))
-        return base.logits(pad_rows(hidden_TD[torch.tensor(last, device=device)]))[: len(reads)]
-
-    def _sample(self, sequences: Seq[Sequence], logits_NV: Tensor) -> None:
-        if not sequences:
-            return
-        keys = np.array([item.key for item in sequences], np.uint64)
-        places = np.array([len(item.tokens) for item in sequences], np.uint64)
-        uniforms_N = torch.from_numpy(seeds.uniforms(keys, places)).to(logits_NV.device)
-        params = [item.prompt.request.sampling for item in sequences]
-        pad = -len(params) % 4
-        tokens, logprobs, usable = draw(
-            pad_rows(logits_NV), [*params, *[params[-1]] * pad], pad_rows(uniforms_N[:, None])[:, 0]
-        )
-        rows = zip(sequences, tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=False)
-        for sequence, token, logprob, good in rows:
-            sequence.append(token, logprob, good, self.decode_text)
-
-    def decode_text(self, tokens: list[int]) -> str:
-        """Text of completion tokens, without special tokens."""
-        text: str = self.base.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
-
     def _settle(self, touched: Seq[Sequence]) -> None:
         """Deliver what is due and take finished sequences out of the batch."""
         for sequence in touched:
             if sequence.finish is not None:
                 self._end(sequence, sequence.finish)
             elif sequence.prompt.request.stream:
-                sequence.prompt.emit(sequence.chunk(self.decode_text))
+                sequence.prompt.emit(sequence.chunk(self.model.text))
         self._running = [item for item in self._running if item.finish is None]
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish = reason
         self.cache.give_back(sequence.blocks)
         sequence.blocks = []
-        sequence.prompt.emit(sequence.chunk(self.decode_text))
+        sequence.prompt.emit(sequence.chunk(self.model.text))
 
 
 def _adapter_order(sequence: Sequence) -> tuple[str, int]:

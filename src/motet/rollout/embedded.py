@@ -66,7 +66,7 @@ class EmbeddedEngine:
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Let go of a version; running requests keep their own pointer to it."""
         if self._versions.pop(ref, None) is not None:
-            await self._device.run(self.decoder.stacks.forget)
+            await self._device.run(self.decoder.model.stacks.forget)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
@@ -110,7 +110,7 @@ class EmbeddedEngine:
         positions_T = pad_rows(torch.arange(n_tokens, device=base.device))
         pad = len(tokens_T) - n_tokens
         layout = packed_layout([n_tokens, *([pad] if pad else [])], self.cache.block_size, base.device)
-        with base.routed(self.decoder.stacks.routing([(weights, 0, n_tokens)], base.device)):
+        with base.routed(self.decoder.model.stacks.routing([(weights, 0, n_tokens)], base.device)):
             logits_TV = base.logits(base.hidden(tokens_T, positions_T, layout))
         logprobs_TV = row_logprobs(logits_TV, torch.ones(len(tokens_T), device=base.device))
         found = np.zeros(n_tokens, np.float32)
@@ -165,6 +165,8 @@ class SameTensors:
         self._engine.install(ref, self._weights(name))
 
 
-def _deliver(loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[Chunk | Exception], item: Chunk | Exception) -> None:
+def _deliver(
+    loop: asyncio.AbstractEventLoop, chunks: asyncio.Queue[Chunk | Exception], item: Chunk | Exception
+) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(chunks.put_nowait, item)

@@ -109,8 +109,8 @@ class JobDirectory:
             if changes and not accept_changes:
                 listed = "\n  ".join(changes)
                 raise RunError(
-                    f"{self.path} was made by a different job:\n  {listed}\nUse another run directory, change it back, or go on "
-                    "with the changed job by --accept-changes."
+                    f"{self.path} was made by a different job:\n  {listed}\nUse another run directory, change it back, or go "
+                    "on with the changed job by --accept-changes."
                 )
         replace(path, text.encode())
 
@@ -128,7 +128,9 @@ class JobDirectory:
             values = json.loads(path.read_text())
             return Committed(**{**values, "inexact": tuple(values["inexact"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RunError(f"{path} is damaged ({error}); remove that directory to go on from the commit before it") from error
+            raise RunError(
+                f"{path} is damaged ({error}); remove that directory to go on from the commit before it"
+            ) from error
 
     def steps(self) -> list[int]:
         """Committed steps, in order. Anything in the directory that is not a number is left alone."""
@@ -266,8 +268,8 @@ def disk_error(error: OSError, path: Path) -> Exception:
     """A full disk in words; any other error as it is."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return RunError(
-            f"the disk is full: {path} could not be written. Nothing committed is lost; free some space and run the same command "
-            "again"
+            f"the disk is full: {path} could not be written. Nothing committed is lost; free some space and run the same "
+            "command again"
         )
     return error
 

@@ -1,7 +1,7 @@
 """The life of one job between taking a slot and giving it back: sample, learn, commit, publish, step by step.
 
-The sample side runs ahead as far as `max_off_policy_steps` lets it; the learn side takes steps in order. A step is: advantages →
-micro-batches → forward_backward → optim_step → commit → publish. Nothing is published before it is committed.
+The sample side runs ahead as far as `max_off_policy_steps` lets it; the learn side takes steps in order. A step is:
+advantages → micro-batches → forward_backward → optim_step → commit → publish. Nothing is published before it is committed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from motet.algorithms.schedule import learning_rate
 from motet.errors import JobFailed
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services
@@ -20,8 +21,7 @@ from motet.runtime.sampling import JobSampler, SampledStep
 from motet.runtime.scheduler import weight_of
 from motet.runtime.step_batch import StepBatch, check_failures, make_step_batch
 from motet.runtime.versions import Versions
-from motet.algorithms.schedule import learning_rate
-from motet.types import Batch, JobState, LossStats, OptimStats
+from motet.types import Batch, FloatArray, JobState, LossStats, OptimStats
 
 
 class JobLoop:
@@ -180,7 +180,7 @@ class JobLoop:
         if job.algorithm.needs_proximal:
             wanted.append(("proximal_logprobs", False))
         for field, base in wanted:
-            logprobs = []
+            logprobs: list[FloatArray] = []
             for segment in self._segments(batch):
                 (found,) = await self._services.on_device(
                     lambda segment=segment, base=base: self._services.trainer.forward(Batch((segment,)), base=base)  # type: ignore[misc]

@@ -17,7 +17,7 @@ from motet.protocols import Trainer
 from motet.types import Batch, LossStats, Segment
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Entry:
     job: str
     segment: Segment
@@ -27,7 +27,9 @@ class _Entry:
 class Learner:
     """Trains the segments of all jobs on one device."""
 
-    def __init__(self, trainer: Trainer, device: Device, budget: int, account: Callable[[str], tuple[float, float]]) -> None:
+    def __init__(
+        self, trainer: Trainer, device: Device, budget: int, account: Callable[[str], tuple[float, float]]
+    ) -> None:
         self._trainer = trainer
         self._device = device
         self._budget = budget

@@ -45,9 +45,7 @@ STEP_FIELDS: Mapping[str, str] = {
 """Every field of metrics.jsonl."""
 
 
-def step_record(
-    sampled: SampledStep, batch: StepBatch, stats: LossStats, optim: OptimStats | None
-) -> dict[str, Any]:
+def step_record(sampled: SampledStep, batch: StepBatch, stats: LossStats, optim: OptimStats | None) -> dict[str, Any]:
     """The line of metrics.jsonl of one step; see `STEP_FIELDS`."""
     groups = sampled.groups
     tokens = max(stats.tokens, 1)

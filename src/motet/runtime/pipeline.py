@@ -116,7 +116,9 @@ class Pipeline:
     def _end(self, job: Job, state: JobState, message: str) -> None:
         try:
             job.move(state, message)
-        except RunError as error:  # a full disk: the state holds in this process, and the next one starts from the last commit
+        except (
+            RunError
+        ) as error:  # a full disk: the state holds in this process, and the next one starts from the last commit
             job.progress.message = f"{message} ({error})" if message else str(error)
 
     def _reason(self, job: Job, error: BaseException) -> str:

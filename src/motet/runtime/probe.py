@@ -51,8 +51,8 @@ class Probe:
         moved = float(np.abs(trained - self._base).max())
         if np.array_equal(answered, self._base) and moved > max(self._tolerance, 0.0):
             raise ProbeError(
-                f"the engine answers version {ref.version} of {self._job!r} with the base model: the adapter was not applied (the "
-                f"trained adapter differs from the base by {moved:.3g})"
+                f"the engine answers version {ref.version} of {self._job!r} with the base model: the adapter was not applied "
+                f"(the trained adapter differs from the base by {moved:.3g})"
             )
         if not gap <= self._tolerance:
             raise ProbeError(

@@ -58,7 +58,7 @@ class JobSampler:
         job, algorithm = self._job, self._job.config.algorithm
         version = max(0, step - algorithm.max_off_policy_steps)
         await self._versions.wait_for(version)
-        width = int(round(algorithm.groups_per_step * algorithm.oversampling))
+        width = round(algorithm.groups_per_step * algorithm.oversampling)
         problems = data_window(job.data.train, step, width, job.seed, job.config.data.shuffle)
         job.progress.phase, job.progress.rollouts_done = "sampling", 0
         job.progress.rollouts_wanted = width * algorithm.group_size
@@ -82,9 +82,7 @@ class JobSampler:
                     for place, problem in enumerate(problems)
                 ]
         await self._versions.collect()
-        groups = [
-            Group(problem, step, version, task.result()) for problem, task in zip(problems, running, strict=True)
-        ]
+        groups = [Group(problem, step, version, task.result()) for problem, task in zip(problems, running, strict=True)]
         return SampledStep(step, version, groups, time.monotonic() - started, cost.reward_seconds, cost.tokens)
 
     async def _group(

@@ -93,7 +93,9 @@ class FairScheduler:
 
     def _grant(self) -> None:
         while True:
-            waiting = {job: (account.consumed, account.weight) for job, account in self._accounts.items() if account.waiting}
+            waiting = {
+                job: (account.consumed, account.weight) for job, account in self._accounts.items() if account.waiting
+            }
             if not waiting:
                 return
             account = self._accounts[next_job(waiting)]

@@ -88,9 +88,7 @@ def make_step_batch(groups: Sequence[Group], config: JobConfig, algorithm: Algor
     lengths = [int(rollout.loss_mask.sum()) for rollout, _ in pairs]
     weights_S, denominator = normalisation(lengths, algorithm.reduction, config.sampling.max_tokens)
     kept = [
-        index
-        for index, (_, value) in enumerate(pairs)
-        if lengths[index] > 0 and (value != 0 or algorithm.kl_coef > 0)
+        index for index, (_, value) in enumerate(pairs) if lengths[index] > 0 and (value != 0 or algorithm.kl_coef > 0)
     ]
     samples = tuple(to_sample(*pairs[index]) for index in kept)
     return StepBatch(samples, weights_S[kept], denominator, len(usable))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from motet.errors import EngineError
 from motet.tasks.chat import Chat
 from motet.tasks.reward_pool import Scored
 from motet.types import Chunk, FinishReason, IntArray, Message, Problem, Rollout, Sample, Turn
@@ -94,7 +95,10 @@ async def _second_turn(rollout: Rollout, chat: Chat, generate: Generate) -> Roll
     sampled = rollout.token_ids[rollout.loss_mask]
     previous: tuple[Message, ...] = ()
     read = chat.follow_up_ids(rollout.problem, previous, sampled, RETRY_MESSAGE)
-    chunks = await generate(np.concatenate([rollout.token_ids, read]), (rollout.index,), 1)
+    try:
+        chunks = await generate(np.concatenate([rollout.token_ids, read]), (rollout.index,), 1)
+    except EngineError as error:  # two turns may be too long for this rollout and not for the others
+        return replace(rollout, error=str(error))
     _check(chunks, (rollout.index,))
     return _extended(rollout, read, chunks[0])
 

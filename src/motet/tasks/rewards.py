@@ -22,17 +22,28 @@ _NUMBER = re.compile(r"(?:(?<![\w.)])[-−+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[|(?:^|\s)[A-Za-z]{3,}(?=\s|[.,:]|$)")
 
 
+def reference(problem: Problem) -> str:
+    """The reference answer without outer spaces.
+
+    Raises:
+        ValueError: there is none, so nothing could ever be right.
+    """
+    answer = problem.answer.strip()
+    if not answer:
+        raise ValueError("the problem has no reference answer: name its column in data.answer, or use another reward")
+    return answer
+
+
 def exact(problem: Problem, completion: str, *, ignore_case: bool = False) -> float:
     """1 if the completion is the answer, outer spaces aside."""
-    said, answer = completion.strip(), problem.answer.strip()
+    said, answer = completion.strip(), reference(problem)
     return float(said.casefold() == answer.casefold() if ignore_case else said == answer)
 
 
 def contains(problem: Problem, completion: str, *, ignore_case: bool = True) -> float:
     """1 if the answer stands in the completion as a whole word (or words): `7` is not in `17`."""
-    answer = re.escape(problem.answer.strip())
-    pattern = rf"(?<!\w){answer}(?!\w)"
-    return float(bool(answer and re.search(pattern, completion, re.IGNORECASE if ignore_case else 0)))
+    pattern = rf"(?<!\w){re.escape(reference(problem))}(?!\w)"
+    return float(bool(re.search(pattern, completion, re.IGNORECASE if ignore_case else 0)))
 
 
 def numeric(problem: Problem, completion: str, *, tolerance: float = 1e-6) -> float:
@@ -41,7 +52,7 @@ def numeric(problem: Problem, completion: str, *, tolerance: float = 1e-6) -> fl
     `tolerance` is relative to the answer, and absolute below 1. Thousands commas are understood; the last number of the
     answer is taken so that GSM8K's `… #### 42` works as it is. An answer without a number is an error.
     """
-    wanted, said = last_number(problem.answer), last_number(completion)
+    wanted, said = last_number(reference(problem)), last_number(completion)
     if wanted is None:
         raise ValueError(f"the reference answer {problem.answer[:80]!r} has no number: try `exact` or `math`")
     if said is None:
@@ -69,7 +80,7 @@ def math(problem: Problem, completion: str) -> float:
     """
     from math_verify import parse, verify
 
-    answer = problem.answer.rpartition("####")[2].strip()
+    answer = reference(problem).rpartition("####")[2].strip()
     # Outside of $…$ math-verify looks for a final number only: right in prose, but `x^2 + 1` would be 1.
     bare = not _DELIMITED.search(answer)
     gold = parse(f"${answer}$" if bare else answer, parsing_timeout=None)

@@ -25,7 +25,7 @@ from motet.model.distribution import row_logprobs
 from motet.model.lora import AdapterWeights, TrainerRouting, TrainSegment, initial_weights
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.training.arena import AdapterArena
-from motet.types import Batch, FloatArray, LossStats, OptimStats, Sample, Segment
+from motet.types import Batch, FloatArray, IntArray, LossStats, OptimStats, Segment
 
 HEAD_ROWS = 256
 """Rows of logits that are in memory at a time."""
@@ -90,10 +90,14 @@ class TorchTrainer:
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
         plan = _Plan.of(batch, self.base.device)
-        segments = [] if base else [
-            TrainSegment(start, stop, arena.weights, None)
-            for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
-        ]
+        segments = (
+            []
+            if base
+            else [
+                TrainSegment(start, stop, arena.weights, None)
+                for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
+            ]
+        )
         routing = TrainerRouting(segments, self.base.device, backward=False)
         found = []
         with self.base.routed(routing):
@@ -130,7 +134,9 @@ class TorchTrainer:
     def _arena(self, name: str) -> AdapterArena:
         arena = self._arenas.get(name)
         if arena is None:
-            raise AdapterError(f"there is no adapter {name!r} in the trainer; there are: {', '.join(self._arenas) or 'none'}")
+            raise AdapterError(
+                f"there is no adapter {name!r} in the trainer; there are: {', '.join(self._arenas) or 'none'}"
+            )
         return arena
 
     def _batch_arenas(self, batch: Batch) -> list[AdapterArena]:
@@ -170,7 +176,10 @@ class _Plan:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> _Plan:
-        token_ids, lengths, spans, start = [], [], [], 0
+        token_ids: list[IntArray] = []
+        lengths: list[int] = []
+        spans: list[tuple[int, int]] = []
+        start = 0
         for segment in batch.segments:
             own = [sample.n_tokens for sample in segment.samples]
             token_ids.extend(sample.token_ids for sample in segment.samples)
@@ -203,7 +212,9 @@ class _TrainableRows:
             targets.append(sample.token_ids[places])
             owners.append(np.full(len(places), index))
             start += sample.n_tokens
-        return cls(*(torch.from_numpy(np.concatenate(part).astype(np.int64)).to(device) for part in (rows, targets, owners)))
+        return cls(
+            *(torch.from_numpy(np.concatenate(part).astype(np.int64)).to(device) for part in (rows, targets, owners))
+        )
 
     def gather(self, segment: Segment, name: str) -> Tensor:
         """A per-token field of all samples at the trainable places, fp32."""
@@ -239,7 +250,9 @@ class _HeadLogprobs(torch.autograd.Function):
     """Logprobs of targets from hidden states, a chunk of rows at a time, so that [N, V] is never held for all rows."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float, base: BaseModel) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float, base: BaseModel
+    ) -> tuple[Tensor, Tensor]:
         ctx.temperature, ctx.base = temperature, base
         ctx.save_for_backward(hidden_ND, target_N)
         logprobs, entropies = [], []
@@ -252,7 +265,7 @@ class _HeadLogprobs(torch.autograd.Function):
         return torch.cat(logprobs), entropy_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         hidden_ND, target_N = ctx.saved_tensors
         grads = []
         chunks = zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), grad_N.split(HEAD_ROWS), strict=True)

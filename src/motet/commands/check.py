@@ -1,0 +1,121 @@
+"""`motet check`: load everything, show prompts, sample and score a few rollouts, estimate signal, memory and time."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.table import Table
+
+from motet.jobfile import load_jobs
+from motet.launch import build, load, prepare, services
+from motet.runtime.job import Job, Services
+from motet.runtime.rundir import RunDirectory
+from motet.runtime.sampling import JobSampler, SampledStep
+from motet.runtime.step_batch import group_metrics
+from motet.runtime.versions import Versions
+from motet.types import Batch, LossSpec, Segment
+
+PROBLEMS = 4
+"""Problems sampled per job."""
+
+
+def check_file(path: Path, overrides: Sequence[str], rollouts: int) -> None:
+    """Check a job file as `motet run` would use it; nothing is trained and nothing is written to the run directory."""
+    config = load_jobs(path, overrides)
+    console = Console()
+    with TemporaryDirectory(prefix="motet-check-") as scratch:
+        directory = RunDirectory(Path(scratch))
+        base = load(config.base, config.engine)
+        for note in base.notes:
+            console.print(f"note: {note}")
+        prepared = [prepare(job, base, directory) for job in config.jobs]
+        workshop = build(base, config.engine, [need for _, need in prepared])
+        try:
+            shared = services(workshop, directory)
+            asyncio.run(_check_all(console, [job for job, _ in prepared], shared, rollouts))
+        finally:
+            workshop.close()
+            directory.close()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    kv = workshop.engine.cache
+    console.print(
+        f"KV cache: {kv.n_blocks * kv.block_size:,} tokens · peak memory so far: {peak:.1f} GiB · nothing was trained"
+    )
+
+
+async def _check_all(console: Console, jobs: Sequence[Job], shared: Services, rollouts: int) -> None:
+    table = Table(
+        "job", "train / held out", "reward", "groups with signal", "answer length", "truncated", "a step", "all steps"
+    )
+    try:
+        for job in jobs:
+            sampled, step_seconds = await _check_job(console, job, shared, rollouts)
+            figures = group_metrics(sampled.groups)
+            signal = sum(group.has_signal for group in sampled.groups)
+            table.add_row(
+                job.name,
+                f"{len(job.data.train)} / {len(job.data.holdout)}",
+                f"{figures['reward']:.3g}",
+                f"{signal} of {len(sampled.groups)}",
+                f"{figures['length']:.0f} tokens",
+                f"{figures['truncated']:.0%}",
+                f"≈ {step_seconds:.1f} s",
+                f"≈ {step_seconds * job.config.steps / 60:.0f} min",
+            )
+    finally:
+        await shared.rewards.close()
+    console.print(table)
+    console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
+
+
+async def _check_job(console: Console, job: Job, shared: Services, rollouts: int) -> tuple[SampledStep, float]:
+    config = job.config
+    console.rule(job.name)
+    first = job.data.train[0]
+    console.print(job.chat.readable(job.chat.prompt_ids(first)), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"reference answer: {first.answer!r}", markup=False)
+    few = config.algorithm.model_copy(update={"group_size": rollouts, "groups_per_step": PROBLEMS, "oversampling": 1.0})
+    job.config = config.model_copy(update={"algorithm": few})
+    await shared.rewards.register(job.name, config.rewards, job.data.scorer)
+    shared.scheduler.join(job.name, 1.0)
+    await shared.on_device(lambda: shared.trainer.add_adapter(job.name, config.adapter, config.optimizer, job.seed))
+    if config.adapter.init is not None:
+        await shared.on_device(lambda: shared.trainer.load_adapter(job.name, job.init_directory(), optimizer=False))
+    versions = Versions(job.name, f"{job.name}.check", shared.engine, shared.sync)
+    await versions.publish(0)
+    await versions.announce(0, 0)
+    sampled = await JobSampler(job, shared, versions).step(0)
+    job.config = config
+    for group in sampled.groups[:1]:
+        for rollout in group.rollouts:
+            told = rollout.error or f"{rollout.reward:.3g}"
+            console.print(f"  {told:>6}  {rollout.completion!r}", markup=False, highlight=False, soft_wrap=True)
+    train_seconds = await _train_seconds(job, shared, sampled)
+    await versions.drop_all()
+    await shared.on_device(lambda: shared.trainer.remove_adapter(job.name))
+    shared.scheduler.leave(job.name)
+    wanted = config.algorithm.groups_per_step * config.algorithm.group_size * config.algorithm.oversampling
+    scale = wanted / (PROBLEMS * rollouts)
+    rows = min(1.0, PROBLEMS * rollouts / shared.engine.capacity)
+    return sampled, sampled.seconds * max(1.0, scale * rows) + train_seconds * scale
+
+
+async def _train_seconds(job: Job, shared: Services, sampled: SampledStep) -> float:
+    """Time of a forward pass over the rollouts, times three for the backward pass; no gradient is computed."""
+    from motet.tasks.episode import to_sample
+
+    samples = tuple(
+        to_sample(rollout, 0.0) for group in sampled.groups for rollout in group.rollouts if rollout.loss_mask.any()
+    )
+    if not samples:
+        return 0.0
+    started = time.perf_counter()
+    batch = Batch((Segment(job.name, samples, LossSpec(), 1.0),))
+    await shared.on_device(lambda: shared.trainer.forward(batch))
+    return 3 * (time.perf_counter() - started)

@@ -1,0 +1,35 @@
+"""`motet pause`, `resume` and `cancel`: a word in a job's directory, read by the process that runs it."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+from motet.errors import RunError
+from motet.runtime.checkpoint import replace
+from motet.runtime.pipeline import CONTROL
+
+
+def send(directory: Path, job: str, word: str) -> str:
+    """Ask the running process to pause, resume or cancel a job.
+
+    Raises:
+        RunError: there is no such job, or no process runs it.
+    """
+    place = directory / job
+    if not (place / "job.yaml").is_file():
+        jobs = sorted(item.parent.name for item in directory.glob("*/job.yaml"))
+        raise RunError(f"{directory} has no job {job!r}; there are: {', '.join(jobs) or 'none'}")
+    if not _running(directory):
+        raise RunError(f"no process runs {directory}; start it with `motet run`, which goes on where it stopped")
+    replace(place / CONTROL, word.encode())
+    return f"asked {job} to {word}"
+
+
+def _running(directory: Path) -> bool:
+    with (directory / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

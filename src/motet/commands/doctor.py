@@ -1,0 +1,93 @@
+"""`motet doctor`: this machine, the budgets derived from it, and whether results are bit-exact on it."""
+
+from __future__ import annotations
+
+import platform
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from motet import __version__, budgets
+from motet.config import EngineConfig
+from motet.errors import MotetError
+from motet.launch import load
+
+
+def examine(base_name: str) -> int:
+    """Print what was found; returns 0 when results are exact in every type tried, 1 when not."""
+    console = Console()
+    config = EngineConfig()
+    console.print(_machine())
+    table = Table("type", "loads in", "decode, 64 rows", "exact", "KV tokens", title=f"base {base_name}")
+    exact = True
+    for dtype in ("float32", "bfloat16"):
+        started = time.perf_counter()
+        try:
+            base = load(base_name, config.model_copy(update={"dtype": dtype}))
+        except MotetError as error:
+            table.add_row(dtype, f"refused: {error}", "", "", "")
+            exact = False
+            continue
+        seconds = time.perf_counter() - started
+        per_token = budgets.kv_bytes_per_token(base.model.config.get_text_config(), base.dtype.itemsize)
+        room = int(budgets.available_memory() * config.kv_memory_fraction) // per_token
+        rate = f"{_decode_rate(base, config):,.0f} tokens/s"
+        table.add_row(dtype, f"{seconds:.1f} s", rate, "yes, bit for bit" if base.exact else "NO", f"{room:,}")
+        for note in base.notes:
+            console.print(f"note ({dtype}): {note}")
+        exact = exact and base.exact
+    console.print(table)
+    console.print(
+        f"slots: {config.slots} adapters at once, {config.max_rows} rows decoded together (engine.slots, engine.max_rows)"
+    )
+    return 0 if exact else 1
+
+
+def _machine() -> Table:
+    import torch
+
+    table = Table(show_header=False, title="machine")
+    memory = budgets.available_memory() / 2**30
+    table.add_row("motet", __version__)
+    table.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")
+    table.add_row("cores, free memory", f"{budgets.cores()}, {memory:.1f} GiB")
+    table.add_row("processor", _processor())
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            table.add_row(f"cuda:{index}", torch.cuda.get_device_name(index))
+    else:
+        table.add_row("cuda", "none")
+    return table
+
+
+def _processor() -> str:
+    import torch
+
+    found = torch.backends.cpu.get_cpu_capability()
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
+    return f"{found}{', fast bfloat16' if bf16 else ', bfloat16 is slow here: set engine.dtype to float32'}"
+
+
+def _decode_rate(base: Any, config: EngineConfig) -> float:
+    """Tokens per second of decoding 64 short sequences without adapters."""
+    import torch
+
+    from motet.model.attention import Span, cached_layout
+    from motet.model.kv_cache import KVCache
+
+    rows, steps = 64, 8
+    cache = KVCache(rows, config.block_size, base.device)
+    blocks = [cache.take(1) for _ in range(rows)]
+    tokens = torch.zeros(rows, dtype=torch.long, device=base.device)
+    seconds = 0.0
+    for position in range(steps):
+        started = time.perf_counter()
+        layout = cached_layout([Span(position, 1, block) for block in blocks], cache, base.device)
+        with torch.no_grad():
+            positions = torch.full((rows,), position, device=base.device)
+            tokens = base.logits(base.hidden(tokens, positions, layout)).argmax(-1)
+        if position >= 2:
+            seconds += time.perf_counter() - started
+    return rows * (steps - 2) / seconds

@@ -1,0 +1,89 @@
+"""What the model does for the decoder: read tokens through the KV cache, and draw the next ones.
+
+Legend: T packed rows, N sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from motet import seeds
+from motet.model.attention import Span, cached_layout
+from motet.model.base import BaseModel, pad_rows
+from motet.model.distribution import draw
+from motet.model.kv_cache import KVCache
+from motet.model.lora import AdapterStacks, AdapterWeights
+from motet.rollout.sequences import Sequence
+
+
+@dataclass(frozen=True)
+class Read:
+    """Tokens of one sequence or prompt to run through the model."""
+
+    weights: AdapterWeights | None
+    token_ids: Seq[int]
+    start: int
+    blocks: Seq[int]
+
+
+class Reader:
+    """The base, its KV cache and the adapters of the batch at hand."""
+
+    def __init__(self, base: BaseModel, cache: KVCache) -> None:
+        self.base = base
+        self.cache = cache
+        self.stacks = AdapterStacks()
+
+    def logits(self, reads: Seq[Read]) -> Tensor:
+        """fp32 logits [len(reads), V] of the last token of each read."""
+        base, device = self.base, self.base.device
+        order = sorted(range(len(reads)), key=lambda place: id(reads[place].weights))
+        spans: list[Span] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        runs: list[tuple[AdapterWeights | None, int, int]] = []
+        last = [0] * len(reads)
+        row = 0
+        for place in order:
+            read = reads[place]
+            length = len(read.token_ids)
+            spans.append(Span(read.start, length, read.blocks))
+            tokens.extend(read.token_ids)
+            positions.extend(range(read.start, read.start + length))
+            if runs and runs[-1][0] is read.weights:
+                runs[-1] = (read.weights, runs[-1][1], runs[-1][2] + length)
+            else:
+                runs.append((read.weights, row, length))
+            row += length
+            last[place] = row - 1
+        tokens_T = pad_rows(torch.tensor(tokens, device=device))
+        positions_T = pad_rows(torch.tensor(positions, device=device))
+        with base.routed(self.stacks.routing(runs, device)):
+            hidden_TD = base.hidden(tokens_T, positions_T, cached_layout(spans, self.cache, device))
+        return base.logits(pad_rows(hidden_TD[torch.tensor(last, device=device)]))[: len(reads)]
+
+    def sample(self, sequences: Seq[Sequence], logits_NV: Tensor) -> None:
+        """Draw each sequence's next token from its row and let it decide whether it ends."""
+        if not sequences:
+            return
+        keys = np.array([item.key for item in sequences], np.uint64)
+        places = np.array([len(item.tokens) for item in sequences], np.uint64)
+        uniforms_N = torch.from_numpy(seeds.uniforms(keys, places)).to(logits_NV.device)
+        params = [item.prompt.request.sampling for item in sequences]
+        pad = -len(params) % 4
+        tokens, logprobs, usable = draw(
+            pad_rows(logits_NV), [*params, *[params[-1]] * pad], pad_rows(uniforms_N[:, None])[:, 0]
+        )
+        rows = zip(sequences, tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=False)
+        for sequence, token, logprob, good in rows:
+            sequence.append(token, logprob, good, self.text)
+
+    def text(self, tokens: list[int]) -> str:
+        """Text of completion tokens, without special tokens."""
+        text: str = self.base.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

@@ -1,0 +1,46 @@
+"""Times and rates that views measure themselves: snapshots of jobs carry only counts."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from motet.runtime.progress import JobProgress
+from motet.types import JobState
+
+_WINDOW = 15.0  # seconds over which the rate of all jobs is measured
+
+
+class RunClock:
+    """Follows snapshots: how long each job ran, and how fast all of them go now."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began = now()
+        self._counts: deque[tuple[float, int]] = deque()
+        self.seconds: dict[str, float] = {}
+        """How long each job ran; stands still when it ends."""
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this clock was made."""
+        return self._now() - self._began
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of all jobs over the last seconds."""
+        if len(self._counts) < 2:
+            return 0.0
+        (start, before), (end, after) = self._counts[0], self._counts[-1]
+        return max(after - before, 0) / (end - start) if end > start else 0.0
+
+    def see(self, jobs: Sequence[JobProgress]) -> None:
+        """Take a snapshot in."""
+        now = self._now()
+        self._counts.append((now, sum(job.tokens for job in jobs)))
+        while len(self._counts) > 2 and now - self._counts[0][0] > _WINDOW:
+            self._counts.popleft()
+        for job in jobs:
+            if job.started and (job.state is JobState.RUNNING or job.name not in self.seconds):
+                self.seconds[job.name] = max(now - job.started, 0.0)

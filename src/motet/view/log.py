@@ -1,0 +1,103 @@
+"""Plain lines for logs and pipes: finished steps, changes of state, failures, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from motet.runtime.progress import JobProgress
+from motet.types import JobState
+from motet.view.clock import RunClock
+from motet.view.text import Glyphs, count_text, duration_text, evaluation_text, glyphs_of, reward_text
+
+
+@dataclass
+class _Told:
+    """What was already printed of one job."""
+
+    state: JobState = JobState.QUEUED
+    steps: int = 0
+
+
+class LogView:
+    """Writes a line whenever a job has done a step or changed its state."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] | None = None) -> None:
+        self._console = console
+        self._glyphs = glyphs_of(console)
+        self._clock = RunClock(clock) if clock else RunClock()
+        self._told: dict[str, _Told] = {}
+        self._last: tuple[JobProgress, ...] = ()
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """How long each job ran, as far as this view saw."""
+        return self._clock.seconds
+
+    def start(self) -> None:
+        """Nothing to do: lines come with updates."""
+
+    def update(self, jobs: Sequence[JobProgress]) -> None:
+        """Print what is new."""
+        self._clock.see(jobs)
+        self._last = tuple(jobs)
+        width = min(max((len(job.name) for job in jobs), default=0), 24)
+        for job in jobs:
+            for line in self._news(job):
+                self._print(f"{self._glyphs.plain(job.name):<{width}}  {line}")
+
+    def stop(self) -> None:
+        """Print what came since the last update."""
+        self.update(self._last)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def _news(self, job: JobProgress) -> list[str]:
+        told = self._told.setdefault(job.name, _Told())
+        before, told.state = told.state, job.state
+        lines = []
+        if job.state is not before and job.state is JobState.RUNNING:
+            lines.append(_running(job))
+        fresh = range(told.steps, len(job.rewards))
+        told.steps = len(job.rewards)
+        lines.extend(step_line(job, index, self._glyphs) for index in fresh)
+        if job.state is not before and job.state is not JobState.RUNNING:
+            lines.append(self._ended(job))
+        return lines
+
+    def _ended(self, job: JobProgress) -> str:
+        parts = [f"{job.state} after {job.step}/{job.steps} steps" if job.state.final else job.state.value]
+        if job.evaluations and job.state.final:
+            parts.append(f"eval {evaluation_text(job.evaluations, self._glyphs, gap='')}")
+        if job.state.final and job.name in self.seconds:
+            parts.append(duration_text(self.seconds[job.name]))
+        message = self._glyphs.plain(job.message)
+        return "  ".join(parts) + (f": {message}" if message else "")
+
+
+def _running(job: JobProgress) -> str:
+    return f"running from step {job.first_step}" if job.first_step else "running"
+
+
+def step_line(job: JobProgress, index: int, glyphs: Glyphs) -> str:
+    """`step 12/40  reward 0.43  eval 0.38→0.51  1.2k tok/s  2m10s left`.
+
+    Args:
+        job: how the job stands now.
+        index: which of `job.rewards`; it may be older than the newest when several steps ended since the last look.
+        glyphs: what can be written.
+    """
+    behind = len(job.rewards) - 1 - index
+    step = job.step - behind
+    parts = [f"step {step}/{job.steps}", f"reward {reward_text(job.rewards[index])}"]
+    evaluations = [item for item in job.evaluations if item[0] < step]  # a step waits for that of its own version
+    if evaluations:
+        parts.append(f"eval {evaluation_text(evaluations, glyphs, gap='')}")
+    if job.tokens and job.started:
+        parts.append(f"{count_text(job.tokens_per_second)} tok/s")
+    if behind == 0 and job.seconds_left and job.state is JobState.RUNNING:
+        parts.append(f"{duration_text(job.seconds_left)} left")
+    return "  ".join(parts)

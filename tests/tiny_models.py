@@ -1,0 +1,163 @@
+"""Tiny models with random weights, one per architecture that matters, saved to disk as a person would have them.
+
+Weights are drawn large (0.2 where models start at 0.02), norms and biases too, so that a mistake anywhere moves the logits.
+Sliding windows are 24 tokens and KV blocks 16, so sequences of 40 and more cross both.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from motet.model.base import BaseModel
+from motet.model.load import SMALL_BASE, load_base
+
+VOCABULARY = 276
+"""The small base's special tokens, 256 bytes and first merges."""
+BLOCK = 16
+WINDOW = 24
+LENGTHS = (70, 9, 37, 48)
+"""Shorter than a block, across several, a whole number of blocks; three of them longer than the window."""
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {"num_key_value_heads": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 24}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "query_pre_attn_scalar": 20,
+        },
+    ),
+    "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": WINDOW}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW, "head_dim": 16, "num_key_value_heads": 4}),
+    "phi3": ("Phi3Config", {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
+    "granite": ("GraniteConfig", {"logits_scaling": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.3}),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.3, "activation_function": "relu"}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 4, "shared_expert_intermediate_size": 48, **_MOE},
+    ),
+    # Refused, each for a reason of its own:
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "mamba": ("MambaConfig", {"state_size": 8}),
+    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 16, "sliding_window": WINDOW}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_experts": 4,
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "shared_expert_intermediate_size": 48,
+            **_MOE,
+        },
+    ),
+    "llama_dynamic": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "phi3_longrope": (
+        "Phi3Config",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+}
+DENSE = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "granite", "cohere", "opt")
+"""Architectures on which everything holds, bit for bit."""
+WINDOWED = ("gemma2", "gemma3", "mistral")
+
+_disk = tempfile.TemporaryDirectory(prefix="motet-tiny-")
+atexit.register(_disk.cleanup)
+
+
+@functools.cache
+def directory(name: str) -> Path:
+    """A model directory as `save_pretrained` writes it, with a tokenizer; weights are a function of the name."""
+    config_class, options = CONFIGS[name]
+    config = getattr(transformers, config_class)(**{**_SHAPE, **options})
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+    place = Path(_disk.name) / name
+    model.save_pretrained(place)
+    _save_tokenizer(place)
+    return place
+
+
+def _save_tokenizer(place: Path) -> None:
+    tokenizer = json.loads((SMALL_BASE / "tokenizer.json").read_text())
+    vocabulary = {piece: index for piece, index in tokenizer["model"]["vocab"].items() if index < VOCABULARY}
+    pairs = [merge if isinstance(merge, list) else merge.split(" ") for merge in tokenizer["model"]["merges"]]
+    tokenizer["model"] |= {"vocab": vocabulary, "merges": [pair for pair in pairs if "".join(pair) in vocabulary]}
+    (place / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for file in ("tokenizer_config.json", "chat_template.jinja"):
+        (place / file).write_text((SMALL_BASE / file).read_text())
+
+
+def load(name: str, dtype: str = "float32") -> BaseModel:
+    """A base of its own, for tests that change it."""
+    return load_base(str(directory(name)), dtype=dtype, device="cpu", block_size=BLOCK)
+
+
+@functools.cache
+def base(name: str, dtype: str = "float32") -> BaseModel:
+    """A base that tests share and leave as it is."""
+    return load(name, dtype)
+
+
+def stock(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The same model as transformers loads it, with its own eager attention."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory(name), dtype=dtype, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+def tokens(length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids [T]."""
+    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(1000 * seed + length))
