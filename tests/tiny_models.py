@@ -1,7 +1,7 @@
 """Tiny models with random weights, one per architecture that matters, saved to disk as a person would have them.
 
 Weights are drawn large (0.2 where models start at 0.02), norms and biases too, so that a mistake anywhere moves the logits.
-Sliding windows are 24 tokens and KV blocks 16, so sequences of 40 and more cross both.
+Sliding windows are 20 tokens (within the proof's 22) and KV blocks 16, so sequences of 37 and more cross both.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from typing import Any
 import torch
 import transformers
 
-from motet.model.base import BaseModel
+from motet.model.attention import Span, cached_layout, packed_layout
+from motet.model.base import BaseModel, pad_rows
+from motet.model.kv_cache import KVCache
 from motet.model.load import SMALL_BASE, load_base
+from motet.model.lora import AdapterStacks, AdapterWeights, Routing, initial_weights
 
 VOCABULARY = 276
 """The small base's special tokens, 256 bytes and first merges."""
 BLOCK = 16
-WINDOW = 24
+WINDOW = 20
 LENGTHS = (70, 9, 37, 48)
 """Shorter than a block, across several, a whole number of blocks; three of them longer than the window."""
 
@@ -61,9 +64,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", {"logit_scale": 0.3}),
     "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.3, "activation_function": "relu"}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}),
-    "qwen2_moe": (
+    "qwen2_moe": ("Qwen2MoeConfig", {"num_experts": 4, "shared_expert_intermediate_size": 48, **_MOE}),
+    "qwen2_moe_windowed": (
         "Qwen2MoeConfig",
-        {"num_experts": 4, "shared_expert_intermediate_size": 48, **_MOE},
+        {
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 48,
+            "use_sliding_window": True,
+            "sliding_window": 32,
+            "max_window_layers": 1,
+            **_MOE,
+        },
     ),
     # Refused, each for a reason of its own:
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
@@ -161,3 +172,59 @@ def stock(name: str, dtype: torch.dtype = torch.float32) -> Any:
 def tokens(length: int, seed: int = 0) -> torch.Tensor:
     """Random token ids [T]."""
     return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(1000 * seed + length))
+
+
+Packed = list[tuple[AdapterWeights | None, torch.Tensor]]
+"""Sequences with the adapter of each; those of one adapter lie together."""
+
+
+@torch.no_grad()
+def packed_logits(model: BaseModel, packed: Packed, routing: Routing | None = None) -> list[torch.Tensor]:
+    """fp32 logits [T, V] of each sequence, all in one pass as the sampler routes it."""
+    lengths = [len(ids) for _, ids in packed]
+    ids = pad_rows(torch.cat([ids for _, ids in packed]))
+    pad = len(ids) - sum(lengths)
+    spans = [*lengths, pad] if pad else lengths
+    positions = torch.cat([torch.arange(length) for length in spans])
+    runs: list[tuple[AdapterWeights | None, int, int]] = []
+    for (weights, _), length in zip(packed, lengths, strict=True):
+        start = sum(run[2] for run in runs)
+        if runs and runs[-1][0] is weights:
+            runs[-1] = (weights, runs[-1][1], runs[-1][2] + length)
+        else:
+            runs.append((weights, start, length))
+    with model.routed(routing or AdapterStacks().routing(runs, model.device)):
+        hidden = model.hidden(ids, positions, packed_layout(spans, BLOCK, model.device))
+    return list(model.logits(hidden).split(spans))[: len(lengths)]
+
+
+@torch.no_grad()
+def decoded_logits(model: BaseModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    """fp32 logits [T, V] of a sequence read as a prompt and then token by token through the KV cache."""
+    cache = KVCache(-(-len(ids) // BLOCK), BLOCK, model.device)
+    blocks = cache.take(cache.n_blocks)
+    found, start = [], 0
+    for length in [prompt] + [1] * (len(ids) - prompt):
+        layout = cached_layout([Span(start, length, blocks)], cache, model.device)
+        positions = pad_rows(torch.arange(start, start + length))
+        found.append(model.logits(model.hidden(pad_rows(ids[start : start + length]), positions, layout))[:length])
+        start += length
+    return torch.cat(found)
+
+
+def adapter(
+    model: BaseModel,
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: str | list[str] = "all-linear",
+    seed: int = 0,
+    scale: float = 0.1,
+) -> AdapterWeights:
+    """An adapter whose B is random too, as after training."""
+    layout = model.adapter_layout(targets, rank)
+    masters = initial_weights(layout, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for _, b in layout.views(masters).values():
+        b.copy_(torch.randn(b.shape, generator=generator) * scale)
+    return AdapterWeights.from_masters(layout, alpha / rank, masters, model.dtype)

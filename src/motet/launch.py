@@ -207,9 +207,28 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
+    return run_on(
+        load(config.base, config.engine),
+        config,
+        sequential=sequential,
+        accept_changes=accept_changes,
+        observe=observe,
+        started=started,
+    )
+
+
+def run_on(
+    base: Any,
+    config: RunConfig,
+    *,
+    sequential: bool = False,
+    accept_changes: bool = False,
+    observe: Callable[[Sequence[JobProgress]], None] | None = None,
+    started: Callable[[Workshop, Sequence[Job]], None] | None = None,
+) -> RunResult:
+    """The same as `run_config` on a base that is loaded already (the one `config.base` names)."""
     directory = RunDirectory(Path(config.run))
     try:
-        base = load(config.base, config.engine)
         prepared = [prepare(job, base, directory) for job in config.jobs]
         jobs = [job for job, _ in prepared]
         for job in jobs:

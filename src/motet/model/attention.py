@@ -66,8 +66,8 @@ class AttentionLayout:
     cache: KVCache | None = None
     write_blocks_T: Tensor | None = None
     write_offsets_T: Tensor | None = None
-    calls: list[int] = field(default_factory=list)
-    """Layers that asked, for the proof at load."""
+    calls: list[tuple[int, int | None]] = field(default_factory=list)
+    """Layers that asked, and their sliding windows, for the proof at load."""
     _masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
 
     def hidden_SRL(self, index: int, window: int | None, fold: int) -> Tensor:
@@ -277,7 +277,7 @@ def motet_attention(
             f"{name} asks its attention for {what}, which Motet does not understand; it would be wrong"
         )
     layer = int(getattr(module, "layer_idx", -1))
-    layout.calls.append(layer)
+    layout.calls.append((layer, sliding_window))
     query_THE, key_TKE, value_TKE = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     n_kv, fold = key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

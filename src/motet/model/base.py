@@ -82,7 +82,7 @@ class BaseModel:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, V]; N must be a multiple of four for exactness (see `pad_rows`)."""
-        config = self.model.config
+        config = self.model.config.get_text_config()
         logits_NV = F.linear(hidden_ND, self._head_weight, getattr(self.head, "bias", None)).float()
         scale = getattr(config, "logit_scale", None)
         if scale is not None:
@@ -129,6 +129,16 @@ def pad_rows(x_ND: Tensor) -> Tensor:
     return torch.cat([x_ND, x_ND[-1:].expand(pad, *x_ND.shape[1:])]) if pad else x_ND
 
 
+def _remove_dropout(model: nn.Module) -> None:
+    """Recomputing puts the model in training mode; dropout, as a module or as a number that a layer keeps, must stay out."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for field_name, value in vars(module).items():
+            if "drop" in field_name and isinstance(value, float):
+                setattr(module, field_name, 0.0)
+
+
 def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> BaseModel:
     """Replace the decoder's linear layers and attention; nothing else of the model changes."""
     from transformers import AttentionInterface
@@ -147,9 +157,7 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> BaseMod
         linears[full] = wrapped
     if not linears:
         raise BaseModelError(f"{name} has no nn.Linear layer in its decoder, so there is nothing to adapt")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    _remove_dropout(model)
     base = BaseModel(
         name=name,
         model=model,
@@ -163,5 +171,5 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> BaseMod
         max_positions=int(model.config.get_text_config().max_position_embeddings),
     )
     if any("experts" in path for path, _ in model.named_parameters()):
-        base.notes.append("mixture of experts: adapters train the attention layers, experts stay as they are")
+        base.notes.append("mixture of experts: routers and routed experts get no adapter, they stay as they are")
     return base

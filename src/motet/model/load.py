@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from motet.errors import BaseModelError
 from motet.model.base import BaseModel, wrap
@@ -95,7 +96,7 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=wanted, attn_implementation="eager", **options
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise BaseModelError(f"base {name!r} cannot be loaded: {reason}") from error
     if dtype == "auto" and model.dtype not in DTYPES.values():
@@ -110,6 +111,7 @@ def _limit_batch_dependent_positions(model: Any) -> str:
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     found = sorted({"longrope", "dynamic"} & {str(part.get("rope_type")) for part in parts})
     if found:
-        original = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-        config.max_position_embeddings = min(int(original), config.max_position_embeddings)
+        originals = [part.get("original_max_position_embeddings") for part in parts]
+        limits = [int(original) for original in originals if original]
+        config.max_position_embeddings = min([*limits, config.max_position_embeddings])
     return " and ".join(found)

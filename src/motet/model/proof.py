@@ -10,12 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from motet.errors import BaseModelError
 from motet.model.attention import Span, cached_layout, packed_layout, round_up
 from motet.model.base import BaseModel, pad_rows
 from motet.model.kv_cache import KVCache
+from motet.model.lora import LoraLinear
 
 LENGTHS = (9, 22)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
@@ -35,16 +37,63 @@ def prove(wrapper: Callable[[], BaseModel], model: Any, name: str, device: torch
         stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
         try:
             base = wrapper()
-            packed, calls = _packed_logits(base, sequences, block_size)
+            watch = _Watch()
+            with base.routed(watch):
+                packed, calls = _packed_logits(base, sequences, block_size)
         except (TypeError, AttributeError, RuntimeError) as error:
             raise BaseModelError(f"{name}: the model does not work with Motet's attention: {error}") from error
-        _check_calls(name, calls, int(model.config.get_text_config().num_hidden_layers))
+        _check_calls(name, [layer for layer, _ in calls], int(model.config.get_text_config().num_hidden_layers))
         _check_logits(name, packed, stock, base.dtype)
+        _leave_out(base, watch)
+        _limit_to_window(base, dict(calls))
         _check_exactness(base, sequences, packed, block_size)
     return base
 
 
-def _packed_logits(base: BaseModel, sequences: list[Tensor], block_size: int) -> tuple[list[Tensor], list[int]]:
+class _Watch:
+    """A routing that adds nothing and notes which layers see exactly the rows of the batch, as adapters need."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, set[int]] = {}
+
+    def linear(self, layer: LoraLinear, x: Tensor) -> Tensor:
+        """Apply the base to x [1, T, K] → [1, T, N]."""
+        self.rows.setdefault(layer.path, set()).add(x.shape[-2])
+        return F.linear(x, layer.weight, layer.bias)
+
+
+def _leave_out(base: BaseModel, watch: _Watch) -> None:
+    """An adapter on a layer that is passed over, or that sees other rows, would be silently idle or wrong."""
+    unfit = [path for path in base.linears if watch.rows.get(path) != {round_up(sum(LENGTHS), 4)}]
+    for path in unfit:
+        del base.linears[path]
+    if unfit:
+        names = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in unfit}))
+        base.notes.append(
+            f"{len(unfit)} layers get no adapter, because the model does not call them row by row: {names}"
+        )
+
+
+def _limit_to_window(base: BaseModel, windows: dict[int, int | None]) -> None:
+    """Some models cut attention in their mask alone (Llama 4's chunks): without the keyword, only shorter sequences are right."""
+    config = base.model.config.get_text_config()
+    limits = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    kinds = getattr(config, "layer_types", None)
+    expected = [index for index, kind in enumerate(kinds or []) if kind in ("sliding_attention", "chunked_attention")]
+    told = [window for window in windows.values() if window]
+    ignored = any(not windows.get(index) for index in expected) if kinds else not told
+    found = [int(limit) for limit in limits if limit]
+    if found and ignored and min(found) < base.max_positions:
+        base.max_positions = min(found)
+        base.notes.append(
+            f"sequences are limited to {base.max_positions} tokens, the model's attention window: its layers do not tell their "
+            "attention function of it"
+        )
+
+
+def _packed_logits(
+    base: BaseModel, sequences: list[Tensor], block_size: int
+) -> tuple[list[Tensor], list[tuple[int, int | None]]]:
     lengths = [len(sequence) for sequence in sequences]
     pad = round_up(sum(lengths), 4) - sum(lengths)
     tokens = torch.cat([*sequences, torch.zeros(pad, dtype=torch.long, device=base.device)])

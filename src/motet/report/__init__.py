@@ -1,7 +1,7 @@
 """A run as one HTML file that needs no network, made from the files in the run directory alone.
 
-    write_report(Path("runs/default"))   # runs/default/report.html, and report.svg beside it
-    curves_svg(Path("runs/default"))     # the reward and evaluation curves as a small static picture
+write_report(Path("runs/default"))   # runs/default/report.html, and report.svg beside it
+curves_svg(Path("runs/default"))     # the reward and evaluation curves as a small static picture
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def write_report(run_directory: Path) -> Path:
     """
     run = read_run(run_directory)
     picture = draw_curves(run)
-    replace(run_directory / "report.svg", picture.encode())
+    replace(run_directory / "report.svg", picture.encode("utf-8", "replace"))
     path = run_directory / "report.html"
     replace(path, page(run, picture).encode("utf-8", "replace"))
     return path

@@ -12,8 +12,8 @@ from motet.report.read import JobRecord, Line, RunRecord, Series, number, series
 COLOURS = ("#2e6be6", "#ec7000", "#14a085", "#bb2a74", "#a486d6", "#7f6a08")
 """Told apart with any colour vision (smallest OKLab distance 10 under deuteranopia and protanopia), on white and on black."""
 DASHES = ("solid", "dash", "dot", "dashdot")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "star", "hexagon", "pentagon")
-DEVICE_COLOURS = {"decode": "#2e6be6", "train": "#ec7000", "idle": "#8b919c"}
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "pentagon")
+DEVICE_COLOURS = {"decode": "#5f7ea8", "train": "#c2a15f", "idle": "#8b919c"}
 
 Kind = Literal["raw", "smooth", "line", "markers", "area"]
 _SMOOTH_FROM = 12  # points; shorter curves are drawn as they are
@@ -54,9 +54,9 @@ SMALL = (  # field of metrics.jsonl, title, note, share
     ("entropy", "Entropy", "nats per token", False),
     ("kl_base", "KL to the base", "nats per token, on steps that evaluate", False),
     ("kl_sampler", "KL to the sampler", "nats per token", False),
-    ("logprob_gap", "Logprob gap", "largest |trainer − sampler|; 0 on-policy on the embedded engine", False),
+    ("logprob_gap", "Logprob gap", "largest |trainer − sampler|", False),
     ("grad_norm", "Gradient norm", "before clipping", False),
-    ("staleness", "Staleness", "steps between the sampled version and the trained one", False),
+    ("staleness", "Staleness", "steps that sampling ran ahead", False),
 )
 _PLAIN = ("logprob_gap", "staleness")  # single values matter: not smoothed
 
@@ -72,8 +72,8 @@ def dash(index: int) -> str:
 
 
 def symbol(index: int) -> str:
-    """Its marker."""
-    return SYMBOLS[index % len(SYMBOLS)]
+    """Its marker: another one when its colour comes again."""
+    return SYMBOLS[(index + index // len(COLOURS)) % len(SYMBOLS)]
 
 
 def learning_charts(run: RunRecord) -> tuple[Chart, ...]:
@@ -105,7 +105,9 @@ def health_charts(run: RunRecord) -> tuple[Chart, ...]:
 
 def device_charts(run: RunRecord) -> tuple[Chart, ...]:
     """What the device did, by the clock. It is shared: lines of all jobs tell about one device."""
-    lines = sorted((line for job in run.jobs for line in job.timings if number(line.get("time")) is not None), key=_time)
+    lines = sorted(
+        (line for job in run.jobs for line in job.timings if number(line.get("time")) is not None), key=_time
+    )
     start = _time(lines[0]) if lines else 0.0
     decode = _over_time(lines, start, lambda line: _device(line, "decode"))
     train = _over_time(lines, start, lambda line: _device(line, "train"))
@@ -120,8 +122,8 @@ def device_charts(run: RunRecord) -> tuple[Chart, ...]:
         if _tokens(job, start)
     )
     return (
-        Chart("device", "Device time", "share of the time since the process began", areas, "minutes", share=True),
-        Chart("occupancy", "Occupancy", "how full the device’s batches were, as a share", full, "minutes", share=True),
+        Chart("device", "Device time", "share of the time so far", areas, "minutes", share=True),
+        Chart("occupancy", "Occupancy", "how full the batches were", full, "minutes", share=True),
         Chart("tokens", "Tokens", "sampled and trained so far, by job", tokens, "minutes"),
     )
 
@@ -129,7 +131,7 @@ def device_charts(run: RunRecord) -> tuple[Chart, ...]:
 def _job_curves(index: int, job: JobRecord, points: Series, *, plain: bool = False) -> list[Curve]:
     if not points:
         return []
-    if len(points.xs) < min(_SPARSE * job.done, _SMOOTH_FROM) or len(points.xs) == 1:
+    if len(points.xs) < _SPARSE * job.done or len(points.xs) == 1:
         return [Curve(job.name, index, "markers", points.thinned())]
     if plain or len(points.xs) < _SMOOTH_FROM:
         return [Curve(job.name, index, "line", points.thinned())]

@@ -137,9 +137,13 @@ def read_run(path: Path) -> RunRecord:
     Raises:
         RunError: there is none.
     """
-    found = [item for item in sorted(path.glob("*"), key=_natural) if any((item / file).is_file() for file in _JOB_FILES)]
+    found = [
+        item for item in sorted(path.glob("*"), key=_natural) if any((item / file).is_file() for file in _JOB_FILES)
+    ]
     if not found:
-        raise RunError(f"{path} has no jobs: give the directory of a run (`run:` in the job file, runs/default by default)")
+        raise RunError(
+            f"{path} has no jobs: give the directory of a run (`run:` in the job file, runs/default by default)"
+        )
     return RunRecord(path, tuple(read_job(item) for item in found))
 
 

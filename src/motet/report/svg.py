@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
+from motet.report.escape import shown
 from motet.report.figures import Chart, Curve, colour, learning_charts
 from motet.report.read import RunRecord
 
@@ -22,10 +22,8 @@ def draw_curves(run: RunRecord) -> str:
     """Two panels, reward and held-out evaluation, with one legend below."""
     legend, legend_height = _legend([job.name for job in run.jobs], _TOP + _PANEL_HEIGHT + 52)
     height = _TOP + _PANEL_HEIGHT + 42 + legend_height
-    panels = [
-        _panel(chart, _LEFT + place * (_PANEL_WIDTH + _GAP)) for place, chart in enumerate(learning_charts(run))
-    ]
-    name = escape(f"Training reward and held-out reward of {len(run.jobs)} jobs")
+    panels = [_panel(chart, _LEFT + place * (_PANEL_WIDTH + _GAP)) for place, chart in enumerate(learning_charts(run))]
+    name = shown(f"Training reward and held-out reward of {len(run.jobs)} jobs")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" '
         f'aria-label="{name}" {_FONT} font-size="12" fill="{_TEXT}"><title>{name}</title>'
@@ -41,7 +39,7 @@ def _panel(chart: Chart, left: float) -> str:
     ys = [y for curve in smooth for y in curve.points.ys]
     xs = [x for curve in smooth for x in curve.points.xs]
     parts = [
-        f'<text x="{left}" y="22" font-size="15" font-weight="600">{escape(chart.title)}</text>',
+        f'<text x="{left}" y="22" font-size="15" font-weight="600">{shown(chart.title)}</text>',
         f'<text x="{left}" y="40" font-size="11.5">by {chart.x_title}</text>',
     ]
     if not ys:
@@ -50,7 +48,7 @@ def _panel(chart: Chart, left: float) -> str:
     y_ticks = ticks(min(ys), max(ys), 5)
     x_ticks = [x for x in ticks(0, max(xs), 5) if x <= max(xs) and x == round(x)]
     low, high = y_ticks[0], y_ticks[-1]
-    right = max(max(xs), 1)
+    right = max(*xs, 1)
 
     def place(x: float, y: float) -> tuple[float, float]:
         return left + x / right * _PANEL_WIDTH, _TOP + (high - y) / (high - low) * _PANEL_HEIGHT
@@ -93,14 +91,14 @@ def _legend(names: Sequence[str], top: float) -> tuple[str, int]:
     """A row of names, broken where it is full; also its height."""
     parts, x, row = [], float(_LEFT), 0
     for job, name in enumerate(names):
-        shown = name if len(name) <= 40 else name[:26] + "…" + name[-13:]
-        width = 34 + len(shown) * _CHARACTER
+        label = name if len(name) <= 40 else name[:26] + "…" + name[-13:]
+        width = 34 + len(label) * _CHARACTER
         if x > _LEFT and x + width > _WIDTH - _RIGHT:
             x, row = float(_LEFT), row + 1
         y = top + row * _LEGEND_ROW
         parts.append(
             f'<line x1="{x:.0f}" x2="{x + 18:.0f}" y1="{y}" y2="{y}" stroke="{colour(job)}" stroke-width="3" '
-            f'stroke-linecap="round"{_dashes(job)}/><text x="{x + 25:.0f}" y="{y + 4}">{escape(shown)}</text>'
+            f'stroke-linecap="round"{_dashes(job)}/><text x="{x + 25:.0f}" y="{y + 4}">{shown(label)}</text>'
         )
         x += width + 12
     return "".join(parts), (row + 1) * _LEGEND_ROW

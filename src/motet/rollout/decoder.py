@@ -112,13 +112,13 @@ class Decoder:
         opened: list[Prompt] = []
         if not self._preempted:
             opened = self._open_prompts(reads, budget, len(resumed))
+        self._running.extend(resumed)  # before anything can fail, so that `fail_all` finds them
         if reads:
             logits_NV = self.model.logits(reads)
             self.prefills += len(reads)
             for place, prompt in enumerate(opened):
                 prompt.logits = logits_NV[len(resumed) + place : len(resumed) + place + 1].clone()
             self.model.sample(resumed, logits_NV[: len(resumed)])
-            self._running.extend(resumed)
         return [*resumed, *([] if self._preempted else self._fork())]
 
     def _rows_left(self, taken: int = 0) -> int:
@@ -163,9 +163,9 @@ class Decoder:
                 break
             self._waiting.popleft()
             self._release_prompt(prompt)
+        self._running.extend(born)
         if born:
             self.model.sample(born, torch.cat(logits))
-            self._running.extend(born)
         return born
 
     def _fork_one(self, prompt: Prompt, *, alone: bool) -> Sequence | None:

@@ -13,10 +13,10 @@ from motet.types import Chunk, FinishReason, GenerateRequest
 
 Emit = Callable[[Chunk | Exception], None]
 _TAIL = 16
-"""Tokens beyond a stop string's own length that are decoded to look for it."""
+"""Tokens beyond a stop string's own bytes that are decoded to look for it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Prompt:
     """A request's prompt: prefilled once, then shared by its completions."""
 
@@ -72,7 +72,7 @@ class Sequence:
         stops = self.prompt.request.sampling.stop
         if not stops:
             return False
-        tail = decode(self.tokens[-(_TAIL + max(len(stop) for stop in stops)) :])
+        tail = decode(self.tokens[-(_TAIL + max(len(stop.encode()) for stop in stops)) :])
         return any(stop in tail for stop in stops) and any(stop in decode(self.tokens) for stop in stops)
 
     def chunk(self, decode: Callable[[list[int]], str]) -> Chunk:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import shutil
@@ -27,6 +26,7 @@ from typing import Any
 import yaml
 
 from motet.errors import RunError
+from motet.tasks.plain_json import as_json
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -52,20 +52,9 @@ class Committed:
     """Why the job's bytes may depend on the clock or on its company; empty when they do not."""
 
 
-def _whole(value: Any) -> Any:
-    """JSON has no NaN: replace what is not finite by null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _whole(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_whole(item) for item in value]
-    return value
-
-
 def dump_line(record: Mapping[str, Any]) -> bytes:
     """One line of JSON; what is not finite becomes null."""
-    return (json.dumps(_whole(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return (json.dumps(as_json(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 class JobDirectory:

@@ -116,7 +116,7 @@ def _reply(spec: ScorerSpec) -> dict[str, Any]:
 
     from reasoning_gym.factory import DATASETS
 
-    from motet.tasks.sources import as_json
+    from motet.tasks.plain_json import as_json
 
     if spec.task not in DATASETS:
         near = difflib.get_close_matches(spec.task, DATASETS, n=3, cutoff=0.5)

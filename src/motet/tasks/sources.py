@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from motet.config import DataConfig
 from motet.errors import DataError
+from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
 
 Row = dict[str, Any]
@@ -40,23 +40,6 @@ def read_rows(config: DataConfig) -> tuple[list[Row], ScorerSpec | None]:
     if not rows:
         raise DataError(f"data.source {source!r} has no rows")
     return [{str(name): as_json(value) for name, value in row.items()} for row in rows], None
-
-
-def as_json(value: Any) -> Any:
-    """A value as JSON holds it: sequences as lists, keys as text, NaN as null, what JSON has no word for as `str`."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): as_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted((as_json(item) for item in value), key=str)
-    if hasattr(value, "tolist"):  # numpy arrays and scalars
-        return as_json(value.tolist())
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
 def _near(name: str, known: list[str]) -> str:

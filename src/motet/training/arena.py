@@ -78,7 +78,8 @@ class AdapterArena:
             **moments,
             "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu(),
         }
-        metadata = {"places": json.dumps([place.path for place in self.layout.places]), "rank": str(self.layout.rank)}
+        layout = {"places": [place.path for place in self.layout.places], "rank": self.layout.rank}
+        metadata = {"layout": json.dumps(layout)}  # one entry: safetensors writes several in random order
         save_tensors(tensors, directory / OPTIMIZER, metadata)
 
     def load_optimizer(self, directory: Path) -> None:

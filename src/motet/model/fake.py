@@ -1,0 +1,156 @@
+"""A base without torch: a table that says how likely a character follows another, and adapters that shift it.
+
+It is a real policy, only a small one: it has exact logprobs and gradients, an adapter that starts as the base (B = 0), and
+files on disk. `rollout.fake` samples from it and `training.fake` trains it, so that everything around them can be run, raced
+and interrupted in milliseconds.
+
+Legend: T tokens of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from motet import seeds
+from motet.errors import AdapterError
+from motet.types import FloatArray, IntArray
+
+Vector = NDArray[np.float64]
+
+END = 0
+"""The end-of-turn token."""
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+"""Token t > 0 is the character CHARACTERS[t − 1]."""
+VOCABULARY = len(CHARACTERS) + 1
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class FakeTokenizer:
+    """One token per character, and one that ends a turn; has what `tasks.chat` asks of a `transformers` tokenizer."""
+
+    chat_template = None
+    eos_token_id = END
+    all_special_ids = (END,)
+    added_tokens_decoder: Mapping[int, str] = {}
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Characters outside printable ASCII become a question mark."""
+        return [CHARACTERS.find(letter if letter in CHARACTERS else "?") + 1 for letter in text]
+
+    def decode(self, token_ids: Iterable[int], **_: Any) -> str:
+        """The end of a turn has no text."""
+        return "".join(CHARACTERS[token - 1] for token in token_ids if token != END)
+
+
+def _pair_logits() -> Vector:
+    """What the base thinks of each pair of characters, [V, V]; ends come often enough to keep answers short."""
+    places = np.arange(VOCABULARY * VOCABULARY, dtype=np.uint64)
+    draws = seeds.uniforms(np.full(len(places), seeds.key(0, "fake base"), np.uint64), places)
+    logits_VV = (4.0 * draws - 2.0).reshape(VOCABULARY, VOCABULARY)
+    logits_VV[:, END] = 3.0
+    return logits_VV
+
+
+_LOGITS = _pair_logits()
+
+
+@dataclass(frozen=True)
+class FakeAdapter:
+    """What shifts the base: alpha / rank · A ∘ B is added to the logits of every next character."""
+
+    rank: int
+    alpha: float
+    a: Vector  # [V] fixed, a function of the job's seed
+    b: Vector  # [V] trained, zero at first
+
+    @property
+    def shift(self) -> Vector:
+        """What is added to the logits, [V]."""
+        return self.alpha / self.rank * self.a * self.b
+
+    @classmethod
+    def fresh(cls, rank: int, alpha: float, seed: int) -> FakeAdapter:
+        """An adapter that changes nothing yet."""
+        draws = seeds.uniforms(
+            np.full(VOCABULARY, seeds.key(seed, "init"), np.uint64), np.arange(VOCABULARY, dtype=np.uint64)
+        )
+        return cls(rank, alpha, 0.5 + draws, np.zeros(VOCABULARY))
+
+
+class FakePolicy:
+    """The base with one version of an adapter (None is the base). Rows are computed once, one at a time, and kept."""
+
+    def __init__(self, adapter: FakeAdapter | None) -> None:
+        self._shift = np.zeros(VOCABULARY) if adapter is None else adapter.shift
+        self._rows: dict[tuple[int, float], Vector] = {}
+
+    def row(self, previous: int, temperature: float) -> Vector:
+        """Logprobs of what may follow a token, [V]; at temperature 0 of the unscaled logits."""
+        found = self._rows.get((previous, temperature))
+        if found is None:
+            with np.errstate(all="ignore"):  # an adapter that overflowed gives NaN, which callers look for
+                scaled = (_LOGITS[previous] + self._shift) / (temperature or 1.0)
+                scaled = scaled - scaled.max()
+                found = self._rows[previous, temperature] = scaled - np.log(np.exp(scaled).sum())
+        return found
+
+    def logprobs(self, token_ids: IntArray | Sequence[int], temperature: float = 1.0) -> FloatArray:
+        """Logprobs [T] of each token given the one before it; the first is 0."""
+        found = np.zeros(len(token_ids), np.float32)
+        for place in range(1, len(token_ids)):
+            found[place] = self.row(int(token_ids[place - 1]), temperature)[token_ids[place]]
+        return found
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write and sync; the directory exists."""
+    for name, data in files.items():
+        with (directory / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def write_adapter(directory: Path, adapter: FakeAdapter) -> None:
+    """Write an adapter under the file names of PEFT."""
+    config = {"peft_type": "LORA", "r": adapter.rank, "lora_alpha": adapter.alpha, "base_model_name_or_path": "fake"}
+    tensors = {"fake.lora_A.weight": adapter.a, "fake.lora_B.weight": adapter.b}
+    write_files(directory, {CONFIG: json.dumps(config, sort_keys=True).encode(), WEIGHTS: save(tensors)})
+
+
+def read_tensors(path: Path) -> dict[str, Vector]:
+    """Read a safetensors file.
+
+    Raises:
+        AdapterError: it is not there or damaged.
+    """
+    try:
+        return load(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path} cannot be read: {error}") from error
+
+
+def read_adapter(directory: Path) -> FakeAdapter:
+    """Read what `write_adapter` wrote.
+
+    Raises:
+        AdapterError: it is not there, damaged, or not an adapter of this base.
+    """
+    tensors = read_tensors(directory / WEIGHTS)
+    try:
+        config = json.loads((directory / CONFIG).read_text())
+        return FakeAdapter(
+            config["r"], config["lora_alpha"], tensors["fake.lora_A.weight"], tensors["fake.lora_B.weight"]
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise AdapterError(f"{directory} is not an adapter of the fake base: {error}") from error

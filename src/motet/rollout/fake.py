@@ -1,0 +1,273 @@
+"""A rollout engine without torch, for races, orders and faults: `FakeEngine`, and the `FakeSync` that publishes to it.
+
+It suspends wherever an engine across a thread or a network suspends, as often as its seeded `jitter` says: the same code under
+another seed meets another order of events, and an order that broke something can be had again. What a request gets depends on
+none of that: tokens are a function of the seed keys, the positions and the weights of the version.
+
+It is stricter than it need be. It refuses a reference that was used before and a version that goes while a request reads it,
+and it counts what came and went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+
+from motet import seeds
+from motet.errors import EngineError
+from motet.model.fake import VOCABULARY, FakeAdapter, FakePolicy, FakeTokenizer, Vector, read_adapter
+from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray, SamplingParams
+
+
+class FakeEngine:
+    """A `RolloutEngine` over the fake base.
+
+    Args:
+        capacity: completions that are sampled at a time; more of them wait their turn.
+        jitter: seed of how often, up to `max_yields` times, each suspension lets others run; None suspends exactly once.
+        max_yields: the longest suspension, in turns of the event loop.
+        seconds: also sleep so long at each suspension, for tests of clocks.
+        max_positions: the longest prompt and completion together.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int = 16,
+        jitter: int | None = None,
+        max_yields: int = 7,
+        seconds: float = 0.0,
+        max_positions: int = 4096,
+    ) -> None:
+        self.loads: Counter[AdapterRef] = Counter()
+        self.unloads: Counter[AdapterRef] = Counter()
+        self.requests: list[GenerateRequest] = []
+        """Every request that was accepted, in order."""
+        self.peak = 0
+        """Most completions that were asked for at one time."""
+        self._capacity = capacity
+        self._random = None if jitter is None else random.Random(jitter)
+        self._max_yields = max_yields
+        self._seconds = seconds
+        self._max_positions = max_positions
+        self._base = FakePolicy(None)
+        self._policies: dict[AdapterRef, FakePolicy] = {}
+        self._readers: Counter[AdapterRef] = Counter()
+        self._rows = asyncio.Semaphore(capacity)
+        self._open: dict[str, asyncio.Event] = {}
+        self._asked = 0
+
+    @property
+    def capacity(self) -> int:
+        """How many completions are worth having in flight at a time."""
+        return self._capacity
+
+    @property
+    def loaded(self) -> frozenset[AdapterRef]:
+        """The versions that answer now."""
+        return frozenset(self._policies)
+
+    def install(self, ref: AdapterRef, adapter: FakeAdapter) -> None:
+        """Make a version servable by its weights.
+
+        Raises:
+            EngineError: the reference was used before; a reference never means two sets of weights.
+        """
+        if self.loads[ref]:
+            raise EngineError(f"version {ref.version} of adapter {ref.name!r} was loaded before")
+        self.loads[ref] += 1
+        self._policies[ref] = FakePolicy(adapter)
+
+    async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
+        """Make a version servable from a directory that `FakeTrainer` wrote."""
+        await self.suspend()
+        self.install(ref, read_adapter(source))
+
+    async def unload_adapter(self, ref: AdapterRef) -> None:
+        """Let go of a version.
+
+        Raises:
+            EngineError: it is not there, or a request reads it.
+        """
+        await self.suspend()
+        self._policy(ref, "unload")
+        if self._readers[ref]:
+            raise EngineError(f"version {ref.version} of adapter {ref.name!r} is unloaded while a request reads it")
+        del self._policies[ref]
+        self.unloads[ref] += 1
+
+    async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
+        """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
+        policy = self._policy(adapter, "score")
+        await self.suspend()
+        return policy.logprobs(token_ids)
+
+    async def abort(self, request_id: str) -> None:
+        """End one request; its open completions finish with `abort` and keep their tokens."""
+        if request_id in self._open:
+            self._open[request_id].set()
+        await self.suspend()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Complete a prompt once per seed; completions end in an order of their own."""
+        where = f"request {request.id} of job {request.job!r}"
+        policy = self._policy(request.adapter, where)
+        self._refuse(request, where)
+        self.requests.append(request)
+        aborted = self._open[request.id] = asyncio.Event()
+        chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        self._hold(request, 1)
+        rows = [
+            asyncio.create_task(self._complete(policy, request, index, chunks.put_nowait, aborted))
+            for index in range(len(request.seeds))
+        ]
+        try:
+            left = len(rows)
+            while left:
+                chunk = await chunks.get()
+                left -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            for row in rows:
+                row.cancel()
+            self._hold(request, -1)
+            del self._open[request.id]
+
+    async def suspend(self) -> None:
+        """Let others run, for as long as this engine's jitter says."""
+        turns = 1 if self._random is None else self._random.randint(1, self._max_yields)
+        for _ in range(turns):
+            await asyncio.sleep(self._seconds)
+
+    def _hold(self, request: GenerateRequest, change: int) -> None:
+        self._asked += change * len(request.seeds)
+        self.peak = max(self.peak, self._asked)
+        if request.adapter is not None:
+            self._readers[request.adapter] += change
+
+    def _policy(self, ref: AdapterRef | None, what: str) -> FakePolicy:
+        if ref is None:
+            return self._base
+        if ref not in self._policies:
+            raise EngineError(f"{what}: version {ref.version} of {ref.name!r} is not loaded")
+        return self._policies[ref]
+
+    def _refuse(self, request: GenerateRequest, where: str) -> None:
+        longest = len(request.prompt_ids) + request.sampling.max_tokens
+        if len(request.prompt_ids) == 0 or not request.seeds:
+            raise EngineError(f"{where} has an empty prompt or no seeds")
+        if longest > self._max_positions:
+            raise EngineError(f"{where} needs {longest} positions of {self._max_positions}; lower sampling.max_tokens")
+        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < VOCABULARY:
+            raise EngineError(f"{where} has a token that the fake base does not know")
+
+    async def _complete(
+        self,
+        policy: FakePolicy,
+        request: GenerateRequest,
+        index: int,
+        emit: Callable[[Chunk], None],
+        aborted: asyncio.Event,
+    ) -> None:
+        """Sample one completion and emit it, whole or token by token."""
+        version = -1 if request.adapter is None else request.adapter.version
+        writing = _Writing(int(request.prompt_ids[-1]), request.sampling, version)
+        async with self._rows:
+            await self.suspend()
+            while not writing.ended:
+                if aborted.is_set():
+                    writing.end(FinishReason.ABORT)
+                else:
+                    writing.sample(policy, request.seeds[index])
+                if request.stream or writing.ended:
+                    emit(writing.take(index))
+                await self.suspend()
+
+
+class _Writing:
+    """A completion on its way."""
+
+    def __init__(self, previous: int, sampling: SamplingParams, version: int) -> None:
+        self.ended: FinishReason | None = None
+        self._sampling = sampling
+        self._version = version
+        self._previous = previous
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._taken = self._told = 0
+        self._error = ""
+
+    def end(self, reason: FinishReason) -> None:
+        """Finish without another token."""
+        self.ended = reason
+
+    def sample(self, policy: FakePolicy, key: int) -> None:
+        """Draw the next token; its random number is a function of the key and the position alone."""
+        row = policy.row(self._previous, self._sampling.temperature)
+        if not np.isfinite(row).all():
+            self.ended, self._error = FinishReason.ERROR, "the logits are not finite; lower optimizer.lr"
+            return
+        token = int(row.argmax())
+        if self._sampling.temperature > 0:
+            draw = seeds.uniforms(np.array([key], np.uint64), np.array([len(self._tokens)], np.uint64))[0]
+            cumulated = np.cumsum(_truncated(np.exp(row), self._sampling))
+            token = int(np.searchsorted(cumulated, draw * cumulated[-1], side="right"))
+        self._tokens.append(token)
+        self._logprobs.append(float(row[token]))
+        self._previous = token
+        if token in self._sampling.stop_token_ids or self._stop() is not None:
+            self.ended = FinishReason.STOP
+        elif len(self._tokens) >= self._sampling.max_tokens:
+            self.ended = FinishReason.LENGTH
+
+    def take(self, index: int) -> Chunk:
+        """The tokens that were not taken yet. Text waits for the end where a stop string could still cut it."""
+        text = self._text()
+        if self.ended is None and self._sampling.stop:
+            text = ""
+        new, told = slice(self._taken, None), self._told
+        self._taken, self._told = len(self._tokens), max(len(text), told)
+        tokens = np.array(self._tokens[new], np.int32)
+        logprobs = np.array(self._logprobs[new], np.float32)
+        versions = np.full(len(tokens), self._version, np.int32)
+        return Chunk(index, tokens, logprobs, versions, text[told:], self.ended, self._error)
+
+    def _text(self) -> str:
+        text = FakeTokenizer().decode(self._tokens)
+        return text[: self._stop()]
+
+    def _stop(self) -> int | None:
+        text = FakeTokenizer().decode(self._tokens)
+        places = [text.find(stop) for stop in self._sampling.stop]
+        return min((place for place in places if place >= 0), default=None)
+
+
+def _truncated(probabilities: Vector, sampling: SamplingParams) -> Vector:
+    """Zero where top-k, top-p or min-p leave a token out."""
+    order = np.argsort(-probabilities, kind="stable")
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    kept = (before < sampling.top_p) & (probabilities[order] >= sampling.min_p * probabilities.max())
+    kept[sampling.top_k or len(kept) :] = False
+    kept[0] = True
+    found = np.zeros_like(probabilities)
+    found[order[kept]] = probabilities[order[kept]]
+    return found
+
+
+class FakeSync:
+    """A `WeightSync` from a `FakeTrainer` to a `FakeEngine`: weights are handed over after a suspension."""
+
+    def __init__(self, engine: FakeEngine, weights: Callable[[str], FakeAdapter]) -> None:
+        self._engine = engine
+        self._weights = weights
+
+    async def publish(self, name: str, ref: AdapterRef) -> None:
+        """Make the trainer's current weights of adapter `name` servable under this reference."""
+        weights = self._weights(name)
+        await self._engine.suspend()
+        self._engine.install(ref, weights)

@@ -1,0 +1,189 @@
+"""A trainer without torch: `FakeTrainer` learns the fake base's adapters with exact policy gradients and AdamW, in numpy.
+
+Rewards really rise and a wrong sample really shows in the weights, so a test of what surrounds a trainer can compare bytes.
+It is good for pipelines, commits and resumption; nothing about a neural network can be learnt from it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save
+
+from motet.config import AdapterConfig, OptimizerConfig
+from motet.errors import AdapterError
+from motet.model.fake import (
+    VOCABULARY,
+    FakeAdapter,
+    FakePolicy,
+    Vector,
+    read_adapter,
+    read_tensors,
+    write_adapter,
+    write_files,
+)
+from motet.types import Batch, FloatArray, LossStats, OptimStats, Sample, Segment
+
+OPTIMIZER = "optimizer.safetensors"
+
+
+@dataclass
+class _Slot:
+    """One adapter and AdamW's state."""
+
+    adapter: FakeAdapter
+    optimizer: OptimizerConfig
+    gradient: Vector = field(default_factory=lambda: np.zeros(VOCABULARY))
+    first: Vector = field(default_factory=lambda: np.zeros(VOCABULARY))
+    second: Vector = field(default_factory=lambda: np.zeros(VOCABULARY))
+    count: int = 0
+
+
+class FakeTrainer:
+    """A `Trainer` over the fake base.
+
+    Args:
+        slots: adapters that fit at a time.
+        seconds: how long each forward pass blocks the device.
+    """
+
+    def __init__(self, *, slots: int = 16, seconds: float = 0.0) -> None:
+        self.slots = slots
+        self.batches: list[tuple[str, ...]] = []
+        """The adapters of every batch that was trained, one name per segment."""
+        self._seconds = seconds
+        self._slots: dict[str, _Slot] = {}
+
+    def add_adapter(self, name: str, shape: AdapterConfig, optimizer: OptimizerConfig, seed: int) -> None:
+        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
+
+        Raises:
+            AdapterError: the name is taken or no slot is free.
+        """
+        if name in self._slots or len(self._slots) >= self.slots:
+            raise AdapterError(f"adapter {name!r} is there already, or all {self.slots} slots are taken")
+        self._slots[name] = _Slot(FakeAdapter.fresh(shape.rank, shape.alpha, seed), optimizer)
+
+    def remove_adapter(self, name: str) -> None:
+        """Give the slot back."""
+        self._slot(name)
+        del self._slots[name]
+
+    def weights(self, name: str) -> FakeAdapter:
+        """The version in use; never written again once made."""
+        return self._slot(name).adapter
+
+    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
+        """Add the gradient of each segment to its adapter; one record per segment."""
+        time.sleep(self._seconds)
+        self.batches.append(tuple(segment.adapter for segment in batch.segments))
+        return tuple(self._learn(segment, self._slot(segment.adapter)) for segment in batch.segments)
+
+    def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
+        """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
+        time.sleep(self._seconds)
+        found = []
+        for segment in batch.segments:
+            policy = FakePolicy(None if base else self._slot(segment.adapter).adapter)
+            logprobs = [policy.logprobs(sample.token_ids, segment.loss.temperature) for sample in segment.samples]
+            masks = [sample.loss_mask for sample in segment.samples]
+            found.append(tuple(np.where(mask, some, np.float32(0)) for some, mask in zip(logprobs, masks, strict=True)))
+        return tuple(found)
+
+    def optim_step(self, name: str, lr: float) -> OptimStats:
+        """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
+        slot = self._slot(name)
+        gradient, slot.gradient = slot.gradient, np.zeros(VOCABULARY)
+        norm = float(np.sqrt((gradient**2).sum()))
+        if not np.isfinite(norm):
+            return OptimStats(norm, lr, skipped=True)
+        gradient = gradient * min(1.0, slot.optimizer.clip_norm / max(norm, 1e-12))
+        beta_1, beta_2 = slot.optimizer.betas
+        slot.count += 1
+        slot.first = beta_1 * slot.first + (1 - beta_1) * gradient
+        slot.second = beta_2 * slot.second + (1 - beta_2) * gradient**2
+        update = slot.first / (1 - beta_1**slot.count)
+        update = update / (np.sqrt(slot.second / (1 - beta_2**slot.count)) + slot.optimizer.eps)
+        decayed = slot.adapter.b * (1 - lr * slot.optimizer.weight_decay)
+        slot.adapter = replace(slot.adapter, b=decayed - lr * update)
+        return OptimStats(norm, lr, skipped=False)
+
+    def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        """Write the adapter under PEFT's file names, and the optimizer's state where asked; the directory exists."""
+        slot = self._slot(name)
+        write_adapter(directory, slot.adapter)
+        if optimizer:
+            state = {"first": slot.first, "second": slot.second, "count": np.array([slot.count])}
+            write_files(directory, {OPTIMIZER: save(state)})
+
+    def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        """Read what `save_adapter` wrote.
+
+        Raises:
+            AdapterError: it is not there, damaged, or of another shape.
+        """
+        slot, adapter = self._slot(name), read_adapter(directory)
+        if (adapter.rank, adapter.alpha) != (slot.adapter.rank, slot.adapter.alpha):
+            raise AdapterError(f"{directory} has rank {adapter.rank} and alpha {adapter.alpha:g}; set adapter to these")
+        slot.adapter = adapter
+        if optimizer:
+            state = read_tensors(directory / OPTIMIZER)
+            slot.first, slot.second, slot.count = state["first"], state["second"], int(state["count"][0])
+
+    def _slot(self, name: str) -> _Slot:
+        if name not in self._slots:
+            raise AdapterError(
+                f"there is no adapter {name!r} in the trainer; there are: {', '.join(self._slots) or 'none'}"
+            )
+        return self._slots[name]
+
+    def _learn(self, segment: Segment, slot: _Slot) -> LossStats:
+        """The unclipped surrogate −A · ratio, and the k3 penalty to the base where there is one."""
+        policy, total = FakePolicy(slot.adapter), LossStats()
+        scale = slot.adapter.alpha / slot.adapter.rank * slot.adapter.a
+        weights = segment.sample_weights
+        for index, sample in enumerate(segment.samples):
+            weight = 1.0 if weights is None else float(weights[index])
+            with np.errstate(all="ignore"):  # what overflows shows in the gradient's norm
+                stats, gradient = _sample_gradient(policy, segment, sample, weight / segment.denominator)
+                slot.gradient = slot.gradient + scale * gradient
+            total = total + stats
+        return total
+
+
+def _sample_gradient(policy: FakePolicy, segment: Segment, sample: Sample, weight: float) -> tuple[LossStats, Vector]:
+    """Statistics of one sample, and the gradient [V] of its weighted loss by the logit shift."""
+    temperature, coef = segment.loss.temperature, segment.loss.kl_coef
+    places = np.flatnonzero(sample.loss_mask)
+    logprobs = policy.logprobs(sample.token_ids, temperature)[places].astype(np.float64)
+    advantages, sampler = sample.advantages[places].astype(np.float64), sample.logprobs[places].astype(np.float64)
+    ratios = np.exp(logprobs - sampler)
+    losses, slopes = -advantages * ratios, -advantages * ratios
+    kl_base, kl_tokens = 0.0, 0
+    if sample.reference_logprobs is not None:
+        gap = sample.reference_logprobs[places].astype(np.float64) - logprobs
+        k3 = np.exp(gap) - gap - 1
+        kl_base, kl_tokens = float(k3.sum()), len(places)
+        losses, slopes = losses + coef * k3, slopes + coef * (1 - np.exp(gap))
+    gradient, entropy = np.zeros(VOCABULARY), 0.0
+    for place, slope in zip(places, slopes, strict=True):
+        row = policy.row(int(sample.token_ids[place - 1]), temperature)
+        probabilities = np.exp(row)
+        entropy -= float((probabilities * row).sum())
+        gradient -= slope * probabilities
+        gradient[sample.token_ids[place]] += slope
+    stats = LossStats(
+        tokens=len(places),
+        loss=float(losses.sum()) * weight,
+        entropy=entropy,
+        ratio=float(ratios.sum()),
+        ratio_max=float(ratios.max(initial=0.0)),
+        kl_sampler=float((ratios - 1 - (logprobs - sampler)).sum()),
+        kl_base=kl_base,
+        kl_base_tokens=kl_tokens,
+        logprob_gap=float(np.abs(logprobs - sampler).max(initial=0.0)),
+    )
+    return stats, gradient * weight / temperature

@@ -1,0 +1,214 @@
+"""A run of the real pipeline on the fakes: no torch, and no processes unless a test asks for the real reward pool.
+
+run = run_jobs(tmp_path, [job("a"), job("b")])
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from motet.algorithms import presets
+from motet.config import JobConfig, RewardConfig
+from motet.device import Device
+from motet.jobfile import merge
+from motet.model.fake import END, FakeTokenizer
+from motet.rollout.fake import FakeEngine, FakeSync
+from motet.runtime.job import Job, Services
+from motet.runtime.learner import Learner
+from motet.runtime.pipeline import Pipeline
+from motet.runtime.progress import JobProgress
+from motet.runtime.rundir import RunDirectory
+from motet.runtime.scheduler import FairScheduler
+from motet.tasks.chat import Chat
+from motet.tasks.dataset import Dataset
+from motet.tasks.reasoning import ScorerSpec
+from motet.tasks.reward_pool import RewardPool, Scored
+from motet.training.fake import FakeTrainer
+from motet.types import JobState, Message, Problem
+
+
+def vowels(problem: Problem, completion: str) -> float:
+    """The default reward: the share of vowels and a little for length; it differs nearly always."""
+    return sum(letter in "aeiou" for letter in completion) / (1 + len(completion)) + 0.001 * len(completion)
+
+
+def job(name: str, **fields: Any) -> JobConfig:
+    """A small job; tables given are merged into these."""
+    tree = {
+        "name": name,
+        "data": "in memory",
+        "reward": vowels,
+        "adapter": {"rank": 4, "alpha": 8.0},
+        "sampling": {"max_tokens": 6},
+        "algorithm": {"group_size": 4, "groups_per_step": 3},
+        "optimizer": {"lr": 0.05},
+        "steps": 4,
+        "eval": {"every": 2},
+        "seed": sum(map(ord, name)),
+    }
+    return JobConfig.model_validate(merge(tree, fields))
+
+
+def problems(n: int, first: int = 0) -> tuple[Problem, ...]:
+    """Problems whose answer is a letter."""
+    return tuple(
+        Problem(first + i, (Message("user", f"letter {first + i}? "),), chr(97 + (first + i) % 26)) for i in range(n)
+    )
+
+
+class InlineRewards(RewardPool):
+    """Calls reward functions in this process, after a suspension: the pool without its processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rewards: dict[str, Sequence[RewardConfig]] = {}
+
+    async def register(
+        self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None
+    ) -> None:
+        await asyncio.sleep(0)
+        self._rewards[job] = rewards
+
+    async def unregister(self, job: str) -> None:
+        await asyncio.sleep(0)
+        self._rewards.pop(job, None)
+
+    async def score(self, job: str, problem: Problem, completions: Sequence[str]) -> list[Scored]:
+        scored = []
+        for completion in completions:
+            await asyncio.sleep(0)
+            try:
+                parts = {reward.name: float(reward.function(problem, completion)) for reward in self._rewards[job]}
+                scored.append(Scored(sum(parts.values()), parts))
+            except ValueError as error:
+                scored.append(Scored(float("nan"), {}, f"raised {error}"))
+        return scored
+
+
+@dataclass
+class FakeRun:
+    """Everything of one run, for tests that look inside."""
+
+    pipeline: Pipeline
+    jobs: Mapping[str, Job]
+    services: Services
+    engine: FakeEngine
+    trainer: FakeTrainer
+
+    def state(self, name: str) -> JobState:
+        return self.jobs[name].state
+
+
+@dataclass
+class Setting:
+    """What differs between runs without being allowed to matter, and the faulty parts that tests plant."""
+
+    slots: int = 8
+    capacity: int = 12
+    jitter: int | None = 0
+    train_tokens: int = 256
+    micro_batch_tokens: int = 64
+    tolerance: float = 0.0
+    holdout: int = 4
+    engine: Callable[..., FakeEngine] = FakeEngine
+    sync: Callable[..., FakeSync] = FakeSync
+    trainer: Callable[..., FakeTrainer] = FakeTrainer
+    rewards: Callable[[], RewardPool] = InlineRewards
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+
+Script = Callable[[FakeRun], Awaitable[None]]
+"""What happens while a run goes on."""
+
+
+def make_job(config: JobConfig, directory: RunDirectory, setting: Setting) -> Job:
+    """A job over problems in memory, its directory opened."""
+    rate = config.optimizer.lr
+    assert not isinstance(rate, str)
+    made = Job(
+        config=config,
+        algorithm=presets.resolve(config.algorithm),
+        data=Dataset(problems(20), problems(setting.holdout, first=100), None),
+        chat=Chat(FakeTokenizer(), chat_template=False),
+        directory=directory.job(config.name),
+        base_rate=rate,
+        stop_token_ids=(END,),
+        progress=JobProgress(config.name, config.steps),
+    )
+    made.directory.open({"job": config.model_dump(mode="json"), **setting.identity})
+    return made
+
+
+async def _run(
+    directory: RunDirectory, configs: Sequence[JobConfig], setting: Setting, script: Script | None
+) -> FakeRun:
+    device = Device()
+    engine = setting.engine(capacity=setting.capacity, jitter=setting.jitter)
+    trainer = setting.trainer(slots=setting.slots)
+    scheduler = FairScheduler(engine.capacity)
+    services = Services(
+        engine=engine,
+        trainer=trainer,
+        sync=setting.sync(engine, trainer.weights),
+        device=device,
+        scheduler=scheduler,
+        learner=Learner(trainer, device, setting.train_tokens, scheduler.consumed),
+        rewards=setting.rewards(),
+        micro_batch_tokens=setting.micro_batch_tokens,
+        probe_tolerance=setting.tolerance,
+        engine_suffix=f"{directory.run_id}.{directory.attempt}",
+    )
+    made = [make_job(config, directory, setting) for config in configs]
+    run = FakeRun(Pipeline(made, services, setting.slots), {one.name: one for one in made}, services, engine, trainer)
+    acting = asyncio.create_task(_act(run, script))
+    try:
+        async with asyncio.timeout(60):
+            await run.pipeline.run()
+            await acting
+    finally:
+        acting.cancel()
+        await asyncio.gather(acting, return_exceptions=True)
+        await services.rewards.close()
+        device.close()
+    return run
+
+
+async def _act(run: FakeRun, script: Script | None) -> None:
+    try:
+        if script is not None:
+            await script(run)
+    except BaseException:  # the test has failed: do not wait for jobs that it meant to end
+        run.pipeline.stop()
+        raise
+
+
+def run_jobs(
+    path: Path, configs: Sequence[JobConfig], setting: Setting | None = None, script: Script | None = None
+) -> FakeRun:
+    """Run jobs to their end in a run directory; a second call on the same path goes on."""
+    directory = RunDirectory(path)
+    try:
+        return asyncio.run(_run(directory, configs, setting or Setting(), script))
+    finally:
+        directory.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something to become true."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.0005)
+
+
+def metrics(path: Path, name: str) -> bytes:
+    """A job's metrics.jsonl."""
+    return (path / name / "metrics.jsonl").read_bytes()
+
+
+def weights(path: Path, name: str, version: int) -> bytes:
+    """The bytes of one version."""
+    return (path / name / "versions" / f"v{version}" / "adapter_model.safetensors").read_bytes()

@@ -1,0 +1,240 @@
+"""Any architecture is proved or refused: what loads computes what transformers computes, and rows keep to themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests import tiny_models as tiny
+from torch import nn
+from transformers import AttentionInterface
+
+from motet.errors import BaseModelError
+from motet.model.attention import motet_attention
+from motet.model.base import BaseModel, wrap
+from motet.model.load import load_base
+from motet.model.proof import TOLERANCE, prove
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MOE = ("mixtral", "qwen2_moe")
+
+
+@torch.no_grad()
+def assert_equals_stock(name: str, base: BaseModel, lengths: tuple[int, ...], share: float = 1.0) -> None:
+    sequences = [tiny.tokens(length) for length in lengths]
+    model = tiny.stock(name, base.dtype)
+    stock = [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in sequences]
+    ours = tiny.packed_logits(base, [(None, ids) for ids in sequences])
+    largest = max(float(logits.abs().max()) for logits in stock)
+    gaps_T = (torch.cat(ours) - torch.cat(stock)).abs().amax(-1)
+    near = float((gaps_T <= TOLERANCE[base.dtype] * largest).float().mean())
+    assert near >= share, f"{near:.2%} of the rows are near, the largest gap is {gaps_T.max():.3g} of {largest:.3g}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", tiny.DENSE)
+def test_architecture_loads_exact_and_equals_stock(name, dtype):
+    base = tiny.base(name, dtype)
+    assert (base.dtype, base.exact, base.notes) == (DTYPES[dtype], True, [])
+    assert_equals_stock(name, base, tiny.LENGTHS)  # sequences beyond the window and over several blocks
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", tiny.DENSE)
+def test_packed_equals_solo_equals_decoded_bitwise(name, dtype):
+    base = tiny.base(name, dtype)
+    sequences = [tiny.tokens(length) for length in tiny.LENGTHS]
+    packed = tiny.packed_logits(base, [(None, ids) for ids in sequences])
+    for ids, logits in zip(sequences, packed, strict=True):
+        assert torch.equal(tiny.packed_logits(base, [(None, ids)])[0], logits)
+    assert torch.equal(tiny.decoded_logits(base, sequences[0], prompt=19), packed[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MOE)
+def test_experts_get_no_adapter_and_exactness_is_told(name, dtype):
+    base = tiny.base(name, dtype)
+    # In bf16 the rounding of a router's logits may send a row to another expert.
+    assert_equals_stock(name, base, tiny.LENGTHS, share=1.0 if dtype == "float32" else 0.9)
+    assert "routed experts get no adapter" in base.notes[0]
+    assert not any({"experts", "gate", "shared_expert_gate"} & set(path.split(".")) for path in base.linears)
+    assert base.exact == (not any("not bit-exact" in note for note in base.notes))
+    sequences = [tiny.tokens(length) for length in tiny.LENGTHS]
+    packed = tiny.packed_logits(base, [(None, ids) for ids in sequences])
+    solo = [tiny.packed_logits(base, [(None, ids)])[0] for ids in sequences]
+    if base.exact:
+        assert all(torch.equal(a, b) for a, b in zip(packed, solo, strict=True))
+
+
+class CountingRouting:
+    """Adds one to the output of every adaptable layer and counts its rows."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, int] = {}
+
+    def linear(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        self.rows[layer.path] = x.shape[1]
+        return nn.functional.linear(x, layer.weight, layer.bias)
+
+
+@pytest.mark.parametrize("name", [*tiny.DENSE, *MOE])
+def test_every_adaptable_layer_is_reached(name):
+    """OPT and shared experts flatten the batch before their layers: an adapter there must not be silently idle."""
+    base, counting = tiny.base(name), CountingRouting()
+    tiny.packed_logits(base, [(None, tiny.tokens(12))], counting)
+    assert counting.rows == dict.fromkeys(base.linears, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bloom", r"layers \[0, 1\] of 2 do not call their attention exactly once"),
+        ("mamba", r"layers \[0, 1\] of 2 do not call their attention exactly once"),
+        ("qwen3_next", r"layers \[0, 1, 2\] of 4 do not call their attention exactly once \(linear attention"),
+        ("gpt2", "has no nn.Linear layer"),
+        ("gpt_oss", "asks its attention for s_aux, which Motet does not understand"),
+    ],
+)
+def test_architecture_is_refused_with_the_reason(name, message):
+    with pytest.raises(BaseModelError, match=message):
+        tiny.load(name)
+
+
+@pytest.mark.parametrize(("name", "limit", "word"), [("llama_dynamic", 256, "dynamic"), ("phi3_longrope", 64, "longrope")])
+def test_batch_dependent_positions_are_limited(name, limit, word):
+    base = tiny.load(name)
+    assert base.max_positions == limit
+    assert any(f"limited to {limit} tokens" in note and word in note for note in base.notes)
+    assert_equals_stock(name, base, (60, 9))
+
+
+def test_window_that_attention_is_not_told_of_limits_length():
+    """Qwen2-MoE cuts its window in the mask alone: beyond 32 tokens our attention would see too much."""
+    base = tiny.load("qwen2_moe_windowed")
+    assert base.max_positions == 32
+    assert any("limited to 32 tokens" in note for note in base.notes)
+    assert_equals_stock("qwen2_moe_windowed", base, (32, 9))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/nowhere/model", "there is no directory /nowhere/model"),
+        ("./missing", "there is no directory missing"),
+        ("/nowhere/model.gguf", r"there is no file /nowhere/model\.gguf"),
+        ("not-on-any-hub/model", "'not-on-any-hub/model' cannot be loaded"),
+    ],
+)
+def test_base_that_is_not_there(name, message):
+    with pytest.raises(BaseModelError, match=message):
+        load_base(name, device="cpu")
+
+
+def test_directory_without_config(tmp_path: Path):
+    with pytest.raises(BaseModelError, match=r"has no config\.json"):
+        load_base(str(tmp_path), device="cpu")
+
+
+def test_damaged_weights(tmp_path: Path):
+    for file in tiny.directory("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(BaseModelError, match="cannot be loaded"):
+        load_base(str(tmp_path), device="cpu")
+
+
+@pytest.mark.skipif("torch.cuda.is_available()", reason="there is a CUDA device")
+def test_cuda_without_cuda():
+    with pytest.raises(BaseModelError, match="torch sees no CUDA device; use `cpu` or `auto`"):
+        load_base("small", device="cuda")
+
+
+# --- the proof refuses what is wrong ----------------------------------------------------------------------------------
+
+
+def attention_with_fault(fault: str) -> Any:
+    """Motet's attention function with one mistake."""
+
+    def wrong(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, None]:
+        if fault == "window":
+            options["sliding_window"] = None
+        if fault == "softcap":
+            options["softcap"] = None
+        output, nothing = motet_attention(module, query, key, value, mask, **options)
+        if fault.startswith("leak"):  # what an additive mask does: a little of every row reaches every other
+            output = output + float(fault.split()[1]) * value.mean()
+        return output, nothing
+
+    return wrong
+
+
+def prove_with(name: str, wrapper: Any) -> BaseModel:
+    model = tiny.stock(name).requires_grad_(False)
+    device = torch.device("cpu")
+    return prove(lambda: wrapper(wrap(name, model, None, device)), model, name, device, tiny.BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [(name, "window") for name in tiny.WINDOWED] + [("gemma2", "softcap"), ("llama", "leak 1e-1"), ("qwen3", "leak 1e-1")],
+)
+def test_proof_refuses_wrong_attention(name, fault):
+    def wrapper(base: BaseModel) -> BaseModel:
+        AttentionInterface.register("motet_wrong", attention_with_fault(fault))
+        base.model.set_attn_implementation("motet_wrong")
+        return base
+
+    with pytest.raises(BaseModelError, match="logits differ from transformers' own"):
+        prove_with(name, wrapper)
+
+
+def test_leak_below_the_tolerance_costs_exactness():
+    def wrapper(base: BaseModel) -> BaseModel:
+        AttentionInterface.register("motet_wrong", attention_with_fault("leak 1e-5"))
+        base.model.set_attn_implementation("motet_wrong")
+        return base
+
+    base = prove_with("llama", wrapper)
+    assert not base.exact
+    assert "sequences packed together differ from each alone" in base.notes[0]
+
+
+class WithoutFinalCap(BaseModel):
+    """A base that forgets the model's final soft-cap."""
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden_ND, self.head.weight).float()  # type: ignore[arg-type]
+
+
+def test_proof_refuses_a_forgotten_final_cap():
+    with pytest.raises(BaseModelError, match="logits differ from transformers' own"):
+        prove_with("gemma2", lambda base: WithoutFinalCap(**vars(base)))
+
+
+def test_proof_accepts_what_is_right():
+    assert prove_with("gemma2", lambda base: base).exact
+
+
+def test_layers_that_see_other_rows_get_no_adapter():
+    class OneByOne(nn.Module):
+        """Calls a layer for one row at a time, as a router sends rows to experts."""
+
+        def __init__(self, linear: nn.Module) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.linear(row[None]) for row in x[0]])[None]
+
+    def wrapper(base: BaseModel) -> BaseModel:
+        layer = base.decoder.get_submodule("layers.1.mlp")
+        layer.down_proj = OneByOne(layer.down_proj)
+        return base
+
+    base = prove_with("llama", wrapper)
+    assert "model.layers.1.mlp.down_proj" not in base.linears
+    assert "model.layers.0.mlp.down_proj" in base.linears
+    assert any("1 layers get no adapter" in note and "down_proj" in note for note in base.notes)

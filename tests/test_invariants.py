@@ -1,0 +1,255 @@
+"""The invariants of the house, on real bases: each test is named after the one it guards.
+
+`docs/testing.md` lists the fault that was planted to see each of them red; `make faults` plants them again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from motet.config import EngineConfig, RunConfig
+from motet.jobfile import validate
+from motet.launch import RunResult, load, run_on
+from motet.types import JobState
+
+BASES = [
+    pytest.param(("small", "float32"), id="small-fp32"),
+    pytest.param(("small", "bfloat16"), id="small-bf16"),
+    pytest.param(("smollm2", "bfloat16"), id="smollm2-bf16", marks=pytest.mark.smollm2),
+    pytest.param(("smollm2", "float32"), id="smollm2-fp32", marks=pytest.mark.smollm2),
+]
+STEPS = 3
+
+REWARDS = """
+import itertools
+
+def contains(problem, completion):
+    return float(problem.answer in completion)
+
+def raises(problem, completion):
+    raise RuntimeError("the tenant's own mistake")
+
+def floods(problem, completion):
+    return float(len(bytearray(8 << 30)))
+
+def vowels(problem, completion):
+    return sum(letter in "aeiou" for letter in completion) / 8
+
+def digits(problem, completion):
+    return sum(letter.isdigit() for letter in completion) / 8
+"""
+
+
+@pytest.fixture(scope="module", params=BASES)
+def base(request: pytest.FixtureRequest) -> Any:
+    name, dtype = request.param
+    if name == "smollm2":
+        request.getfixturevalue("smollm2_dir")
+    return load(name, EngineConfig(dtype=dtype, threads=1))
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def job(name: str, rewards: Path, **fields: Any) -> dict[str, Any]:
+    """A small job; fields replace its own."""
+    return {
+        "name": name,
+        "data": {"source": "toy:add", "size": 64, "holdout": 2},
+        "reward": f"{rewards}:digits",
+        "steps": STEPS,
+        "adapter": {"rank": 4},
+        "optimizer": {"lr": 0.01},
+        "sampling": {"max_tokens": 7},
+        "algorithm": {"group_size": 4, "groups_per_step": 2},
+        "eval": {"every": 0},
+        "checkpoint": {"keep": 100},
+        **fields,
+    }
+
+
+def config(directory: Path, jobs: list[dict[str, Any]], **engine: Any) -> RunConfig:
+    """A run of these jobs with small budgets."""
+    settings = {"micro_batch_tokens": 128, "train_tokens": 256, "block_size": 16, "max_rows": 16, **engine}
+    return validate({"base": "small", "run": str(directory), "engine": settings, "jobs": jobs}, "test")
+
+
+def run(base: Any, directory: Path, jobs: list[dict[str, Any]], **engine: Any) -> RunResult:
+    """Run jobs on a loaded base; the label `small` in the configuration is not looked at again."""
+    return run_on(base, config(directory, jobs, **engine))
+
+
+def fingerprint(directory: Path) -> dict[str, str]:
+    """sha256 of everything of a job that must not depend on company: weights, moments, tokens, metrics."""
+    files = [*directory.glob("versions/*/*"), *directory.glob("state/*/optimizer.safetensors")]
+    files += [directory / "metrics.jsonl", *directory.glob("rollouts/*.jsonl")]
+    return {str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def overflowing_adapter(base: Any, result: RunResult, directory: Path) -> Path:
+    """A PEFT directory whose update is so large that activations overflow: made from a trained one."""
+    source = next(iter(result.jobs.values())).adapter
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text((source / "adapter_config.json").read_text())
+    tensors = {
+        name: torch.full_like(tensor, 1e30) for name, tensor in load_file(source / "adapter_model.safetensors").items()
+    }
+    save_file(tensors, directory / "adapter_model.safetensors")
+    return directory
+
+
+def test_isolation(base: Any, tmp_path: Path, rewards: Path) -> None:
+    """1 and 6: alone or beside jobs of other shapes, one that overflows, one that fails, one that is cancelled: same bytes."""
+    mine = job("mine", rewards, data={"source": "toy:largest", "size": 64, "holdout": 2})
+    alone = run(base, tmp_path / "alone", [mine])
+    assert alone.ok, alone
+    broken = overflowing_adapter(base, alone, tmp_path / "overflow")
+    company = [
+        job(
+            "long",
+            rewards,
+            adapter={"rank": 16, "alpha": 8},
+            sampling={"max_tokens": 23},
+            algorithm={"type": "dr_grpo"},
+        ),
+        job("nan", rewards, adapter={"rank": 4, "init": str(broken)}),
+        job("raises", rewards, reward=f"{rewards}:raises"),
+        job("floods", rewards, reward=[{"name": f"{rewards}:floods", "memory_mb": 256}]),
+        mine,
+        job("gspo", rewards, adapter={"rank": 8, "target_modules": ["q_proj", "v_proj"]}, algorithm={"type": "gspo"}),
+        job("cancelled", rewards, steps=50),
+    ]
+    directory = tmp_path / "together"
+
+    def observe(progress: Any) -> None:
+        for item in progress:
+            if item.name == "cancelled" and item.state is JobState.RUNNING and item.step >= 1:
+                (directory / "cancelled" / "control").write_text("cancel")
+
+    together = run_on(base, config(directory, company), observe=observe)
+    states = {name: result.state for name, result in together.jobs.items()}
+    assert states["mine"] is JobState.SUCCEEDED, together.jobs["mine"].message
+    assert states["nan"] is states["raises"] is states["floods"] is JobState.FAILED, states
+    assert "not finite" in together.jobs["nan"].message
+    assert "the tenant's own mistake" in together.jobs["raises"].message
+    assert states["long"] is states["gspo"] is JobState.SUCCEEDED
+    assert states["cancelled"] in (JobState.CANCELLED, JobState.SUCCEEDED)
+    assert fingerprint(tmp_path / "together" / "mine") == fingerprint(tmp_path / "alone" / "mine")
+    assert (tmp_path / "alone" / "mine" / "versions" / f"v{STEPS}").is_dir()
+
+
+def test_on_policy(base: Any, tmp_path: Path, rewards: Path) -> None:
+    """2: trainer and sampler logprobs of one version are equal, at any temperature and rank, in company."""
+    jobs = [
+        job("plain", rewards),
+        job("warm", rewards, sampling={"max_tokens": 19, "temperature": 0.7}, adapter={"rank": 8, "alpha": 24}),
+    ]
+    result = run(base, tmp_path / "run", jobs)
+    assert result.ok, result
+    for name in ("plain", "warm"):
+        steps = [line for line in metrics(tmp_path / "run" / name) if "loss" in line]
+        assert sum(line["tokens"] for line in steps) > 0
+        assert [line["logprob_gap"] for line in steps] == [0.0] * STEPS
+        assert [line["ratio_max"] for line in steps] == [1.0] * STEPS
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_staleness_and_honest_versions(base: Any, tmp_path: Path, rewards: Path, lag: int) -> None:
+    """3 and 4: step s samples from exactly max(0, s − k), reproducibly, whatever the company."""
+    lagging = job(
+        "lagging", rewards, steps=5, algorithm={"group_size": 4, "groups_per_step": 2, "max_off_policy_steps": lag}
+    )
+    result = run(base, tmp_path / "alone", [lagging])
+    assert result.ok, result
+    lines = [line for line in metrics(tmp_path / "alone" / "lagging") if "loss" in line]
+    assert [line["version"] for line in lines] == [max(0, step - lag) for step in range(5)]
+    assert [line["staleness"] for line in lines] == [min(step, lag) for step in range(5)]
+    again = run(base, tmp_path / "company", [job("other", rewards, adapter={"rank": 8}), lagging])
+    assert again.ok
+    assert fingerprint(tmp_path / "alone" / "lagging") == fingerprint(tmp_path / "company" / "lagging")
+
+
+def test_opposite_rewards_all_learn(tmp_path: Path, rewards: Path) -> None:
+    """Four jobs that pull in different directions on one base all get their way."""
+    wanted = {
+        "digits": f"{rewards}:digits",
+        "vowels": f"{rewards}:vowels",
+        "short": [{"name": "length", "args": {"target": 1}}],
+        "long": [{"name": "regex", "args": {"pattern": r"(\w+\W+){4,}"}}],
+    }
+    small = load("small", EngineConfig(threads=1))
+    jobs = [
+        job(
+            name,
+            rewards,
+            reward=reward,
+            steps=15,
+            optimizer={"lr": 0.003},
+            sampling={"max_tokens": 16},
+            algorithm={"group_size": 8, "groups_per_step": 4},
+            adapter={"rank": 8},
+        )
+        for name, reward in wanted.items()
+    ]
+    result = run(small, tmp_path / "run", jobs, max_rows=64, block_size=64, micro_batch_tokens=1024, train_tokens=2048)
+    assert result.ok, result
+    for name, outcome in result.jobs.items():
+        before, after = sum(outcome.rewards[:3]) / 3, sum(outcome.rewards[-3:]) / 3
+        assert after > before + 0.1, (name, outcome.rewards)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.test_invariants import config, job
+from motet.launch import run_config
+rewards = Path(sys.argv[2])
+jobs = [job("one", rewards, steps=6), job("two", rewards, steps=6, adapter={"rank": 8},
+        algorithm={"group_size": 4, "groups_per_step": 2, "max_off_policy_steps": 1})]
+result = run_config(config(Path(sys.argv[1]), jobs, threads=1, dtype="float32"))
+sys.exit(0 if result.ok else 1)
+"""
+
+
+def start(directory: Path, rewards: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(directory), str(rewards)], env=environment)
+
+
+def test_nothing_is_lost_on_a_real_base(tmp_path: Path, rewards: Path) -> None:
+    """5: killed with -9 again and again, the same command ends with the bytes of a run that nobody disturbed."""
+    whole = start(tmp_path / "whole", rewards)
+    assert whole.wait(300) == 0
+    broken = tmp_path / "broken"
+    for step in (1, 3, 5):
+        process = start(broken, rewards)
+        deadline = time.monotonic() + 120
+        while not (broken / "one" / "state" / str(step)).exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert start(broken, rewards).wait(300) == 0
+    for name in ("one", "two"):
+        kept, expected = fingerprint(broken / name), fingerprint(tmp_path / "whole" / name)
+        assert kept == expected, [key for key in expected if kept.get(key) != expected[key]]
