@@ -61,6 +61,10 @@ format: $(VENV)/.installed-dev  ## format, and fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+.PHONY: faults
+faults: $(VENV)/.installed-dev  ## plant each known fault in a copy and see its test turn red (a few minutes)
+	$(BIN)/python scripts/plant_faults.py --write
+
 .PHONY: gpu-check
 gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no CUDA device here" >&2; exit 1; }

@@ -102,7 +102,9 @@ def test_architecture_is_refused_with_the_reason(name, message):
         tiny.load(name)
 
 
-@pytest.mark.parametrize(("name", "limit", "word"), [("llama_dynamic", 256, "dynamic"), ("phi3_longrope", 64, "longrope")])
+@pytest.mark.parametrize(
+    ("name", "limit", "word"), [("llama_dynamic", 256, "dynamic"), ("phi3_longrope", 64, "longrope")]
+)
 def test_batch_dependent_positions_are_limited(name, limit, word):
     base = tiny.load(name)
     assert base.max_positions == limit
@@ -179,7 +181,8 @@ def prove_with(name: str, wrapper: Any) -> BaseModel:
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [(name, "window") for name in tiny.WINDOWED] + [("gemma2", "softcap"), ("llama", "leak 1e-1"), ("qwen3", "leak 1e-1")],
+    [(name, "window") for name in tiny.WINDOWED]
+    + [("gemma2", "softcap"), ("llama", "leak 1e-1"), ("qwen3", "leak 1e-1")],
 )
 def test_proof_refuses_wrong_attention(name, fault):
     def wrapper(base: BaseModel) -> BaseModel:

@@ -163,9 +163,7 @@ def base(name: str, dtype: str = "float32") -> BaseModel:
 
 def stock(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """The same model as transformers loads it, with its own eager attention."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory(name), dtype=dtype, attn_implementation="eager"
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory(name), dtype=dtype, attn_implementation="eager")
     return model.eval()
 
 

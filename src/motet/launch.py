@@ -107,7 +107,7 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need]) -> Wor
     from motet.training.torch_trainer import TorchTrainer
 
     per_token = budgets.kv_bytes_per_token(base.model.config.get_text_config(), base.dtype.itemsize)
-    memory = int(budgets.available_memory() * config.kv_memory_fraction)
+    memory = int(_free_memory(base.device) * config.kv_memory_fraction)
     tokens = config.kv_tokens or budgets.kv_tokens(needs, config.max_rows, config.block_size, per_token, memory)
     device = Device()
     engine = EmbeddedEngine(
@@ -120,6 +120,12 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need]) -> Wor
     )
     trainer = TorchTrainer(base, block_size=config.block_size, slots=config.slots, recompute=config.recompute)
     return Workshop(base, device, engine, trainer, SameTensors(engine, trainer.weights), config, list(base.notes))
+
+
+def _free_memory(device: Any) -> int:
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else budgets.available_memory()
 
 
 def prepare(config: JobConfig, base: Any, directory: RunDirectory) -> tuple[Job, budgets.Need]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,13 @@ _REFUSED = {
     "corda_config": "CorDA",
     "eva_config": "EVA",
     "arrow_config": "Arrow",
+    "use_bdlora": "BD-LoRA",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
 }
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+"""Values of `init_lora_weights` with which `peft` also alters the base: the adapter means nothing without that."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,8 @@ def write_adapter(
     for path, (a, b) in layout.views(flat.detach().float().cpu()).items():
         tensors[f"{_PREFIX}{path}.lora_A.weight"] = a.t().contiguous()
         tensors[f"{_PREFIX}{path}.lora_B.weight"] = b.t().contiguous()
+    if target_modules == "all-linear":
+        target_modules = sorted({place.path.rsplit(".", 1)[-1] for place in layout.places})
     config = {
         "base_model_name_or_path": base.model.config.name_or_path or base.name,
         "bias": "none",
@@ -71,9 +80,7 @@ def write_adapter(
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": layout.rank,
-        "target_modules": sorted({place.path.rsplit(".", 1)[-1] for place in layout.places})
-        if target_modules == "all-linear"
-        else target_modules,
+        "target_modules": [target_modules] if isinstance(target_modules, str) else target_modules,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
@@ -118,9 +125,11 @@ def read_adapter(directory: Path) -> PeftAdapter:
         kind = " (a pickle is not read; save it as safetensors)" if (directory / "adapter_model.bin").exists() else ""
         raise AdapterError(f"{directory} has no {WEIGHTS}{kind}")
     try:
-        config: dict[str, Any] = json.loads(config_file.read_text())
+        config: Any = json.loads(config_file.read_text())
     except ValueError as error:
         raise AdapterError(f"{config_file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{config_file} is not a JSON object")
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{directory} is a {config.get('peft_type')} adapter; Motet trains plain LoRA")
     for field, kind in _REFUSED.items():
@@ -128,13 +137,19 @@ def read_adapter(directory: Path) -> PeftAdapter:
             raise AdapterError(f"{directory} uses {kind}, which Motet does not train; start from a plain LoRA")
     if config.get("bias", "none") != "none":
         raise AdapterError(f"{directory} trains biases (bias={config['bias']!r}); start from a plain LoRA")
+    if str(config.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
+        raise AdapterError(
+            f"{directory} was initialised with {config['init_lora_weights']}, which changes the base; save it with "
+            "`path_initial_model_for_weight_conversion`, which makes a plain LoRA of it"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise AdapterError(f"{config_file} is damaged: r={rank!r} and lora_alpha={alpha!r} are not a rank and a number")
     try:
         tensors = load_file(str(weights_file))
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{weights_file} is damaged: {error}") from error
-    return PeftAdapter(
-        int(config["r"]), float(config["lora_alpha"]), config.get("target_modules", "all-linear"), tensors
-    )
+    return PeftAdapter(rank, float(alpha), config.get("target_modules", "all-linear"), tensors)
 
 
 def flatten(adapter: PeftAdapter, base: BaseModel, layout: AdapterLayout, source: Path) -> Tensor:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,15 @@ class Series:
         return Series(means(self.xs), means(self.ys))
 
     def smoothed(self) -> Series:
-        """A centred mean over a tenth of the curve, at least five points, weighted less towards its ends."""
-        reach = max(2, len(self.xs) // 20)
-        ys = []
-        for index in range(len(self.ys)):
-            near = range(max(index - reach, 0), min(index + reach + 1, len(self.ys)))
-            weights = [1 - abs(other - index) / (reach + 1) for other in near]
-            ys.append(math.fsum(w * self.ys[i] for w, i in zip(weights, near, strict=True)) / math.fsum(weights))
-        return Series(self.xs, tuple(ys))
+        """A centred mean over about a tenth of the curve, at least five points, weighted less towards its ends."""
+        reach = max(1, len(self.xs) // 40)
+        return Series(self.xs, _centred_means(_centred_means(self.ys, reach), reach))
+
+
+def _centred_means(values: Sequence[float], reach: int) -> tuple[float, ...]:
+    sums = [0.0, *accumulate(values)]
+    windows = ((max(at - reach, 0), min(at + reach + 1, len(values))) for at in range(len(values)))
+    return tuple((sums[end] - sums[start]) / (end - start) for start, end in windows)
 
 
 @dataclass(frozen=True)

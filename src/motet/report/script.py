@@ -28,7 +28,8 @@ function trace(chart, curve) {
     made.marker = {size: 8, symbol: job ? job.symbol : "circle", color: colour, line: {width: 1.5, color: css("--card")}};
   }
   if (curve.kind === "area") {
-    Object.assign(made, {stackgroup: "device", fillcolor: colour + (curve.label === "idle" ? "40" : "d0"), line: {width: 0, color: colour}});
+    const opacity = curve.label === "idle" ? "40" : "d0";
+    Object.assign(made, {stackgroup: "device", fillcolor: colour + opacity, line: {width: 0, color: colour}});
   }
   return made;
 }

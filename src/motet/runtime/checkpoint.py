@@ -87,6 +87,8 @@ class JobDirectory:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         committed = self.newest()
         self._cut_back(committed)
+        if committed is not None:
+            self.link_version(committed.step)  # the crash may have come between the commit and its link
         return committed
 
     def _check_identity(self, identity: Mapping[str, Any], accept_changes: bool) -> None:

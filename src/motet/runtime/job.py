@@ -70,6 +70,8 @@ class Job:
     progress: JobProgress
     inexact: list[str] = field(default_factory=list)
     """Why bytes may differ from a solo run; grows, never shrinks."""
+    starts: int = 0
+    """How often the job took a slot in this process: part of engine-side names."""
 
     @property
     def name(self) -> str:

@@ -32,7 +32,9 @@ class JobLoop:
         self._services = services
         self._done = committed or Committed()
         self._resumed = committed is not None
-        self._versions = Versions(job.name, f"{job.name}.{services.engine_suffix}", services.engine, services.sync)
+        job.starts += 1  # a version trained again after a pause or a failure is another one, as it is after a crash
+        engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
+        self._versions = Versions(job.name, engine_name, services.engine, services.sync)
         self._sampler = JobSampler(job, services, self._versions)
         self._probe = Probe(job.name, job.chat.prompt_ids(job.data.train[0]), services.probe_tolerance)
         self._steps: dict[int, asyncio.Task[SampledStep]] = {}
@@ -52,6 +54,7 @@ class JobLoop:
             await self._start()
             while self._done.step < job.config.steps:
                 if self._pause:
+                    await self._commit(self._done)
                     return JobState.PAUSED
                 await self._step(self._done.step)
             await self._finish()
@@ -164,12 +167,18 @@ class JobLoop:
                 "at the rewards and the data of the last rollouts"
             )
         self._done = done
-        if (step + 1) % job.config.checkpoint.every == 0 or step + 1 == job.config.steps or self._pause:
+        if self._commits(step + 1):
             await self._commit(done)
         job.progress.step = step + 1
         job.progress.tokens += tokens
         job.progress.rewards.append(float(record["reward"]))
         await self._publish()
+
+    def _commits(self, version: int) -> bool:
+        """Whether a version goes to disk: also where it may turn out the best, and where a resumed job samples from it."""
+        config = self._job.config
+        wanted = version % config.checkpoint.every == 0 or version == config.steps or self._pause
+        return wanted or self._job.evaluates(version) or config.algorithm.max_off_policy_steps > 0
 
     async def _with_logprobs(self, batch: StepBatch, step: int) -> StepBatch:
         """Fill in the base's and the step-start policy's logprobs where the algorithm or this step's metrics ask for them."""

@@ -6,6 +6,7 @@ A job's fault is that job's: whatever leaves its loop becomes its state and a re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
 from collections.abc import Sequence
 
@@ -29,6 +30,7 @@ class Pipeline:
         self._slots = slots
         self._loops: dict[str, JobLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._pauses: set[str] = set()
         self._stopping = False
         self._closing = False
         self._changed = asyncio.Event()
@@ -62,15 +64,17 @@ class Pipeline:
     def pause(self, name: str) -> None:
         """Finish the job's step, save and give its slot away."""
         job = self.jobs[name]
-        if name in self._loops:
-            self._loops[name].pause()
+        if name in self._tasks:
+            self._pauses.add(name)  # read by the loop that its task is about to make
+            if name in self._loops:
+                self._loops[name].pause()
         elif job.state is JobState.QUEUED:
             job.move(JobState.PAUSED)
         self._changed.set()
 
     def resume(self, name: str) -> None:
-        """Put a paused or failed job back into the queue."""
-        if name not in self._tasks:
+        """Put a paused or failed job back into the queue; any other stays where it is."""
+        if name not in self._tasks and self.jobs[name].state in (JobState.PAUSED, JobState.FAILED):
             self.jobs[name].move(JobState.QUEUED)
         self._changed.set()
 
@@ -96,12 +100,15 @@ class Pipeline:
                 job.move(JobState.PAUSED)
             elif len(self._tasks) < self._slots:
                 job.move(JobState.RUNNING)
-                self._tasks[job.name] = asyncio.create_task(self._run_job(job))
+                task = self._tasks[job.name] = asyncio.create_task(self._run_job(job))
+                task.add_done_callback(lambda task, job=job: self._never_began(job, task))  # type: ignore[misc]
 
     async def _run_job(self, job: Job) -> None:
         try:
-            self._loops[job.name] = JobLoop(job, self._services, job.directory.restore())
-            state = await self._loops[job.name].run()
+            loop = self._loops[job.name] = JobLoop(job, self._services, job.directory.restore())
+            if job.name in self._pauses:
+                loop.pause()
+            state = await loop.run()
             self._end(job, state, "" if state is JobState.SUCCEEDED else f"paused after step {job.progress.step}")
         except asyncio.CancelledError:
             if not self._closing:  # a run that is torn down leaves its jobs as they are: they go on next time
@@ -109,9 +116,20 @@ class Pipeline:
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
             self._end(job, JobState.FAILED, self._reason(job, error))
         finally:
-            self._loops.pop(job.name, None)
-            self._tasks.pop(job.name, None)
-            self._changed.set()
+            self._release(job)
+
+    def _never_began(self, job: Job, task: asyncio.Task[None]) -> None:
+        """A task that is cancelled before its first line runs neither that line nor its `finally`."""
+        if self._tasks.get(job.name) is task:
+            if not self._closing:
+                self._end(job, JobState.CANCELLED, "cancelled before it began")
+            self._release(job)
+
+    def _release(self, job: Job) -> None:
+        self._loops.pop(job.name, None)
+        self._tasks.pop(job.name, None)
+        self._pauses.discard(job.name)
+        self._changed.set()
 
     def _end(self, job: Job, state: JobState, message: str) -> None:
         try:
@@ -144,8 +162,9 @@ class Pipeline:
                 path = job.directory.path / CONTROL
                 if not path.exists():
                     continue
-                word = path.read_text().strip()
+                word = path.read_text(errors="replace").strip()
                 path.unlink()
                 action = {"pause": self.pause, "resume": self.resume, "cancel": self.cancel}.get(word)
-                if action is not None and not job.state.final:
-                    action(name)
+                if action is not None and (not job.state.final or job.state is JobState.FAILED):
+                    with contextlib.suppress(RunError):  # a full disk: the state holds in this process
+                        action(name)

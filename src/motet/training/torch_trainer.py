@@ -41,7 +41,10 @@ class TorchTrainer:
         self._arenas: dict[str, AdapterArena] = {}
         self._shapes: dict[str, AdapterConfig] = {}
         if recompute:
-            base.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if hasattr(base.model, "activation_checkpointing_enable"):
+                base.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+            else:
+                base.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             base.model.train()
 
     def add_adapter(self, name: str, shape: AdapterConfig, optimizer: OptimizerConfig, seed: int) -> None:

@@ -1,0 +1,19 @@
+"""5: nothing is lost, whichever file-system event the process is killed at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_nothing_is_lost_at_any_moment(tmp_path: Path) -> None:
+    """Every fifth event here; `python -m tests.crash_at_every_event DIRECTORY 1` kills at every single one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "tests.crash_at_every_event", str(tmp_path), "5"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[-1]) > 30, done.stdout

@@ -1,0 +1,353 @@
+"""Gradients: those of `peft` and plain PyTorch, bit for bit the same in any company, and never another adapter's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from tests import tiny_models as tiny
+
+from motet.config import AdapterConfig, OptimizerConfig
+from motet.errors import AdapterError
+from motet.model.base import BaseModel
+from motet.model.distribution import draw
+from motet.training.arena import OPTIMIZER
+from motet.training.torch_trainer import HEAD_ROWS, TorchTrainer
+from motet.types import Batch, LossSpec, Sample, SamplingParams, Segment
+
+# PEFT 0.21 asks transformers 5.23 for a property by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+DTYPES = ("float32", "bfloat16")
+SHAPES = {  # name: rank, alpha, prompt and completion lengths; trained together, each of another kind
+    "a": (8, 16.0, [(5, 30), (40, 9), (1, 1)]),
+    "b": (8, 4.0, [(17, 53)]),
+    "c": (3, 32.0, [(2, 5), (2, 6), (30, 40), (9, 1)]),
+}
+LR = 1e-3
+OPTIMIZER_CONFIG = OptimizerConfig(eps=1e-4, clip_norm=0.5, weight_decay=0.1)
+
+
+def make_samples(lengths: Sequence[tuple[int, int]], seed: int) -> tuple[Sample, ...]:
+    numbers = np.random.default_rng(seed)
+    found = []
+    for place, (prompt, completion) in enumerate(lengths):
+        mask = np.arange(prompt + completion) >= prompt
+        found.append(
+            Sample(
+                token_ids=tiny.tokens(prompt + completion, seed=100 * seed + place).numpy().astype(np.int32),
+                loss_mask=mask,
+                logprobs=(numbers.uniform(-6, -4, len(mask)) * mask).astype(np.float32),
+                advantages=(numbers.normal(size=len(mask)) * mask).astype(np.float32),
+                versions=np.where(mask, 0, -1).astype(np.int32),
+            )
+        )
+    return tuple(found)
+
+
+def make_segment(name: str, spec: LossSpec | None = None) -> Segment:
+    samples = make_samples(SHAPES[name][2], seed=ord(name))
+    spec = spec or LossSpec("reinforce", temperature=0.8)
+    return Segment(name, samples, spec, float(sum(sample.n_trainable for sample in samples)))
+
+
+def make_trainer(base: BaseModel, names: str = "abc", *, recompute: bool = False) -> TorchTrainer:
+    """Adapters whose B is random, so that both halves have gradients."""
+    trainer = TorchTrainer(base, block_size=tiny.BLOCK, slots=8, recompute=recompute)
+    for name in names:
+        rank, alpha, _ = SHAPES[name]
+        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), OPTIMIZER_CONFIG, seed=ord(name))
+        trainer._arena(name).set_masters(tiny.adapter(base, rank=rank, alpha=alpha, seed=ord(name)).flat.float())
+    return trainer
+
+
+def gradient(trainer: TorchTrainer, name: str) -> torch.Tensor:
+    return trainer._arena(name).gradient.clone()
+
+
+def masters(trainer: TorchTrainer, name: str) -> torch.Tensor:
+    return trainer._arena(name).masters.detach().clone()
+
+
+# --- against peft and plain PyTorch -----------------------------------------------------------------------------------
+
+
+def plain_loss(model: Any, segment: Segment) -> torch.Tensor:
+    total = torch.zeros(())
+    for sample in segment.samples:
+        ids = torch.from_numpy(sample.token_ids).long()
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / segment.loss.temperature
+        logprobs = torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
+        mask = torch.from_numpy(sample.loss_mask)[1:]
+        advantages = torch.from_numpy(sample.advantages)[1:][mask]
+        total = total - (advantages * logprobs[mask]).sum() / segment.denominator
+    return total
+
+
+@pytest.mark.parametrize("name", tiny.DENSE)
+def test_gradients_and_steps_equal_peft(name, tmp_path):
+    """Gradients within 2e-5 of the largest, weights after two AdamW steps within 1e-3 of a step's length."""
+    base = tiny.base(name)
+    trainer, segment = make_trainer(base), make_segment("a")
+    trainer.save_adapter("a", tmp_path, optimizer=False)
+    model = PeftModel.from_pretrained(tiny.stock(name), tmp_path, is_trainable=True)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adamw = torch.optim.AdamW(
+        parameters, lr=LR, betas=OPTIMIZER_CONFIG.betas, eps=OPTIMIZER_CONFIG.eps, weight_decay=0.1
+    )
+    layout = trainer._arena("a").layout
+    for _ in range(2):
+        adamw.zero_grad()
+        loss = plain_loss(model, segment)
+        loss.backward()
+        (stats, _) = trainer.forward_backward(Batch((segment, make_segment("b"))))
+        assert stats.loss == pytest.approx(loss.item(), rel=1e-5)
+        theirs = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
+        for path, pair in layout.views(gradient(trainer, "a")).items():
+            for side, ours in zip("AB", pair, strict=True):
+                want = theirs[f"base_model.model.{path}.lora_{side}.default.weight"]
+                assert want is not None
+                assert float((ours.t() - want).abs().max()) <= 2e-5 * float(want.abs().max()), (path, side)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER_CONFIG.clip_norm))
+        adamw.step()
+        done = trainer.optim_step("a", LR)
+        assert done.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert norm > OPTIMIZER_CONFIG.clip_norm, "this test is about clipped steps too"
+        for path, pair in layout.views(masters(trainer, "a")).items():
+            for side, ours in zip("AB", pair, strict=True):
+                want = model.get_parameter(f"base_model.model.{path}.lora_{side}.default.weight")
+                assert float((ours.t() - want).abs().max()) <= 1e-3 * LR, (path, side)
+
+
+# --- company ----------------------------------------------------------------------------------------------------------
+
+
+def run_steps(trainer: TorchTrainer, batches: Sequence[Batch], steps: int = 2) -> dict[str, Any]:
+    """Everything a job can see of its training."""
+    seen: dict[str, list[Any]] = {}
+    for _ in range(steps):
+        for batch in batches:
+            for segment, stats in zip(batch.segments, trainer.forward_backward(batch), strict=True):
+                seen.setdefault(segment.adapter, []).append(stats)
+        for name in seen:
+            seen[name].append(gradient(trainer, name).numpy().tobytes())
+            seen[name].append(trainer.optim_step(name, LR))
+            seen[name].append(masters(trainer, name).numpy().tobytes())
+    return seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "phi3"])
+def test_packed_batch_equals_each_adapter_alone_bitwise(name, dtype):
+    base = tiny.base(name, dtype)
+    segments = {
+        "a": make_segment("a", LossSpec("ppo_clip")),
+        "b": make_segment("b", LossSpec("gspo", clip_low=3e-4, clip_high=4e-4)),
+        "c": make_segment("c"),
+    }
+    together = run_steps(make_trainer(base), [Batch(tuple(segments[each] for each in "cab"))])
+    for each, segment in segments.items():
+        assert run_steps(make_trainer(base, each), [Batch((segment,))])[each] == together[each]
+
+
+def overflow(trainer: TorchTrainer, name: str) -> None:
+    arena = trainer._arena(name)
+    arena.set_masters(torch.full_like(arena.masters, 1e30))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_overflowing_neighbour_is_skipped_and_changes_nothing(dtype):
+    base = tiny.base("gemma2", dtype)
+    alone = run_steps(make_trainer(base, "a"), [Batch((make_segment("a"),))])["a"]
+    trainer = make_trainer(base)
+    batch = Batch((make_segment("b"), make_segment("a"), make_segment("c")))
+    run_steps(trainer, [Batch((make_segment("b"),))], steps=1)  # b has moments by now
+    overflow(trainer, "c")
+    adamw = trainer._arena("b")._adamw.state[trainer._arena("b").masters]
+    kept = {key: value.clone() for key, value in adamw.items()}
+    weights, before = trainer.weights("b"), masters(trainer, "b")
+    trainer._arena("b").gradient[3] = float("inf")
+    seen = run_steps(trainer, [batch], steps=1)
+    assert seen["a"] == alone[: len(seen["a"])]
+    for name in "bc":
+        stats = trainer.optim_step(name, LR) if name not in seen else seen[name][2]
+        assert stats.skipped
+        assert not np.isfinite(stats.grad_norm)
+    assert trainer.weights("b") is weights, "the version in use stays"
+    assert torch.equal(masters(trainer, "b"), before)
+    assert all(torch.equal(kept[key], value) for key, value in adamw.items()), "moments and count stay"
+    assert not gradient(trainer, "b").any(), "the gradient is cleared"
+    assert run_steps(trainer, [batch], steps=1)["a"] == alone[len(seen["a"]) :]
+    assert not trainer.optim_step("b", LR).skipped
+
+
+def test_clipping_is_per_adapter():
+    """A neighbour's large gradient does not shrink mine."""
+    trainer = make_trainer(tiny.base("llama"))
+    for name, size in {"a": 100.0, "b": 1e-3}.items():
+        trainer._arena(name).gradient.normal_(generator=torch.Generator().manual_seed(1)).mul_(size)
+    large, small = trainer.optim_step("a", LR), trainer.optim_step("b", LR)
+    assert large.grad_norm > 1000 * OPTIMIZER_CONFIG.clip_norm > 1000 * small.grad_norm
+    first_moment = {name: trainer._arena(name)._adamw.state[trainer._arena(name).masters]["exp_avg"] for name in "ab"}
+    keep = 1 - OPTIMIZER_CONFIG.betas[0]
+    assert float(first_moment["a"].norm()) == pytest.approx(keep * OPTIMIZER_CONFIG.clip_norm, rel=1e-4)
+    assert float(first_moment["b"].norm()) == pytest.approx(keep * small.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_micro_batches_add_up_to_the_whole(name):
+    base, segment = tiny.base(name), make_segment("c")
+    whole, parts = make_trainer(base, "c"), make_trainer(base, "c")
+    (stats,) = whole.forward_backward(Batch((segment,)))
+    pieces = [replace(segment, samples=(sample,)) for sample in segment.samples]
+    sums = [parts.forward_backward(Batch((piece,)))[0] for piece in pieces]
+    ours, theirs = gradient(parts, "c"), gradient(whole, "c")
+    assert float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max())
+    assert sum(one.loss for one in sums) == pytest.approx(stats.loss, rel=1e-5)
+    assert sum(one.tokens for one in sums) == stats.tokens == 52
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt"])
+def test_recomputing_changes_no_bit(name, dtype):
+    """OPT drops out inside its layers when it is in training mode."""
+    batch = Batch((make_segment("a"), make_segment("c")))
+    plain = run_steps(make_trainer(tiny.base(name, dtype)), [batch])
+    base = tiny.load(name, dtype)
+    trainer = make_trainer(base, recompute=True)
+    assert run_steps(trainer, [batch]) == plain
+    ids = tiny.tokens(37)
+    assert torch.equal(
+        tiny.packed_logits(base, [(None, ids)])[0], tiny.packed_logits(tiny.base(name, dtype), [(None, ids)])[0]
+    )
+
+
+def test_unknown_adapter_leaves_gradients_alone():
+    trainer = make_trainer(tiny.base("llama"), "a")
+    with pytest.raises(AdapterError, match="no adapter 'b'"):
+        trainer.forward_backward(Batch((make_segment("a"), make_segment("b"))))
+    assert not gradient(trainer, "a").any()
+
+
+# --- one slot after another, saved and loaded ---------------------------------------------------------------------------
+
+
+def test_reused_slot_starts_from_nothing(tmp_path):
+    base = tiny.base("llama")
+    fresh, reused = (TorchTrainer(base, block_size=tiny.BLOCK, slots=1) for _ in range(2))
+    shape = AdapterConfig(rank=8, alpha=16)
+    reused.add_adapter("a", shape, OPTIMIZER_CONFIG, seed=1)
+    run_steps(reused, [Batch((make_segment("a"),))])
+    reused.forward_backward(Batch((make_segment("a"),)))  # leaves a gradient behind
+    reused.remove_adapter("a")
+    for trainer in (fresh, reused):
+        trainer.add_adapter("a", shape, OPTIMIZER_CONFIG, seed=2)
+    assert torch.equal(masters(fresh, "a"), masters(reused, "a"))
+    assert not gradient(reused, "a").any()
+    batch = Batch((make_segment("a"),))
+    assert run_steps(fresh, [batch]) == run_steps(reused, [batch])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saved_and_loaded_goes_on_with_the_same_bits(dtype, tmp_path):
+    base, batch = tiny.base("llama", dtype), Batch((make_segment("a"),))
+    straight, first = make_trainer(base, "a"), make_trainer(base, "a")
+    for trainer in (straight, first):
+        run_steps(trainer, [batch])
+    first.save_adapter("a", tmp_path, optimizer=True)
+    second = make_trainer(base, "a")
+    second.load_adapter("a", tmp_path, optimizer=True)
+    assert torch.equal(second.weights("a").flat, straight.weights("a").flat)
+    assert run_steps(second, [batch]) == run_steps(straight, [batch])
+    start = make_trainer(base, "a")
+    start.load_adapter("a", tmp_path, optimizer=False)
+    assert not start._arena("a")._adamw.state, "a start from a directory has fresh moments"
+
+
+def test_optimizer_state_before_the_first_step(tmp_path):
+    base, batch = tiny.base("llama"), Batch((make_segment("a"),))
+    first, second = make_trainer(base, "a"), make_trainer(base, "a")
+    first.save_adapter("a", tmp_path, optimizer=True)
+    second.load_adapter("a", tmp_path, optimizer=True)
+    assert run_steps(second, [batch]) == run_steps(first, [batch])
+
+
+def test_optimizer_state_that_does_not_fit(tmp_path):
+    trainer = make_trainer(tiny.base("llama"))
+    for name in "ac":
+        (tmp_path / name).mkdir()
+        trainer.save_adapter(name, tmp_path / name, optimizer=True)
+    file = tmp_path / "a" / OPTIMIZER
+    file.write_bytes((tmp_path / "c" / OPTIMIZER).read_bytes())
+    with pytest.raises(AdapterError, match="belongs to an adapter of another shape"):
+        trainer.load_adapter("a", tmp_path / "a", optimizer=True)
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(AdapterError, match="cannot be read"):
+        trainer.load_adapter("a", tmp_path / "a", optimizer=True)
+    file.unlink()
+    with pytest.raises(AdapterError, match="cannot be read"):
+        trainer.load_adapter("a", tmp_path / "a", optimizer=True)
+
+
+# --- logprobs without gradients -----------------------------------------------------------------------------------------
+
+
+def sampler_logprobs(base: BaseModel, weights: Any, sample: Sample, temperature: float) -> np.ndarray[Any, Any]:
+    """What the sampler would have noted: the token that was drawn is forced by trying all uniform numbers."""
+    logits = tiny.packed_logits(base, [(weights, torch.from_numpy(sample.token_ids).long())])[0]
+    places = np.flatnonzero(sample.loss_mask)
+    found = np.zeros(sample.n_tokens, np.float32)
+    for place in places:
+        rows = logits[place - 1].expand(4, -1)
+        scaled = torch.log_softmax(rows / temperature, -1)
+        below = float(torch.cumsum(scaled[0].exp(), 0)[sample.token_ids[place]]) - 1e-9
+        params = [SamplingParams(temperature=temperature)] * 4
+        tokens, logprobs, _ = draw(rows, params, torch.full((4,), below, dtype=torch.float64))
+        found[place] = logprobs[0] if int(tokens[0]) == sample.token_ids[place] else scaled[0, sample.token_ids[place]]
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_forward_equals_the_sampler_bitwise(name, dtype):
+    base = tiny.base(name, dtype)
+    trainer, segments = make_trainer(base), tuple(make_segment(each) for each in "abc")
+    own, plain = trainer.forward(Batch(segments)), trainer.forward(Batch(segments), base=True)
+    for segment, with_adapter, without in zip(segments, own, plain, strict=True):
+        for sample, mine, reference in zip(segment.samples, with_adapter, without, strict=True):
+            assert np.array_equal(mine, sampler_logprobs(base, trainer.weights(segment.adapter), sample, 0.8))
+            assert np.array_equal(reference, sampler_logprobs(base, None, sample, 0.8))
+            assert not np.array_equal(mine, reference)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_head_in_chunks(dtype):
+    """More than HEAD_ROWS tokens: logprobs equal the sampler's bit for bit, the gradient that of two halves."""
+    base = tiny.base("llama", dtype)
+    samples = make_samples([(3, 200), (10, 130)], seed=5)
+    segment = Segment("a", samples, LossSpec("reinforce"), 330.0)
+    assert sum(sample.n_trainable for sample in samples) > HEAD_ROWS
+    whole, halves = make_trainer(base, "a"), make_trainer(base, "a")
+    for sample, found in zip(samples, whole.forward(Batch((segment,)))[0], strict=True):
+        assert np.array_equal(found, sampler_logprobs(base, whole.weights("a"), sample, 1.0))
+    (stats,) = whole.forward_backward(Batch((segment,)))
+    parts = [halves.forward_backward(Batch((replace(segment, samples=(each,)),)))[0] for each in samples]
+    assert stats.loss == pytest.approx(sum(part.loss for part in parts), rel=1e-5)
+    ours, theirs = gradient(whole, "a"), gradient(halves, "a")
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    assert float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
+
+
+def test_a_published_version_is_never_written_again(tmp_path: Path):
+    trainer = make_trainer(tiny.base("llama"), "a")
+    version = trainer.weights("a")
+    bytes_before = version.flat.clone()
+    run_steps(trainer, [Batch((make_segment("a"),))])
+    assert trainer.weights("a") is not version
+    assert torch.equal(version.flat, bytes_before)
+    assert not torch.equal(trainer.weights("a").flat, bytes_before)
