@@ -1,6 +1,6 @@
 """Make the small base: generate text, train a tokenizer, train a Llama of 2.8 million parameters.
 
-    python scripts/make_small_base.py --out src/motet/assets/small-base              # half an hour
+    python scripts/make_small_base.py --out src/motet/assets/small-base --compile    # half an hour, one thread
     python scripts/make_small_base.py --out src/motet/assets/small-base --evaluate   # a minute or two
 
 Everything is generated (see `small_base_text.py`): no download, no foreign text. The result is a plain Hugging

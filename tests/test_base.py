@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests import tiny_models as tiny
 from torch import nn
 from transformers import AttentionInterface
 
@@ -16,6 +15,7 @@ from motet.model.attention import motet_attention
 from motet.model.base import BaseModel, wrap
 from motet.model.load import load_base
 from motet.model.proof import TOLERANCE, prove
+from tests import tiny_models as tiny
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOE = ("mixtral", "qwen2_moe")

@@ -69,7 +69,8 @@ def test_honest_versions(base: Any, engine: EmbeddedEngine) -> None:
         await engine.unload_adapter(AdapterRef("a", 0))
         second = asyncio.create_task(complete(engine, "second", AdapterRef("a", 1), 60))
         before, after = await first, await second
-        assert set(before.versions) == {0} and set(after.versions) == {1}
+        assert set(before.versions) == {0}
+        assert set(after.versions) == {1}
         assert len(before.versions) == len(before.token_ids) > 1
         engine.install(AdapterRef("check", 0), old)
         assert np.array_equal(before.logprobs, await rescored(engine, before, AdapterRef("check", 0)))

@@ -57,7 +57,7 @@ def test_on_policy(base: Any, tmp_path: Path, rewards: Path) -> None:
 
 
 def test_gradient_equals_the_cpus(base: Any, tmp_path: Path, rewards: Path) -> None:
-    """One step on the GPU moves the adapter as one on the CPU does (same tokens: greedy differences aside, B after one step)."""
+    """One step on the GPU moves the adapter as one on the CPU does (one token each, B after one step)."""
     if base.dtype is not torch.float32:
         pytest.skip("gpu: compared in float32 only")
     one = job("one", rewards, steps=1, sampling={"max_tokens": 1})

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from motet.config import EngineConfig, RunConfig
 from motet.jobfile import validate
-from motet.launch import RunResult, load, run_on
+from motet.launch import load
+from motet.running import RunResult, run_on
 from motet.types import JobState
 
 BASES = [
@@ -222,7 +223,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from tests.test_invariants import config, job
-from motet.launch import run_config
+from motet.running import run_config
 rewards = Path(sys.argv[2])
 jobs = [job("one", rewards, steps=6), job("two", rewards, steps=6, adapter={"rank": 8},
         algorithm={"group_size": 4, "groups_per_step": 2, "max_off_policy_steps": 1})]

@@ -23,7 +23,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"rollout", "training"}),
     frozenset({"runtime"}),
     frozenset({"service"}),
-    frozenset({"launch", "commands", "client", "cli", "view", "report", "__init__", "__main__"}),
+    frozenset(
+        {"launch", "running", "commands", "client", "cli", "view", "report", "tensorboard", "__init__", "__main__"}
+    ),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 TOP = len(LAYERS) - 1

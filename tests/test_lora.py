@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from tests import tiny_models as tiny
 
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
@@ -14,6 +13,7 @@ from motet.model.attention import packed_layout
 from motet.model.base import BaseModel
 from motet.model.lora import AdapterStacks, AdapterWeights, TrainerRouting, TrainSegment, initial_weights
 from motet.training.torch_trainer import TorchTrainer
+from tests import tiny_models as tiny
 
 NAMES = ("llama", "gemma2", "opt", "phi3")
 DTYPES = ("float32", "bfloat16")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from tests import tiny_models as tiny
 from transformers import AutoModelForCausalLM
 
 from motet.config import AdapterConfig, OptimizerConfig
@@ -21,6 +20,7 @@ from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
 from motet.model.peft_io import CONFIG, WEIGHTS, flatten, read_adapter, write_adapter
 from motet.training.torch_trainer import TorchTrainer
+from tests import tiny_models as tiny
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

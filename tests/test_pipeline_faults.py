@@ -91,10 +91,10 @@ class _Mixed(RewardPool):
 
 
 def test_overflow_stays_with_its_job(tmp_path: Path) -> None:
-    """Rewards near the largest double overflow as float32 advantages, so every gradient is infinite or NaN."""
+    """Rewards that float32 cannot hold make every gradient infinite or NaN."""
 
     def huge(problem: Problem, completion: str) -> float:
-        return 1e200 * len(completion)
+        return 1e39 * (1 + len(completion))
 
     config = job("bad", reward=huge, steps=9, algorithm={"type": "grpo", "advantage": "none"})
     run = check_company(tmp_path, [config, job("good")])

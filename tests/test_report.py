@@ -107,7 +107,9 @@ def test_hostile_names_cannot_leave_the_data(tmp_path: Path) -> None:
     directory.append(directory.metrics, step_line(0, 0.5, random.Random(0)))
     text = write_report(tmp_path).read_text()
     assert "<script>alert(1)" not in text
-    assert Page(text).data["jobs"][0]["name"] == directory.path.name
+    page = Page(text)
+    assert page.data["jobs"][0]["name"] == directory.path.name
+    assert not {"<", ">", "&"} & set(page.scripts[0])
     assert "<script>" not in curves_svg(tmp_path)
 
 
@@ -131,6 +133,9 @@ def test_samples_compare_the_same_problems(page: Page, run: Path) -> None:
     assert record.pair_versions == (0, 40)
     assert [pair.before for pair in record.pairs] == list(first[:8])
     assert [pair.after for pair in record.pairs] == list(last[:8])
+    for before, after in zip(first[1:8], last[1:8], strict=True):
+        written = (" ".join(str(line["completion"]).split()) for line in (before, after))
+        assert re.search(".*?after · v40.*?".join(map(re.escape, written)), page.text)
     assert page.text.count("before · v0") == 3 * 8
     assert page.text.count("after · v40") == 8
     assert "the reward raised ValueError: no number" in page.text

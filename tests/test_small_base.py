@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from motet.tasks.toys import FAMILIES, KINDS, PHRASINGS, RHYMES, is_held_out, make_rows
 
-DEMO = ("sort_letters", "reverse", "largest", "pick")  # the families of the demonstration
+DEMO = ("sort_letters", "reverse", "count_letters", "shift")  # the families of the demonstration
 
 
 def rhymes(a: str, b: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,6 +103,15 @@ def test_wide_terminals_show_rates_and_narrow_ones_drop_columns_in_order() -> No
     assert "48/128" in narrow
     assert "sampling" not in narrow
     assert "0.38 → 0.51" in narrow
+
+
+@pytest.mark.parametrize("width", range(40, 140, 3))
+def test_columns_are_dropped_whole_before_names_become_unreadable(width: int) -> None:
+    for jobs in (some_jobs(), some_jobs()[:1]):
+        add, *_ = (line for line in draw(jobs, width) if " add" in line)
+        assert re.search(r"(0\.38 → 0\.51|-4m40s|4m40s left)$", add)
+        names = [line.split()[1] for line in draw(jobs, width) if line[:1] == "●"]
+        assert min(len(name) for name in names[1:] or ["the only name"]) >= (12 if width > 50 else 8)
 
 
 def test_long_names_keep_both_ends() -> None:

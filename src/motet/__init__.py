@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from motet.config import EngineConfig, JobConfig, RunConfig
     from motet.errors import MotetError
     from motet.jobfile import load_jobs
-    from motet.launch import JobResult, RunResult, run
+    from motet.running import JobResult, RunResult, run
     from motet.types import Problem
 
 _HOMES = {
     "EngineConfig": "motet.config",
     "JobConfig": "motet.config",
-    "JobResult": "motet.launch",
+    "JobResult": "motet.running",
     "MotetError": "motet.errors",
     "Problem": "motet.types",
     "RunConfig": "motet.config",
-    "RunResult": "motet.launch",
+    "RunResult": "motet.running",
     "load_jobs": "motet.jobfile",
-    "run": "motet.launch",
+    "run": "motet.running",
 }
 
 __all__ = [

@@ -35,7 +35,8 @@ def advantages(groups: Sequence[Sequence[float]], kind: AdvantageKind) -> list[F
         float32 arrays [G] in the shape of `groups`; computed in float64.
     """
     rewards = [np.asarray(group, dtype=np.float64) for group in groups]
-    return [values.astype(np.float32) for values in ADVANTAGES[kind](rewards)]
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes an infinite gradient, and that a skipped step
+        return [values.astype(np.float32) for values in ADVANTAGES[kind](rewards)]
 
 
 def _grpo(groups: list[Rewards]) -> list[Rewards]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from motet.jobfile import load_jobs
-from motet.launch import RunResult, Workshop, run_config
+from motet.launch import Workshop
+from motet.running import RunResult, run_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
+from motet.tensorboard import TensorBoardExport
 from motet.types import JobState
-from motet.view import make_view, summary_table
+from motet.view import glyphs_of, make_view, summary_table
 
 
 def run_file(
@@ -34,14 +37,13 @@ def run_file(
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"trust_remote_code": True})})
     console = Console()
     console.print(f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …")
-    view = make_view(console)
-    export = _tensorboard(Path(config.run), tensorboard)
+    view = make_view(console, config.base)
     last: list[JobProgress] = []
 
     def observe(progress: Sequence[JobProgress]) -> None:
         last[:] = progress
         view.update(progress)
-        export()
+        export.update()
 
     def started(workshop: Workshop, jobs: Sequence[Job]) -> None:
         for note in workshop.notes:
@@ -51,13 +53,14 @@ def run_file(
             console.print(f"learning rate (auto): {', '.join(rates)}")
         view.start()
 
-    try:
-        result = run_config(
-            config, sequential=sequential, accept_changes=accept_changes, observe=observe, started=started
-        )
-    finally:
-        view.stop()
-    console.print(summary_table(last))
+    with _tensorboard(Path(config.run), tensorboard) as export:
+        try:
+            result = run_config(
+                config, sequential=sequential, accept_changes=accept_changes, observe=observe, started=started
+            )
+        finally:
+            view.stop()
+    console.print(summary_table(last, Path(config.run), view.seconds, glyphs_of(console)))
     return _farewell(console, result, path)
 
 
@@ -67,27 +70,32 @@ def _farewell(console: Console, result: RunResult, path: Path) -> int:
     if open_jobs:
         console.print(f"{len(open_jobs)} job(s) saved; go on with: motet run {path}", soft_wrap=True)
         return 130
-    failed = [job for job in result.jobs.values() if job.state is JobState.FAILED]
-    for job in failed:
-        console.print(f"{job.name} failed: {job.message}", soft_wrap=True, markup=False, style="red")
+    failed = any(job.state is JobState.FAILED for job in result.jobs.values())
     if failed:
         console.print(f"after mending the cause, the same command goes on: motet run {path}", soft_wrap=True)
     return 1 if failed else 0
 
 
-def _tensorboard(run: Path, log_directory: Path | None) -> Callable[[], None]:
-    """Something to call often, which writes TensorBoard events now and then; does nothing without a directory."""
+class _Events:
+    """TensorBoard events, written now and then while a run goes on and once more at its end; nothing without a directory."""
+
+    def __init__(self, export: TensorBoardExport | None) -> None:
+        self._export = export
+        self._due = 0.0
+
+    def update(self) -> None:
+        if self._export is not None and time.monotonic() >= self._due:
+            self._export.update()
+            self._due = time.monotonic() + 2.0
+
+
+@contextlib.contextmanager
+def _tensorboard(run: Path, log_directory: Path | None) -> Iterator[_Events]:
     if log_directory is None:
-        return lambda: None
-    from motet.tensorboard import TensorBoardExport
-
-    writer = TensorBoardExport(run, log_directory)
-    due = 0.0
-
-    def export() -> None:
-        nonlocal due
-        if time.monotonic() >= due:
-            writer.update()
-            due = time.monotonic() + 2.0
-
-    return export
+        yield _Events(None)
+        return
+    with TensorBoardExport(run, log_directory) as export:
+        try:
+            yield _Events(export)
+        finally:
+            export.update()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from motet.report.escape import shown
@@ -73,7 +74,7 @@ def page(run: RunRecord, picture: str) -> str:
 def _header(run: RunRecord) -> str:
     count = len(run.jobs)
     states = Counter(job.state for job in run.jobs)
-    bases = sorted({job.base for job in run.jobs if job.base})
+    bases = sorted({Path(job.base).name if Path(job.base).is_absolute() else job.base for job in run.jobs if job.base})
     facts = [
         f"{count} job{'' if count == 1 else 's'}" + (f" on {', '.join(bases)}" if bases else ""),
         ", ".join(

@@ -20,7 +20,8 @@ function trace(chart, curve) {
     hovertemplate: value + "<extra>" + name + "</extra>",
     visible: !hidden.has(curve.job),
   };
-  if (curve.kind === "raw") Object.assign(made, {opacity: .38, line: {color: colour, width: 1}});
+  const faint = Math.max(.12, Math.min(.38, 1.5 / report.jobs.length));
+  if (curve.kind === "raw") Object.assign(made, {opacity: faint, line: {color: colour, width: 1}});
   if (curve.kind === "smooth") Object.assign(made, {hoverinfo: "skip", hovertemplate: null, line: {...made.line, width: 2.6}});
   if (curve.kind === "markers") {
     made.mode = "lines+markers";

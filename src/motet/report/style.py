@@ -50,8 +50,8 @@ table { width: 100%; border-collapse: collapse; margin-top: 12px; }
 th { text-align: left; font-size: 12px; font-weight: 600; color: var(--faint); padding: 8px 14px 8px 0; white-space: nowrap; }
 td { padding: 11px 14px 11px 0; border-top: 1px solid var(--line); vertical-align: middle; }
 td:last-child, th:last-child { padding-right: 0; }
-td.job { font-weight: 620; overflow-wrap: anywhere; min-width: 130px; }
-td.path { font-size: 12.5px; overflow-wrap: anywhere; color: var(--soft); user-select: all; }
+td.job { font-weight: 620; overflow-wrap: anywhere; min-width: 150px; padding-left: 24px; text-indent: -23px; }
+td.path { font-size: 12px; overflow-wrap: anywhere; color: var(--soft); user-select: all; }
 tr.reason td { border-top: 0; padding: 0 0 13px 26px; font-size: 13.5px; overflow-wrap: anywhere; }
 tr.off { opacity: .38; }
 .state { font-size: 13px; font-weight: 600; white-space: nowrap; }
@@ -117,7 +117,7 @@ footer { margin-top: 56px; color: var(--faint); font-size: 13px; }
   tr { border-top: 1px solid var(--line); padding: 12px 0; }
   tr.reason { border-top: 0; padding: 0; } tr.reason td { padding: 0 0 12px; }
   td { border: 0; padding: 2px 0; display: flex; justify-content: space-between; gap: 16px; }
-  td.job { font-size: 16.5px; justify-content: flex-start; align-items: center; gap: 0; }
+  td.job { font-size: 16.5px; justify-content: flex-start; align-items: center; gap: 0; padding-left: 0; text-indent: 0; }
   td[data-label]::before { content: attr(data-label); color: var(--faint); font-size: 13px; flex: none; }
   td.path { text-align: right; } td.wide { display: none; }
 }

@@ -161,6 +161,8 @@ class FakeEngine:
         longest = len(request.prompt_ids) + request.sampling.max_tokens
         if len(request.prompt_ids) == 0 or not request.seeds:
             raise EngineError(f"{where} has an empty prompt or no seeds")
+        if request.id in self._open:
+            raise EngineError(f"{where} has the id of a request that is still open")
         if longest > self._max_positions:
             raise EngineError(f"{where} needs {longest} positions of {self._max_positions}; lower sampling.max_tokens")
         if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < VOCABULARY:

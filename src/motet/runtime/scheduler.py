@@ -22,6 +22,8 @@ class Account:
     """Tokens sampled and trained so far."""
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
     """Rows asked for, first come first served within the job."""
+    running: int = 0
+    """Requests that were let in and have not ended."""
 
 
 def next_job(waiting: Mapping[str, tuple[float, float]]) -> str:
@@ -39,23 +41,30 @@ def weight_of(priority: int) -> float:
 
 
 class FairScheduler:
-    """Admits completions to an engine while there is room for them."""
+    """Admits completions to an engine while there is room for them.
+
+    Whoever comes, or comes back after having asked for nothing, starts level with the job that was served last: tokens that
+    were not asked for at their time are no credit, or the others would stand still until it is used up (start-time fair
+    queueing, Goyal et al. 1996).
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.in_flight = 0
         self._accounts: dict[str, Account] = {}
+        self._level = 0.0
+        """The most tokens per weight that a job had consumed when it was let in."""
 
     def join(self, job: str, weight: float) -> None:
-        """Open an account; a newcomer starts level with the job that has consumed least, so that it starves nobody."""
-        levels = [account.consumed / account.weight for account in self._accounts.values()]
-        self._accounts[job] = Account(weight, consumed=min(levels, default=0.0) * weight)
+        """Open an account."""
+        self._accounts[job] = Account(weight, consumed=self._level * weight)
 
     def leave(self, job: str) -> None:
         """Close an account; whoever still waits on it is cancelled."""
         account = self._accounts.pop(job)
         for _, turn in account.waiting:
             turn.cancel()
+        self._grant()
 
     def spend(self, job: str, tokens: float) -> None:
         """Charge tokens to a job."""
@@ -72,6 +81,8 @@ class FairScheduler:
         """Wait for this job's turn, then hold `rows` of the engine's capacity."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         account = self._accounts[job]
+        if not account.waiting and not account.running:
+            account.consumed = max(account.consumed, self._level * account.weight)
         account.waiting.append((rows, turn))
         self._grant()
         try:
@@ -79,15 +90,17 @@ class FairScheduler:
         except asyncio.CancelledError:
             if (rows, turn) in account.waiting:
                 account.waiting.remove((rows, turn))
+                self._grant()  # it may have kept smaller requests behind it from going
             elif turn.done() and not turn.cancelled():
-                self._free(rows)
+                self._free(account, rows)
             raise
         try:
             yield
         finally:
-            self._free(rows)
+            self._free(account, rows)
 
-    def _free(self, rows: int) -> None:
+    def _free(self, account: Account, rows: int) -> None:
+        account.running -= 1
         self.in_flight -= rows
         self._grant()
 
@@ -105,5 +118,7 @@ class FairScheduler:
             account.waiting.popleft()
             if turn.cancelled():
                 continue
+            self._level = max(self._level, account.consumed / account.weight)
+            account.running += 1
             self.in_flight += rows
             turn.set_result(None)

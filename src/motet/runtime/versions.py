@@ -67,8 +67,9 @@ class Versions:
     async def collect(self) -> None:
         """Drop what nobody holds and no admission can ask for."""
         gone = [version for version, holds in self._holds.items() if holds == 0 and version < self._oldest]
-        for version in gone:
+        for version in gone:  # all at once: another collection may run while this one waits for the engine
             del self._holds[version]
+        for version in gone:
             await self._engine.unload_adapter(self.ref(version))
 
     async def drop_all(self) -> None:

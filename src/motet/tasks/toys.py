@@ -27,8 +27,7 @@ owl panda pig rabbit rat seal shark sheep snake spider swan tiger toad whale wol
 fruit: apple apricot banana berry cherry date fig grape kiwi lemon lime mango melon olive orange papaya \
 peach pear plum quince
 colour: beige black blue brown cyan gold green grey indigo pink purple red scarlet silver violet white yellow
-tool: axe broom brush drill fork hammer knife ladder needle pen pliers rake ruler saw shovel spade spoon \
-wrench"""
+tool: axe broom brush drill fork hammer knife ladder needle pen pliers rake ruler saw shovel spade spoon wrench"""
 _RHYMES = """\
 cat hat bat mat rat flat that/dog fog log frog jog/sun run fun bun gun/tree bee sea key knee three/\
 day play way say stay grey/light night right bite kite white/ring king sing thing wing spring/\
@@ -40,29 +39,24 @@ _PHRASINGS = """\
 add: What is {a} + {b}? | Add {a} and {b}. | {a} + {b} = | How much is {a} plus {b}?
 subtract: What is {a} - {b}? | Take {b} away from {a}. | {a} - {b} = | How much is {a} minus {b}?
 larger: Which is larger, {a} or {b}? | Give the larger of {a} and {b}. | Pick the bigger number: {a} or {b}
-largest: What is the largest of {listed}? | Find the biggest number: {listed} \
-| Give the maximum of {listed}.
+largest: What is the largest of {listed}? | Find the biggest number: {listed} | Give the maximum of {listed}.
 sort_numbers: Sort these numbers: {listed} | Put in order: {listed} | Write {listed} from small to large.
 sort_letters: Sort the letters of {word}. | Put the letters of {word} in order. | Order the letters: {word}
 reverse: Write {word} backwards. | Reverse the word {word}. | What is {word} read from the end?
-spell: Spell {word} with spaces. | Write {word} letter by letter. \
-| Put spaces between the letters of {word}.
+spell: Spell {word} with spaces. | Write {word} letter by letter. | Put spaces between the letters of {word}.
 count_letter: How many times is {letter} in {word}? | Count the letter {letter} in {word}. \
 | How many {letter} are in {word}?
 count_letters: How many letters are in {word}? | Count the letters of {word}. | How long is the word {word}?
 last_letter: What is the last letter of {word}? | Give the final letter of {word}. | How does {word} end?
 shift: Write the letter after each letter of {word}. | Shift {word} by one letter. \
 | Move each letter of {word} one forward.
-initials: Give the first letters of: {listed} | What are the initials of {listed}? \
-| Write the first letters: {listed}
+initials: Give the first letters of: {listed} | What are the initials of {listed}? | Write the first letters: {listed}
 repeat: Repeat {word} {n} times. | Write the word {word} {n} times. | Say {word} {n} times.
 parity: Is {a} odd or even? | Odd or even: {a} | Tell me if {a} is odd or even.
-pick: Which is a kind of {kind}: {listed}? | Pick the {kind}: {listed} \
-| One of {listed} is a {kind}. Which one?
+pick: Which is a kind of {kind}: {listed}? | Pick the {kind}: {listed} | One of {listed} is a {kind}. Which one?
 between: Is {a} between {low} and {high}? | Yes or no: is {a} between {low} and {high}? \
 | Does {a} lie between {low} and {high}?
-rhyme: Which word rhymes with {word}: {listed}? | Pick a rhyme for {word}: {listed} \
-| What rhymes with {word}, {listed}?
+rhyme: Which word rhymes with {word}: {listed}? | Pick a rhyme for {word}: {listed} | What rhymes with {word}, {listed}?
 next_number: What comes next: {listed} | Continue: {listed} | Give the next number after {listed}."""
 
 

@@ -22,9 +22,13 @@ class RunClock:
         self.seconds: dict[str, float] = {}
         """How long each job ran; stands still when it ends."""
 
+    def begin(self) -> None:
+        """Count the elapsed time from now."""
+        self._began = self._now()
+
     @property
     def elapsed(self) -> float:
-        """Seconds since this clock was made."""
+        """Seconds since `begin`, or since this clock was made."""
         return self._now() - self._began
 
     @property

@@ -240,6 +240,7 @@ class LiveView:
 
     def start(self) -> None:
         """Begin to draw. Other output through the console appears above."""
+        self._clock.begin()
         self._live.start()
 
     def update(self, jobs: Sequence[JobProgress]) -> None:

@@ -1,0 +1,259 @@
+"""Run jobs to their end: progress, Ctrl-C, results and the report. `motet.run` and `motet run` both come here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet.config import EngineConfig, JobConfig, RunConfig
+from motet.launch import Workshop, build, identity, load, prepare, services
+from motet.runtime.job import Job, Services
+from motet.runtime.pipeline import Pipeline
+from motet.runtime.progress import JobProgress
+from motet.runtime.rundir import RunDirectory
+from motet.types import JobState
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What became of one job."""
+
+    name: str
+    state: JobState
+    adapter: Path
+    """The last version, a PEFT directory."""
+    best: Path
+    """The best version by evaluation; the last where nothing was evaluated."""
+    rewards: tuple[float, ...]
+    """Mean reward of each step of this process."""
+    evaluations: tuple[tuple[int, float], ...]
+    """(version, held-out reward)."""
+    message: str
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What became of a run."""
+
+    directory: Path
+    jobs: dict[str, JobResult]
+    report: Path
+
+    @property
+    def ok(self) -> bool:
+        """Whether every job succeeded."""
+        return all(job.state is JobState.SUCCEEDED for job in self.jobs.values())
+
+
+def run_config(
+    config: RunConfig,
+    *,
+    sequential: bool = False,
+    accept_changes: bool = False,
+    observe: Callable[[Sequence[JobProgress]], None] | None = None,
+    started: Callable[[Workshop, Sequence[Job]], None] | None = None,
+) -> RunResult:
+    """Run all jobs to their end (or until Ctrl-C, which finishes the steps under way and saves).
+
+    Args:
+        config: the validated jobs.
+        sequential: one job after another instead of all at once; the bytes are the same.
+        accept_changes: go on in a run directory that was made with another configuration.
+        observe: called a few times a second with the progress of all jobs.
+        started: called once, before the first step, with what was loaded.
+
+    Raises:
+        MotetError: nothing could start; every other failure is a job's state.
+    """
+    return run_on(
+        load(config.base, config.engine),
+        config,
+        sequential=sequential,
+        accept_changes=accept_changes,
+        observe=observe,
+        started=started,
+    )
+
+
+def run_on(
+    base: Any,
+    config: RunConfig,
+    *,
+    sequential: bool = False,
+    accept_changes: bool = False,
+    observe: Callable[[Sequence[JobProgress]], None] | None = None,
+    started: Callable[[Workshop, Sequence[Job]], None] | None = None,
+) -> RunResult:
+    """The same as `run_config` on a base that is loaded already (the one `config.base` names)."""
+    directory = RunDirectory(Path(config.run))
+    try:
+        prepared = [prepare(job, base, directory) for job in config.jobs]
+        jobs = [job for job, _ in prepared]
+        for job in jobs:
+            job.directory.open(identity(job, base, config.engine), accept_changes=accept_changes)
+            _take_up(job)
+        workshop = build(base, config.engine, [need for _, need in prepared])
+        try:
+            if started is not None:
+                started(workshop, jobs)
+            slots = 1 if sequential else config.engine.slots
+            _run_loop(lambda: _run_jobs(jobs, services(workshop, directory), slots, observe))
+        finally:
+            workshop.close()
+    finally:
+        directory.close()
+    return RunResult(Path(config.run), {job.name: _result(job) for job in jobs}, _report(Path(config.run)))
+
+
+def _take_up(job: Job) -> None:
+    """Start from what an earlier process left: jobs that ended stay ended, all others go on."""
+    found = job.directory.read_status().get("state")
+    if found in (JobState.SUCCEEDED, JobState.CANCELLED):
+        committed = job.directory.newest()
+        job.progress.state = JobState(found)
+        job.progress.step = committed.step if committed else 0
+        job.progress.message = "done before" if found == JobState.SUCCEEDED else "cancelled before"
+
+
+async def _run_jobs(
+    jobs: Sequence[Job],
+    shared: Services,
+    slots: int,
+    observe: Callable[[Sequence[JobProgress]], None] | None,
+) -> None:
+    pipeline = Pipeline(jobs, shared, slots)
+    progress = [job.progress for job in jobs]
+
+    async def watch() -> None:
+        while observe is not None:
+            observe(progress)
+            await asyncio.sleep(0.25)
+
+    watching = asyncio.create_task(watch())
+    try:
+        with _interruptible(pipeline.stop):
+            await pipeline.run()
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await shared.rewards.close()
+        if observe is not None:
+            observe(progress)
+
+
+@contextlib.contextmanager
+def _interruptible(stop: Callable[[], None]) -> Iterator[None]:
+    """First Ctrl-C or SIGTERM: finish the step and save. Second: stop at once; the last commit counts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    pressed = False
+
+    def interrupted() -> None:
+        nonlocal pressed
+        if pressed and task is not None:
+            task.cancel()
+        pressed = True
+        stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _run_loop(main: Callable[[], Any]) -> None:
+    """Run a coroutine to its end, also from inside a notebook, whose thread has a loop of its own already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(main())
+        return
+    failure: list[BaseException] = []
+
+    def inside() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:  # handed to the caller's thread
+            failure.append(error)
+
+    thread = threading.Thread(target=inside, name="motet-run")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+
+
+def _result(job: Job) -> JobResult:
+    versions = job.directory.path / "versions"
+    committed = job.directory.newest()
+    last = versions / f"v{committed.step if committed else 0}"
+    best = versions / f"v{committed.best_version}" if committed and committed.best_version is not None else last
+    return JobResult(
+        name=job.name,
+        state=job.state,
+        adapter=last,
+        best=best if best.is_dir() else last,
+        rewards=tuple(job.progress.rewards),
+        evaluations=tuple(job.progress.evaluations),
+        message=job.progress.message,
+    )
+
+
+def _report(directory: Path) -> Path:
+    from motet.report import write_report
+
+    return write_report(directory)
+
+
+def run(
+    jobs: Sequence[JobConfig | dict[str, Any]],
+    *,
+    base: str = "small",
+    directory: str | Path = "runs/python",
+    engine: EngineConfig | dict[str, Any] | None = None,
+    sequential: bool = False,
+    accept_changes: bool = False,
+    quiet: bool = False,
+) -> RunResult:
+    """Train all jobs at once and return their adapters: `motet run` from Python.
+
+    A job is a `JobConfig` or a dict of its fields; its reward may be a function object `(problem, completion) -> float`, or one
+    with TRL's signature.
+
+    Raises:
+        ConfigError: a field is wrong.
+        MotetError: nothing could start.
+    """
+    from motet.jobfile import validate
+
+    tree = {
+        "base": base,
+        "run": str(directory),
+        "engine": engine or {},
+        "jobs": [job if isinstance(job, JobConfig) else dict(job) for job in jobs],
+    }
+    config = validate(tree, "motet.run")
+    if quiet:
+        return run_config(config, sequential=sequential, accept_changes=accept_changes)
+    from rich.console import Console
+
+    from motet.view import make_view
+
+    view = make_view(Console())
+    view.start()
+    try:
+        return run_config(config, sequential=sequential, accept_changes=accept_changes, observe=view.update)
+    finally:
+        view.stop()

@@ -1,0 +1,352 @@
+"""Continuous batching: whatever shares the batch, a request gets the tokens it would get alone, and gives its blocks back."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.device import Device
+from motet.errors import EngineError
+from motet.model.base import BaseModel
+from motet.model.kv_cache import KVCache
+from motet.model.lora import AdapterWeights
+from motet.rollout.decoder import Decoder
+from motet.rollout.embedded import EmbeddedEngine
+from motet.rollout.sequences import Prompt, Sequence
+from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
+from tests import tiny_models as tiny
+
+BLOCK = 8
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def adapters(dtype: str = "float32") -> tuple[AdapterWeights | None, ...]:
+    base = tiny.base("llama", dtype)
+    shapes = ((8, "all-linear"), (8, "all-linear"), (3, "all-linear"), (4, ["q_proj", "down_proj"]))
+    return (None, *(tiny.adapter(base, rank=r, targets=t, seed=i) for i, (r, t) in enumerate(shapes)))
+
+
+@functools.cache
+def broken(dtype: str = "float32") -> AdapterWeights:
+    return tiny.adapter(tiny.base("llama", dtype), seed=9, scale=math.nan)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a test."""
+
+    prompt: int
+    max_tokens: int
+    adapter: int = 0
+    seeds: tuple[int, ...] = (1,)
+    tick: int = 0
+    """When it comes."""
+    stream: bool = False
+
+    @property
+    def blocks(self) -> int:
+        return -(-(self.prompt + self.max_tokens) // BLOCK)
+
+
+def as_request(name: str, ask: Ask, **sampling: Any) -> GenerateRequest:
+    ref = AdapterRef(f"adapter-{ask.adapter}", 7) if ask.adapter else None
+    ids = tiny.tokens(ask.prompt, seed=ask.adapter).numpy().astype(np.int32)
+    params = SamplingParams(max_tokens=ask.max_tokens, **sampling)
+    return GenerateRequest(name, "job", ids, ref, params, ask.seeds, ask.stream)
+
+
+def add(decoder: Decoder, request: GenerateRequest, weights: AdapterWeights | None) -> list[Chunk]:
+    """Queue a request; its chunks gather in the list."""
+    chunks: list[Any] = []
+    prompt = Prompt(request, weights, chunks.append)
+    prompt.waiting = [Sequence(prompt, index, key) for index, key in enumerate(request.seeds)]
+    decoder.add(prompt)
+    return chunks
+
+
+Outcome = tuple[list[int], list[float], str, FinishReason | None]
+
+
+def outcomes(chunks: Iterable[Chunk], n: int) -> list[Outcome]:
+    """Tokens, logprobs, text and reason of each completion, joined from its chunks."""
+    found: list[Outcome] = [([], [], "", None)] * n
+    for chunk in chunks:
+        tokens, logprobs, text, reason = found[chunk.index]
+        assert reason is None, "nothing comes after the last chunk"
+        assert len(chunk.token_ids) == len(chunk.logprobs) == len(chunk.versions)
+        found[chunk.index] = (
+            tokens + chunk.token_ids.tolist(),
+            logprobs + chunk.logprobs.tolist(),
+            text + chunk.text,
+            chunk.finish_reason,
+        )
+    assert all(outcome[3] is not None for outcome in found), "every completion ends"
+    return found
+
+
+def make_decoder(n_blocks: int = 64, max_rows: int = 8, prefill: int = 64, dtype: str = "float32") -> Decoder:
+    base = tiny.base("llama", dtype)
+    return Decoder(base, KVCache(n_blocks, BLOCK, CPU), max_rows=max_rows, prefill_tokens=prefill)
+
+
+def finish(decoder: Decoder, limit: int = 3000) -> None:
+    for _ in range(limit):
+        if decoder.idle:
+            break
+        decoder.tick()
+    assert decoder.idle, "the decoder makes progress"
+    assert decoder.cache.n_free == decoder.cache.n_blocks, "all blocks are back"
+
+
+@functools.cache
+def alone(ask: Ask, seed: int, dtype: str) -> Outcome:
+    decoder = make_decoder(dtype=dtype)
+    weights = (*adapters(dtype), broken(dtype))[ask.adapter]
+    chunks = add(decoder, as_request("alone", replace(ask, seeds=(seed,))), weights)
+    finish(decoder)
+    return outcomes(chunks, 1)[0]
+
+
+def assert_as_alone(asks: Iterable[Ask], decoder: Decoder, dtype: str) -> None:
+    waiting = sorted(enumerate(asks), key=lambda pair: pair[1].tick)
+    running: list[tuple[Ask, list[Chunk]]] = []
+    for tick in range(3000):
+        while waiting and waiting[0][1].tick <= tick:
+            index, ask = waiting.pop(0)
+            weights = (*adapters(dtype), broken(dtype))[ask.adapter]
+            running.append((ask, add(decoder, as_request(f"r{index}", ask), weights)))
+        if not waiting and decoder.idle:
+            break
+        decoder.tick()
+        assert decoder.n_running <= decoder.max_rows
+    finish(decoder)
+    for ask, chunks in running:
+        for seed, outcome in zip(ask.seeds, outcomes(chunks, len(ask.seeds)), strict=True):
+            assert outcome == alone(replace(ask, seeds=(), tick=0, stream=False), seed, dtype)
+
+
+ASKS = st.lists(
+    st.builds(
+        Ask,
+        prompt=st.integers(1, 36),
+        max_tokens=st.integers(1, 14),
+        adapter=st.integers(0, 5),  # 5 is broken
+        seeds=st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True).map(tuple),
+        tick=st.integers(0, 12),
+        stream=st.booleans(),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=40)
+@given(ASKS, st.integers(0, 10), st.integers(1, 9), st.integers(1, 80), st.sampled_from(["float32", "bfloat16"]))
+def test_any_mix_gives_each_request_what_it_gets_alone(asks, more_blocks, max_rows, prefill, dtype):
+    """Small caches preempt, small budgets delay, others come and go, a tenant's NaN stays in it: not one bit changes."""
+    decoder = make_decoder(max(ask.blocks for ask in asks) + more_blocks, max_rows, prefill, dtype)
+    assert_as_alone(asks, decoder, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("extra", [0, 1, 3])
+def test_preempted_equals_not_preempted(dtype, extra):
+    asks = [Ask(19, 30, adapter=i % 3, seeds=(1, 2, 3)) for i in range(4)]
+    decoder = make_decoder(asks[0].blocks + extra, dtype=dtype)
+    assert_as_alone(asks, decoder, dtype)
+    assert decoder.preemptions > 0
+    assert decoder.prefills > len(asks)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_non_finite_tenant_ends_with_error_and_its_blocks_do_no_harm(dtype):
+    decoder = make_decoder(10, dtype=dtype)
+    first = add(decoder, as_request("nan", Ask(60, 9, seeds=(1, 2))), broken(dtype))
+    finish(decoder)
+    for tokens, _, _, reason in outcomes(first, 2):
+        assert (tokens, reason) == ([], FinishReason.ERROR)
+    assert all("not finite" in chunk.error for chunk in first)
+    dirty = [states for pair in decoder.cache._layers.values() for states in pair]
+    assert any(states.isnan().any() for states in dirty), "the test has dirtied the cache"
+    assert_as_alone([Ask(19, 9, adapter=i, seeds=(1, 2)) for i in (0, 1, 5, 3)], decoder, dtype)
+
+
+def test_a_prompt_is_prefilled_once_for_its_group():
+    decoder = make_decoder(max_rows=16)
+    chunks = add(decoder, as_request("group", Ask(19, 6, seeds=tuple(range(12)))), None)
+    finish(decoder)
+    assert decoder.prefills == 1
+    assert len({tuple(tokens) for tokens, *_ in outcomes(chunks, 12)}) > 1, "seeds give different tokens"
+
+
+def test_prompt_blocks_are_shared():
+    """Twelve completions of a prompt of three full blocks take one block each, not four."""
+    decoder = make_decoder(3 + 12, max_rows=12)
+    add(decoder, as_request("group", Ask(24, BLOCK, seeds=tuple(range(12)))), None)
+    finish(decoder)
+    assert (decoder.prefills, decoder.preemptions) == (1, 0)
+
+
+def test_every_token_has_its_version():
+    decoder = make_decoder()
+    base, adapted = (add(decoder, as_request(str(i), Ask(5, 6, adapter=i)), adapters()[i]) for i in (0, 1))
+    finish(decoder)
+    assert {version for chunk in base for version in chunk.versions.tolist()} == {-1}
+    assert {version for chunk in adapted for version in chunk.versions.tolist()} == {7}
+
+
+@pytest.mark.parametrize("ticks", [0, 1, 5])
+def test_abort_ends_one_request_and_keeps_its_tokens(ticks):
+    decoder = make_decoder(12, max_rows=3)
+    ask = Ask(19, 12, seeds=(1, 2))
+    gone = add(decoder, as_request("gone", ask), None)
+    stays = add(decoder, as_request("stays", ask), None)
+    for _ in range(ticks):
+        decoder.tick()
+    decoder.abort({"gone"})
+    ended = outcomes(gone, 2)
+    assert [reason for *_, reason in ended] == [FinishReason.ABORT] * 2
+    for seed, (tokens, logprobs, *_) in zip(ask.seeds, ended, strict=True):
+        whole = alone(replace(ask, seeds=()), seed, "float32")
+        n = len(tokens)
+        assert n == (ticks + 1 if ticks else 0)
+        assert (tokens, logprobs) == (whole[0][:n], whole[1][:n])
+    finish(decoder)
+    for seed, outcome in zip(ask.seeds, outcomes(stays, 2), strict=True):
+        assert outcome == alone(replace(ask, seeds=()), seed, "float32")
+
+
+def test_abort_of_preempted_and_waiting_completions():
+    decoder = make_decoder(7, max_rows=2)
+    chunks = [add(decoder, as_request(f"r{i}", Ask(19, 30, seeds=(1, 2))), None) for i in range(3)]
+    while not decoder.preemptions:
+        decoder.tick()
+    decoder.abort({"r0", "r1", "r2"})
+    finish(decoder, 0)
+    assert {reason for each in chunks for *_, reason in outcomes(each, 2)} == {FinishReason.ABORT}
+
+
+# --- the engine around it -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device():
+    device = Device()
+    yield device
+    device.close()
+
+
+def make_engine(device: Device, base: BaseModel, kv_tokens: int = 64) -> EmbeddedEngine:
+    return EmbeddedEngine(base, device, max_rows=4, kv_tokens=kv_tokens, block_size=BLOCK, prefill_tokens=64)
+
+
+async def collect(engine: EmbeddedEngine, request: GenerateRequest) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(request)]
+
+
+@pytest.mark.parametrize(
+    ("ask", "kv_tokens", "message"),
+    [
+        (Ask(40, 25), 64, r"a prompt of 40 tokens and 25 new ones exceed 64, .*\(engine\.kv_tokens\)"),
+        (Ask(200, 57), 1024, "exceed 256, the room of the model; lower sampling.max_tokens"),
+        (Ask(3, 3, adapter=1), 64, "version 7 of 'adapter-1' is not loaded"),
+        (Ask(0, 3), 64, "empty prompt or no seeds"),
+        (Ask(3, 3, seeds=()), 64, "empty prompt or no seeds"),
+    ],
+)
+def test_requests_that_can_never_be_served_are_refused(ask, kv_tokens, message, device):
+    engine = make_engine(device, tiny.base("llama"), kv_tokens)
+    with pytest.raises(EngineError, match=f"request r1 of job 'job'.*{message}"):
+        asyncio.run(collect(engine, as_request("r1", ask)))
+
+
+def test_longest_request_is_served_and_scored_with_the_same_bits(device):
+    engine, ask = make_engine(device, tiny.base("llama")), Ask(40, 24, adapter=1, seeds=(1, 2))
+    weights = adapters()[1]
+    assert weights is not None
+    engine.install(AdapterRef("adapter-1", 7), weights)
+
+    async def run() -> None:
+        request = as_request("r1", ask)
+        for chunk in await collect(engine, request):
+            assert chunk.finish_reason is FinishReason.LENGTH
+            scores = await engine.score(np.concatenate([request.prompt_ids, chunk.token_ids]), request.adapter)
+            assert np.array_equal(scores[40:], chunk.logprobs)
+        with pytest.raises(EngineError, match="is not loaded"):
+            await engine.score(request.prompt_ids, AdapterRef("adapter-1", 8))
+
+    asyncio.run(run())
+
+
+def test_versions_are_never_replaced_and_leave(device):
+    engine, ref = make_engine(device, tiny.base("llama")), AdapterRef("adapter-1", 7)
+    weights = adapters()[1]
+    assert weights is not None
+    engine.install(ref, weights)
+    with pytest.raises(EngineError, match="version 7 of adapter 'adapter-1' is loaded already"):
+        engine.install(ref, weights)
+    asyncio.run(engine.unload_adapter(ref))
+    with pytest.raises(EngineError, match="is not loaded"):
+        asyncio.run(collect(engine, as_request("r", Ask(3, 3, adapter=1))))
+
+
+def test_a_caller_that_leaves_aborts_its_request(device):
+    engine = make_engine(device, tiny.base("llama"))
+
+    async def run() -> None:
+        stream = engine.generate(as_request("r", Ask(9, 50, seeds=(1, 2), stream=True)))
+        first = await anext(stream)
+        assert first.finish_reason is None
+        await stream.aclose()
+        while not engine.decoder.idle:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+    assert engine.cache.n_free == engine.cache.n_blocks
+
+
+class FailingTokenizer:
+    """Decodes so many times and then fails, as a device may."""
+
+    def __init__(self, tokenizer: Any, after: int) -> None:
+        self.tokenizer = tokenizer
+        self.left = after
+
+    def decode(self, *args: Any, **options: Any) -> str:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("out of memory")
+        text: str = self.tokenizer.decode(*args, **options)
+        return text
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 9, 40, 90, 91, 92, 93, 94, 95, 96])
+def test_every_caller_is_told_of_a_fault_and_the_engine_goes_on(after, device):
+    base = tiny.base("llama")
+    tokenizer = FailingTokenizer(base.tokenizer, after)
+    engine = make_engine(device, replace(base, tokenizer=tokenizer), kv_tokens=56)  # small enough to preempt
+    requests = [as_request(f"r{i}", Ask(19, 30, seeds=(1, 2, 3)), stop=("no such text",)) for i in range(3)]
+
+    async def run() -> None:
+        jobs = [asyncio.wait_for(collect(engine, request), 20) for request in requests]
+        results = await asyncio.gather(*jobs, return_exceptions=True)
+        told = [result for result in results if isinstance(result, EngineError)]
+        assert told, results
+        assert all("the device failed while sampling: out of memory" in str(error) for error in told)
+        assert not any(isinstance(result, TimeoutError) for result in results)
+        assert engine.cache.n_free == engine.cache.n_blocks
+        again = await asyncio.wait_for(collect(engine, requests[0]), 20)
+        assert [chunk.finish_reason for chunk in again] == [FinishReason.LENGTH] * 3
+
+    asyncio.run(run())

@@ -1,0 +1,123 @@
+"""Runs that are stopped, killed and taken up again end with the bytes of a run that nothing happened to."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.config import JobConfig
+from motet.types import JobState
+from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, until
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def files(path: Path) -> dict[str, bytes]:
+    """What a job leaves, apart from what depends on time: metrics, rollouts, every version and commit."""
+    kept = ("timings.jsonl", "status.json", "control")
+    found = {str(item.relative_to(path)): item for item in sorted(path.rglob("*")) if item.is_file()}
+    return {name: item.read_bytes() for name, item in found.items() if name not in kept and "state.json" not in name}
+
+
+def jobs(lag: int, every: int) -> list[JobConfig]:
+    shared: dict[str, Any] = {"steps": 9, "checkpoint": {"every": every, "keep": 2}}
+    return [
+        job("a", algorithm={"max_off_policy_steps": lag}, **shared),
+        job("b", algorithm={"type": "dr_grpo", "kl": {"coef": 0.05}}, environment="retry", eval={"every": 4}, **shared),
+    ]
+
+
+@pytest.mark.parametrize(("lag", "every"), [(0, 1), (0, 4), (1, 1), (2, 4)])
+def test_stop_saves_and_the_next_run_goes_on(lag: int, every: int, tmp_path: Path) -> None:
+    configs = jobs(lag, every)
+    run_jobs(tmp_path / "whole", configs)
+
+    for stop_at in (0, 2, 5, 7):
+
+        async def script(run: FakeRun, stop_at: int = stop_at) -> None:
+            await until(lambda: max(one.progress.step for one in run.jobs.values()) >= stop_at)
+            run.pipeline.stop()
+
+        run = run_jobs(tmp_path / "cut", configs, Setting(jitter=stop_at), script)
+        assert {one.state for one in run.jobs.values()} <= {JobState.PAUSED, JobState.SUCCEEDED}
+        for one in run.jobs.values():
+            committed = one.directory.newest()
+            assert (committed.step if committed else 0) == one.progress.step, "a step that was done is not saved"
+        assert run.engine.loaded == frozenset()
+    run = run_jobs(tmp_path / "cut", configs)
+    assert {one.state for one in run.jobs.values()} == {JobState.SUCCEEDED}
+    for name in "ab":
+        assert metrics(tmp_path / "cut", name) == metrics(tmp_path / "whole", name)
+    if every == 1:  # otherwise the stops made commits of their own
+        assert files(tmp_path / "cut" / "b") == files(tmp_path / "whole" / "b")
+
+
+def test_a_stop_before_anything_began(tmp_path: Path) -> None:
+    async def script(run: FakeRun) -> None:
+        run.pipeline.stop()
+
+    run = run_jobs(tmp_path, jobs(0, 1), Setting(slots=1), script)
+    assert {one.state for one in run.jobs.values()} == {JobState.PAUSED}
+    assert all(one.state is JobState.SUCCEEDED for one in run_jobs(tmp_path, jobs(0, 1)).jobs.values())
+
+
+PROGRAM = """
+import functools, sys
+from pathlib import Path
+from motet.training.fake import FakeTrainer
+from tests.fake_run import Setting, run_jobs
+from tests.test_resume import jobs
+trainer = functools.partial(FakeTrainer, seconds=0.002)
+run_jobs(Path(sys.argv[1]), jobs(int(sys.argv[2]), int(sys.argv[3])), Setting(trainer=trainer, jitter=int(sys.argv[4])))
+"""
+
+
+def start(path: Path, lag: int, every: int, jitter: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", PROGRAM, str(path), str(lag), str(every), str(jitter)]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize(("lag", "every"), [(0, 3), (2, 1)])
+def test_kill_9_at_any_moment(lag: int, every: int, tmp_path: Path) -> None:
+    """Killed again and again, at moments that differ from run to run: whatever was half-written must not show."""
+    configs, moments = jobs(lag, every), random.Random()
+    run_jobs(tmp_path / "whole", configs)
+    cut, kills = tmp_path / "cut", 0
+    for attempt in range(4):
+        process = start(cut, lag, every, attempt)
+        while process.poll() is None and not list(cut.glob("*/state/[0-9]*")):
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+    run = run_jobs(cut, configs)
+    assert kills, "every run had ended before it was killed: let it take longer"
+    assert {one.state for one in run.jobs.values()} == {JobState.SUCCEEDED}
+    for name in "ab":
+        assert files(cut / name) == files(tmp_path / "whole" / name)
+
+
+def test_a_crash_between_commit_and_version_leaves_no_hole(tmp_path: Path) -> None:
+    """The commit is there, its PEFT directory is not: taking the job up makes it, also where nothing is left to train."""
+    run_jobs(tmp_path, [job("a")])
+    for directory in (tmp_path / "a" / "versions").iterdir():
+        if directory.name == "v4":
+            shutil.rmtree(directory)
+    run_jobs(tmp_path, [job("a")])
+    assert (tmp_path / "a" / "versions" / "v4" / "adapter_model.safetensors").is_file()
+
+
+def test_versions_of_two_attempts_never_meet(tmp_path: Path) -> None:
+    first = run_jobs(tmp_path, [job("a")])
+    second = run_jobs(tmp_path, [job("a")])
+    assert first.engine.loads
+    assert not set(first.engine.loads) & set(second.engine.loads)

@@ -1,0 +1,223 @@
+"""Fair shares of the engine: who is next, that nobody starves or waits for ever, and that no permit is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.runtime.scheduler import FairScheduler, next_job, weight_of
+
+
+@dataclass
+class Tenant:
+    """A job that asks again as soon as it was served, `streams` requests at a time."""
+
+    name: str
+    priority: int = 0
+    rows: int = 1
+    tokens: int = 10
+    """What a request costs."""
+    streams: int = 4
+    served: list[int] = field(default_factory=list)
+    """The turn of the event loop at which each request ended."""
+
+
+async def _serve(scheduler: FairScheduler, tenant: Tenant, clock: list[int]) -> None:
+    while True:
+        async with scheduler.permit(tenant.name, tenant.rows):
+            for _ in range(tenant.tokens):
+                await asyncio.sleep(0)
+            scheduler.spend(tenant.name, tenant.tokens)
+            tenant.served.append(clock[0])
+
+
+async def _play(scheduler: FairScheduler, arrivals: dict[int, list[Tenant]], turns: int) -> None:
+    """Let tenants arrive at their turns of the event loop, and stop after so many."""
+    clock, tasks = [0], []
+    for clock[0] in range(turns):
+        for tenant in arrivals.get(clock[0], []):
+            scheduler.join(tenant.name, weight_of(tenant.priority))
+            tasks += [asyncio.create_task(_serve(scheduler, tenant, clock)) for _ in range(tenant.streams)]
+        await asyncio.sleep(0)
+        assert scheduler.in_flight <= max(scheduler.capacity, *(t.rows for ts in arrivals.values() for t in ts))
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert scheduler.in_flight == 0, "a permit was lost"
+
+
+def tokens(tenant: Tenant) -> int:
+    return len(tenant.served) * tenant.tokens
+
+
+def test_the_policy_is_least_tokens_per_weight() -> None:
+    assert next_job({"a": (10, 1), "b": (15, 2), "c": (8, 1)}) == "b"
+    assert next_job({"b": (10, 1), "a": (10, 1)}) == "a"
+    assert weight_of(10) == 2 * weight_of(0) == 4 * weight_of(-10)
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 20), st.sampled_from([-10, 0, 10])), min_size=2, max_size=4
+    ),
+    capacity=st.integers(1, 4),
+)
+@settings(max_examples=25)
+def test_service_per_weight_converges(shapes: list[tuple[int, int, int]], capacity: int) -> None:
+    """Whatever the sizes of their requests, hungry tenants have got the same tokens per weight, to within a few requests."""
+    tenants = [Tenant(f"t{i}", priority, rows, cost) for i, (rows, cost, priority) in enumerate(shapes)]
+    asyncio.run(_play(FairScheduler(capacity), {0: tenants}, 3000))
+    shares = [tokens(tenant) / weight_of(tenant.priority) for tenant in tenants]
+    slack = 2 * (capacity + 1) * max(tenant.tokens / weight_of(tenant.priority) for tenant in tenants)
+    assert max(shares) - min(shares) <= slack, shares
+    assert min(shares) > 0
+
+
+def longest_wait(tenant: Tenant, since: int, until: int) -> int:
+    times = [since, *(time for time in tenant.served if since <= time <= until), until]
+    return max(b - a for a, b in itertools.pairwise(times))
+
+
+@given(late=st.integers(200, 900), idle=st.booleans())
+@settings(max_examples=10)
+def test_newcomers_starve_nobody_and_are_not_starved(late: int, idle: bool) -> None:
+    """Also where some job has asked for little so far: its low account is no credit, for it or for a newcomer."""
+    old = [Tenant("old-1"), Tenant("old-2")]
+    modest = Tenant("modest", streams=0 if idle else 1, tokens=3)
+    new = Tenant("new")
+    asyncio.run(_play(FairScheduler(1), {0: [*old, modest], late: [new]}, late + 1000))
+    for tenant in (*old, new):
+        assert longest_wait(tenant, late, late + 1000) < 120, tenant.name
+    served = [sum(time >= late for time in tenant.served) for tenant in (*old, new)]
+    assert max(served) <= 1.3 * min(served) + 2, served
+
+
+def test_whoever_was_away_comes_back_without_credit() -> None:
+    scheduler = FairScheduler(1)
+    busy, away = Tenant("busy"), Tenant("away", streams=1)
+
+    async def main() -> None:
+        clock = [0]
+        for tenant in (busy, away):
+            scheduler.join(tenant.name, 1.0)
+        tasks = [asyncio.create_task(_serve(scheduler, busy, clock)) for _ in range(4)]
+        for clock[0] in range(1000):
+            await asyncio.sleep(0)
+        tasks += [asyncio.create_task(_serve(scheduler, away, clock)) for _ in range(4)]
+        for clock[0] in range(1000, 1600):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(main())
+    assert longest_wait(busy, 1000, 1600) < 60
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 9), st.integers(0, 6), st.integers(0, 8)),
+        min_size=1,
+        max_size=24,
+    ),
+    capacity=st.integers(1, 6),
+)
+@settings(max_examples=150)
+def test_no_permit_is_lost_and_nobody_waits_in_vain(requests: list[tuple[str, int, int, int]], capacity: int) -> None:
+    """Each request (job, rows, turns of work) may be cancelled at some turn. All others are served, and capacity is never
+    idle while whoever is next would fit (a request larger than the engine goes alone).
+    """
+    scheduler = FairScheduler(capacity)
+
+    async def one(job: str, rows: int, turns: int) -> None:
+        async with scheduler.permit(job, rows):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            scheduler.spend(job, rows * turns)
+
+    def check() -> None:
+        accounts = {name: account for name, account in scheduler._accounts.items() if account.waiting}
+        alive = {name: account for name, account in accounts.items() if not account.waiting[0][1].cancelled()}
+        if alive and alive == accounts:
+            name = next_job({name: (account.consumed, account.weight) for name, account in accounts.items()})
+            rows = accounts[name].waiting[0][0]
+            assert scheduler.in_flight, "nobody runs although somebody waits"
+            assert scheduler.in_flight + rows > capacity, "the next one would fit"
+
+    async def main() -> None:
+        for job in "abc":
+            scheduler.join(job, 1.0)
+        tasks = [asyncio.create_task(one(job, rows, turns)) for job, rows, turns, _ in requests]
+        cancelled = [task for task, (_, _, _, at) in zip(tasks, requests, strict=True) if at < 5]
+        for turn in range(400):
+            for task, (_, _, _, at) in zip(tasks, requests, strict=True):
+                if at == turn and at < 5:
+                    task.cancel()
+            await asyncio.sleep(0)
+            check()
+        assert all(task.done() for task in tasks), "a deadlock"
+        assert all(not task.cancelled() for task in tasks if task not in cancelled)
+        assert scheduler.in_flight == 0
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_request_at_the_front_lets_the_next_one_go() -> None:
+    scheduler = FairScheduler(4)
+
+    async def hold(rows: int, job: str = "a") -> None:
+        async with scheduler.permit(job, rows):
+            await asyncio.sleep(3600)
+
+    async def main() -> None:
+        scheduler.join("a", 1.0)
+        tasks = [asyncio.create_task(hold(rows)) for rows in (2, 4, 2)]
+        await asyncio.sleep(0)
+        assert scheduler.in_flight == 2  # the second does not fit, the third may not overtake it
+        tasks[1].cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert scheduler.in_flight == 4
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert scheduler.in_flight == 0
+
+    asyncio.run(main())
+
+
+def test_leaving_ends_the_wait_and_lets_the_next_one_go() -> None:
+    scheduler = FairScheduler(4)
+
+    async def hold(job: str, rows: int) -> None:
+        async with scheduler.permit(job, rows):
+            await asyncio.sleep(3600)
+
+    async def main() -> None:
+        for name in ("a", "b", "leaves"):
+            scheduler.join(name, 1.0)
+        scheduler.spend("b", 10)
+        running = asyncio.create_task(hold("a", 2))
+        await asyncio.sleep(0)
+        leaving = asyncio.create_task(hold("leaves", 4))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(hold("b", 2))
+        await asyncio.sleep(0)
+        assert scheduler.in_flight == 2
+        scheduler.leave("leaves")
+        await asyncio.sleep(0)
+        assert scheduler.in_flight == 4
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        scheduler.spend("leaves", 5)  # a late charge to somebody who left is nothing
+        for task in (running, waiting):
+            task.cancel()
+        await asyncio.gather(running, waiting, return_exceptions=True)
+        assert scheduler.in_flight == 0
+
+    asyncio.run(main())
