@@ -225,7 +225,7 @@ def test_layers_that_see_other_rows_get_no_adapter():
     class OneByOne(nn.Module):
         """Calls a layer for one row at a time, as a router sends rows to experts."""
 
-        def __init__(self, linear: nn.Module) -> None:
+        def __init__(self, linear: Any) -> None:
             super().__init__()
             self.linear = linear
 

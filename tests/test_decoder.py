@@ -33,7 +33,12 @@ CPU = torch.device("cpu")
 @functools.cache
 def adapters(dtype: str = "float32") -> tuple[AdapterWeights | None, ...]:
     base = tiny.base("llama", dtype)
-    shapes = ((8, "all-linear"), (8, "all-linear"), (3, "all-linear"), (4, ["q_proj", "down_proj"]))
+    shapes: tuple[tuple[int, str | list[str]], ...] = (
+        (8, "all-linear"),
+        (8, "all-linear"),
+        (3, "all-linear"),
+        (4, ["q_proj", "down_proj"]),
+    )
     return (None, *(tiny.adapter(base, rank=r, targets=t, seed=i) for i, (r, t) in enumerate(shapes)))
 
 
@@ -305,12 +310,11 @@ def test_a_caller_that_leaves_aborts_its_request(device):
     engine = make_engine(device, tiny.base("llama"))
 
     async def run() -> None:
-        stream = engine.generate(as_request("r", Ask(9, 50, seeds=(1, 2), stream=True)))
+        stream: Any = engine.generate(as_request("r", Ask(9, 50, seeds=(1, 2), stream=True)))
         first = await anext(stream)
         assert first.finish_reason is None
         await stream.aclose()
-        while not engine.decoder.idle:
-            await asyncio.sleep(0.001)
+        await collect(engine, as_request("next", Ask(9, 50)))  # served after the abort was seen
 
     asyncio.run(run())
     assert engine.cache.n_free == engine.cache.n_blocks

@@ -237,7 +237,7 @@ def test_missing_and_damaged_files(plain, tmp_path):
 @pytest.mark.parametrize("text", ["{", "[1]", "null"])
 def test_config_that_is_not_an_object(text, plain):
     (plain / CONFIG).write_text(text)
-    with pytest.raises(AdapterError, match="is not JSON|is not a JSON object"):
+    with pytest.raises(AdapterError, match=r"is not JSON|is not a JSON object"):
         read_adapter(plain)
 
 
@@ -274,7 +274,7 @@ def test_adapter_of_another_base(tmp_path):
     base = tiny.base("llama")
     export(tmp_path, base, tiny.adapter(base), "all-linear")
     edit_tensors(tmp_path, lambda tensors: [tensors.update({"x." + key: tensors.pop(key)}) for key in list(tensors)])
-    with pytest.raises(AdapterError, match="none of its 28 tensors fits .*llama; it was trained on another base"):
+    with pytest.raises(AdapterError, match=r"none of its 28 tensors fits .*llama; it was trained on another base"):
         load(tmp_path, base)
 
 

@@ -216,7 +216,10 @@ def test_stop_token_is_kept_and_ends_the_turn():
 def test_max_tokens_truncates():
     for n in (1, 2, 9):
         (chunk,) = run(ask(max_tokens=n))
-        assert (chunk.token_ids.tolist(), chunk.finish_reason) == (plain()[0].token_ids[:n].tolist(), FinishReason.LENGTH)
+        assert (chunk.token_ids.tolist(), chunk.finish_reason) == (
+            plain()[0].token_ids[:n].tolist(),
+            FinishReason.LENGTH,
+        )
 
 
 def test_streamed_pieces_join_to_the_whole():

@@ -134,10 +134,10 @@ def run_steps(trainer: TorchTrainer, batches: Sequence[Batch], steps: int = 2) -
         for batch in batches:
             for segment, stats in zip(batch.segments, trainer.forward_backward(batch), strict=True):
                 seen.setdefault(segment.adapter, []).append(stats)
-        for name in seen:
-            seen[name].append(gradient(trainer, name).numpy().tobytes())
-            seen[name].append(trainer.optim_step(name, LR))
-            seen[name].append(masters(trainer, name).numpy().tobytes())
+        for name, found in seen.items():
+            found.append(gradient(trainer, name).numpy().tobytes())
+            found.append(trainer.optim_step(name, LR))
+            found.append(masters(trainer, name).numpy().tobytes())
     return seen
 
 

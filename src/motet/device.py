@@ -38,12 +38,17 @@ class Device:
         self._ticks: list[Callable[[], bool]] = []
         self._wake = threading.Condition()
         self._closed = False
+        self._broken: BaseException | None = None
         self._woken = False
         self._thread = threading.Thread(target=self._loop, name="motet-device", daemon=True)
         self._thread.start()
 
     def add_tick(self, tick: Callable[[], bool]) -> None:
-        """Register work that is done a little at a time; a tick returns whether there is more. It must not raise."""
+        """Register work that is done a little at a time; a tick returns whether there is more.
+
+        A tick must not raise: its work is nobody's call, so nobody could be told. One that does breaks the device, and every
+        call from then on says so.
+        """
         with self._wake:
             self._ticks.append(tick)
 
@@ -58,7 +63,8 @@ class Device:
         future: Future[Result] = Future()
         with self._wake:
             if self._closed:
-                raise RuntimeError("the device is closed")
+                told = "is closed" if self._broken is None else f"broke down: {self._broken!r}"
+                raise RuntimeError(f"the device {told}") from self._broken
             self._calls.append((call, future))
             self._wake.notify()
         return future
@@ -89,7 +95,20 @@ class Device:
                 ticks = list(self._ticks)
             if call is not None:
                 _settle(*call)
-            working = _any_left(ticks)
+            try:
+                working = _any_left(ticks)
+            except BaseException as error:  # see add_tick
+                self._break_down(error)
+                return
+
+    def _break_down(self, error: BaseException) -> None:
+        with self._wake:
+            self._broken, self._closed = error, True
+            calls = list(self._calls)
+            self._calls.clear()
+        for _, future in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RuntimeError(f"the device broke down: {error!r}"))
 
 
 def _any_left(ticks: list[Callable[[], bool]]) -> bool:

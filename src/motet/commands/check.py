@@ -19,7 +19,7 @@ from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler, SampledStep
 from motet.runtime.step_batch import group_metrics
 from motet.runtime.versions import Versions
-from motet.types import Batch, LossSpec, Segment
+from motet.types import Batch, Group, LossSpec, Segment
 
 PROBLEMS = 4
 """Problems sampled per job."""
@@ -76,10 +76,6 @@ async def _check_all(console: Console, jobs: Sequence[Job], shared: Services, ro
 
 async def _check_job(console: Console, job: Job, shared: Services, rollouts: int) -> tuple[SampledStep, float]:
     config = job.config
-    console.rule(job.name)
-    first = job.data.train[0]
-    console.print(job.chat.readable(job.chat.prompt_ids(first)), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"reference answer: {first.answer!r}", markup=False)
     few = config.algorithm.model_copy(update={"group_size": rollouts, "groups_per_step": PROBLEMS, "oversampling": 1.0})
     job.config = config.model_copy(update={"algorithm": few})
     await shared.rewards.register(job.name, config.rewards, job.data.scorer)
@@ -92,10 +88,7 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     await versions.announce(0, 0)
     sampled = await JobSampler(job, shared, versions).step(0)
     job.config = config
-    for group in sampled.groups[:1]:
-        for rollout in group.rollouts:
-            told = rollout.error or f"{rollout.reward:.3g}"
-            console.print(f"  {told:>6}  {rollout.completion!r}", markup=False, highlight=False, soft_wrap=True)
+    _show(console, job, sampled.groups[0])
     train_seconds = await _train_seconds(job, shared, sampled)
     await versions.drop_all()
     await shared.on_device(lambda: shared.trainer.remove_adapter(job.name))
@@ -104,6 +97,17 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     scale = wanted / (PROBLEMS * rollouts)
     rows = min(1.0, PROBLEMS * rollouts / shared.engine.capacity)
     return sampled, sampled.seconds * max(1.0, scale * rows) + train_seconds * scale
+
+
+def _show(console: Console, job: Job, group: Group) -> None:
+    """The first problem of the first step, token by token, and what the model answers."""
+    console.rule(job.name)
+    prompt = job.chat.readable(job.chat.prompt_ids(group.problem))
+    console.print(prompt, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"reference answer: {group.problem.answer!r}", markup=False)
+    for rollout in group.rollouts:
+        told = rollout.error or f"{rollout.reward:.3g}"
+        console.print(f"  {told:>6}  {rollout.completion!r}", markup=False, highlight=False, soft_wrap=True)
 
 
 async def _train_seconds(job: Job, shared: Services, sampled: SampledStep) -> float:

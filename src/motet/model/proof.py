@@ -75,7 +75,7 @@ def _leave_out(base: BaseModel, watch: _Watch) -> None:
 
 
 def _limit_to_window(base: BaseModel, windows: dict[int, int | None]) -> None:
-    """Some models cut attention in their mask alone (Llama 4's chunks): without the keyword only shorter sequences are right."""
+    """Some models cut attention in their mask alone (Llama 4's chunks): untold, only shorter sequences are right."""
     config = base.model.config.get_text_config()
     limits = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     kinds = getattr(config, "layer_types", None)

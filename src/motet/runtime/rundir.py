@@ -18,8 +18,13 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = self._take_lock()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take_lock()
+        except OSError as error:
+            raise RunError(
+                f"{path} cannot be a run directory: {error.strerror}; give another one with --run"
+            ) from error
         self.run_id, self.attempt = self._identify()
 
     def job(self, name: str) -> JobDirectory:
@@ -51,8 +56,8 @@ class RunDirectory:
         path = self.path / "run.json"
         try:
             values = json.loads(path.read_text())
-        except (OSError, ValueError):
-            values = {"run_id": secrets.token_hex(4), "attempt": -1}
-        values["attempt"] += 1
-        replace(path, json.dumps(values, sort_keys=True).encode())
-        return str(values["run_id"]), int(values["attempt"])
+            run_id, attempt = str(values["run_id"]), int(values["attempt"]) + 1
+        except (OSError, ValueError, TypeError, KeyError):
+            run_id, attempt = secrets.token_hex(4), 0
+        replace(path, json.dumps({"attempt": attempt, "run_id": run_id}, sort_keys=True).encode())
+        return run_id, attempt

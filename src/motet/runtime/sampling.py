@@ -104,10 +104,10 @@ class JobSampler:
             request = GenerateRequest(name, job.name, prompt_ids, ref, sampling, keys)
             async with services.scheduler.permit(job.name, len(indices)):
                 chunks = [chunk async for chunk in services.engine.generate(request)]
-            tokens = sum(len(chunk.token_ids) for chunk in chunks)
+                tokens = sum(len(chunk.token_ids) for chunk in chunks)
+                services.scheduler.spend(job.name, tokens)  # before whoever is next is chosen
             cost.tokens += tokens
             job.progress.tokens += tokens
-            services.scheduler.spend(job.name, tokens)
             return sorted(chunks, key=lambda chunk: chunk.index)
 
         async def score(problem: Problem, completions: list[str]) -> list[Scored]:

@@ -1,0 +1,301 @@
+"""A job's directory: commits, what is cut back on resume, what is refused, what is pruned, and a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from motet.config import AdapterConfig, OptimizerConfig
+from motet.errors import RunError
+from motet.runtime.checkpoint import ADAPTER_FILES, Committed, JobDirectory, differences, disk_error, dump_line
+from motet.training.fake import FakeTrainer
+from motet.types import JobState
+from tests.fake_run import job, run_jobs
+
+IDENTITY = {"base": "small", "job": {"steps": 5, "optimizer": {"lr": 0.1}}}
+Save = Callable[[Path], None]
+
+
+@pytest.fixture
+def save() -> Save:
+    """What a trainer writes at a commit."""
+    trainer = FakeTrainer()
+    trainer.add_adapter("a", AdapterConfig(rank=2), OptimizerConfig(), seed=0)
+    return lambda path: trainer.save_adapter("a", path, optimizer=True)
+
+
+def opened(path: Path) -> JobDirectory:
+    directory = JobDirectory(path / "a")
+    directory.open(IDENTITY)
+    return directory
+
+
+def step(directory: JobDirectory, number: int, save: Save, **fields: object) -> Committed:
+    """One step: a line, a timing, a rollout log, a commit."""
+    directory.append(directory.metrics, {"step": number})
+    directory.append(directory.timings, {"step": number, "seconds": 0.5})
+    directory.write_rollouts(str(number), [{"problem": number}])
+    return directory.commit(replace(Committed(step=number + 1), **fields), save)  # type: ignore[arg-type]
+
+
+def names(path: Path) -> set[str]:
+    return {item.name for item in path.iterdir()}
+
+
+def test_a_fresh_directory_has_no_commit(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    assert directory.restore() is None
+    assert directory.steps() == []
+    assert directory.read_status() == {}
+
+
+def test_commit_and_restore(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.restore()
+    known = {"tokens_sampled": 7, "best_version": 0, "best_reward": 0.25, "evaluated": 0, "inexact": ("a clock",)}
+    directory.commit(Committed(), save)
+    committed = step(directory, 0, save, **known)
+    assert committed.metrics_bytes == directory.metrics.stat().st_size > 0
+    again = JobDirectory(tmp_path / "a")
+    again.open(IDENTITY)
+    assert again.restore() == committed
+    assert again.steps() == [0, 1]
+    for name in ADAPTER_FILES:
+        version, state = again.path / "versions" / "v1" / name, again.path / "state" / "1" / name
+        assert version.read_bytes() == state.read_bytes()
+    assert not names(again.path / "versions" / "v1") - set(ADAPTER_FILES)
+
+
+def test_what_was_written_after_the_commit_is_cut_back(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    committed = step(directory, 0, save, evaluated=0)
+    for name in ("eval-0", "eval-1", "1", "2"):
+        directory.write_rollouts(name, [{"late": True}])
+    directory.append(directory.metrics, {"step": 1})
+    with directory.metrics.open("ab") as file:
+        file.write(b'{"step": 2, "rew')  # torn in the middle
+    directory.append(directory.timings, {"step": 1})
+    (directory.path / "versions" / "v2").mkdir()
+    (directory.path / "versions" / ".tmp-v3").mkdir()
+    (directory.path / "state" / ".tmp-2").mkdir()
+    (directory.path / "state" / ".tmp-2" / "state.json").write_text("{")
+    (directory.path / ".tmp-status.json").write_text("{")
+    assert directory.restore() == committed
+    assert directory.metrics.read_bytes() == dump_line({"step": 0})
+    assert len(directory.timings.read_text().splitlines()) == 1
+    assert names(directory.path / "rollouts") == {"0.jsonl", "eval-0.jsonl"}
+    assert names(directory.path / "versions") == {"v0", "v1"}
+    assert names(directory.path / "state") == {"0", "1"}
+    assert not list(directory.path.rglob(".tmp-*"))
+
+
+def test_without_a_commit_everything_begins_anew(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    directory.append(directory.metrics, {"step": 0})
+    directory.write_rollouts("0", [{}])
+    directory.write_rollouts("eval-0", [{}])
+    assert directory.restore() is None
+    assert directory.metrics.read_bytes() == b""
+    assert names(directory.path / "rollouts") == set()
+
+
+def test_names_that_are_no_steps_are_left_alone(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    for name in ("step_latest", "latest", "1.bak", "-3"):
+        (directory.path / "state" / name).mkdir()
+    (directory.path / "rollouts" / "notes.txt").write_text("mine")
+    assert directory.steps() == [0]
+    assert directory.restore() is not None
+    directory.prune(1, None, 1e9)
+    assert {"step_latest", "latest", "1.bak", "-3"} < names(directory.path / "state")
+    assert "notes.txt" in names(directory.path / "rollouts")
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"step": 1}', '{"surprise": 1, "inexact": []}', None])
+def test_a_damaged_commit_is_an_error_that_says_what_to_do(damage: str | None, tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    step(directory, 0, save)
+    file = directory.path / "state" / "1" / "state.json"
+    file.unlink()
+    if damage is not None:
+        file.write_text(damage)
+    with pytest.raises(RunError, match=r"state/1/state\.json is damaged .* remove that directory to go on from"):
+        directory.restore()
+    for item in file.parent.iterdir():
+        item.unlink()
+    file.parent.rmdir()
+    restored = directory.restore()
+    assert restored is not None
+    assert restored.step == 0
+    assert directory.metrics.read_bytes() == b""
+
+
+def test_a_second_commit_of_a_step_keeps_its_newer_record(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    step(directory, 0, save)
+    directory.append(directory.metrics, {"step": 1, "eval": {}})
+    directory.commit(Committed(step=1, evaluated=1), save)
+    restored = directory.restore()
+    assert restored is not None
+    assert restored.evaluated == 1
+    assert len(directory.metrics.read_bytes().splitlines()) == 2
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_job_is_refused_with_the_difference(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    changed = {"base": "small", "job": {"steps": 9, "optimizer": {"lr": 0.1, "eps": 1e-6}}, "seed": 4}
+    with pytest.raises(RunError) as caught:
+        directory.open(changed)
+    told = str(caught.value)
+    assert "job.steps: was 5, is 9" in told
+    assert "job.optimizer.eps: was None, is 1e-06" in told
+    assert "seed: was None, is 4" in told
+    assert "base" not in told
+    assert "--accept-changes" in told
+    directory.open(IDENTITY)
+    directory.open(changed, accept_changes=True)
+    directory.open(changed)
+
+
+def test_a_job_that_has_not_begun_may_change(tmp_path: Path) -> None:
+    opened(tmp_path)
+    JobDirectory(tmp_path / "a").open({"base": "other"})
+
+
+def test_differences_of_trees() -> None:
+    before = {"a": 1, "b": {"c": [1, 2], "d": None}, "gone": 2}
+    after = {"a": 1, "b": {"c": [1, 3], "d": None}, "new": 3}
+    assert list(differences(before, after)) == [
+        "b.c: was [1, 2], is [1, 3]",
+        "gone: was 2, is None",
+        "new: was None, is 3",
+    ]
+    assert list(differences(before, before)) == []
+
+
+# --- pruning ---------------------------------------------------------------------------------------------------------
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    for number in range(6):
+        step(directory, number, save)
+        directory.prune(2, 1, 1e9)
+    assert directory.steps() == [5, 6]
+    assert names(directory.path / "versions") == {"v1", "v5", "v6"}
+    for name in ADAPTER_FILES:
+        assert (directory.path / "versions" / "v1" / name).is_file(), "a version outlives the commit it was linked from"
+
+
+def test_rollout_logs_stay_below_their_limit(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    for name in ("eval-0", *map(str, range(5))):
+        directory.write_rollouts(name, [{"text": "x" * 1000}])
+        os.utime(directory.path / "rollouts" / f"{name}.jsonl", ns=(0, len(names(directory.path / "rollouts"))))
+    directory.prune(1, None, 2500)
+    assert names(directory.path / "rollouts") == {"eval-0.jsonl", "3.jsonl", "4.jsonl"}
+    directory.prune(1, None, 0)
+    assert names(directory.path / "rollouts") == {"eval-0.jsonl", "4.jsonl"}, "the newest stays, whatever the limit"
+
+
+def test_what_json_has_no_word_for_is_null() -> None:
+    assert (
+        dump_line({"a": float("nan"), "b": [1.5, float("-inf")], "c": "ä"})
+        == '{"a": null, "b": [1.5, null], "c": "ä"}\n'.encode()
+    )
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size: str) -> Iterator[Path]:
+    """A file system of a few kilobytes; needs root, or sudo without a password."""
+    path.mkdir()
+    sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    options = f"size={size},uid={os.geteuid()}"
+    mount = [*sudo, "mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+    try:
+        subprocess.run(mount, capture_output=True, check=True)
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("mounting a small file system needs root or sudo")
+    try:
+        yield path
+    finally:
+        subprocess.run([*sudo, "umount", path], check=True)
+
+
+def test_a_full_disk_fails_the_job_and_loses_nothing(tmp_path: Path) -> None:
+    whole = run_jobs(tmp_path / "whole", [job("a", steps=6)])
+    with small_disk(tmp_path / "disk", "400k") as disk:
+        filler = disk / "filler"
+        filler.write_bytes(b"x" * 330_000)
+        run = run_jobs(disk, [job("a", steps=6)])
+        message = run.jobs["a"].progress.message
+        assert run.state("a") is JobState.FAILED
+        assert "the disk is full" in message
+        assert "Nothing committed is lost; free some space and run the same command again" in message
+        committed = run.jobs["a"].directory.newest()
+        assert committed is not None
+        assert 0 < committed.step < 6, "change the size: the disk must be full in the middle of the run"
+        filler.unlink()
+        run = run_jobs(disk, [job("a", steps=6)])
+        assert run.state("a") is JobState.SUCCEEDED
+        found, expected = ((one.jobs["a"].directory.metrics).read_bytes() for one in (run, whole))
+        assert found == expected
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file may grow beyond a size: a full disk for which no privileges are needed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    directory.write_status({"state": "running"})
+    with largest_file(2000), pytest.raises(OSError, match="File too large"):
+        directory.write_status({"state": "x" * 4000})
+    assert directory.read_status() == {"state": "running"}
+
+
+def test_only_a_full_disk_is_called_one(tmp_path: Path) -> None:
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        error = disk_error(OSError(number, "full"), tmp_path)
+        assert isinstance(error, RunError)
+        assert str(tmp_path) in str(error)
+    other = OSError(errno.EACCES, "denied")
+    assert disk_error(other, tmp_path) is other
+
+
+def test_a_status_that_is_damaged_is_none(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    (directory.path / "status.json").write_text("{")
+    assert directory.read_status() == {}
+    directory.write_status({"state": "paused", "message": "ä"})
+    assert json.loads((directory.path / "status.json").read_text())["message"] == "ä"

@@ -1,0 +1,151 @@
+"""The device: one thread on which training calls and decode ticks take turns."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+
+from motet.device import Device
+
+
+@pytest.fixture
+def device():
+    device = Device()
+    yield device
+    device.close()
+
+
+def test_calls_run_in_order_on_one_thread(device: Device) -> None:
+    seen: list[tuple[int, int]] = []
+    futures = [device.submit(lambda i=i: seen.append((i, threading.get_ident()))) for i in range(50)]
+    for future in futures:
+        future.result(timeout=5)
+    assert [i for i, _ in seen] == list(range(50))
+    assert len({thread for _, thread in seen}) == 1
+    assert seen[0][1] != threading.get_ident()
+
+
+def test_results_and_errors_come_back(device: Device) -> None:
+    def fails() -> None:
+        raise KeyError("no such thing")
+
+    async def main() -> None:
+        assert await device.run(lambda: 7) == 7
+        with pytest.raises(KeyError, match="no such thing"):
+            await device.run(fails)
+        assert await device.run(lambda: 8) == 8
+
+    asyncio.run(main())
+
+
+def test_calls_and_ticks_take_turns(device: Device) -> None:
+    """While decoding has work, a call comes after every tick, and a tick after every call."""
+    order: list[str] = []
+    left = [20]
+
+    def tick() -> bool:
+        if left[0] == 0:
+            return False
+        order.append("tick")
+        left[0] -= 1
+        return True
+
+    gate = threading.Event()
+    device.submit(gate.wait)
+    futures = [device.submit(lambda: order.append("call")) for _ in range(10)]
+    device.add_tick(tick)
+    device.wake()
+    gate.set()
+    for future in futures:
+        future.result(timeout=5)
+    deadline = time.monotonic() + 5
+    while left[0] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert order.count("tick") == 20
+    between = "".join(name[0] for name in order)
+    assert "cc" not in between, "a tick was passed over"
+    assert between.startswith("tctctctc")
+
+
+def test_ticks_without_work_do_not_spin(device: Device) -> None:
+    ticks = [0]
+
+    def tick() -> bool:
+        ticks[0] += 1
+        return False
+
+    device.add_tick(tick)
+    device.wake()
+    device.submit(lambda: None).result(timeout=5)
+    time.sleep(0.05)
+    assert ticks[0] <= 4
+
+
+def test_a_wake_during_a_tick_is_not_lost(device: Device) -> None:
+    """Work that arrives while a tick finds nothing to do must be ticked again."""
+    found = threading.Event()
+    state = {"work": False}
+
+    def tick() -> bool:
+        if state["work"]:
+            found.set()
+        elif not found.is_set():
+            state["work"] = True
+            device.wake()
+        return False
+
+    device.add_tick(tick)
+    device.wake()
+    assert found.wait(timeout=5)
+
+
+def test_a_tick_that_breaks_ends_nobody_elses_calls(device: Device) -> None:
+    """A tick must not raise; where one does, whoever calls hears of it instead of waiting for ever."""
+
+    def tick() -> bool:
+        raise RuntimeError("the decoder broke")
+
+    gate = threading.Event()
+    device.submit(gate.wait)
+    waiting = device.submit(lambda: 1)
+    device.add_tick(tick)
+    gate.set()
+    with pytest.raises(RuntimeError, match=r"the device broke down: RuntimeError.*the decoder broke"):
+        waiting.result(timeout=5)
+    with pytest.raises(RuntimeError, match="the device broke down"):
+        device.submit(lambda: 1)
+
+
+def test_closing_cancels_what_waits_and_refuses_what_comes() -> None:
+    device, gate = Device(), threading.Event()
+    running = device.submit(gate.wait)
+    waiting = device.submit(lambda: None)
+    threading.Timer(0.05, gate.set).start()
+    device.close()
+    assert running.result(timeout=5) is True
+    with pytest.raises(CancelledError):
+        waiting.result(timeout=5)
+    with pytest.raises(RuntimeError, match="the device is closed"):
+        device.submit(lambda: None)
+    device.close()
+
+
+def test_a_cancelled_call_is_not_run(device: Device) -> None:
+    gate, ran = threading.Event(), threading.Event()
+    device.submit(gate.wait)
+    waiting = device.submit(ran.set)
+    assert waiting.cancel()
+    gate.set()
+    device.submit(lambda: None).result(timeout=5)
+    assert not ran.is_set()
+
+
+def test_two_event_loops_may_share_a_device(device: Device) -> None:
+    async def main() -> int:
+        return sum(await asyncio.gather(*(device.run(lambda i=i: i) for i in range(20))))
+
+    assert asyncio.run(main()) == asyncio.run(main()) == 190

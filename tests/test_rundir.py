@@ -1,0 +1,99 @@
+"""The directory of a run: one process at a time, and an identity that every attempt shares."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from motet.commands.control import send
+from motet.errors import RunError
+from motet.runtime.rundir import RunDirectory
+
+HOLD = """
+import sys
+from pathlib import Path
+from motet.runtime.rundir import RunDirectory
+directory = RunDirectory(Path(sys.argv[1]))
+print(directory.run_id, directory.attempt, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the run directory `tmp_path / "run"`."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().endswith(" 0\n")
+    with process:
+        yield process
+        process.kill()
+
+
+def test_a_second_process_is_refused_by_name(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=rf"run is in use by another process \(pid {holder.pid}\); wait for it, stop it"):
+        RunDirectory(tmp_path / "run")
+
+
+def test_a_process_that_was_killed_leaves_no_lock(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    holder.kill()
+    holder.wait()
+    directory = RunDirectory(tmp_path / "run")
+    assert directory.attempt == 1
+    directory.close()
+
+
+def test_the_identity_stays_and_attempts_count(tmp_path: Path) -> None:
+    seen = []
+    for _ in range(3):
+        directory = RunDirectory(tmp_path)
+        seen.append((directory.run_id, directory.attempt))
+        directory.close()
+    assert [attempt for _, attempt in seen] == [0, 1, 2]
+    assert len({run_id for run_id, _ in seen}) == 1
+    other = RunDirectory(tmp_path / "other")
+    other.close()
+    assert other.run_id != seen[0][0]
+
+
+@pytest.mark.parametrize("damage", ["", "{", "{}", "[]", '{"run_id": "a", "attempt": null}'])
+def test_a_damaged_identity_is_a_new_one(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(damage)
+    directory = RunDirectory(tmp_path)
+    assert (len(directory.run_id), directory.attempt) == (8, 0)
+    directory.close()
+
+
+def test_a_place_that_cannot_be_a_directory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"file cannot be a run directory: .*give another one with --run"):
+        RunDirectory(tmp_path / "file")
+    with pytest.raises(RunError, match="cannot be a run directory: Not a directory"):
+        RunDirectory(tmp_path / "file" / "below")
+
+
+def test_words_reach_a_running_process_only(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with pytest.raises(RunError, match="run has no job 'a'; there are: none"):
+        send(run, "a", "pause")
+    for name in ("b", "a"):
+        (run / name).mkdir()
+        (run / name / "job.yaml").write_text("")
+    with pytest.raises(RunError, match="run has no job 'c'; there are: a, b"):
+        send(run, "c", "pause")
+    assert send(run, "a", "pause") == "asked a to pause"
+    assert (run / "a" / "control").read_text() == "pause"
+    holder.kill()
+    holder.wait()
+    with pytest.raises(
+        RunError, match=r"no process runs .*run; start it with `motet run`, which goes on where it stopped"
+    ):
+        send(run, "a", "pause")
+    with pytest.raises(RunError, match="nowhere has no job 'a'; there are: none"):
+        send(tmp_path / "nowhere", "a", "cancel")
+    assert not (tmp_path / "nowhere").exists()
