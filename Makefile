@@ -27,7 +27,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-reasoning: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[reasoning]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-reasoning
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tensorboard]'
 	@touch $@
 
@@ -41,7 +45,7 @@ demo: $(VENV)/.installed  ## train several adapters on the small base that ships
 	HF_HUB_OFFLINE=1 $(BIN)/motet run examples/demo.yaml
 
 .PHONY: smollm2
-smollm2: $(VENV)/.installed  ## bring SmolLM2-135M-Instruct into the local cache
+smollm2: $(VENV)/.installed-reasoning  ## bring SmolLM2-135M-Instruct into the local cache, and reasoning-gym's tasks
 	$(BIN)/python scripts/fetch_smollm2.py
 
 # ---- development -------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def make_decoder(n_blocks: int = 64, max_rows: int = 8, prefill: int = 64, dtype
     return Decoder(base, KVCache(n_blocks, BLOCK, CPU), max_rows=max_rows, prefill_tokens=prefill)
 
 
-def finish(decoder: Decoder, limit: int = 3000) -> None:
+def finish(decoder: Decoder, limit: int = 1000) -> None:
     for _ in range(limit):
         if decoder.idle:
             break
@@ -126,7 +126,7 @@ def alone(ask: Ask, seed: int, dtype: str) -> Outcome:
 def assert_as_alone(asks: Iterable[Ask], decoder: Decoder, dtype: str) -> None:
     waiting = sorted(enumerate(asks), key=lambda pair: pair[1].tick)
     running: list[tuple[Ask, list[Chunk]]] = []
-    for tick in range(3000):
+    for tick in range(1000):
         while waiting and waiting[0][1].tick <= tick:
             index, ask = waiting.pop(0)
             weights = (*adapters(dtype), broken(dtype))[ask.adapter]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -21,7 +22,11 @@ def device():
 
 def test_calls_run_in_order_on_one_thread(device: Device) -> None:
     seen: list[tuple[int, int]] = []
-    futures = [device.submit(lambda i=i: seen.append((i, threading.get_ident()))) for i in range(50)]
+
+    def note(i: int) -> None:
+        seen.append((i, threading.get_ident()))
+
+    futures = [device.submit(functools.partial(note, i)) for i in range(50)]
     for future in futures:
         future.result(timeout=5)
     assert [i for i, _ in seen] == list(range(50))
@@ -146,6 +151,6 @@ def test_a_cancelled_call_is_not_run(device: Device) -> None:
 
 def test_two_event_loops_may_share_a_device(device: Device) -> None:
     async def main() -> int:
-        return sum(await asyncio.gather(*(device.run(lambda i=i: i) for i in range(20))))
+        return sum(await asyncio.gather(*(device.run(functools.partial(int, i)) for i in range(20))))
 
     assert asyncio.run(main()) == asyncio.run(main()) == 190

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 import make_reference
+from motet.errors import RewardError
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -131,7 +137,165 @@ def test_job_examples_validate() -> None:
         assert load_jobs(file).jobs
 
 
+def test_rewards_of_job_examples_load() -> None:
+    """What an example names is there and takes the arguments it gives; files of the reader's own are left out."""
+    from motet.cli import EXAMPLE
+    from motet.jobfile import load_jobs, parse_jobs
+    from motet.tasks.reward_loading import SCORER, resolve
+
+    in_help = EXAMPLE.split("jobs.yaml):\n")[1].split("\n\n")[0]
+    examples = [*job_examples(), ("motet run --help", textwrap.dedent(in_help))]
+    runs = [(place, parse_jobs(text, place)) for place, text in examples]
+    runs += [(file.name, load_jobs(file)) for file in sorted((ROOT / "examples").rglob("*.yaml"))]
+    for place, config in runs:
+        for job in config.jobs:
+            for reward in job.rewards:
+                if ":" in reward.name or reward.name == SCORER:
+                    continue
+                try:
+                    resolve(reward)
+                except RewardError as error:
+                    pytest.fail(f"{place}, job {job.name}: {error}")
+
+
 def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
     code = "import sys, motet.cli; print(sorted({'torch', 'transformers', 'datasets', 'plotly'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# --- pages that people write: their names, tables and examples are those of the code -----------------------------------
+
+
+def page_text(name: str) -> str:
+    """A page of docs/."""
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def table(text: str, heading: str) -> list[list[str]]:
+    """Cells of the first table whose first heading is this one, backquotes around a cell taken off."""
+    rows: list[list[str]] = []
+    for line in FENCE.sub("", text).splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")] if line.startswith("|") else []
+        if rows and not cells:
+            break
+        if rows or (cells and cells[0].strip("`") == heading):
+            rows.append(cells)
+    assert len(rows) > 2, f"there is no table headed {heading!r}"
+    return [[row[0].strip("`"), *row[1:]] for row in rows[2:]]
+
+
+def names_in(rows: list[list[str]]) -> list[str]:
+    """The first cells of a table."""
+    return [row[0] for row in rows]
+
+
+def choices(model: type[BaseModel], field: str) -> list[str]:
+    """The values of a configuration field that is a choice of names."""
+    found = get_args(model.model_fields[field].annotation)
+    return [name for part in found for name in (get_args(part) or (part,)) if isinstance(name, str)]
+
+
+REWARD_EXAMPLES = fences(page_text("rewards"), "python")
+
+
+@pytest.mark.parametrize("number", range(len(REWARD_EXAMPLES)))
+def test_reward_examples_score(number: int, tmp_path: Path) -> None:
+    """Each example is loaded by name, in a process of its own, and tells a right answer from a wrong one."""
+    from motet.config import RewardConfig
+    from motet.tasks.reward_pool import RewardPool, Scored
+    from motet.types import Message, Problem
+
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARD_EXAMPLES[number], encoding="utf-8")
+    problem = Problem(0, (Message("user", "What is 3 + 4?"),), "7", {"answer": "7", "level": 2})
+
+    async def scores() -> list[Scored]:
+        pool = RewardPool(1)
+        try:
+            await pool.register("job", [RewardConfig(name=f"{file}:reward")], log=tmp_path / "rewards.log")
+            return await pool.score("job", problem, ["7", "eight"])
+        finally:
+            await pool.close()
+
+    right, wrong = asyncio.run(scores())
+    assert not right.error, right.error
+    assert not wrong.error, wrong.error
+    assert right.reward > wrong.reward
+
+
+def test_the_page_about_rewards_has_every_built_in_one() -> None:
+    from motet.config import RewardConfig
+    from motet.tasks.rewards import BUILTIN
+
+    text = page_text("rewards")
+    rows = {row[0]: row for row in table(text, "name")}
+    assert list(rows) == [*BUILTIN, "scorer"]
+    for name, function in BUILTIN.items():
+        parameters = inspect.signature(function).parameters.values()
+        arguments = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        assert all(f"`{argument}`" in rows[name][-1] for argument in arguments), rows[name]
+        assert arguments or rows[name][-1] == "none", rows[name]
+    for field, default, *_ in table(text, "field"):
+        assert float(default) == RewardConfig.model_fields[field].default
+
+
+def test_the_page_about_data_has_every_toy_task() -> None:
+    from motet.tasks.toys import FAMILIES, make_rows
+
+    rows = {row[0]: row[-2:] for row in table(page_text("data"), "toy:")}
+    assert list(rows) == list(FAMILIES)
+    for family, shown in rows.items():
+        (made,) = make_rows(family, 1, seed=0)
+        assert shown == [made["prompt"], made["answer"]]
+
+
+def test_the_page_about_algorithms_has_every_name() -> None:
+    from motet.algorithms.presets import PRESETS
+    from motet.config import AlgorithmConfig, KLConfig
+
+    text = page_text("algorithms")
+    types = table(text, "type")
+    assert names_in(types) == choices(AlgorithmConfig, "type")
+    for name, *parts in types:
+        preset = PRESETS[name]
+        assert [part.strip("`") for part in parts[:3]] == [preset.advantage, preset.loss, preset.reduction]
+    for field in ("advantage", "loss", "reduction"):
+        assert names_in(table(text, field)) == choices(AlgorithmConfig, field)
+    assert names_in(table(text, "kl.type")) == list(get_args(KLConfig.model_fields["type"].annotation))
+
+
+def test_the_page_about_runs_has_every_field() -> None:
+    from motet.device import BusyTime
+    from motet.runtime.metrics import STEP_FIELDS, timing_record
+
+    text = page_text("runs")
+    about_metrics, about_timings = text.split("## metrics.jsonl")[1], text.split("## timings.jsonl")[1]
+    assert {row[0]: row[1] for row in table(about_metrics, "field")} == STEP_FIELDS
+    record = timing_record(0, {"sample": 0.0, "reward": 0.0, "train": 0.0}, 0, 0, BusyTime())
+    nested = (
+        [f"{name}.{inner}" for inner in value] if isinstance(value, dict) else [name] for name, value in record.items()
+    )
+    shown = [name.strip("`") for row in table(about_timings, "field") for name in row[0].split(", ")]
+    assert shown == [name for names in nested for name in names]
+    for number, example in enumerate(fences(text, "py")):
+        compile(example, f"runs.md, example {number}", "exec")
+
+
+def test_the_page_about_the_architecture_names_what_exists() -> None:
+    text = page_text("architecture")
+    source = ROOT / "src" / "motet"
+    code = {file: file.read_text(encoding="utf-8") for file in source.rglob("*.py")}
+    quoted = re.findall(r"`([^`\n]+)`", text)
+    for name in quoted:
+        if match := re.fullmatch(r"([\w/]+\.py)(?:::(\w+))?", name):
+            assert (source / match[1]).is_file(), name
+            assert match[2] is None or re.search(rf"^(?:def |class )?{match[2]}\b", code[source / match[1]], re.M), name
+        elif match := re.fullmatch(r"([A-Z]\w+)(?:\.(\w+))?", name):
+            holders = [body for body in code.values() if re.search(rf"^(?:class )?{match[1]}\b", body, re.M)]
+            assert holders, name
+            member = rf"^    (?:async )?(?:def )?{match[2]}\b"
+            assert match[2] is None or any(re.search(member, body, re.M) for body in holders), name
+        elif re.fullmatch(r"\w+/", name):
+            assert (source / name).is_dir(), name
+    assert len(text.splitlines()) < 250

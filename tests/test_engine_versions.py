@@ -18,7 +18,7 @@ from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine, SameTensors
 from motet.runtime.probe import Probe
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import AdapterRef, Chunk, GenerateRequest, IntArray, SamplingParams
+from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
 
 PROMPT: IntArray = np.array([5, 17, 40, 9, 88, 21, 13], np.int32)
 
@@ -31,7 +31,7 @@ def base() -> Any:
 @pytest.fixture
 def engine(base: Any) -> Iterator[EmbeddedEngine]:
     device = Device()
-    yield EmbeddedEngine(base, device, max_rows=8, kv_tokens=2048, block_size=16, prefill_tokens=256)
+    yield EmbeddedEngine(base, device, max_rows=8, kv_tokens=8192, block_size=16, prefill_tokens=256)
     device.close()
 
 
@@ -101,5 +101,29 @@ def test_the_adapter_that_answers_was_trained(base: Any, engine: EmbeddedEngine)
             await publish_and_check(1, nothing)
         with pytest.raises(ProbeError, match="not what was trained"):
             await publish_and_check(2, trained(base, 0.02).weights("a"))
+
+    asyncio.run(scenario())
+
+
+def test_abort_one_jobs_requests(engine: EmbeddedEngine) -> None:
+    """Every request of a job ends with what it has; another job's goes on as if nothing had happened."""
+
+    async def of_job(name: str, job: str, tokens: int) -> Chunk:
+        request = GenerateRequest(name, job, PROMPT, None, SamplingParams(max_tokens=tokens), (5,))
+        (chunk,) = [chunk async for chunk in engine.generate(request)]
+        return chunk
+
+    async def scenario() -> None:
+        alone = await of_job("alone", "theirs", 80)
+        mine = [asyncio.create_task(of_job(f"mine-{index}", "mine", 900)) for index in range(3)]
+        theirs = asyncio.create_task(of_job("theirs", "theirs", 80))
+        while engine.decoder.n_running < 4:
+            await asyncio.sleep(0.001)
+        await engine.abort("mine")
+        ended = [await task for task in mine]
+        assert {chunk.finish_reason for chunk in ended} == {FinishReason.ABORT}
+        assert all(0 < len(chunk.token_ids) < 900 for chunk in ended)
+        assert np.array_equal((await theirs).token_ids, alone.token_ids)
+        assert engine.cache.n_free == engine.cache.n_blocks
 
     asyncio.run(scenario())

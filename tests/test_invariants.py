@@ -28,6 +28,7 @@ from motet.types import JobState
 BASES = [
     pytest.param(("small", "float32"), id="small-fp32"),
     pytest.param(("small", "bfloat16"), id="small-bf16"),
+    pytest.param(("small", "bfloat16", 2), id="small-bf16-two-threads"),
     pytest.param(("smollm2", "bfloat16"), id="smollm2-bf16", marks=pytest.mark.smollm2),
     pytest.param(("smollm2", "float32"), id="smollm2-fp32", marks=pytest.mark.smollm2),
 ]
@@ -55,10 +56,19 @@ def digits(problem, completion):
 
 @pytest.fixture(scope="module", params=BASES)
 def base(request: pytest.FixtureRequest) -> Any:
-    name, dtype = request.param
+    name, dtype, *threads = request.param
     if name == "smollm2":
         request.getfixturevalue("smollm2_dir")
-    return load(name, EngineConfig(dtype=dtype, threads=1))
+    loaded = load(name, EngineConfig(dtype=dtype, threads=1))
+    loaded.notes.extend(["two threads"] * len(threads))
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> None:
+    """Two torch threads where the base's parameters say so; the suite's own fixture goes back to one."""
+    if "base" in request.fixturenames and "two threads" in request.getfixturevalue("base").notes:
+        torch.set_num_threads(2)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ Example job file (jobs.yaml):
         reward: exact
       - name: sort
         data: toy:sort_numbers
-        reward: {exact: 1.0, length: 0.2}
+        reward: {exact: 1.0, contains: 0.2}
         algorithm: {type: dr_grpo, group_size: 16}
 
 \b

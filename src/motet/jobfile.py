@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from motet.config import DataConfig, JobConfig, RunConfig
+from motet.config import Config, DataConfig, JobConfig, RunConfig
 from motet.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -32,6 +33,8 @@ def load_jobs(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         text = file.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read the job file {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the job file {file}: it is not UTF-8 text") from error
     return parse_jobs(text, str(file), overrides, directory=file.parent)
 
 
@@ -54,6 +57,10 @@ def parse_jobs(
     if not isinstance(raw_jobs, list) or not all(isinstance(job, dict) for job in raw_jobs):
         raise ConfigError(f"{where}: `jobs` must be a list, each item beginning with `- name: …`")
     defaults, sweep = tree.pop("defaults", None) or {}, tree.pop("sweep", None) or {}
+    if not isinstance(defaults, dict):
+        raise ConfigError(f"{where}: `defaults` must hold fields of a job, such as `steps: 20`")
+    if not isinstance(sweep, dict):
+        raise ConfigError(f"{where}: `sweep` must map fields to lists of values, such as `optimizer.lr: [1e-4, 3e-4]`")
     jobs = [merge(defaults, normal_job(job)) for job in map(dict, raw_jobs)]
     _apply_overrides(tree, jobs, overrides)
     jobs = [variant for job in jobs for variant in expand(job, sweep)]
@@ -94,7 +101,10 @@ def expand(job: Tree, shared: Mapping[str, Any]) -> Iterator[Tree]:
         ConfigError: a swept field does not have a list of values.
     """
     job = dict(job)
-    sweep = {**shared, **(job.pop("sweep", None) or {})}
+    own = job.pop("sweep", None) or {}
+    if not isinstance(own, dict):
+        raise ConfigError(f"`sweep` of job {job.get('name')!r} must map fields to lists of values")
+    sweep = {**shared, **own}
     for field, values in sweep.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"sweep.{field} must be a list of values, such as [1e-4, 3e-4]")
@@ -105,17 +115,24 @@ def expand(job: Tree, shared: Mapping[str, Any]) -> Iterator[Tree]:
             set_path(variant, field, value)
             label.append(f"{field.rsplit('.', 1)[-1]}={value}")
         if label:
-            variant["name"] = "-".join([str(job.get("name", "job")), *label]).replace("/", "_").replace(" ", "")
+            variant["name"] = re.sub(r"[^\w.=-]+", "_", "-".join([str(job.get("name", "job")), *label]), flags=re.ASCII)
         yield variant
 
 
 def set_path(tree: Tree, path: str, value: Any) -> None:
-    """Set `a.b.c` in nested tables, making them where they are missing."""
+    """Set `a.b.c` in nested tables, making them where they are missing.
+
+    Raises:
+        ConfigError: a table on the way is a list.
+    """
+    whole = path
     *parents, leaf = path.split(".")
     for name in parents:
         below = tree.get(name)
         if isinstance(below, str):
             tree[name] = below = normal_job({name: below})[name]
+        if isinstance(below, list):
+            raise ConfigError(f"{whole}: {name} is a list; give it as a whole, such as {name}=[…]")
         if not isinstance(below, dict):
             tree[name] = below = {}
         tree = below
@@ -130,17 +147,20 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
         path, equals, text = override.partition("=")
         if not equals or not path:
             raise ConfigError(f"--set {override!r} must look like path=value, such as optimizer.lr=1e-4")
-        value = _number(yaml.safe_load(text))
+        try:
+            value = _number(yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {override!r}: the value is not YAML; quote it if it is meant as text") from error
         top, _, rest = path.partition(".")
         if top in ("base", "run", "engine"):
             set_path(tree, path, value)
         elif top == "jobs":
-            name, _, field = rest.partition(".")
-            chosen = [job for job in jobs if str(job.get("name")) == name]
-            if not chosen or not field:
+            chosen = [job for job in jobs if rest.startswith(f"{job.get('name')}.")]  # names may have dots
+            if not chosen:
                 names = ", ".join(str(job.get("name")) for job in jobs)
                 raise ConfigError(f"--set {override!r}: write jobs.NAME.field=value; there are the jobs {names}")
-            set_path(chosen[0], field, value)
+            job = max(chosen, key=lambda job: len(str(job["name"])))
+            set_path(job, rest.removeprefix(f"{job['name']}."), value)
         else:
             for job in jobs:
                 set_path(job, path, value)
@@ -203,14 +223,15 @@ def _explain(tree: Tree, item: Mapping[str, Any]) -> str:
     """One mistake in words: the job's name instead of its number, and the fields that there are."""
     location = list(item["loc"])
     place = ""
+    model: type[Config] = RunConfig
     if len(location) >= 2 and location[0] == "jobs" and isinstance(location[1], int):
         jobs = tree.get("jobs") or []
         name = jobs[location[1]].get("name", f"number {location[1] + 1}") if location[1] < len(jobs) else location[1]
-        place, location = f"job {name}: ", location[2:]
+        place, location, model = f"job {name}: ", location[2:], JobConfig
     field = ".".join(str(part) for part in location)
     message = str(item["msg"]).removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
-        fields = _fields_at(location[:-1])
+        fields = _fields_at(model, location[:-1])
         message = f"there is no such field; there are {', '.join(fields)}" if fields else "there is no such field"
     elif item["type"] == "missing":
         message = "is missing"
@@ -221,8 +242,7 @@ def _explain(tree: Tree, item: Mapping[str, Any]) -> str:
     return f"{place}{field}: {message}" if field else f"{place}{message}"
 
 
-def _fields_at(location: Sequence[Any]) -> list[str]:
-    model: Any = JobConfig
+def _fields_at(model: Any, location: Sequence[Any]) -> list[str]:
     for part in location:
         field = model.model_fields.get(part) if isinstance(part, str) and hasattr(model, "model_fields") else None
         if field is None:

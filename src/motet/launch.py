@@ -84,6 +84,12 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need]) -> Wor
     return Workshop(base, device, engine, trainer, SameTensors(engine, trainer.weights), config, list(base.notes))
 
 
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
 def _free_memory(device: Any) -> int:
     import torch
 
@@ -152,4 +158,5 @@ def services(workshop: Workshop, directory: RunDirectory) -> Services:
         micro_batch_tokens=config.micro_batch_tokens,
         probe_tolerance=0.0 if workshop.base.exact else 0.05,
         engine_suffix=f"{directory.run_id}.{directory.attempt}",
+        threads=_threads(),
     )

@@ -53,8 +53,8 @@ class RolloutEngine(Protocol):
         """Let go of a version that nothing references any more."""
         ...
 
-    async def abort(self, request_id: str) -> None:
-        """End one request; its open completions finish with `abort` and keep their tokens."""
+    async def abort(self, name: str) -> None:
+        """End one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
         ...
 
 

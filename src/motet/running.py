@@ -35,6 +35,8 @@ class JobResult:
     evaluations: tuple[tuple[int, float], ...]
     """(version, held-out reward)."""
     message: str
+    inexact: tuple[str, ...] = ()
+    """Why the job's bytes may depend on more than itself; empty when they do not."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,9 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
-    return run_on(
-        load(config.base, config.engine),
-        config,
-        sequential=sequential,
-        accept_changes=accept_changes,
-        observe=observe,
-        started=started,
-    )
+    with contextlib.closing(RunDirectory(Path(config.run))) as directory:  # locked before anything is loaded
+        base = load(config.base, config.engine)
+        return _run_in(directory, base, config, sequential, accept_changes, observe, started)
 
 
 def run_on(
@@ -91,24 +88,33 @@ def run_on(
     started: Callable[[Workshop, Sequence[Job]], None] | None = None,
 ) -> RunResult:
     """The same as `run_config` on a base that is loaded already (the one `config.base` names)."""
-    directory = RunDirectory(Path(config.run))
+    with contextlib.closing(RunDirectory(Path(config.run))) as directory:
+        return _run_in(directory, base, config, sequential, accept_changes, observe, started)
+
+
+def _run_in(
+    directory: RunDirectory,
+    base: Any,
+    config: RunConfig,
+    sequential: bool,
+    accept_changes: bool,
+    observe: Callable[[Sequence[JobProgress]], None] | None,
+    started: Callable[[Workshop, Sequence[Job]], None] | None,
+) -> RunResult:
+    prepared = [prepare(job, base, directory) for job in config.jobs]
+    jobs = [job for job, _ in prepared]
+    for job in jobs:
+        job.directory.open(identity(job, base, config.engine), accept_changes=accept_changes)
+        _take_up(job)
+    workshop = build(base, config.engine, [need for _, need in prepared])
     try:
-        prepared = [prepare(job, base, directory) for job in config.jobs]
-        jobs = [job for job, _ in prepared]
-        for job in jobs:
-            job.directory.open(identity(job, base, config.engine), accept_changes=accept_changes)
-            _take_up(job)
-        workshop = build(base, config.engine, [need for _, need in prepared])
-        try:
-            if started is not None:
-                started(workshop, jobs)
-            slots = 1 if sequential else config.engine.slots
-            _run_loop(lambda: _run_jobs(jobs, services(workshop, directory), slots, observe))
-        finally:
-            workshop.close()
+        if started is not None:
+            started(workshop, jobs)
+        slots = 1 if sequential else config.engine.slots
+        _run_loop(lambda: _run_jobs(jobs, services(workshop, directory), slots, observe))
     finally:
-        directory.close()
-    return RunResult(Path(config.run), {job.name: _result(job) for job in jobs}, _report(Path(config.run)))
+        workshop.close()
+    return RunResult(directory.path, {job.name: _result(job) for job in jobs}, _report(directory.path))
 
 
 def _take_up(job: Job) -> None:
@@ -208,6 +214,7 @@ def _result(job: Job) -> JobResult:
         rewards=tuple(job.progress.rewards),
         evaluations=tuple(job.progress.evaluations),
         message=job.progress.message,
+        inexact=tuple(job.inexact),
     )
 
 

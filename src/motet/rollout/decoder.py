@@ -51,17 +51,17 @@ class Decoder:
         self._waiting.append(prompt)
 
     def abort(self, matches: set[str]) -> None:
-        """End the open completions of these requests; they keep their tokens."""
-        for prompt in [prompt for prompt in self._waiting if prompt.request.id in matches]:
+        """End the open completions of these requests (ids, or names of jobs); they keep their tokens."""
+        for prompt in [prompt for prompt in self._waiting if _named(prompt, matches)]:
             self._waiting.remove(prompt)
             self._release_prompt(prompt)
             for sequence in prompt.waiting:
                 self._end(sequence, FinishReason.ABORT)
             prompt.waiting.clear()
-        for sequence in [item for item in self._preempted if item.prompt.request.id in matches]:
+        for sequence in [item for item in self._preempted if _named(item.prompt, matches)]:
             self._preempted.remove(sequence)
             self._end(sequence, FinishReason.ABORT)
-        for sequence in [item for item in self._running if item.prompt.request.id in matches]:
+        for sequence in [item for item in self._running if _named(item.prompt, matches)]:
             self._end(sequence, FinishReason.ABORT)
         self._running = [item for item in self._running if item.finish is None]
 
@@ -241,6 +241,10 @@ class Decoder:
         self.cache.give_back(sequence.blocks)
         sequence.blocks = []
         sequence.prompt.emit(sequence.chunk(self.model.text))
+
+
+def _named(prompt: Prompt, names: set[str]) -> bool:
+    return prompt.request.id in names or prompt.request.job in names
 
 
 def _adapter_order(sequence: Sequence) -> tuple[str, int]:

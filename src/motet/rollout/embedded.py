@@ -91,9 +91,9 @@ class EmbeddedEngine:
             if left:
                 await self.abort(request.id)
 
-    async def abort(self, request_id: str) -> None:
-        """End one request; its open completions finish with `abort` and keep their tokens."""
-        self._aborts.add(request_id)
+    async def abort(self, name: str) -> None:
+        """End one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
+        self._aborts.add(name)
         self._device.wake()
 
     async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:

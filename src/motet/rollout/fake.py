@@ -59,7 +59,7 @@ class FakeEngine:
         self._policies: dict[AdapterRef, FakePolicy] = {}
         self._readers: Counter[AdapterRef] = Counter()
         self._rows = asyncio.Semaphore(capacity)
-        self._open: dict[str, asyncio.Event] = {}
+        self._open: dict[tuple[str, str], asyncio.Event] = {}
         self._asked = 0
 
     @property
@@ -107,10 +107,11 @@ class FakeEngine:
         await self.suspend()
         return policy.logprobs(token_ids)
 
-    async def abort(self, request_id: str) -> None:
-        """End one request; its open completions finish with `abort` and keep their tokens."""
-        if request_id in self._open:
-            self._open[request_id].set()
+    async def abort(self, name: str) -> None:
+        """End one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
+        for (request, job), aborted in self._open.items():
+            if name in (request, job):
+                aborted.set()
         await self.suspend()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
@@ -119,7 +120,7 @@ class FakeEngine:
         policy = self._policy(request.adapter, where)
         self._refuse(request, where)
         self.requests.append(request)
-        aborted = self._open[request.id] = asyncio.Event()
+        aborted = self._open[request.id, request.job] = asyncio.Event()
         chunks: asyncio.Queue[Chunk] = asyncio.Queue()
         self._hold(request, 1)
         rows = [
@@ -136,7 +137,7 @@ class FakeEngine:
             for row in rows:
                 row.cancel()
             self._hold(request, -1)
-            del self._open[request.id]
+            del self._open[request.id, request.job]
 
     async def suspend(self) -> None:
         """Let others run, for as long as this engine's jitter says."""
@@ -161,7 +162,7 @@ class FakeEngine:
         longest = len(request.prompt_ids) + request.sampling.max_tokens
         if len(request.prompt_ids) == 0 or not request.seeds:
             raise EngineError(f"{where} has an empty prompt or no seeds")
-        if request.id in self._open:
+        if (request.id, request.job) in self._open:
             raise EngineError(f"{where} has the id of a request that is still open")
         if longest > self._max_positions:
             raise EngineError(f"{where} needs {longest} positions of {self._max_positions}; lower sampling.max_tokens")

@@ -48,6 +48,8 @@ class Committed:
     tokens_trained: int = 0
     metrics_bytes: int = 0
     timings_bytes: int = 0
+    threads: int = 0
+    """Torch threads of the process that committed; sums of a whole gradient depend on it."""
     inexact: tuple[str, ...] = ()
     """Why the job's bytes may depend on the clock or on its company; empty when they do not."""
 

@@ -49,6 +49,8 @@ class Services:
     """Largest logprob difference between engine and trainer at a publish; 0 where they share tensors and are exact."""
     engine_suffix: str
     """`{run id}.{attempt}`, so that engine-side names never repeat."""
+    threads: int = 0
+    """Torch threads; 0 where there is no torch."""
 
     async def on_device(self, call: Callable[[], Result]) -> Result:
         """Run a trainer call in the device's turn."""

@@ -79,14 +79,19 @@ class JobLoop:
             await services.on_device(
                 lambda: services.trainer.load_adapter(config.name, state / str(start), optimizer=True)
             )
-            job.inexact.extend(reason for reason in self._done.inexact if reason not in job.inexact)
+            for reason in self._done.inexact:
+                job.note_inexact(reason)
+            if self._done.threads != services.threads:
+                job.note_inexact(
+                    f"torch threads changed from {self._done.threads} to {services.threads} at step {start}"
+                )
             for version in range(self._oldest_needed(), start):
                 await self._versions.restore(version, state / str(version))
         else:
             if config.adapter.init is not None:
                 source = job.init_directory()
                 await services.on_device(lambda: services.trainer.load_adapter(config.name, source, optimizer=False))
-            await self._commit(self._done)
+            await self._commit(replace(self._done, threads=services.threads))
         job.progress.step = job.progress.first_step = start
         job.progress.started = time.monotonic()
         await self._publish()
@@ -157,6 +162,7 @@ class JobLoop:
             skipped_in_row=skipped,
             tokens_sampled=self._done.tokens_sampled + sampled.tokens,
             tokens_trained=self._done.tokens_trained + tokens,
+            threads=services.threads,
             inexact=tuple(job.inexact),
         )
         seconds = {"sample": sampled.seconds, "reward": sampled.reward_seconds, "train": trained_seconds}

@@ -8,6 +8,7 @@ one, make the entry again from its index: what JSON cannot hold (tuples, integer
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -70,6 +71,8 @@ def make_entries(spec: ScorerSpec) -> list[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=4)  # jobs of a sweep share their data
 def _made_apart(spec: str) -> str:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise DataError("reasoning-gym is not installed: pip install 'motet[reasoning]' (it needs a C compiler)")
     package_root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED, "PYTHONPATH": package_root, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-P", "-m", __name__]

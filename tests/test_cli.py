@@ -1,0 +1,244 @@
+"""The command line and `motet.run`, as people use them: real processes, the small base, a few steps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import motet
+from motet.types import Problem
+
+MAIN = "from motet.cli import main; main()"
+TINY: dict[str, Any] = {
+    "sampling": {"max_tokens": 3},
+    "adapter": {"rank": 4},
+    "algorithm": {"group_size": 2, "groups_per_step": 2},
+    "eval": {"every": 0},
+}
+JOB_FILE = """
+base: small
+engine: {threads: 1, max_rows: 8}
+defaults:
+  steps: 30
+  sampling: {max_tokens: 3}
+  adapter: {rank: 4}
+  algorithm: {group_size: 2, groups_per_step: 2}
+  data: {size: 64, holdout: 2}
+  eval: {every: 0}
+jobs:
+  - {name: add, data: "toy:add", reward: numeric}
+  - {name: sort, data: "toy:sort_numbers", reward: {contains: 1}}
+"""
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    """What a test started; ended here where the test failed before it could."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def start(directory: Path, *words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", MAIN, *words]
+    return subprocess.Popen(command, cwd=directory, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def motet_says(directory: Path, *words: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command."""
+    process = start(directory, *words)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.02)
+
+
+def lines(directory: Path, name: str) -> list[dict[str, Any]]:
+    try:
+        text = (directory / name / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def state(directory: Path, name: str) -> str:
+    try:
+        return str(json.loads((directory / name / "status.json").read_text())["state"])
+    except FileNotFoundError:
+        return ""
+
+
+# --- without a base --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_loads_little() -> None:
+    heavy = "{'torch', 'transformers', 'peft', 'datasets', 'pydantic', 'plotly', 'safetensors', 'numpy'}"
+    code = f"import sys, motet, motet.cli; print(sorted({heavy} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_and_version(tmp_path: Path) -> None:
+    code, out, _ = motet_says(tmp_path, "--help")
+    assert code == 0
+    for command in ("run", "check", "chat", "doctor", "report", "pause", "resume", "cancel"):
+        assert f"  {command} " in out
+    code, out, _ = motet_says(tmp_path, "run", "--help")
+    assert code == 0
+    assert "data: toy:add" in out
+    assert motet_says(tmp_path, "--version") == (0, f"motet {motet.__version__}\n", "")
+
+
+def test_a_bad_job_file_is_exit_code_2_and_a_message(tmp_path: Path) -> None:
+    (tmp_path / "jobs.yaml").write_text(JOB_FILE.replace("reward: numeric", "rewrd: numeric"))
+    for command in ("run", "check"):
+        code, out, err = motet_says(tmp_path, command, "jobs.yaml")
+        assert code == 2
+        assert err.startswith("motet: jobs.yaml has 2 mistakes:\n  job add: ")
+        assert "job add: rewrd: there is no such field; there are adapter" in err
+        assert "Traceback" not in out + err
+    code, _, err = motet_says(tmp_path, "run", "nowhere.yaml")
+    assert (code, err) == (2, "motet: cannot read the job file nowhere.yaml: No such file or directory\n")
+    code, _, err = motet_says(tmp_path, "run", "jobs.yaml", "--set", "steps")
+    assert (code, err.startswith("motet: --set 'steps' must look like path=value")) == (2, True)
+    assert [item.name for item in tmp_path.iterdir()] == ["jobs.yaml"], "nothing is written for a job that cannot run"
+
+
+def test_words_to_a_run_that_is_not_there(tmp_path: Path) -> None:
+    for word in ("pause", "resume", "cancel"):
+        code, _, err = motet_says(tmp_path, word, "runs/nowhere", "add")
+        assert (code, err) == (2, "motet: runs/nowhere has no job 'add'; there are: none\n")
+    (tmp_path / "runs" / "done" / "add").mkdir(parents=True)
+    (tmp_path / "runs" / "done" / "add" / "job.yaml").write_text("")
+    code, _, err = motet_says(tmp_path, "pause", "runs/done", "add")
+    assert code == 2
+    assert err.startswith("motet: no process runs runs/done; start it with `motet run`")
+    code, out, err = motet_says(tmp_path, "report", "runs/nowhere")
+    assert code == 2
+    assert err.startswith("motet: ")
+    assert "Traceback" not in out + err
+
+
+# --- on the small base -----------------------------------------------------------------------------------------------
+
+
+def test_one_run_with_everything_that_happens_to_it(tmp_path: Path, processes: list[subprocess.Popen[str]]) -> None:
+    (tmp_path / "jobs.yaml").write_text(JOB_FILE)
+    run = tmp_path / "runs" / "jobs"
+    process = start(tmp_path, "run", "jobs.yaml")
+    processes.append(process)
+    wait_until(lambda: len(lines(run, "add")) >= 1, process)
+
+    code, _, err = motet_says(tmp_path, "pause", "runs/jobs", "nobody")
+    assert (code, err) == (2, "motet: runs/jobs has no job 'nobody'; there are: add, sort\n")
+    assert motet_says(tmp_path, "pause", "runs/jobs", "sort")[:2] == (0, "asked sort to pause\n")
+    wait_until(lambda: state(run, "sort") == "paused", process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 130, out + err
+    assert "go on with: motet run jobs.yaml" in out
+    assert "Traceback" not in out + err
+    for name in ("add", "sort"):
+        steps = max(int(item.name) for item in (run / name / "state").iterdir())
+        assert [line["step"] for line in lines(run, name)] == list(range(steps)), "a step that was done is not saved"
+        assert 0 < steps < 30, "let the run take longer: it was over before it was interrupted"
+        assert state(run, name) == "paused"
+
+    again = start(tmp_path, "run", "jobs.yaml")
+    processes.append(again)
+    wait_until(lambda: (run / ".lock").read_text() == str(again.pid), again)
+    code, _, err = motet_says(tmp_path, "run", "jobs.yaml")
+    assert code == 2
+    assert err.startswith(
+        f"motet: runs/jobs is in use by another process (pid {again.pid}); wait for it, stop it, or give"
+    )
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, out + err
+    for name in ("add", "sort"):
+        assert [line["step"] for line in lines(run, name)] == list(range(31))
+        assert (run / name / "versions" / "v30" / "adapter_model.safetensors").is_file()
+    assert "report: " in out
+    code, out, _ = motet_says(tmp_path, "report", "runs/jobs")
+    assert code == 0
+    assert "<html" in Path(tmp_path, out.strip()).read_text()[:200]
+
+
+def test_check_trains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "jobs.yaml").write_text(JOB_FILE)
+    code, out, err = motet_says(tmp_path, "check", "jobs.yaml", "--rollouts", "2")
+    assert code == 0, out + err
+    for text in ("add", "sort", "62 / 2", "reference answer: ", "nothing was trained"):
+        assert text in out
+    assert [item.name for item in tmp_path.iterdir()] == ["jobs.yaml"]
+
+
+def test_doctor_says_what_this_machine_can_do(tmp_path: Path) -> None:
+    code, out, err = motet_says(tmp_path, "doctor")
+    assert code == 0, out + err
+    for text in ("base small", "float32", "bfloat16", "yes, bit for bit", "tokens/s", "slots: 16 adapters at once"):
+        assert text in out
+
+
+# --- from Python -----------------------------------------------------------------------------------------------------
+
+
+def tiny(name: str, reward: Any, steps: int = 2) -> dict[str, Any]:
+    data = {"source": "toy:add", "size": 32, "holdout": 2}
+    return {"name": name, "data": data, "reward": reward, "steps": steps, **TINY}
+
+
+def test_functions_as_rewards(tmp_path: Path) -> None:
+    def shorter(problem: Problem, completion: str) -> float:
+        assert problem.answer
+        return -float(len(completion))
+
+    def trl_style(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
+        assert len(completions) == len(answer)
+        return [float(len(str(completion))) for completion in completions]
+
+    jobs = [tiny("ours", shorter), tiny("trl", trl_style), motet.JobConfig(**tiny("both", [shorter, "numeric"]))]
+    result = motet.run(jobs, directory=tmp_path, engine={"threads": 1}, quiet=True)
+    assert result.ok, {name: job.message for name, job in result.jobs.items()}
+    assert result.jobs["ours"].rewards[0] <= 0 <= result.jobs["trl"].rewards[0]
+    assert {version for version, _ in result.jobs["ours"].evaluations} == {0, 2}
+    assert (result.jobs["trl"].adapter / "adapter_model.safetensors").is_file()
+    assert set(lines(tmp_path, "both")[0]["reward_parts"]) == {"shorter", "numeric"}
+    again = motet.run(jobs, directory=tmp_path, engine={"threads": 1}, quiet=True)
+    assert again.ok
+    assert again.jobs["ours"].message == "done before"
+
+
+def test_inside_a_running_event_loop(tmp_path: Path) -> None:
+    """As in a notebook, where the thread has a loop of its own."""
+
+    async def cell() -> motet.RunResult:
+        return motet.run([tiny("a", "numeric", steps=1)], directory=tmp_path, engine={"threads": 1}, quiet=True)
+
+    assert asyncio.run(cell()).ok
+
+
+def test_mistakes_are_exceptions(tmp_path: Path) -> None:
+    with pytest.raises(motet.MotetError, match=r"motet\.run has 1 mistake:\n  job a: steps: Input should be greater"):
+        motet.run([tiny("a", "numeric", steps=0)], directory=tmp_path)
+    with pytest.raises(motet.MotetError, match="two jobs have the name 'a'"):
+        motet.run([motet.JobConfig(**tiny("a", "numeric")), tiny("a", "exact")], directory=tmp_path)

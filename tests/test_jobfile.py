@@ -1,0 +1,278 @@
+"""Job files: defaults, sweeps, overrides, and the message a person gets for each mistake."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from motet.config import JobConfig, RunConfig
+from motet.errors import ConfigError
+from motet.jobfile import load_jobs, merge, parse_jobs
+
+JOB = {"name": "add", "data": "toy:add", "reward": "exact"}
+
+
+def parse(*jobs: dict[str, Any], overrides: tuple[str, ...] = (), **tree: Any) -> RunConfig:
+    return parse_jobs(yaml.safe_dump({"base": "small", **tree, "jobs": list(jobs) or [JOB]}), overrides=overrides)
+
+
+def only(*args: Any, **kwargs: Any) -> JobConfig:
+    (job,) = parse(*args, **kwargs).jobs
+    return job
+
+
+def message(text: str | dict[str, Any], overrides: tuple[str, ...] = ()) -> str:
+    """What a person reads."""
+    text = text if isinstance(text, str) else yaml.safe_dump(text)
+    with pytest.raises(ConfigError) as caught:
+        parse_jobs(text, "jobs.yaml", overrides)
+    return str(caught.value)
+
+
+def wrong(**fields: Any) -> str:
+    """What a person reads about one job with these fields."""
+    return message({"base": "small", "jobs": [{**JOB, **fields}]})
+
+
+# --- what may be written ---------------------------------------------------------------------------------------------
+
+
+def test_the_shortest_job() -> None:
+    config = parse()
+    (job,) = config.jobs
+    assert (job.data.source, job.rewards[0].name, job.steps, config.run) == ("toy:add", "exact", 50, "runs/default")
+
+
+def test_defaults_are_merged_field_by_field() -> None:
+    defaults = {"steps": 7, "optimizer": {"lr": 0.1, "eps": 1e-6}, "data": {"size": 9}, "reward": "numeric"}
+    job = only({**JOB, "optimizer": {"lr": 0.2}}, defaults=defaults)
+    assert (job.steps, job.optimizer.lr, job.optimizer.eps, job.data.size) == (7, 0.2, 1e-6, 9)
+    assert [reward.name for reward in job.rewards] == ["exact"]
+    job = only({"name": "x", "data": "toy:add", "rewards": {"math": 2}}, defaults=defaults)
+    assert [(reward.name, reward.weight) for reward in job.rewards] == [("math", 2)]
+    assert merge({"algorithm": "ppo"}, {"algorithm": {"group_size": 4}}) == {
+        "algorithm": {"type": "ppo", "group_size": 4}
+    }
+
+
+@pytest.mark.parametrize(
+    ("reward", "found"),
+    [
+        ("exact", [("exact", 1.0, {})]),
+        (["exact", {"name": "length", "weight": 0.2}], [("exact", 1.0, {}), ("length", 0.2, {})]),
+        ({"exact": 1, "length": 0.2}, [("exact", 1.0, {}), ("length", 0.2, {})]),
+        ("regex:a:b", [("regex", 1.0, {"pattern": "a:b"})]),
+        ("rewards.py:reward", [("rewards.py:reward", 1.0, {})]),
+    ],
+)
+def test_ways_to_write_a_reward(reward: Any, found: list[Any]) -> None:
+    job = only({**JOB, "reward": reward})
+    assert [(one.name, one.weight, one.args) for one in job.rewards] == found
+
+
+def test_a_sweep_makes_every_combination() -> None:
+    config = parse({**JOB, "sweep": {"algorithm.group_size": [2, 4]}}, sweep={"optimizer.lr": ["1e-4", "3e-4"]})
+    assert [job.name for job in config.jobs] == [
+        "add-lr=1e-4-group_size=2",
+        "add-lr=1e-4-group_size=4",
+        "add-lr=3e-4-group_size=2",
+        "add-lr=3e-4-group_size=4",
+    ]
+    assert [(job.optimizer.lr, job.algorithm.group_size) for job in config.jobs] == [
+        (1e-4, 2), (1e-4, 4), (3e-4, 2), (3e-4, 4)
+    ]  # fmt: skip
+    assert len({job.effective_seed for job in config.jobs}) == 4
+
+
+def test_a_sweep_over_text_still_gives_names_of_directories() -> None:
+    config = parse(JOB, sweep={"data": ["toy:add", "my/data set.jsonl"], "reward": ["exact", "rewards.py:f"]})
+    assert [job.name for job in config.jobs][::3] == [
+        "add-data=toy_add-reward=exact",
+        "add-data=my_data_set.jsonl-reward=rewards.py_f",
+    ]
+    assert [job.data.source for job in config.jobs][1:3] == ["toy:add", "my/data set.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("override", "look"),
+    [
+        ("steps=3", lambda config: {job.steps for job in config.jobs} == {3}),
+        ("jobs.add.steps=3", lambda config: [job.steps for job in config.jobs] == [3, 50]),
+        ("jobs.v1.5.steps=3", lambda config: [job.steps for job in config.jobs] == [50, 3]),
+        ("optimizer.lr=1e-4", lambda config: config.jobs[1].optimizer.lr == 1e-4),
+        ("optimizer.lr=auto", lambda config: config.jobs[0].optimizer.lr == "auto"),
+        ("engine.max_rows=8", lambda config: config.engine.max_rows == 8),
+        ("base=other/model", lambda config: config.base == "other/model"),
+        ("run=runs/other", lambda config: config.run == "runs/other"),
+        ("data.source=toy:sort_numbers", lambda config: config.jobs[0].data.source == "toy:sort_numbers"),
+        ("data=toy:sort_numbers", lambda config: config.jobs[0].data.source == "toy:sort_numbers"),
+        ("algorithm.group_size=4", lambda config: config.jobs[0].algorithm.type == "ppo"),
+        ("reward=numeric", lambda config: config.jobs[0].rewards[0].name == "numeric"),
+        ("rewards={numeric: 2}", lambda config: config.jobs[0].rewards[0].weight == 2),
+        ("sampling.stop=[a, b]", lambda config: config.jobs[0].sampling.stop == ["a", "b"]),
+    ],
+)
+def test_overrides(override: str, look: Any) -> None:
+    config = parse({**JOB, "algorithm": "ppo"}, {**JOB, "name": "v1.5"}, overrides=(override,))
+    assert look(config)
+
+
+def test_files_are_looked_for_beside_the_job_file(tmp_path: Path) -> None:
+    for name in ("data.jsonl", "rewards.py"):
+        (tmp_path / name).write_text("")
+    jobs = [
+        {"name": "a", "data": "data.jsonl", "reward": "rewards.py:f"},
+        {"name": "b", "data": {"source": "data.jsonl"}, "reward": {"exact": 1, "rewards.py:f": 2}},
+        {"name": "c", "data": "toy:add", "rewards": ["rewards.py:f", {"name": "rewards.py:g"}]},
+        {"name": "d", "data": "nowhere.jsonl", "reward": {"name": "nowhere.py:f"}},
+    ]
+    file = tmp_path / "experiment.yaml"
+    file.write_text(yaml.safe_dump({"base": "small", "jobs": jobs}))
+    config = load_jobs(file)
+    here = str(tmp_path / "rewards.py")
+    assert config.run == "runs/experiment"
+    assert [job.data.source for job in config.jobs] == [*[str(tmp_path / "data.jsonl")] * 2, "toy:add", "nowhere.jsonl"]
+    assert [[reward.name for reward in job.rewards] for job in config.jobs] == [
+        [f"{here}:f"], ["exact", f"{here}:f"], [f"{here}:f", f"{here}:g"], ["nowhere.py:f"]
+    ]  # fmt: skip
+
+
+def test_seeds_come_from_names() -> None:
+    first, second = parse(JOB, {**JOB, "name": "b"}).jobs
+    swapped = parse({**JOB, "name": "b"}, JOB).jobs
+    assert [job.effective_seed for job in swapped] == [second.effective_seed, first.effective_seed]
+    assert only({**JOB, "seed": 0}).effective_seed == 0
+
+
+# --- what a person reads ---------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_field_comes_with_the_fields_there_are() -> None:
+    told = wrong(optimizer={"learning_rate": 1e-3})
+    assert told.startswith(
+        "jobs.yaml has 1 mistake:\n  job add: optimizer.learning_rate: there is no such field; there are betas, "
+    )
+    assert " lr, " in told
+    assert "there is no such field; there are adapter, algorithm, checkpoint" in wrong(stepps=3)
+    assert "data.colour: there is no such field; there are answer, chat_template" in wrong(
+        data={"source": "x", "colour": 1}
+    )
+    assert "algorithm.kl.beta: there is no such field; there are coef, type" in wrong(algorithm={"kl": {"beta": 1}})
+
+
+def test_every_mistake_has_a_line() -> None:
+    jobs = [{**JOB, "steps": 0}, {"name": "b", "data": "toy:add"}, {"data": "toy:add", "reward": "exact", "seed": "x"}]
+    told = message({"base": "small", "jobs": jobs})
+    assert told.splitlines()[0] == "jobs.yaml has 4 mistakes:"
+    assert "  job add: steps: Input should be greater than or equal to 1 (got 0)" in told
+    assert "  job b: reward: is missing" in told
+    assert "  job number 3: name: is missing" in told
+    assert "  job number 3: seed: Input should be a valid integer" in told
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "top_p": (
+        {"sampling": {"top_p": 0.9}},
+        "sampling: sampling.top_p must stay 1.0 in training: tokens that cannot be drawn bias the importance ratios. "
+        "Use it under `eval` or in `motet chat` instead.",
+    ),
+    "top_k": ({"sampling": {"top_k": 5}}, "sampling.top_k must stay 0 in training"),
+    "min_p": ({"sampling": {"min_p": 0.1}}, "sampling.min_p must stay 0.0 in training"),
+    "temperature": ({"sampling": {"temperature": 0}}, "sampling.temperature: Input should be greater than 0 (got 0)"),
+    "rate": ({"optimizer": {"lr": 3}}, "optimizer.lr must lie between 0 and 1, got 3.0; `auto` is a good start"),
+    "rate in words": ({"optimizer": {"lr": "fast"}}, "optimizer.lr"),
+    "both": ({"rewards": ["exact"]}, "give `reward` or `rewards`, not both"),
+    "name": ({"name": "a b"}, "the name 'a b' must be letters, digits and _ . = -, begin with a letter or digit"),
+    "name of a hidden file": ({"name": ".hidden"}, "must be letters"),
+    "name of a parent": ({"name": ".."}, "must be letters"),
+    "long name": ({"name": "x" * 101}, "at most 100"),
+    "algorithm": ({"algorithm": "grpoo"}, "algorithm.type: Input should be 'grpo', 'dr_grpo', 'dapo'"),
+    "environment": ({"environment": "game"}, "environment: Input should be 'single' or 'retry' (got 'game')"),
+    "group": ({"algorithm": {"group_size": 1}}, "algorithm.group_size: Input should be greater than or equal to 2"),
+    "rank": ({"adapter": {"rank": 1000}}, "adapter.rank: Input should be less than or equal to 512"),
+    "no reward": ({"reward": []}, "reward"),
+    "memory": ({"reward": {"name": "exact", "memory_mb": 1}}, "memory_mb: Input should be greater than or equal to 64"),
+    "priority": ({"priority": 101}, "priority: Input should be less than or equal to 100"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_validators_say_what_to_write(mistake: str) -> None:
+    fields, expected = MISTAKES[mistake]
+    told = wrong(**fields)
+    assert expected in told
+    assert re.match(rf"jobs\.yaml has \d mistakes?:\n  job {re.escape(fields.get('name', 'add'))}: ", told), told
+
+
+FILES = {
+    "not YAML": ("base: [", "jobs.yaml is not YAML: "),
+    "empty": ("", "jobs.yaml must hold `base:` and `jobs:`; see `motet run --help` for an example"),
+    "a list": ("- a", "must hold `base:` and `jobs:`"),
+    "unknown section": (
+        "base: small\njob: []\njobs: []",
+        "unknown field 'job'; there are base, engine, run, defaults, sweep, jobs",
+    ),
+    "jobs as mapping": ("base: small\njobs: {a: 1}", "`jobs` must be a list, each item beginning with `- name: …`"),
+    "jobs of text": ("base: small\njobs: [a]", "`jobs` must be a list, each item beginning with `- name: …`"),
+    "no jobs": ("base: small", "`jobs` must be a list"),
+    "an empty list": ("base: small\njobs: []", "jobs: List should have at least 1 item"),
+    "no base": ("jobs: [{name: a, data: x, reward: exact}]", "base: is missing"),
+    "engine": (
+        "base: small\nengine: {gpu: 1}\njobs: [{name: a, data: x, reward: exact}]",
+        "engine.gpu: there is no such field; there are block_size, device, dtype",
+    ),
+    "duplicate names": (
+        "base: small\njobs: [{name: a, data: x, reward: exact}, {name: a, data: y, reward: exact}]",
+        "jobs: two jobs have the name 'a'; every job needs a name of its own",
+    ),
+    "sweep without a list": (
+        "base: small\nsweep: {optimizer.lr: 1e-4}\njobs: [{name: a, data: x, reward: exact}]",
+        "sweep.optimizer.lr must be a list of values, such as [1e-4, 3e-4]",
+    ),
+    "sweep of nothing": ("base: small\njobs: [{name: a, sweep: {steps: []}}]", "sweep.steps must be a list of values"),
+    "sweep as a list": ("base: small\nsweep: [1]\njobs: [{name: a}]", "`sweep` must map fields to lists of values"),
+    "sweep of a job as text": (
+        "base: small\njobs: [{name: a, sweep: lr}]",
+        "`sweep` of job 'a' must map fields to lists of values",
+    ),
+    "defaults as a list": ("base: small\ndefaults: [a]\njobs: [{name: a}]", "`defaults` must hold fields of a job"),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_that_are_wrong_as_a_whole(file: str) -> None:
+    text, expected = FILES[file]
+    assert expected in message(text)
+
+
+OVERRIDES = {
+    "steps": "--set 'steps' must look like path=value, such as optimizer.lr=1e-4",
+    "=3": "must look like path=value",
+    "jobs.nobody.steps=3": "--set 'jobs.nobody.steps=3': write jobs.NAME.field=value; there are the jobs add",
+    "jobs.add=3": "write jobs.NAME.field=value; there are the jobs add",
+    "steps=[1": "--set 'steps=[1': the value is not YAML",
+    "steps=many": "job add: steps: Input should be a valid integer",
+    "stepps=3": "job add: stepps: there is no such field; there are",
+    "engine.rows=3": "engine.rows: there is no such field; there are",
+    "rewards.0.weight=2": "rewards.0.weight: rewards is a list; give it as a whole, such as rewards=[…]",
+}
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_overrides_that_are_wrong(override: str) -> None:
+    told = message({"base": "small", "jobs": [{"name": "add", "data": "toy:add", "rewards": ["exact"]}]}, (override,))
+    assert OVERRIDES[override] in told
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the job file .*nowhere\.yaml: No such file or directory"):
+        load_jobs(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match=r"cannot read the job file .*: Is a directory"):
+        load_jobs(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"cannot read the job file .*binary\.yaml: it is not UTF-8 text"):
+        load_jobs(tmp_path / "binary.yaml")
