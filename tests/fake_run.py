@@ -200,7 +200,7 @@ def run_jobs(
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something to become true."""
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+        while not condition():
             await asyncio.sleep(0.0005)
 
 

@@ -216,7 +216,11 @@ def test_functions_as_rewards(tmp_path: Path) -> None:
         assert len(completions) == len(answer)
         return [float(len(str(completion))) for completion in completions]
 
-    jobs = [tiny("ours", shorter), tiny("trl", trl_style), motet.JobConfig(**tiny("both", [shorter, "numeric"]))]
+    jobs: list[motet.JobConfig | dict[str, Any]] = [
+        tiny("ours", shorter),
+        tiny("trl", trl_style),
+        motet.JobConfig(**tiny("both", [shorter, "numeric"])),
+    ]
     result = motet.run(jobs, directory=tmp_path, engine={"threads": 1}, quiet=True)
     assert result.ok, {name: job.message for name, job in result.jobs.items()}
     assert result.jobs["ours"].rewards[0] <= 0 <= result.jobs["trl"].rewards[0]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from motet.config import DataConfig
 from motet.errors import DataError
 from motet.tasks.dataset import data_window, load_dataset
-from motet.tasks.reasoning import build_scorer
 from motet.tasks.plain_json import as_json
+from motet.tasks.reasoning import build_scorer
 from motet.types import Message, Problem
 
 PROBLEMS = [Problem(i, (Message("user", f"question {i}"),), str(i)) for i in range(40)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -321,29 +321,31 @@ def test_a_caller_that_leaves_aborts_its_request(device):
 
 
 class FailingTokenizer:
-    """Decodes so many times and then fails, as a device may."""
+    """Fails once, when it is time, as a device may."""
 
-    def __init__(self, tokenizer: Any, after: int) -> None:
+    def __init__(self, tokenizer: Any, due: Callable[[int], bool]) -> None:
         self.tokenizer = tokenizer
-        self.left = after
+        self.due = due
+        self.calls = 0
+        self.failed = False
 
     def decode(self, *args: Any, **options: Any) -> str:
-        self.left -= 1
-        if self.left == 0:
+        self.calls += 1
+        if self.due(self.calls) and not self.failed:
+            self.failed = True
             raise RuntimeError("out of memory")
         text: str = self.tokenizer.decode(*args, **options)
         return text
 
 
-@pytest.mark.parametrize("after", [1, 2, 3, 4, 9, 40, 90, 91, 92, 93, 94, 95, 96])
-def test_every_caller_is_told_of_a_fault_and_the_engine_goes_on(after, device):
+def assert_all_are_told(device: Device, requests: list[GenerateRequest], due: Callable[[int, Decoder], bool]) -> None:
+    """Nobody waits for ever, no block is lost, and the next request is served."""
     base = tiny.base("llama")
-    tokenizer = FailingTokenizer(base.tokenizer, after)
+    tokenizer = FailingTokenizer(base.tokenizer, lambda calls: due(calls, engine.decoder))
     engine = make_engine(device, replace(base, tokenizer=tokenizer), kv_tokens=56)  # small enough to preempt
-    requests = [as_request(f"r{i}", Ask(19, 30, seeds=(1, 2, 3)), stop=("no such text",)) for i in range(3)]
 
     async def run() -> None:
-        jobs = [asyncio.wait_for(collect(engine, request), 20) for request in requests]
+        jobs = [asyncio.wait_for(collect(engine, request), 5) for request in requests]
         results = await asyncio.gather(*jobs, return_exceptions=True)
         told = [result for result in results if isinstance(result, EngineError)]
         assert told, results
@@ -351,6 +353,21 @@ def test_every_caller_is_told_of_a_fault_and_the_engine_goes_on(after, device):
         assert not any(isinstance(result, TimeoutError) for result in results)
         assert engine.cache.n_free == engine.cache.n_blocks
         again = await asyncio.wait_for(collect(engine, requests[0]), 20)
-        assert [chunk.finish_reason for chunk in again] == [FinishReason.LENGTH] * 3
+        assert {chunk.finish_reason for chunk in again} == {FinishReason.LENGTH}
 
     asyncio.run(run())
+
+
+STOP = ("no such text",)  # makes the decoder look at the text of every token
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 9, 40, 93])
+def test_every_caller_is_told_of_a_fault_and_the_engine_goes_on(after, device):
+    requests = [as_request(f"r{i}", Ask(19, 30, seeds=(1, 2, 3)), stop=STOP) for i in range(3)]
+    assert_all_are_told(device, requests, lambda calls, _: calls == after)
+
+
+def test_a_completion_that_comes_back_is_told_too(device):
+    """The fault comes while a preempted completion, the only one of its request, is brought in again."""
+    requests = [as_request(f"r{i}", Ask(19, 30), stop=STOP) for i in range(2)]
+    assert_all_are_told(device, requests, lambda _, decoder: decoder.prefills > len(requests))

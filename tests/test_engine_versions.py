@@ -127,3 +127,14 @@ def test_abort_one_jobs_requests(engine: EmbeddedEngine) -> None:
         assert engine.cache.n_free == engine.cache.n_blocks
 
     asyncio.run(scenario())
+
+
+def test_a_token_outside_the_vocabulary_is_refused(engine: EmbeddedEngine) -> None:
+    """6: it would be an error in the middle of everybody's batch."""
+    request = GenerateRequest("bad", "job", np.array([1, 1 << 20], np.int32), None, SamplingParams(max_tokens=4), (1,))
+
+    async def scenario() -> None:
+        with pytest.raises(EngineError, match="outside the base's vocabulary"):
+            _ = [chunk async for chunk in engine.generate(request)]
+
+    asyncio.run(scenario())

@@ -123,7 +123,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the answers.")] = 0,
 ) -> None:
-    """Talk to the base or an adapter. An empty line or Ctrl-D ends; `/base` and `/adapter` switch who answers."""
+    """Talk to the base or an adapter. An empty line or Ctrl-D ends; `/base`, `/adapter`: who answers; `/new`: start over."""
     from motet.commands.chat import chat_with
 
     chat_with(base, adapter, temperature=temperature, top_p=top_p, max_tokens=max_tokens, system=system, seed=seed)

@@ -21,6 +21,10 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, arbitrary_types_allowed=True)
 
 
+GENERATED_ROWS = 4096
+"""Rows of a generated source whose job does not say how many."""
+
+
 class AdapterConfig(Config):
     """Shape and start of a LoRA adapter."""
 
@@ -45,8 +49,8 @@ class DataConfig(Config):
     """The configuration name of a `datasets` source."""
     config: dict[str, Any] = {}
     """Options of a generated source (for reasoning-gym, the task's own configuration)."""
-    size: int = Field(4096, ge=1)
-    """How many rows a generated source makes, and the most that are read from any other."""
+    size: int | None = Field(None, ge=1)
+    """How many rows a generated source makes (4096 unless set), and the most that are read from any other (all)."""
     prompt: str | None = None
     """Column with the prompt (text, or a list of messages); by default prompt, question, messages, problem or input."""
     answer: str | None = None
@@ -234,15 +238,18 @@ def _reward_list(value: Any) -> Any:
         value = [{"name": name, "weight": weight} for name, weight in value.items()]
     if not isinstance(value, list):
         return value
-    spread = []
-    for item in value:
-        if isinstance(item, str):
-            name, colon, rest = item.partition(":")
-            item = {"name": name, "args": {"pattern": rest}} if colon and name == "regex" else {"name": item}
-        elif callable(item):
-            item = {"name": getattr(item, "__name__", "reward"), "function": item}
-        spread.append(item)
-    return spread
+    return [_one_reward(item) for item in value]
+
+
+def _one_reward(item: Any) -> Any:
+    """Spell out a reward that is given by its name, or as a function."""
+    if callable(item):
+        return {"name": getattr(item, "__name__", "reward"), "function": item}
+    if isinstance(item, str):
+        item = {"name": item}
+    if isinstance(item, dict) and str(item.get("name")).startswith("regex:"):
+        item = {**item, "name": "regex", "args": {"pattern": item["name"].partition(":")[2], **item.get("args", {})}}
+    return item
 
 
 class JobConfig(Config):

@@ -67,6 +67,8 @@ def parse_jobs(
     if directory is not None:
         for job in jobs:
             _resolve_files(job, directory)
+        if isinstance(tree.get("base"), str) and ("/" in tree["base"] or tree["base"].endswith(".gguf")):
+            tree["base"] = _full_path(tree["base"], directory)
     stem = Path(where).stem if directory is not None else "default"
     return validate({"run": f"runs/{stem}", **tree, "jobs": jobs}, where)
 
@@ -177,35 +179,37 @@ def _number(value: Any) -> Any:
 
 
 def _resolve_files(job: Tree, directory: Path) -> None:
-    """Files named in a job file are relative to it."""
-    data = job.get("data")
-    if isinstance(data, dict):
-        for field in ("source", "eval_source"):
-            value = data.get(field)
-            if isinstance(value, str) and (directory / value).exists() and not Path(value).exists():
-                data[field] = str(directory / value)
+    """Files named in a job file are relative to it; full paths make a job the same from wherever it is started."""
+    for table, fields in (("data", ("source", "eval_source")), ("adapter", ("init",))):
+        found = job.get(table)
+        if isinstance(found, dict):
+            for field in fields:
+                if isinstance(found.get(field), str):
+                    found[field] = _full_path(found[field], directory)
     for field in ("reward", "rewards"):
-        job_rewards = job.get(field)
-        if isinstance(job_rewards, str):
-            job[field] = _resolve_reward(job_rewards, directory)
-        elif isinstance(job_rewards, list):
-            for index, item in enumerate(job_rewards):
-                if isinstance(item, str):
-                    job_rewards[index] = _resolve_reward(item, directory)
-                elif isinstance(item, dict) and isinstance(item.get("name"), str):
-                    item["name"] = _resolve_reward(item["name"], directory)
-        elif isinstance(job_rewards, dict):
-            if isinstance(job_rewards.get("name"), str):
-                job_rewards["name"] = _resolve_reward(job_rewards["name"], directory)
-            else:
-                job[field] = {_resolve_reward(str(name), directory): weight for name, weight in job_rewards.items()}
+        if field in job:
+            job[field] = _resolve_rewards(job[field], directory)
 
 
-def _resolve_reward(name: str, directory: Path) -> str:
-    file, colon, function = name.rpartition(":")
-    if colon and file.endswith(".py") and not Path(file).exists() and (directory / file).exists():
-        return f"{directory / file}:{function}"
+def _full_path(name: str, directory: Path) -> str:
+    """The file or directory that a name means, beside the job file first; the name itself where it is none."""
+    for place in (directory / name, Path(name)):
+        if place.exists():
+            return str(place.resolve())
     return name
+
+
+def _resolve_rewards(value: Any, directory: Path) -> Any:
+    if isinstance(value, str):
+        file, colon, function = value.rpartition(":")
+        return f"{_full_path(file, directory)}:{function}" if colon and file.endswith(".py") else value
+    if isinstance(value, list):
+        return [_resolve_rewards(item, directory) for item in value]
+    if isinstance(value, dict) and "name" in value:
+        return {**value, "name": _resolve_rewards(value["name"], directory)}
+    if isinstance(value, dict):
+        return {_resolve_rewards(str(name), directory): weight for name, weight in value.items()}
+    return value
 
 
 def validate(tree: Tree, where: str) -> RunConfig:

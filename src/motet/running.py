@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import EngineConfig, JobConfig, RunConfig
+from motet.errors import RunError
 from motet.launch import Workshop, build, identity, load, prepare, services
 from motet.runtime.job import Job, Services
 from motet.runtime.pipeline import Pipeline
@@ -31,7 +32,7 @@ class JobResult:
     best: Path
     """The best version by evaluation; the last where nothing was evaluated."""
     rewards: tuple[float, ...]
-    """Mean reward of each step of this process."""
+    """Mean reward of each step."""
     evaluations: tuple[tuple[int, float], ...]
     """(version, held-out reward)."""
     message: str
@@ -45,7 +46,8 @@ class RunResult:
 
     directory: Path
     jobs: dict[str, JobResult]
-    report: Path
+    report: Path | None
+    """The HTML page; None where the disk was too full for it."""
 
     @property
     def ok(self) -> bool:
@@ -118,12 +120,20 @@ def _run_in(
 
 
 def _take_up(job: Job) -> None:
-    """Start from what an earlier process left: jobs that ended stay ended, all others go on."""
+    """Start from what an earlier process left: jobs that ended stay ended (unless more steps are wanted), others go on."""
+    committed = job.directory.newest()
+    if committed is None:
+        return
+    job.progress.step = committed.step
+    for line in job.directory.read_metrics(committed):
+        if "reward" in line:
+            job.progress.rewards.append(float("nan") if line["reward"] is None else float(line["reward"]))
+        if "eval" in line:
+            reward = line["eval"]["reward"]
+            job.progress.evaluations.append((int(line["version"]), float("nan") if reward is None else float(reward)))
     found = job.directory.read_status().get("state")
-    if found in (JobState.SUCCEEDED, JobState.CANCELLED):
-        committed = job.directory.newest()
+    if found == JobState.CANCELLED or (found == JobState.SUCCEEDED and committed.step >= job.config.steps):
         job.progress.state = JobState(found)
-        job.progress.step = committed.step if committed else 0
         job.progress.message = "done before" if found == JobState.SUCCEEDED else "cancelled before"
 
 
@@ -218,10 +228,13 @@ def _result(job: Job) -> JobResult:
     )
 
 
-def _report(directory: Path) -> Path:
+def _report(directory: Path) -> Path | None:
     from motet.report import write_report
 
-    return write_report(directory)
+    try:
+        return write_report(directory)
+    except (OSError, RunError):  # a full disk must not hide what became of the jobs
+        return None
 
 
 def run(

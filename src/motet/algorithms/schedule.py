@@ -6,14 +6,14 @@ import math
 
 from motet.config import OptimizerConfig
 
-_WIDTH_POWER = {"llama": 0.78, "qwen": 0.08}
+_WIDTH_POWER = {"llama": 1.5, "qwen": 0.08}
 
 
 def auto_learning_rate(hidden_size: int, model_type: str) -> float:
     """A starting rate for LoRA with reinforcement learning: 4e-5 · (4096 / width)^p.
 
-    p is 0.08 for Qwen-shaped bases and 0.78 for all others, after the fit that Thinking Machines published for Tinker (2025),
-    scaled to small bases; `docs/learning.md` has the experiments.
+    The anchor and p = 0.08 for Qwen-shaped bases follow the fit that Thinking Machines published for Tinker (2025). For all
+    others p = 1.5, from sweeps at widths 256 and 576: `docs/learning.md` has the curves.
     """
     family = "qwen" if model_type.startswith("qwen") else "llama"
     return float(4e-5 * (4096 / hidden_size) ** _WIDTH_POWER[family])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,18 +63,20 @@ def run_file(
         finally:
             view.stop()
     console.print(summary_table(last, Path(config.run), view.seconds, glyphs_of(console)))
-    return _farewell(console, result, path)
+    return _farewell(console, result)
 
 
-def _farewell(console: Console, result: RunResult, path: Path) -> int:
-    console.print(f"report: {result.report}", soft_wrap=True)
+def _farewell(console: Console, result: RunResult) -> int:
+    again = shlex.join(["motet", *sys.argv[1:]])
+    told = result.report or "not written, the disk is full"
+    console.print(f"report: {told}", soft_wrap=True, markup=False)
     open_jobs = [job for job in result.jobs.values() if not job.state.final]
     if open_jobs:
-        console.print(f"{len(open_jobs)} job(s) saved; go on with: motet run {path}", soft_wrap=True)
+        console.print(f"{len(open_jobs)} job(s) saved; go on with: {again}", soft_wrap=True, markup=False)
         return 130
     failed = any(job.state is JobState.FAILED for job in result.jobs.values())
     if failed:
-        console.print(f"after mending the cause, the same command goes on: motet run {path}", soft_wrap=True)
+        console.print(f"after mending the cause, the same command goes on: {again}", soft_wrap=True, markup=False)
     return 1 if failed else 0
 
 

@@ -98,7 +98,10 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise BaseModelError(f"base {name!r} cannot be loaded: {reason}") from error
+        raise BaseModelError(
+            f"base {name!r} cannot be loaded: {reason}. Without a network, give a model directory, a .gguf file, `smollm2` "
+            "(after `make smollm2`) or `small`"
+        ) from error
     if dtype == "auto" and model.dtype not in DTYPES.values():
         model.bfloat16()
     return model, tokenizer

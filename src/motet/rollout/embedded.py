@@ -124,6 +124,8 @@ class EmbeddedEngine:
             raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
         if n_prompt == 0 or not request.seeds:
             raise EngineError(f"{where} has an empty prompt or no seeds")
+        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self.base.vocab_size:
+            raise EngineError(f"{where} has a token id outside the base's vocabulary of {self.base.vocab_size}")
         longest = min(self.base.max_positions, self.cache.n_blocks * self.cache.block_size)
         if n_prompt + n_new > longest:
             room = "the KV cache (engine.kv_tokens)" if longest < self.base.max_positions else "the model"

@@ -125,6 +125,11 @@ class JobDirectory:
                 f"{path} is damaged ({error}); remove that directory to go on from the commit before it"
             ) from error
 
+    def read_metrics(self, committed: Committed) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that a commit covers."""
+        with self.metrics.open("rb") as file:
+            return [json.loads(line) for line in file.read(committed.metrics_bytes).splitlines()]
+
     def steps(self) -> list[int]:
         """Committed steps, in order. Anything in the directory that is not a number is left alone."""
         return sorted(int(item.name) for item in (self.path / "state").iterdir() if item.name.isdecimal())
@@ -175,11 +180,11 @@ class JobDirectory:
         final = self.path / "state" / str(committed.step)
         draft = final.with_name(f".tmp-{committed.step}")
         if final.exists():  # the same step was committed before the job was paused: the newer record wins
-            replace(final / "state.json", json.dumps(asdict(committed), sort_keys=True, indent=1).encode())
+            replace(final / "state.json", dump_line(asdict(committed)))
             return committed
         draft.mkdir()
         save(draft)
-        replace(draft / "state.json", json.dumps(asdict(committed), sort_keys=True, indent=1).encode())
+        replace(draft / "state.json", dump_line(asdict(committed)))
         sync_directory(draft)
         draft.rename(final)
         sync_directory(final.parent)

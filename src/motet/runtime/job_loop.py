@@ -7,21 +7,22 @@ advantages → micro-batches → forward_backward → optim_step → commit → 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import replace
 from typing import Any
 
-from motet.algorithms.schedule import learning_rate
 from motet.errors import JobFailed
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services
+from motet.runtime.learning import JobLearning
 from motet.runtime.metrics import evaluation_record, rollout_records, step_record, timing_record
 from motet.runtime.probe import Probe
 from motet.runtime.sampling import JobSampler, SampledStep
 from motet.runtime.scheduler import weight_of
-from motet.runtime.step_batch import StepBatch, check_failures, make_step_batch
+from motet.runtime.step_batch import check_failures
 from motet.runtime.versions import Versions
-from motet.types import Batch, FloatArray, JobState, LossStats, OptimStats
+from motet.types import JobState
 
 
 class JobLoop:
@@ -36,6 +37,7 @@ class JobLoop:
         engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
         self._versions = Versions(job.name, engine_name, services.engine, services.sync)
         self._sampler = JobSampler(job, services, self._versions)
+        self._learning = JobLearning(job, services)
         self._probe = Probe(job.name, job.chat.prompt_ids(job.data.train[0]), services.probe_tolerance)
         self._steps: dict[int, asyncio.Task[SampledStep]] = {}
         self._evaluation: asyncio.Task[SampledStep] | None = None
@@ -146,16 +148,14 @@ class JobLoop:
         check_failures(sampled.groups, job.config.algorithm.max_failed_fraction)
         job.progress.phase = "training"
         started = time.monotonic()
-        batch = make_step_batch(sampled.groups, job.config, job.algorithm)
-        batch = await self._with_logprobs(batch, step)
-        stats, optim = await self._learn(batch, step)
+        learned = await self._learning.step(sampled)
         trained_seconds = time.monotonic() - started
         evaluation = await self._evaluated()
-        record = step_record(sampled, batch, stats, optim)
+        record = step_record(sampled, learned)
         if evaluation is not None:
             record["eval"] = evaluation_record(evaluation)
-        tokens = sum(sample.n_tokens for sample in batch.samples) * job.config.algorithm.updates_per_batch
-        skipped = self._done.skipped_in_row + 1 if optim is not None and optim.skipped else 0
+        tokens = learned.tokens
+        skipped = self._done.skipped_in_row + 1 if learned.optim is not None and learned.optim.skipped else 0
         done = replace(
             self._with_evaluation(self._done, evaluation),
             step=step + 1,
@@ -186,45 +186,6 @@ class JobLoop:
         wanted = version % config.checkpoint.every == 0 or version == config.steps or self._pause
         return wanted or self._job.evaluates(version) or config.algorithm.max_off_policy_steps > 0
 
-    async def _with_logprobs(self, batch: StepBatch, step: int) -> StepBatch:
-        """Fill in the base's and the step-start policy's logprobs where the algorithm or this step's metrics ask for them."""
-        job = self._job
-        wanted = []
-        if job.algorithm.needs_reference or job.evaluates(step):
-            wanted.append(("reference_logprobs", True))
-        if job.algorithm.needs_proximal:
-            wanted.append(("proximal_logprobs", False))
-        for field, base in wanted:
-            logprobs: list[FloatArray] = []
-            for segment in self._segments(batch):
-                (found,) = await self._services.on_device(
-                    lambda segment=segment, base=base: self._services.trainer.forward(Batch((segment,)), base=base)  # type: ignore[misc]
-                )
-                logprobs.extend(found)
-            batch = batch.with_logprobs(field, logprobs)
-        return batch
-
-    def _segments(self, batch: StepBatch) -> Any:
-        job = self._job
-        return batch.segments(
-            job.name, job.algorithm, job.config.sampling.temperature, self._services.micro_batch_tokens
-        )
-
-    async def _learn(self, batch: StepBatch, step: int) -> tuple[LossStats, OptimStats | None]:
-        """All updates of a step. Without a trainable sample the weights stay as they are (and no moment decays)."""
-        job, services = self._job, self._services
-        rate = learning_rate(job.config.optimizer, job.base_rate, step, job.config.steps)
-        first, optim = LossStats(), None
-        if not batch.samples:
-            return first, optim
-        segments = self._segments(batch)
-        for update in range(job.config.algorithm.updates_per_batch):
-            stats = await services.learner.train(job.name, segments)
-            services.scheduler.spend(job.name, sum(sample.n_tokens for sample in batch.samples))
-            optim = await services.on_device(lambda: services.trainer.optim_step(job.name, rate))
-            first = stats if update == 0 else first
-        return first, optim
-
     async def _evaluated(self) -> SampledStep | None:
         """The evaluation of the version that the step under way started from, once it is there."""
         if self._evaluation is None:
@@ -242,7 +203,7 @@ class JobLoop:
         if evaluation is None:
             return done
         reward = float(evaluation_record(evaluation)["reward"])
-        better = done.best_reward is None or reward > done.best_reward
+        better = math.isfinite(reward) and (done.best_reward is None or reward > done.best_reward)
         return replace(
             done,
             evaluated=evaluation.version,

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from motet.device import BusyTime
+from motet.runtime.learning import LearnedStep
 from motet.runtime.sampling import SampledStep
-from motet.runtime.step_batch import StepBatch, group_metrics
-from motet.types import LossStats, OptimStats
+from motet.runtime.step_batch import group_metrics
 
 STEP_FIELDS: Mapping[str, str] = {
     "step": "the step, from 0; the last line has the number of steps and only the final evaluation",
@@ -38,16 +38,16 @@ STEP_FIELDS: Mapping[str, str] = {
     "kl_base": "k3 estimate of KL(policy ‖ base) per token, nats; on steps that evaluate, or always with a KL term",
     "logprob_gap": "largest |trainer − sampler| logprob; 0 on-policy on the embedded engine",
     "grad_norm": "before clipping",
-    "lr": "learning rate of the step",
+    "lr": "learning rate of the update; 0 where there was none",
     "skipped": "whether the gradient was not finite and the update left out",
     "eval": "held-out evaluation of `version` step: reward, reward_parts, length, truncated, rollouts, failed",
 }
 """Every field of metrics.jsonl."""
 
 
-def step_record(sampled: SampledStep, batch: StepBatch, stats: LossStats, optim: OptimStats | None) -> dict[str, Any]:
+def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
     """The line of metrics.jsonl of one step; see `STEP_FIELDS`."""
-    groups = sampled.groups
+    groups, batch, stats, optim = sampled.groups, learned.batch, learned.stats, learned.optim
     tokens = max(stats.tokens, 1)
     return {
         "step": sampled.step,

@@ -24,7 +24,7 @@ class JobProgress:
     """Of the step that is being sampled."""
     rollouts_wanted: int = 0
     rewards: list[float] = field(default_factory=list)
-    """Mean reward of each step done in this process."""
+    """Mean reward of each step done."""
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     """(version, held-out reward)."""
     tokens: int = 0

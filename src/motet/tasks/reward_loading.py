@@ -146,10 +146,17 @@ def _adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
             inspect.signature(function).bind(None, "", **args)
     except TypeError as error:
         raise RewardError(
-            f"reward {name!r}: {error}. A reward is (problem, completion, **args) -> float, or TRL's "
-            f"(prompts, completions, **columns) -> list[float]; this is {inspect.signature(function)}, {dict(args)}"
+            f"reward {name!r} takes {_wanted_args(parameters) or 'no args'}, the job gives {dict(args) or 'none'}: {error}. "
+            f"Write them as `{{name: {name}, args: {{…}}}}`. (A reward is (problem, completion, **args) -> float, or TRL's "
+            f"(prompts, completions, **columns) -> list[float]; this one is {inspect.signature(function)}.)"
         ) from error
     return LoadedReward(lambda problem, completions: function(problem, completions[0], **args), False, is_async)
+
+
+def _wanted_args(parameters: Mapping[str, inspect.Parameter]) -> str:
+    """The arguments after problem and completion, those without a default first."""
+    own = list(parameters.values())[2:]
+    return ", ".join(item.name + ("" if item.default is item.empty else f"={item.default!r}") for item in own)
 
 
 def _trl_call(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from motet.config import DataConfig
+from motet.config import GENERATED_ROWS, DataConfig
 from motet.errors import DataError
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
@@ -24,7 +25,7 @@ def read_rows(config: DataConfig) -> tuple[list[Row], ScorerSpec | None]:
     """
     source = config.source
     if source.startswith("reasoning-gym:"):
-        spec = ScorerSpec(source.partition(":")[2], as_json(config.config), config.size, config.seed)
+        spec = ScorerSpec(source.partition(":")[2], as_json(config.config), config.size or GENERATED_ROWS, config.seed)
         return make_entries(spec), spec
     if source.startswith("toy:"):
         return _toy(config, source.partition(":")[2]), None
@@ -36,7 +37,7 @@ def read_rows(config: DataConfig) -> tuple[list[Row], ScorerSpec | None]:
         if not path.is_file():
             near = _near(path.name, _siblings(path))
             raise DataError(f"data.source {source!r} is not a file{near} (looked in {path.parent.resolve()})")
-        rows = reader(path, config.size)
+        rows = reader(path, config.size or sys.maxsize)
     if not rows:
         raise DataError(f"data.source {source!r} has no rows")
     return [{str(name): as_json(value) for name, value in row.items()} for row in rows], None
@@ -56,7 +57,7 @@ def _toy(config: DataConfig, name: str) -> list[Row]:
 
     if name not in FAMILIES:
         raise DataError(f"there is no toy task {name!r}{_near(name, list(FAMILIES))}; there are: {', '.join(FAMILIES)}")
-    return list(make_rows(name, config.size, config.seed))
+    return list(make_rows(name, config.size or GENERATED_ROWS, config.seed))
 
 
 def _json_lines(path: Path, size: int) -> list[Row]:
@@ -120,7 +121,7 @@ def _datasets(config: DataConfig) -> list[Row]:
             table = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             table = datasets.load_dataset(str(saved) if saved.is_dir() else source, name=config.subset, split=split)
-        return [dict(table[i]) for i in range(min(config.size, len(table)))]
+        return [dict(table[i]) for i in range(min(config.size or len(table), len(table)))]
     except Exception as error:  # the libraries below raise dozens of kinds; all mean that the data is not there
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
