@@ -86,13 +86,14 @@ def test_bytes_do_not_depend_on_company_or_order(lag: int, tmp_path: Path) -> No
 
 
 def test_jobs_share_batches(tmp_path: Path) -> None:
-    slow = functools.partial(FakeTrainer, seconds=0.01)  # while one batch is trained, others gather
-    run = run_jobs(tmp_path, [job("a"), job("b"), job("c")], Setting(trainer=slow))
+    slow = functools.partial(FakeTrainer, seconds=0.1)  # while one batch is trained, others gather
+    jobs = [job(name, steps=1, eval={"every": 0}) for name in "abcd"]
+    run = run_jobs(tmp_path, jobs, Setting(trainer=slow, train_tokens=1024))
     assert any(len(set(names)) > 1 for names in run.trainer.batches), "the test of company never saw company"
 
 
 def test_pause_resume_and_cancel_leave_the_others_alone(tmp_path: Path) -> None:
-    long = {"steps": 12, "checkpoint": {"every": 5, "keep": 20}}
+    long: dict[str, Any] = {"steps": 12, "checkpoint": {"every": 5, "keep": 20}, "eval": {"every": 0}}
     configs = [job("paused", **long), job("cancelled", **long), job("other", **long)]
     seen: list[JobState] = []
 
@@ -217,6 +218,8 @@ def test_dynamic_sampling_keeps_groups_with_a_signal_in_data_order(tmp_path: Pat
         assert record["rollouts"] == 3 * 2 * 4
         seen = rollouts(tmp_path, "a", str(record["step"]))
         order = list(dict.fromkeys(one["problem"] for one in seen))
+        first = record["step"] * 6
+        assert order == [place % 20 for place in range(first, first + 6)], "the log is in data order"
         rewards = {number: {one["reward"] for one in seen if one["problem"] == number} for number in order}
         signal = [number for number in order if len(rewards[number]) > 1]
         assert any(number % 3 == 0 for number in order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import AsyncIterator, Callable
@@ -221,19 +222,24 @@ def test_requests_that_cannot_be_served_are_failed_rollouts(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("part", ["engine", "trainer", "slots"])
-def test_a_failing_device_is_reported_and_not_waited_for(part: str, tmp_path: Path) -> None:
+def test_a_failing_device_is_reported_and_not_waited_for(
+    part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     parts = {
         "engine": (Setting(engine=_BrokenEngine), "the accelerator is gone"),
         "trainer": (Setting(trainer=_BrokenTrainer), "out of memory"),
         "slots": (Setting(trainer=_FullTrainer), "no room"),
     }
     setting, reason = parts[part]
+    setting.train_tokens = 64  # several batches a step, none of them shared
     run = check_company(tmp_path, [job("bad"), job("good")], setting)
     message = run.jobs["bad"].progress.message
     assert run.state("bad") is JobState.FAILED
     assert reason in message
     assert "error.log" in message
     assert "Traceback" in (tmp_path / "all" / "bad" / "error.log").read_text()
+    gc.collect()
+    assert not caplog.records, "asyncio complains of exceptions that nobody looked at"
     assert not run.trainer._slots
     assert run.engine.loaded == frozenset()
 
@@ -255,3 +261,22 @@ def test_a_failed_job_goes_on_after_the_cause_is_mended(tmp_path: Path) -> None:
     assert run.state("a") is JobState.SUCCEEDED
     run_jobs(tmp_path / "plain", [job("a", reward=fails_at_first)])
     assert metrics(tmp_path / "run", "a") == metrics(tmp_path / "plain", "a")
+
+
+class _PickyTrainer(FakeTrainer):
+    """Runs out of memory whenever job `greedy` is in a batch, whoever shares it."""
+
+    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
+        stats = super().forward_backward(batch)
+        if any(segment.adapter == "greedy" for segment in batch.segments):
+            raise MemoryError("out of memory")
+        return stats
+
+
+def test_a_batch_that_fails_takes_only_its_own_job_down(tmp_path: Path) -> None:
+    """Whoever shared the batch goes on from its last commit, with the same bytes; the one at fault fails, trained apart."""
+    setting = Setting(trainer=_PickyTrainer, train_tokens=100_000, jitter=None)
+    run = check_company(tmp_path, [job("greedy"), job("good"), job("other")], setting)
+    assert run.state("greedy") is JobState.FAILED
+    assert "out of memory" in run.jobs["greedy"].progress.message
+    assert run.state("other") is JobState.SUCCEEDED

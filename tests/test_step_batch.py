@@ -64,8 +64,8 @@ def test_advantages_stand_on_sampled_tokens_in_data_order() -> None:
 
 
 def test_failed_rewards_leave_their_group() -> None:
-    made = batch(group(rollout(1.0), rollout(None), rollout(0.0)), algorithm={"advantage": "centered"})
-    assert advantages(made) == [0.5, -0.5], "the mean is that of the scored rollouts"
+    made = batch(group(rollout(1.0), rollout(None), rollout(0.5)), algorithm={"advantage": "centered"})
+    assert advantages(made) == [0.25, -0.25], "the mean is that of the scored rollouts"
     assert made.denominator == 4
 
 

@@ -216,7 +216,8 @@ class CheckpointConfig(Config):
     """What is kept on disk."""
 
     every: int = Field(1, ge=1)
-    """Steps between commits; a resumed job goes on from the last one."""
+    """Steps between commits; a resumed job goes on from the last one. Evaluated versions are committed too, and every step of
+    a job with `max_off_policy_steps`."""
     keep: int = Field(2, ge=1)
     """Newest commits kept, besides the best by evaluation."""
     rollouts_mb: float = Field(64.0, ge=0)

@@ -7,6 +7,7 @@ MotetError
 ├── BaseModelError     the base model cannot be loaded or failed its proof
 ├── AdapterError       an adapter directory or shape does not fit
 ├── EngineError        a request that an engine cannot serve
+├── DeviceError        the device failed under several jobs at once: they are taken up again from their last commits
 ├── JobFailed          a job stops for good; the others go on
 ├── ProbeError         the adapter that answers is not the adapter that was trained
 └── RunError           a run directory cannot be used (locked, other job file, damaged)
@@ -41,6 +42,10 @@ class AdapterError(MotetError):
 
 class EngineError(MotetError):
     """A request that the engine cannot serve."""
+
+
+class DeviceError(MotetError):
+    """The device failed while it worked for several jobs, and it cannot be told whose fault it was."""
 
 
 class JobFailed(MotetError):

@@ -82,7 +82,7 @@ class Trainer(Protocol):
         ...
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
-        """Write PEFT files, and the optimizer's state where asked."""
+        """Write PEFT files, and the optimizer's state where asked; may be called off the device's turn, while others train."""
         ...
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:

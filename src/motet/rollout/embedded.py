@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from motet.device import Device
-from motet.errors import EngineError
+from motet.errors import DeviceError, EngineError
 from motet.model.attention import packed_layout
 from motet.model.base import BaseModel, pad_rows
 from motet.model.distribution import row_logprobs
@@ -84,7 +84,7 @@ class EmbeddedEngine:
                 chunk = await chunks.get()
                 if isinstance(chunk, Exception):
                     left = 0
-                    raise EngineError(f"the device failed while sampling: {chunk}") from chunk
+                    raise DeviceError(f"the device failed while sampling: {chunk!r}") from chunk
                 left -= chunk.finish_reason is not None
                 yield chunk
         finally:
@@ -136,15 +136,15 @@ class EmbeddedEngine:
 
     def _tick(self) -> bool:
         started = time.perf_counter()
-        while self._arrivals:
-            self.decoder.add(self._arrivals.pop(0))
-        if self._aborts:
-            aborts = {self._aborts.pop() for _ in range(len(self._aborts))}
-            self.decoder.abort(aborts)
-        if self.decoder.idle:
-            return False
-        full = self.decoder.n_running >= self.decoder.max_rows
+        full = False
         try:
+            while self._arrivals:
+                self.decoder.add(self._arrivals.pop(0))
+            if self._aborts:
+                self.decoder.abort({self._aborts.pop() for _ in range(len(self._aborts))})
+            if self.decoder.idle:
+                return False
+            full = self.decoder.n_running >= self.decoder.max_rows
             self.decoder.tick()
         except Exception as error:  # callers wait in other threads: each is told, or it would wait for ever
             for prompt in self.decoder.fail_all():

@@ -192,14 +192,18 @@ class JobDirectory:
         return committed
 
     def link_version(self, step: int) -> None:
-        """Make versions/v<step> from the committed files (links, no copies)."""
+        """Make versions/v<step> from the committed files: links, or copies on a file system that has none."""
         final = self.path / "versions" / f"v{step}"
         if final.exists():
             return
         draft = final.with_name(f".tmp-v{step}")
         draft.mkdir()
         for name in ADAPTER_FILES:
-            os.link(self.path / "state" / str(step) / name, draft / name)
+            committed = self.path / "state" / str(step) / name
+            try:
+                os.link(committed, draft / name)
+            except OSError:
+                replace(draft / name, committed.read_bytes())
         sync_directory(draft)
         draft.rename(final)
         sync_directory(final.parent)

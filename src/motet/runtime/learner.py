@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from motet.algorithms.packing import Waiting, merge
 from motet.device import Device
+from motet.errors import DeviceError
 from motet.protocols import Trainer
 from motet.types import Batch, LossStats, Segment
 
@@ -36,6 +37,7 @@ class Learner:
         self._account = account
         self._waiting: list[_Entry] = []
         self._running: asyncio.Task[None] | None = None
+        self._apart = False
 
     async def train(self, job: str, segments: tuple[Segment, ...]) -> LossStats:
         """Add the gradients of a job's segments, in their order, and return the sum of their statistics."""
@@ -48,6 +50,10 @@ class Learner:
             results = [await entry.done for entry in entries]
         finally:
             self._waiting = [entry for entry in self._waiting if entry not in entries]
+            for entry in entries:  # after the first failure nobody awaits the others
+                if entry.done.done() and not entry.done.cancelled():
+                    entry.done.exception()
+                entry.done.cancel()
         total = LossStats()
         for stats in results:
             total = total + stats
@@ -60,13 +66,21 @@ class Learner:
             try:
                 results = await self._device.run(lambda batch=batch: self._timed(batch))  # type: ignore[misc]
             except Exception as error:  # whoever waits for these segments has to know
-                for entry in chosen:
-                    if not entry.done.done():
-                        entry.done.set_exception(error)
+                self._tell(chosen, error)
                 continue
             for entry, stats in zip(chosen, results, strict=True):
                 if not entry.done.done():
                     entry.done.set_result(stats)
+
+    def _tell(self, chosen: list[_Entry], error: Exception) -> None:
+        """A batch of one job fails that job. Of several, nobody knows whose fault it was: from now on, each trains apart."""
+        if len({entry.job for entry in chosen}) > 1:
+            self._apart = True
+            cause, error = error, DeviceError(f"the device failed while training several jobs: {error!r}")
+            error.__cause__ = cause
+        for entry in chosen:
+            if not entry.done.done():
+                entry.done.set_exception(error)
 
     def _choose(self) -> list[_Entry]:
         waiting = []
@@ -74,6 +88,8 @@ class Learner:
             consumed, weight = self._account(entry.job)
             waiting.append(Waiting(entry.job, entry.segment.n_tokens, consumed, weight))
         chosen = [self._waiting[index] for index in merge(waiting, self._budget)]
+        if self._apart:
+            chosen = [entry for entry in chosen if entry.job == chosen[0].job]
         self._waiting = [entry for entry in self._waiting if entry not in chosen]
         return chosen
 

@@ -10,7 +10,7 @@ import contextlib
 import traceback
 from collections.abc import Sequence
 
-from motet.errors import MotetError, RunError
+from motet.errors import DeviceError, MotetError, RunError
 from motet.runtime.checkpoint import disk_error
 from motet.runtime.job import Job, Services
 from motet.runtime.job_loop import JobLoop
@@ -19,6 +19,8 @@ from motet.types import JobState
 CONTROL = "control"
 """A file in a job's directory with the word `pause`, `resume` or `cancel`; read and removed by the running process."""
 _POLL_SECONDS = 0.3
+MAX_RESTARTS = 3
+"""How often a job is taken up again after a fault of the device."""
 
 
 class Pipeline:
@@ -31,6 +33,7 @@ class Pipeline:
         self._loops: dict[str, JobLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pauses: set[str] = set()
+        self._restarts: dict[str, int] = {}
         self._stopping = False
         self._closing = False
         self._changed = asyncio.Event()
@@ -113,6 +116,8 @@ class Pipeline:
         except asyncio.CancelledError:
             if not self._closing:  # a run that is torn down leaves its jobs as they are: they go on next time
                 self._end(job, JobState.CANCELLED, f"cancelled after step {job.progress.step}")
+        except DeviceError as error:
+            self._take_up_again(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
             self._end(job, JobState.FAILED, self._reason(job, error))
         finally:
@@ -130,6 +135,14 @@ class Pipeline:
         self._tasks.pop(job.name, None)
         self._pauses.discard(job.name)
         self._changed.set()
+
+    def _take_up_again(self, job: Job, error: DeviceError) -> None:
+        """A fault of the device that may be another job's: go on from the last commit, which ends with the same bytes."""
+        restarts = self._restarts[job.name] = self._restarts.get(job.name, 0) + 1
+        if restarts > MAX_RESTARTS:
+            self._end(job, JobState.FAILED, f"{error} (after {MAX_RESTARTS} new starts from the last commit)")
+        else:
+            self._end(job, JobState.QUEUED, f"taken up again from the last commit: {error}")
 
     def _end(self, job: Job, state: JobState, message: str) -> None:
         try:

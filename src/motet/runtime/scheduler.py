@@ -57,14 +57,13 @@ class FairScheduler:
 
     def join(self, job: str, weight: float) -> None:
         """Open an account."""
-        self._accounts[job] = Account(weight, consumed=self._level * weight)
+        self._accounts[job] = Account(weight)
 
     def leave(self, job: str) -> None:
         """Close an account; whoever still waits on it is cancelled."""
         account = self._accounts.pop(job)
         for _, turn in account.waiting:
             turn.cancel()
-        self._grant()
 
     def spend(self, job: str, tokens: float) -> None:
         """Charge tokens to a job."""
