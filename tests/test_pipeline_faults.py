@@ -264,19 +264,29 @@ def test_a_failed_job_goes_on_after_the_cause_is_mended(tmp_path: Path) -> None:
 
 
 class _PickyTrainer(FakeTrainer):
-    """Runs out of memory whenever job `greedy` is in a batch, whoever shares it."""
+    """Slow, so that batches are shared; runs out of memory whenever `greedy` is in one, from the first shared one on."""
+
+    def __init__(self, *, slots: int = 16) -> None:
+        super().__init__(slots=slots, seconds=0.02)
+        self.shared: list[set[str]] = []
 
     def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
         stats = super().forward_backward(batch)
-        if any(segment.adapter == "greedy" for segment in batch.segments):
+        names = {segment.adapter for segment in batch.segments}
+        if "greedy" in names and (self.shared or len(names) > 1):
+            self.shared.append(names)
             raise MemoryError("out of memory")
         return stats
 
 
 def test_a_batch_that_fails_takes_only_its_own_job_down(tmp_path: Path) -> None:
     """Whoever shared the batch goes on from its last commit, with the same bytes; the one at fault fails, trained apart."""
-    setting = Setting(trainer=_PickyTrainer, train_tokens=100_000, jitter=None)
-    run = check_company(tmp_path, [job("greedy"), job("good"), job("other")], setting)
+    setting = Setting(trainer=_PickyTrainer, train_tokens=100_000, capacity=64)
+    companions = [job("greedy", steps=50), *(job(f"other-{index}") for index in range(4))]
+    run = check_company(tmp_path, [*companions, job("good")], setting)
+    assert isinstance(run.trainer, _PickyTrainer)
+    assert len(run.trainer.shared[0]) > 1
+    assert run.trainer.shared[-1] == {"greedy"}
     assert run.state("greedy") is JobState.FAILED
     assert "out of memory" in run.jobs["greedy"].progress.message
-    assert run.state("other") is JobState.SUCCEEDED
+    assert {run.state(f"other-{index}") for index in range(4)} == {JobState.SUCCEEDED}
