@@ -126,8 +126,14 @@ def test_a_tick_that_breaks_ends_nobody_elses_calls(device: Device) -> None:
 
 
 def test_closing_cancels_what_waits_and_refuses_what_comes() -> None:
-    device, gate = Device(), threading.Event()
-    running = device.submit(gate.wait)
+    device, gate, begun = Device(), threading.Event(), threading.Event()
+
+    def wait_at_the_gate() -> bool:
+        begun.set()
+        return gate.wait()
+
+    running = device.submit(wait_at_the_gate)
+    assert begun.wait(5)
     waiting = device.submit(lambda: None)
     threading.Timer(0.05, gate.set).start()
     device.close()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -78,9 +78,12 @@ class AdapterArena:
             **moments,
             "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu(),
         }
+        save_tensors(tensors, directory / OPTIMIZER, self._metadata())
+
+    def _metadata(self) -> dict[str, str]:
+        """Which layers the moments belong to; one entry, because safetensors writes several in random order."""
         layout = {"places": [place.path for place in self.layout.places], "rank": self.layout.rank}
-        metadata = {"layout": json.dumps(layout)}  # one entry: safetensors writes several in random order
-        save_tensors(tensors, directory / OPTIMIZER, metadata)
+        return {"layout": json.dumps(layout)}
 
     def load_optimizer(self, directory: Path) -> None:
         """Read what `save_optimizer` wrote.
@@ -91,9 +94,11 @@ class AdapterArena:
         path = directory / OPTIMIZER
         try:
             tensors = load_file(str(path))
+            with safe_open(str(path), framework="pt") as file:
+                layout = file.metadata()
         except (OSError, SafetensorError) as error:
             raise AdapterError(f"{path} cannot be read: {error}") from error
-        if set(tensors) != {"exp_avg", "exp_avg_sq", "step"} or tensors["exp_avg"].shape != self.masters.shape:
+        if set(tensors) != {"exp_avg", "exp_avg_sq", "step"} or layout != self._metadata():
             raise AdapterError(f"{path} belongs to an adapter of another shape")
         device = self.masters.device
         self._adamw = self._new_adamw()

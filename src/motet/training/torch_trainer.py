@@ -211,6 +211,7 @@ class _TrainableRows:
         rows, targets, owners, start = [], [], [], 0
         for index, sample in enumerate(segment.samples):
             places = np.flatnonzero(sample.loss_mask)
+            assert not sample.loss_mask[0], "the first token of a sequence is not predicted by any other"
             rows.append(places - 1 + start)
             targets.append(sample.token_ids[places])
             owners.append(np.full(len(places), index))
