@@ -184,6 +184,7 @@ def test_on_policy(base: Any, tmp_path: Path, rewards: Path) -> None:
         assert [line["ratio_max"] for line in steps] == [1.0] * STEPS
 
 
+@pytest.mark.parametrize("base", BASES[:2], indirect=True)
 @pytest.mark.parametrize("lag", [1, 2])
 def test_staleness_and_honest_versions(base: Any, tmp_path: Path, rewards: Path, lag: int) -> None:
     """3 and 4: step s samples from exactly max(0, s − k), reproducibly, whatever the company."""

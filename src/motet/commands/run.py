@@ -62,7 +62,7 @@ def run_file(
             )
         finally:
             view.stop()
-    console.print(summary_table(last, Path(config.run), view.seconds, glyphs_of(console)))
+    console.print(summary_table(last, Path(config.run), view.seconds, glyphs_of(console), console.width))
     return _farewell(console, result)
 
 

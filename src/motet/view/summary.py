@@ -21,6 +21,7 @@ def summary_table(
     run: Path | None = None,
     seconds: Mapping[str, float] | None = None,
     glyphs: Glyphs = UNICODE,
+    width: int = 120,
 ) -> Table:
     """What became of each job.
 
@@ -29,19 +30,26 @@ def summary_table(
         run: the run directory; with it the table says where each adapter is.
         seconds: how long each job ran (`View.seconds`); otherwise until now.
         glyphs: what the console can write (`glyphs_of(console)`).
+        width: of the console; a narrow one goes without tokens, then without time.
     """
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left"
     )
-    table.add_column("job", overflow="fold")
+    left_out = {heading for heading, room in (("tokens", 96), ("time", 88)) if width < room}
+    headings = [
+        heading for heading in ("steps", "reward", "held-out", "gain", "tokens", "time") if heading not in left_out
+    ]
+    table.add_column("job", overflow="fold", min_width=min(max((len(job.name) for job in jobs), default=1), 12))
     table.add_column("state", no_wrap=True)
-    for heading in ("steps", "reward", "held-out", "gain", "tokens", "time"):
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     if run is not None:
         table.title = Text(f"Adapters: {run}/<job>/versions/<version>", style="bold", overflow="fold")
         table.add_column("version", no_wrap=True)
     for job in jobs:
-        table.add_row(*_row(job, run, seconds or {}, glyphs))
+        cells = _cells(job, seconds or {}, glyphs)
+        where = [] if run is None else [Text(_version(job, run))]
+        table.add_row(cells["job"], cells["state"], *(cells[heading] for heading in headings), *where)
     failed = [job for job in jobs if job.state is JobState.FAILED and job.message]
     if failed:
         lines = [Text.assemble((f"{job.name} failed: ", "bold red"), glyphs.plain(job.message)) for job in failed]
@@ -50,20 +58,20 @@ def summary_table(
     return table
 
 
-def _row(job: JobProgress, run: Path | None, seconds: Mapping[str, float], glyphs: Glyphs) -> list[Text]:
+def _cells(job: JobProgress, seconds: Mapping[str, float], glyphs: Glyphs) -> dict[str, Text]:
+    """What each column says of a job."""
     taken = seconds.get(job.name, time.monotonic() - job.started if job.started else None)
     evaluations = [value for _, value in job.evaluations]
-    cells = [
-        Text(glyphs.plain(job.name), style="bold"),
-        Text(job.state.value, style=STATE_STYLES[job.state]),
-        Text(f"{job.step}/{job.steps}"),
-        _change(_ends(job.rewards), glyphs),
-        _change(evaluations, glyphs),
-        _gain(evaluations),
-        Text(count_text(job.tokens)),
-        Text(duration_text(taken)),
-    ]
-    return cells if run is None else [*cells, Text(_version(job, run))]
+    return {
+        "job": Text(glyphs.plain(job.name), style="bold"),
+        "state": Text(job.state.value, style=STATE_STYLES[job.state]),
+        "steps": Text(f"{job.step}/{job.steps}"),
+        "reward": _change(_ends(job.rewards), glyphs),
+        "held-out": _change(evaluations, glyphs),
+        "gain": _gain(evaluations),
+        "tokens": Text(count_text(job.tokens)),
+        "time": Text(duration_text(taken)),
+    }
 
 
 def _ends(rewards: Sequence[float]) -> list[float]:
