@@ -52,7 +52,7 @@ smollm2: $(VENV)/.installed-reasoning  ## bring SmolLM2-135M-Instruct into the l
 
 .PHONY: test
 test: lint  ## lint, then every test that this machine can run, in parallel (WORKERS=2)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -rs $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev  ## ruff (rules and format) and mypy

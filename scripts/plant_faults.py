@@ -70,7 +70,7 @@ def main() -> None:
     """Plant all faults (or those whose description contains a word) and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only faults whose invariant or description contains one of these")
-    parser.add_argument("--write", action="store_true", help="write the table to docs/testing.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/testing.md (all faults only)")
     options = parser.parse_args()
     chosen = [
         fault
@@ -82,7 +82,7 @@ def main() -> None:
         for fault, (red, line) in zip(chosen, pool.map(plant, chosen), strict=True):
             print(f"{'red  ' if red else 'GREEN'}  {fault.invariant}: {fault.what}\n       {line}", flush=True)
             results.append((fault, red))
-    if options.write:
+    if options.write and not options.words:
         before, _, rest = PAGE.read_text().partition(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{rest.partition(END)[2]}")
     sys.exit(0 if all(red for _, red in results) else 1)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from motet.config import EngineConfig, RunConfig
-from motet.jobfile import validate
+from motet.jobfile import merge, validate
 from motet.launch import load
 from motet.running import RunResult, run_on
 from motet.types import JobState
@@ -79,8 +79,8 @@ def rewards(tmp_path: Path) -> Path:
 
 
 def job(name: str, rewards: Path, **fields: Any) -> dict[str, Any]:
-    """A small job; fields replace its own."""
-    return {
+    """A small job; tables given are merged into these."""
+    small = {
         "name": name,
         "data": {"source": "toy:add", "size": 64, "holdout": 2},
         "reward": f"{rewards}:digits",
@@ -91,8 +91,8 @@ def job(name: str, rewards: Path, **fields: Any) -> dict[str, Any]:
         "algorithm": {"group_size": 4, "groups_per_step": 2},
         "eval": {"every": 0},
         "checkpoint": {"keep": 100},
-        **fields,
     }
+    return merge(small, fields)
 
 
 def config(directory: Path, jobs: list[dict[str, Any]], **engine: Any) -> RunConfig:
@@ -149,6 +149,9 @@ def test_isolation(base: Any, tmp_path: Path, rewards: Path) -> None:
         mine,
         job("gspo", rewards, adapter={"rank": 8, "target_modules": ["q_proj", "v_proj"]}, algorithm={"type": "gspo"}),
         job("cancelled", rewards, steps=50),
+        *(
+            job(f"twin-{index}", rewards, adapter={"rank": 8}) for index in range(2)
+        ),  # ready together: they share batches
     ]
     directory = tmp_path / "together"
 
@@ -204,7 +207,7 @@ def test_staleness_and_honest_versions(base: Any, tmp_path: Path, rewards: Path,
 def test_opposite_rewards_all_learn(tmp_path: Path, rewards: Path) -> None:
     """Four jobs that pull in different directions on one base all get their way."""
     wanted = {
-        "digits": f"{rewards}:digits",
+        "bare": [{"name": "regex", "args": {"pattern": r"\d+", "full": True}}],
         "vowels": f"{rewards}:vowels",
         "short": [{"name": "length", "args": {"target": 1}}],
         "long": [{"name": "regex", "args": {"pattern": r"(\w+\W+){4,}"}}],
