@@ -113,6 +113,7 @@ class Setting:
     train_tokens: int = 256
     micro_batch_tokens: int = 64
     tolerance: float = 0.0
+    threads: int = 1
     holdout: int = 4
     engine: Callable[..., FakeEngine] = FakeEngine
     sync: Callable[..., FakeSync] = FakeSync
@@ -161,6 +162,7 @@ async def _run(
         micro_batch_tokens=setting.micro_batch_tokens,
         probe_tolerance=setting.tolerance,
         engine_suffix=f"{directory.run_id}.{directory.attempt}",
+        threads=setting.threads,
     )
     made = [make_job(config, directory, setting) for config in configs]
     run = FakeRun(Pipeline(made, services, setting.slots), {one.name: one for one in made}, services, engine, trainer)

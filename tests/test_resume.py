@@ -61,6 +61,24 @@ def test_stop_saves_and_the_next_run_goes_on(lag: int, every: int, tmp_path: Pat
         assert files(tmp_path / "cut" / "b") == files(tmp_path / "whole" / "b")
 
 
+@pytest.mark.parametrize(("threads", "exact"), [(1, True), (2, False)])
+def test_another_number_of_threads_is_remembered(threads: int, exact: bool, tmp_path: Path) -> None:
+    """A sum over a whole gradient depends on it, so the job says that its bytes may differ, for good."""
+
+    async def script(run: FakeRun) -> None:
+        await until(lambda: run.jobs["a"].progress.step >= 1)
+        run.pipeline.stop()
+
+    configs = jobs(0, 1)[:1]
+    run_jobs(tmp_path, configs, Setting(threads=1), script)
+    for setting in (Setting(threads=threads), Setting(threads=threads)):
+        run = run_jobs(tmp_path, configs, setting)
+    assert run.state("a") is JobState.SUCCEEDED
+    inexact = run.jobs["a"].directory.read_status()["inexact"]
+    assert (inexact == []) is exact, inexact
+    assert exact or "threads changed from 1 to 2" in inexact[0]
+
+
 def test_a_stop_before_anything_began(tmp_path: Path) -> None:
     async def script(run: FakeRun) -> None:
         run.pipeline.stop()
