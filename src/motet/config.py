@@ -331,7 +331,7 @@ class EngineConfig(Config):
     """Tokens of a KV block; attention adds blocks in a fixed order, so results depend on it, for all jobs alike."""
     prefill_tokens: int = Field(2048, ge=64)
     """Prompt tokens prefilled in one forward pass."""
-    train_tokens: int = Field(2048, ge=64)
+    train_tokens: int = Field(1024, ge=64)
     """Tokens of a packed training batch; several jobs' micro-batches share one."""
     micro_batch_tokens: int = Field(1024, ge=64)
     """Tokens of a job's micro-batch; where it is cut depends on the job's own samples only."""
