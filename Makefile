@@ -41,7 +41,7 @@ install: $(VENV)/.installed-dev  ## make .venv with Motet and the tools to devel
 # ---- use ---------------------------------------------------------------------------------------------------------
 
 .PHONY: demo
-demo: $(VENV)/.installed  ## train several adapters on the small base that ships with Motet (needs no network)
+demo: $(VENV)/.installed  ## train several adapters on the small base that ships with Motet (no network once installed)
 	HF_HUB_OFFLINE=1 $(BIN)/motet run examples/demo.yaml
 
 .PHONY: smollm2

@@ -127,7 +127,8 @@ def test_a_bad_job_file_is_exit_code_2_and_a_message(tmp_path: Path) -> None:
 def test_words_to_a_run_that_is_not_there(tmp_path: Path) -> None:
     for word in ("pause", "resume", "cancel"):
         code, _, err = motet_says(tmp_path, word, "runs/nowhere", "add")
-        assert (code, err) == (2, "motet: runs/nowhere has no job 'add'; there are: none\n")
+        assert code == 2
+        assert "there is no run directory runs/nowhere" in err
     (tmp_path / "runs" / "done" / "add").mkdir(parents=True)
     (tmp_path / "runs" / "done" / "add" / "job.yaml").write_text("")
     code, _, err = motet_says(tmp_path, "pause", "runs/done", "add")

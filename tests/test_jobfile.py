@@ -276,3 +276,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"cannot read the job file .*binary\.yaml: it is not UTF-8 text"):
         load_jobs(tmp_path / "binary.yaml")
+
+
+def test_an_override_ends_a_sweep_of_the_same_field() -> None:
+    text = "base: x\nsweep: {optimizer.lr: [1.0e-4, 3.0e-4], seed: [1, 2]}\njobs: [{name: a, data: toy:add, reward: math}]\n"
+    jobs = parse_jobs(text, overrides=["optimizer.lr=1e-3"]).jobs
+    assert [(job.seed, job.optimizer.lr) for job in jobs] == [(1, 1e-3), (2, 1e-3)]
+    jobs = parse_jobs(text, overrides=["jobs.a.seed=7"]).jobs
+    assert [(job.seed, job.optimizer.lr) for job in jobs] == [(7, 1e-4), (7, 3e-4)]

@@ -84,7 +84,7 @@ def test_exporting_again_replaces_only_its_own_files(run: Path, tmp_path: Path) 
 
 def test_missing_tensorboard_says_what_to_install(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
-    with pytest.raises(MotetError, match=r"pip install motet\[tensorboard\]"):
+    with pytest.raises(MotetError, match=r"pip install '\.\[tensorboard\]'"):
         write_events(run, tmp_path)
 
 

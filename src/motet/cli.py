@@ -113,7 +113,7 @@ def check(
     check_file(jobs, overrides or [], rollouts)
 
 
-@app.command(epilog="Example: motet chat small --adapter runs/demo/add/versions/v40")
+@app.command(epilog="Example: motet chat small --adapter runs/demo/sort/versions/v25")
 def chat(
     base: Annotated[str, typer.Argument(help="`small`, a hub id, a directory or a .gguf file.", show_default=False)],
     adapter: Annotated[Path | None, typer.Option(help="A PEFT LoRA directory; without it the base answers.")] = None,

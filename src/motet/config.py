@@ -81,7 +81,7 @@ class RewardConfig(Config):
     weight: float = 1.0
     """Factor in the weighted sum."""
     args: dict[str, Any] = {}
-    """Keyword arguments of a built-in reward (`pattern`, `target`, …)."""
+    """Keyword arguments of the reward (`pattern` of `regex`, `target` of `length`, those of your own function)."""
     function: Any = Field(None, exclude=True)
     """A function object, when the job is made in Python."""
     cpu_seconds: float = Field(10.0, gt=0)
@@ -353,7 +353,7 @@ class RunConfig(Config):
     jobs: list[JobConfig] = Field(min_length=1)
     """What to train, all at once."""
     run: str = "runs/default"
-    """Directory of the run."""
+    """Directory of the run; `motet run` uses runs/<name of the job file>, `motet.run` runs/<name of the script>."""
 
     @field_validator("jobs")
     @classmethod

@@ -62,8 +62,9 @@ def parse_jobs(
     if not isinstance(sweep, dict):
         raise ConfigError(f"{where}: `sweep` must map fields to lists of values, such as `optimizer.lr: [1e-4, 3e-4]`")
     jobs = [merge(defaults, normal_job(job)) for job in map(dict, raw_jobs)]
+    jobs = [{**job, "sweep": {**sweep, **_own_sweep(job)}} for job in jobs]
     _apply_overrides(tree, jobs, overrides)
-    jobs = [variant for job in jobs for variant in expand(job, sweep)]
+    jobs = [variant for job in jobs for variant in expand(job)]
     if directory is not None:
         for job in jobs:
             _resolve_files(job, directory)
@@ -96,17 +97,21 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return merged
 
 
-def expand(job: Tree, shared: Mapping[str, Any]) -> Iterator[Tree]:
-    """One job per combination of swept fields; each gets the values in its name.
+def _own_sweep(job: Tree) -> Tree:
+    own = job.get("sweep") or {}
+    if not isinstance(own, dict):
+        raise ConfigError(f"`sweep` of job {job.get('name')!r} must map fields to lists of values")
+    return own
+
+
+def expand(job: Tree) -> Iterator[Tree]:
+    """One job per combination of the fields in its `sweep`; each gets the values in its name.
 
     Raises:
         ConfigError: a swept field does not have a list of values.
     """
     job = dict(job)
-    own = job.pop("sweep", None) or {}
-    if not isinstance(own, dict):
-        raise ConfigError(f"`sweep` of job {job.get('name')!r} must map fields to lists of values")
-    sweep = {**shared, **own}
+    sweep = job.pop("sweep", None) or {}
     for field, values in sweep.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"sweep.{field} must be a list of values, such as [1e-4, 3e-4]")
@@ -162,10 +167,16 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
                 names = ", ".join(str(job.get("name")) for job in jobs)
                 raise ConfigError(f"--set {override!r}: write jobs.NAME.field=value; there are the jobs {names}")
             job = max(chosen, key=lambda job: len(str(job["name"])))
-            set_path(job, rest.removeprefix(f"{job['name']}."), value)
+            _override(job, rest.removeprefix(f"{job['name']}."), value)
         else:
             for job in jobs:
-                set_path(job, path, value)
+                _override(job, path, value)
+
+
+def _override(job: Tree, path: str, value: Any) -> None:
+    """Set a field of a job; a field that was swept is not swept any more."""
+    job.get("sweep", {}).pop(path, None)
+    set_path(job, path, value)
 
 
 def _number(value: Any) -> Any:

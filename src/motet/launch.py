@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,7 +13,7 @@ from motet.algorithms import presets
 from motet.algorithms.schedule import auto_learning_rate
 from motet.config import EngineConfig, JobConfig
 from motet.device import Device
-from motet.errors import ConfigError
+from motet.errors import ConfigError, MotetError
 from motet.runtime.job import Job, Services
 from motet.runtime.learner import Learner
 from motet.runtime.progress import JobProgress
@@ -102,6 +104,7 @@ def prepare(config: JobConfig, base: Any, directory: RunDirectory) -> tuple[Job,
     Raises:
         MotetError: something in the job cannot work; nothing has been trained.
     """
+    base.adapter_layout(config.adapter.target_modules, config.adapter.rank)  # a target that is not there is told now
     data = load_dataset(config.data)
     chat = Chat.of(base.tokenizer, config.data)
     text = base.model.config.get_text_config()
@@ -128,6 +131,23 @@ def prepare(config: JobConfig, base: Any, directory: RunDirectory) -> tuple[Job,
     return job, budgets.Need(longest * turns, config.sampling.max_tokens * turns)
 
 
+def prepare_all(configs: Sequence[JobConfig], base: Any, directory: RunDirectory) -> list[tuple[Job, budgets.Need]]:
+    """Prepare every job, so that all mistakes are told at once.
+
+    Raises:
+        ConfigError: one line per job that cannot work; nothing has been trained.
+    """
+    found, wrong = [], []
+    for config in configs:
+        try:
+            found.append(prepare(config, base, directory))
+        except MotetError as error:
+            wrong.append(f"job {config.name}: {str(error).removeprefix(f'job {config.name}: ')}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return found
+
+
 def identity(job: Job, base: Any, engine: EngineConfig) -> dict[str, Any]:
     """Everything that the job's bytes depend on; goes to job.yaml."""
     return {
@@ -139,8 +159,17 @@ def identity(job: Job, base: Any, engine: EngineConfig) -> dict[str, Any]:
         "learning_rate": job.base_rate,
         "seed": job.seed,
         "algorithm": asdict(job.algorithm),
+        "functions": [_source(reward.function) for reward in job.config.rewards if reward.function is not None],
         "job": job.config.model_dump(mode="json", exclude={"checkpoint", "priority"}),
     }
+
+
+def _source(function: Any) -> str:
+    """A digest of a reward function's source, so that an edited one is not taken for the old; empty where it has none."""
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    except (OSError, TypeError):
+        return ""
 
 
 def services(workshop: Workshop, directory: RunDirectory) -> Services:

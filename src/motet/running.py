@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
-from motet.launch import Workshop, build, identity, load, prepare, services
+from motet.launch import Workshop, build, identity, load, prepare_all, services
 from motet.runtime.job import Job, Services
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
@@ -103,7 +104,7 @@ def _run_in(
     observe: Callable[[Sequence[JobProgress]], None] | None,
     started: Callable[[Workshop, Sequence[Job]], None] | None,
 ) -> RunResult:
-    prepared = [prepare(job, base, directory) for job in config.jobs]
+    prepared = prepare_all(config.jobs, base, directory)
     jobs = [job for job, _ in prepared]
     for job in jobs:
         job.directory.open(identity(job, base, config.engine), accept_changes=accept_changes)
@@ -241,7 +242,7 @@ def run(
     jobs: Sequence[JobConfig | dict[str, Any]],
     *,
     base: str = "small",
-    directory: str | Path = "runs/python",
+    directory: str | Path | None = None,
     engine: EngineConfig | dict[str, Any] | None = None,
     sequential: bool = False,
     accept_changes: bool = False,
@@ -250,9 +251,10 @@ def run(
     """Train all jobs at once and return their adapters: `motet run` from Python.
 
     A job is a `JobConfig` or a dict of its fields; its reward may be a function object `(problem, completion) -> float`, or one
-    with TRL's signature.
+    with TRL's signature. The run directory is `runs/<name of the script>` unless given.
 
     Raises:
+        KeyboardInterrupt: Ctrl-C; everything is saved, and the same call goes on.
         ConfigError: a field is wrong.
         MotetError: nothing could start.
     """
@@ -260,18 +262,34 @@ def run(
 
     tree = {
         "base": base,
-        "run": str(directory),
+        "run": str(directory or f"runs/{_script_name()}"),
         "engine": engine or {},
         "jobs": [job if isinstance(job, JobConfig) else dict(job) for job in jobs],
     }
     config = validate(tree, "motet.run")
-    if quiet:
-        return run_config(config, sequential=sequential, accept_changes=accept_changes)
+    result = (
+        _run_quietly(config, sequential, accept_changes) if quiet else _run_shown(config, sequential, accept_changes)
+    )
+    if any(job.state is JobState.PAUSED for job in result.jobs.values()):
+        raise KeyboardInterrupt(f"saved in {result.directory}; the same call goes on")
+    return result
+
+
+def _script_name() -> str:
+    name = Path(sys.argv[0]).stem if sys.argv else ""
+    return "notebook" if "ipykernel" in name or not name.strip("-") else name
+
+
+def _run_quietly(config: RunConfig, sequential: bool, accept_changes: bool) -> RunResult:
+    return run_config(config, sequential=sequential, accept_changes=accept_changes)
+
+
+def _run_shown(config: RunConfig, sequential: bool, accept_changes: bool) -> RunResult:
     from rich.console import Console
 
     from motet.view import make_view
 
-    view = make_view(Console())
+    view = make_view(Console(emoji=False))
     view.start()
     try:
         return run_config(config, sequential=sequential, accept_changes=accept_changes, observe=view.update)

@@ -103,7 +103,7 @@ def _require_tensorboard() -> None:
     try:
         import_module("tensorboard.summary.writer.event_file_writer")
     except ImportError as error:
-        raise MotetError("TensorBoard is not installed: pip install motet[tensorboard]") from error
+        raise MotetError("TensorBoard is not installed: pip install '.[tensorboard]' in Motet's directory") from error
 
 
 def _new_writer(directory: Path) -> Any:

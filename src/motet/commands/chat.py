@@ -27,7 +27,7 @@ def chat_with(
     seed: int,
 ) -> None:
     """Read lines, stream answers; the conversation goes on until an empty line or Ctrl-D."""
-    console = Console()
+    console = Console(emoji=False)
     config = EngineConfig()
     base = load(base_name, config)
     from motet.rollout.embedded import EmbeddedEngine

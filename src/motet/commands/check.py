@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.jobfile import load_jobs
-from motet.launch import build, load, prepare, services
+from motet.launch import build, load, prepare_all, services
 from motet.runtime.job import Job, Services
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler, SampledStep
@@ -28,13 +28,13 @@ PROBLEMS = 4
 def check_file(path: Path, overrides: Sequence[str], rollouts: int) -> None:
     """Check a job file as `motet run` would use it; nothing is trained and nothing is written to the run directory."""
     config = load_jobs(path, overrides)
-    console = Console()
+    console = Console(emoji=False)
     with TemporaryDirectory(prefix="motet-check-") as scratch:
         directory = RunDirectory(Path(scratch))
         base = load(config.base, config.engine)
         for note in base.notes:
             console.print(f"note: {note}")
-        prepared = [prepare(job, base, directory) for job in config.jobs]
+        prepared = prepare_all(config.jobs, base, directory)
         workshop = build(base, config.engine, [need for _, need in prepared])
         try:
             shared = services(workshop, directory)

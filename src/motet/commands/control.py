@@ -6,8 +6,9 @@ import fcntl
 from pathlib import Path
 
 from motet.errors import RunError
-from motet.runtime.checkpoint import replace
+from motet.runtime.checkpoint import JobDirectory, replace
 from motet.runtime.pipeline import CONTROL
+from motet.types import JobState
 
 
 def send(directory: Path, job: str, word: str) -> str:
@@ -16,12 +17,19 @@ def send(directory: Path, job: str, word: str) -> str:
     Raises:
         RunError: there is no such job, or no process runs it.
     """
+    if not directory.is_dir():
+        raise RunError(
+            f"there is no run directory {directory}; `motet run jobs.yaml` makes runs/jobs, unless --run is given"
+        )
     place = directory / job
     if not (place / "job.yaml").is_file():
         jobs = sorted(item.parent.name for item in directory.glob("*/job.yaml"))
         raise RunError(f"{directory} has no job {job!r}; there are: {', '.join(jobs) or 'none'}")
     if not _running(directory):
         raise RunError(f"no process runs {directory}; start it with `motet run`, which goes on where it stopped")
+    state = JobDirectory(place).read_status().get("state")
+    if state in (JobState.SUCCEEDED, JobState.CANCELLED):
+        raise RunError(f"job {job!r} has {state} and stays so; give it another name or run directory to train it again")
     replace(place / CONTROL, word.encode())
     return f"asked {job} to {word}"
 

@@ -37,7 +37,7 @@ def run_file(
         config = config.model_copy(update={"run": str(directory)})
     if trust_remote_code:
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"trust_remote_code": True})})
-    console = Console()
+    console = Console(emoji=False)
     console.print(f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …")
     view = make_view(console, config.base)
     last: list[JobProgress] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ def find_base(name: str) -> tuple[str, str | None]:
         if not cached.is_dir():
             raise BaseModelError(f"base smollm2 is not in {cached}; bring it there with `make smollm2`")
         return str(cached), None
+    near = difflib.get_close_matches(name, ("small", "smollm2"), 1, cutoff=0.8)
+    if near:
+        raise BaseModelError(f"there is no base {name!r}; did you mean {near[0]!r}?")
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -99,7 +103,8 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise BaseModelError(
-            f"base {name!r} cannot be loaded: {reason}. Without a network, give a model directory, a .gguf file, `smollm2` "
+            f"base {name!r} cannot be loaded: {reason.rstrip('.')}. "
+            "Without a network, give a directory, a .gguf file, `smollm2` "
             "(after `make smollm2`) or `small`"
         ) from error
     if dtype == "auto" and model.dtype not in DTYPES.values():

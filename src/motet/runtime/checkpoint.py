@@ -103,7 +103,7 @@ class JobDirectory:
                 listed = "\n  ".join(changes)
                 raise RunError(
                     f"{self.path} was made by a different job:\n  {listed}\nUse another run directory, change it back, or go "
-                    "on with the changed job by --accept-changes."
+                    "on with the changed job by --accept-changes (accept_changes=True in Python)."
                 )
         replace(path, text.encode())
 

@@ -72,7 +72,10 @@ def make_entries(spec: ScorerSpec) -> list[dict[str, Any]]:
 @functools.lru_cache(maxsize=4)  # jobs of a sweep share their data
 def _made_apart(spec: str) -> str:
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise DataError("reasoning-gym is not installed: pip install 'motet[reasoning]' (it needs a C compiler)")
+        raise DataError(
+            "reasoning-gym is not installed: `make smollm2` brings it, or pip install '.[reasoning]' in Motet's directory "
+            "(it needs a C compiler)"
+        )
     package_root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED, "PYTHONPATH": package_root, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-P", "-m", __name__]
