@@ -54,11 +54,6 @@ class BaseModel:
         """Width of the logits."""
         return int(self._head_weight.shape[0])
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of the model."""
-        return int(self._head_weight.shape[1])
-
     @contextlib.contextmanager
     def routed(self, routing: Routing | None) -> Iterator[None]:
         """Use these adapters for forward (and recomputing backward) passes inside the block."""

@@ -31,7 +31,6 @@ class Decoder:
         self.prefills = 0
         """Prompts prefilled so far; preempted sequences count again."""
         self.preemptions = 0
-        self.decoded_tokens = 0
         self._waiting: deque[Prompt] = deque()
         self._preempted: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -87,7 +86,6 @@ class Decoder:
         if running:
             reads = [Read(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks) for item in running]
             self.model.sample(running, self.model.logits(reads))
-            self.decoded_tokens += len(running)
         self._settle(running)
 
     # --- admission ---------------------------------------------------------------------------------------------------
