@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from motet.config import EngineConfig, RunConfig
 from motet.jobfile import merge, validate
 from motet.launch import load
-from motet.running import RunResult, run_on
+from motet.running import RunResult, run_config
 from motet.types import JobState
 
 BASES = [
@@ -103,7 +103,7 @@ def config(directory: Path, jobs: list[dict[str, Any]], **engine: Any) -> RunCon
 
 def run(base: Any, directory: Path, jobs: list[dict[str, Any]], **engine: Any) -> RunResult:
     """Run jobs on a loaded base; the label `small` in the configuration is not looked at again."""
-    return run_on(base, config(directory, jobs, **engine))
+    return run_config(config(directory, jobs, **engine), base=base)
 
 
 def fingerprint(directory: Path) -> dict[str, str]:
@@ -160,7 +160,7 @@ def test_isolation(base: Any, tmp_path: Path, rewards: Path) -> None:
             if item.name == "cancelled" and item.state is JobState.RUNNING and item.step >= 1:
                 (directory / "cancelled" / "control").write_text("cancel")
 
-    together = run_on(base, config(directory, company), observe=observe)
+    together = run_config(config(directory, company), base=base, observe=observe)
     states = {name: result.state for name, result in together.jobs.items()}
     assert states["mine"] is JobState.SUCCEEDED, together.jobs["mine"].message
     assert states["nan"] is states["raises"] is states["floods"] is JobState.FAILED, states

@@ -11,7 +11,7 @@ from motet.config import EngineConfig
 from motet.errors import ConfigError, RunError
 from motet.jobfile import validate
 from motet.launch import load
-from motet.running import run_on
+from motet.running import run_config
 from motet.types import Problem
 
 
@@ -33,7 +33,7 @@ def job(name: str, **fields: Any) -> dict[str, Any]:
 
 
 def run(base: Any, directory: Path, *jobs: dict[str, Any]) -> Any:
-    return run_on(base, validate({"base": "small", "run": str(directory), "jobs": list(jobs)}, "test"))
+    return run_config(validate({"base": "small", "run": str(directory), "jobs": list(jobs)}, "test"), base=base)
 
 
 def test_mistakes_of_all_jobs_are_told_at_once(base: Any, tmp_path: Path) -> None:

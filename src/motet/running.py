@@ -59,6 +59,7 @@ class RunResult:
 def run_config(
     config: RunConfig,
     *,
+    base: Any = None,
     sequential: bool = False,
     accept_changes: bool = False,
     observe: Callable[[Sequence[JobProgress]], None] | None = None,
@@ -68,6 +69,7 @@ def run_config(
 
     Args:
         config: the validated jobs.
+        base: the base that `config.base` names, where it is loaded already.
         sequential: one job after another instead of all at once; the bytes are the same.
         accept_changes: go on in a run directory that was made with another configuration.
         observe: called a few times a second with the progress of all jobs.
@@ -77,47 +79,21 @@ def run_config(
         MotetError: nothing could start; every other failure is a job's state.
     """
     with contextlib.closing(RunDirectory(Path(config.run))) as directory:  # locked before anything is loaded
-        base = load(config.base, config.engine)
-        return _run_in(directory, base, config, sequential, accept_changes, observe, started)
-
-
-def run_on(
-    base: Any,
-    config: RunConfig,
-    *,
-    sequential: bool = False,
-    accept_changes: bool = False,
-    observe: Callable[[Sequence[JobProgress]], None] | None = None,
-    started: Callable[[Workshop, Sequence[Job]], None] | None = None,
-) -> RunResult:
-    """The same as `run_config` on a base that is loaded already (the one `config.base` names)."""
-    with contextlib.closing(RunDirectory(Path(config.run))) as directory:
-        return _run_in(directory, base, config, sequential, accept_changes, observe, started)
-
-
-def _run_in(
-    directory: RunDirectory,
-    base: Any,
-    config: RunConfig,
-    sequential: bool,
-    accept_changes: bool,
-    observe: Callable[[Sequence[JobProgress]], None] | None,
-    started: Callable[[Workshop, Sequence[Job]], None] | None,
-) -> RunResult:
-    prepared = prepare_all(config.jobs, base, directory)
-    jobs = [job for job, _ in prepared]
-    for job in jobs:
-        job.directory.open(identity(job, base, config.engine), accept_changes=accept_changes)
-        _take_up(job)
-    workshop = build(base, config.engine, [need for _, need in prepared])
-    try:
-        if started is not None:
-            started(workshop, jobs)
-        slots = 1 if sequential else config.engine.slots
-        _run_loop(lambda: _run_jobs(jobs, services(workshop, directory), slots, observe))
-    finally:
-        workshop.close()
-    return RunResult(directory.path, {job.name: _result(job) for job in jobs}, _report(directory.path))
+        base = base or load(config.base, config.engine)
+        prepared = prepare_all(config.jobs, base, directory)
+        jobs = [job for job, _ in prepared]
+        for job in jobs:
+            job.directory.open(identity(job, base, config.engine), accept_changes=accept_changes)
+            _take_up(job)
+        workshop = build(base, config.engine, [need for _, need in prepared])
+        try:
+            if started is not None:
+                started(workshop, jobs)
+            slots = 1 if sequential else config.engine.slots
+            _run_loop(lambda: _run_jobs(jobs, services(workshop, directory), slots, observe))
+        finally:
+            workshop.close()
+        return RunResult(directory.path, {job.name: _result(job) for job in jobs}, _report(directory.path))
 
 
 def _take_up(job: Job) -> None:
@@ -267,9 +243,8 @@ def run(
         "jobs": [job if isinstance(job, JobConfig) else dict(job) for job in jobs],
     }
     config = validate(tree, "motet.run")
-    result = (
-        _run_quietly(config, sequential, accept_changes) if quiet else _run_shown(config, sequential, accept_changes)
-    )
+    start = run_config if quiet else _run_shown
+    result = start(config, sequential=sequential, accept_changes=accept_changes)
     if any(job.state is JobState.PAUSED for job in result.jobs.values()):
         raise KeyboardInterrupt(f"saved in {result.directory}; the same call goes on")
     return result
@@ -280,11 +255,7 @@ def _script_name() -> str:
     return "notebook" if "ipykernel" in name or not name.strip("-") else name
 
 
-def _run_quietly(config: RunConfig, sequential: bool, accept_changes: bool) -> RunResult:
-    return run_config(config, sequential=sequential, accept_changes=accept_changes)
-
-
-def _run_shown(config: RunConfig, sequential: bool, accept_changes: bool) -> RunResult:
+def _run_shown(config: RunConfig, *, sequential: bool, accept_changes: bool) -> RunResult:
     from rich.console import Console
 
     from motet.view import make_view

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -120,9 +121,10 @@ class JobLoop:
         """Evaluate the last version and record it in a last line of the metrics."""
         evaluation = await self._evaluated()
         if evaluation is not None:
-            record = {"step": self._done.step, "version": self._done.step, "eval": evaluation_record(evaluation)}
+            version = self._done.step
+            record = {"step": version, "version": version, "eval": evaluation}
             self._job.directory.append(self._job.directory.metrics, record)
-            self._done = self._with_evaluation(self._done, evaluation)
+            self._done = _with_evaluation(self._done, version, evaluation)
         await self._commit(self._done)
 
     async def _leave(self) -> None:
@@ -153,11 +155,11 @@ class JobLoop:
         evaluation = await self._evaluated()
         record = step_record(sampled, learned)
         if evaluation is not None:
-            record["eval"] = evaluation_record(evaluation)
+            record["eval"] = evaluation
         tokens = learned.tokens
         skipped = self._done.skipped_in_row + 1 if learned.optim is not None and learned.optim.skipped else 0
         done = replace(
-            self._with_evaluation(self._done, evaluation),
+            _with_evaluation(self._done, step, evaluation),
             step=step + 1,
             skipped_in_row=skipped,
             tokens_sampled=self._done.tokens_sampled + sampled.tokens,
@@ -186,8 +188,8 @@ class JobLoop:
         wanted = version % config.checkpoint.every == 0 or version == config.steps or self._pause
         return wanted or self._job.evaluates(version) or config.algorithm.max_off_policy_steps > 0
 
-    async def _evaluated(self) -> SampledStep | None:
-        """The evaluation of the version that the step under way started from, once it is there."""
+    async def _evaluated(self) -> dict[str, Any] | None:
+        """The record of the evaluation of the version that the step under way started from, once it is there."""
         if self._evaluation is None:
             return None
         self._job.progress.phase = "evaluating"
@@ -196,20 +198,9 @@ class JobLoop:
         check_failures(evaluation.groups, self._job.config.algorithm.max_failed_fraction)
         lines = rollout_records(evaluation, "eval")
         await asyncio.to_thread(self._job.directory.write_rollouts, f"eval-{evaluation.version}", lines)
-        self._job.progress.evaluations.append((evaluation.version, evaluation_record(evaluation)["reward"]))
-        return evaluation
-
-    def _with_evaluation(self, done: Committed, evaluation: SampledStep | None) -> Committed:
-        if evaluation is None:
-            return done
-        reward = float(evaluation_record(evaluation)["reward"])
-        better = math.isfinite(reward) and (done.best_reward is None or reward > done.best_reward)
-        return replace(
-            done,
-            evaluated=evaluation.version,
-            best_reward=reward if better else done.best_reward,
-            best_version=evaluation.version if better else done.best_version,
-        )
+        record = evaluation_record(evaluation)
+        self._job.progress.evaluations.append((evaluation.version, record["reward"]))
+        return record
 
     # --- disk --------------------------------------------------------------------------------------------------------
 
@@ -236,3 +227,13 @@ class JobLoop:
             return written
 
         self._done = await asyncio.to_thread(write)
+
+
+def _with_evaluation(done: Committed, version: int, evaluation: Mapping[str, Any] | None) -> Committed:
+    """Remember that a version was evaluated, and whether it is the best so far."""
+    if evaluation is None:
+        return done
+    reward = float(evaluation["reward"])
+    if math.isfinite(reward) and (done.best_reward is None or reward > done.best_reward):
+        done = replace(done, best_reward=reward, best_version=version)
+    return replace(done, evaluated=version)
