@@ -9,6 +9,7 @@ Legend: T packed rows, K inputs, N outputs, R rank, A adapters in the batch, M p
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -101,8 +102,8 @@ class Routing(Protocol):
         ...
 
 
-class LoraContext:
-    """The routing of the forward pass under way; owned by the base model, seen by its linear layers."""
+class LoraContext(threading.local):
+    """The routing of the forward pass under way in this thread; owned by the base model, seen by its linear layers."""
 
     def __init__(self) -> None:
         self.routing: Routing | None = None
