@@ -14,6 +14,7 @@ from motet.errors import BaseModelError
 from motet.model.attention import motet_attention
 from motet.model.base import BaseModel, wrap
 from motet.model.load import load_base
+from motet.model.lora import Siblings
 from motet.model.proof import TOLERANCE, prove
 from tests import tiny_models as tiny
 
@@ -69,14 +70,14 @@ def test_experts_get_no_adapter_and_exactness_is_told(name, dtype):
 
 
 class CountingRouting:
-    """Adds one to the output of every adaptable layer and counts its rows."""
+    """Applies the base and counts the rows of every adaptable layer."""
 
     def __init__(self) -> None:
         self.rows: dict[str, int] = {}
 
-    def linear(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        self.rows[layer.path] = x.shape[1]
-        return nn.functional.linear(x, layer.weight, layer.bias)
+    def linear(self, siblings: Siblings, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.rows |= dict.fromkeys(siblings.paths, x.shape[1])
+        return tuple(nn.functional.linear(x, siblings.weight, siblings.bias).split(siblings.sizes, -1))
 
 
 @pytest.mark.parametrize("name", [*tiny.DENSE, *MOE])

@@ -9,8 +9,8 @@ import torch
 
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
-from motet.model.attention import packed_layout
 from motet.model.base import BaseModel
+from motet.model.layout import packed_layout
 from motet.model.lora import AdapterStacks, AdapterWeights, TrainerRouting, TrainSegment, initial_weights
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny

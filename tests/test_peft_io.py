@@ -34,7 +34,9 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
 
 def export(directory: Path, base: BaseModel, weights: AdapterWeights, targets: str | list[str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    write_adapter(directory, base, weights.layout, weights.scaling * weights.layout.rank, targets, weights.flat)
+    masters = weights.flat.float().clone()
+    masters[: weights.layout.size_a] /= weights.scaling
+    write_adapter(directory, base, weights.layout, weights.scaling * weights.layout.rank, targets, masters)
 
 
 def load(directory: Path, base: BaseModel) -> AdapterWeights:

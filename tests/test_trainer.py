@@ -15,7 +15,7 @@ from peft import PeftModel
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
-from motet.model.distribution import draw
+from motet.model.distribution import Distribution, draw
 from motet.training.arena import OPTIMIZER
 from motet.training.torch_trainer import HEAD_ROWS, TorchTrainer
 from motet.types import Batch, LossSpec, Sample, SamplingParams, Segment
@@ -309,17 +309,21 @@ def test_optimizer_state_that_does_not_fit(tmp_path):
 
 
 def sampler_logprobs(base: BaseModel, weights: Any, sample: Sample, temperature: float) -> np.ndarray[Any, Any]:
-    """What the sampler would have noted: the token that was drawn is forced by trying all uniform numbers."""
+    """What the sampler would have noted: the token is forced by the uniform number in the middle of its share."""
     logits = tiny.packed_logits(base, [(weights, torch.from_numpy(sample.token_ids).long())])[0]
     places = np.flatnonzero(sample.loss_mask)
     found = np.zeros(sample.n_tokens, np.float32)
     for place in places:
         rows = logits[place - 1].expand(4, -1)
-        scaled = torch.log_softmax(rows / temperature, -1)
-        below = float(torch.cumsum(scaled[0].exp(), 0)[sample.token_ids[place]]) - 1e-9
+        token = int(sample.token_ids[place])
+        probs = torch.softmax(rows[0].double() / temperature, -1)
+        middle = float(torch.cumsum(probs, 0)[token] - probs[token] / 2)
         params = [SamplingParams(temperature=temperature)] * 4
-        tokens, logprobs, _ = draw(rows, params, torch.full((4,), below, dtype=torch.float64))
-        found[place] = logprobs[0] if int(tokens[0]) == sample.token_ids[place] else scaled[0, sample.token_ids[place]]
+        tokens, logprobs, _ = draw(rows, params, torch.full((4,), middle, dtype=torch.float64))
+        if int(tokens[0]) != token:  # too unlikely for its share to be hit
+            assert probs[token] < 1e-5
+            logprobs = Distribution.of(rows, [temperature]).logprobs(torch.full((4,), token))
+        found[place] = logprobs[0]
     return found
 
 

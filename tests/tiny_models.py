@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import transformers
 
-from motet.model.attention import Span, cached_layout, packed_layout
 from motet.model.base import BaseModel, pad_rows
 from motet.model.kv_cache import KVCache
+from motet.model.layout import Span, cached_layout, packed_layout
 from motet.model.load import SMALL_BASE, load_base
-from motet.model.lora import AdapterStacks, AdapterWeights, Routing, initial_weights
+from motet.model.lora import AdapterLayout, AdapterStacks, AdapterWeights, Routing, initial_weights
 
 VOCABULARY = 276
 """The small base's special tokens, 256 bytes and first merges."""
@@ -220,9 +220,17 @@ def adapter(
     scale: float = 0.1,
 ) -> AdapterWeights:
     """An adapter whose B is random too, as after training."""
+    layout, masters = adapter_masters(model, rank=rank, targets=targets, seed=seed, scale=scale)
+    return AdapterWeights.from_masters(layout, alpha / rank, masters, model.dtype)
+
+
+def adapter_masters(
+    model: BaseModel, *, rank: int = 8, targets: str | list[str] = "all-linear", seed: int = 0, scale: float = 0.1
+) -> tuple[AdapterLayout, torch.Tensor]:
+    """What a trainer would hold of such an adapter, in fp32."""
     layout = model.adapter_layout(targets, rank)
     masters = initial_weights(layout, seed)
     generator = torch.Generator().manual_seed(seed)
     for _, b in layout.views(masters).values():
         b.copy_(torch.randn(b.shape, generator=generator) * scale)
-    return AdapterWeights.from_masters(layout, alpha / rank, masters, model.dtype)
+    return layout, masters

@@ -74,8 +74,8 @@ def _decode_rate(base: Any, config: EngineConfig) -> float:
     """Tokens per second of decoding 64 short sequences without adapters."""
     import torch
 
-    from motet.model.attention import Span, cached_layout
     from motet.model.kv_cache import KVCache
+    from motet.model.layout import Span, cached_layout
 
     rows, steps = 64, 8
     cache = KVCache(rows, config.block_size, base.device)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from motet.errors import AdapterError, BaseModelError
 from motet.model import attention
-from motet.model.attention import ROWS, AttentionLayout
+from motet.model.distribution import Distribution
+from motet.model.layout import ROWS, AttentionLayout
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, Routing, make_layout, walk_linears
 
 
@@ -61,7 +62,7 @@ class BaseModel:
         try:
             yield
         finally:
-            self.context.routing = None
+            self.context.routing = self.context.joint = None
 
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, layout: AttentionLayout) -> Tensor:
         """Final hidden states [T, D] of packed tokens."""
@@ -77,8 +78,16 @@ class BaseModel:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """fp32 logits [N, V]; N must be a multiple of four for exactness (see `pad_rows`)."""
+        return self.finish_logits(self.raw_logits(hidden_ND))
+
+    def raw_logits(self, hidden_ND: Tensor) -> Tensor:
+        """What the head's product gives, in the base's dtype [N, V]."""
+        return F.linear(hidden_ND, self._head_weight, getattr(self.head, "bias", None))
+
+    def finish_logits(self, raw_NV: Tensor) -> Tensor:
+        """fp32 logits [N, V]: the model's own scale and soft-cap applied."""
+        logits_NV = raw_NV.float()
         config = self.model.config.get_text_config()
-        logits_NV = F.linear(hidden_ND, self._head_weight, getattr(self.head, "bias", None)).float()
         scale = getattr(config, "logit_scale", None)
         if scale is not None:
             logits_NV = logits_NV * scale
@@ -89,6 +98,22 @@ class BaseModel:
         if cap is not None:
             logits_NV = torch.tanh(logits_NV / cap) * cap
         return logits_NV
+
+    def logprob_slope(self, raw_NV: Tensor, found: Distribution, target_N: Tensor, temperature: float) -> Tensor:
+        """Gradient [N, D] of each row's target logprob with respect to its hidden state: (onehot − p) / T, through the head.
+
+        The probabilities' memory is used up.
+        """
+        slope_NV = found.probs_NV.neg_().scatter_add_(
+            1, target_N[:, None], torch.ones_like(target_N[:, None], dtype=torch.float32)
+        )
+        if temperature != 1:
+            slope_NV.div_(temperature)
+        with torch.enable_grad():
+            leaf = raw_NV.detach().requires_grad_()
+            finished = self.finish_logits(leaf)
+            (slope_raw_NV,) = torch.autograd.grad(finished, leaf, slope_NV)
+        return torch.matmul(slope_raw_NV, self._head_weight)
 
     def adapter_layout(self, target_modules: str | Sequence[str], rank: int) -> AdapterLayout:
         """Layers that an adapter with these targets has.
@@ -109,9 +134,8 @@ class BaseModel:
                         f"{f' (did you mean {hint[0]!r}?)' if hint else ''}; there are: all-linear, {', '.join(known)}"
                     )
             chosen = [path for path in self.linears if any(_matches(path, target) for target in targets)]
-        return make_layout(
-            {path: (self.linears[path].in_features, self.linears[path].out_features) for path in chosen}, rank
-        )
+        shapes = {path: (self.linears[path].in_features, self.linears[path].out_features) for path in chosen}
+        return make_layout(shapes, rank, [layer.siblings.paths for layer in self.linears.values()])
 
 
 def _matches(path: str, target: str) -> bool:

@@ -3,22 +3,54 @@
 Logprobs are `log_softmax(fp32 logits / temperature)` over the whole vocabulary. Tokens are drawn by inverting the cumulative
 distribution at a counter-based uniform number, row by row, so that a draw depends on its own row alone.
 
-Legend: N rows (a multiple of four for exactness), V vocabulary.
+Legend: N rows (a multiple of four for exactness), V vocabulary, B blocks of the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from motet.types import SamplingParams
 
+_BLOCK = 256
+"""Tokens whose probabilities are summed before the cumulative sum: a scan of the whole vocabulary is slow."""
 
-def row_logprobs(logits_NV: Tensor, temperature_N: Tensor) -> Tensor:
-    """fp32 logprobs [N, V] at a temperature per row."""
-    return torch.log_softmax(logits_NV / temperature_N[:, None], dim=-1)
+
+@dataclass(frozen=True)
+class Distribution:
+    """softmax(logits / temperature) of N rows, all fp32."""
+
+    logits_NV: Tensor
+    """Divided by the temperature."""
+    probs_NV: Tensor
+    peak_N1: Tensor
+    """Largest logit of each row."""
+    log_peak_N1: Tensor
+    """Logprob of that largest logit; not finite where the row's logits are not."""
+
+    @classmethod
+    def of(cls, logits_NV: Tensor, temperatures: Sequence[float]) -> Distribution:
+        """The distribution of fp32 logits at a temperature per row (or one for all)."""
+        if any(temperature != 1 for temperature in temperatures):
+            logits_NV = logits_NV / torch.tensor(temperatures, device=logits_NV.device)[:, None]
+        probs_NV = torch.softmax(logits_NV, dim=-1)
+        log_peak_N1 = torch.log(probs_NV.amax(-1, keepdim=True))
+        return cls(logits_NV, probs_NV, logits_NV.amax(-1, keepdim=True), log_peak_N1)
+
+    def logprobs(self, tokens_N: Tensor) -> Tensor:
+        """Logprobs [N] of one token per row."""
+        chosen_N1 = self.logits_NV.gather(-1, tokens_N[:, None])
+        return ((chosen_N1 - self.peak_N1) + self.log_peak_N1)[:, 0]
+
+    def entropy(self) -> Tensor:
+        """Entropies [N] in nats; a token of probability 0 adds nothing."""
+        products_NV = (self.probs_NV * self.logits_NV).masked_fill_(self.probs_NV == 0, 0)
+        return (self.peak_N1 - self.log_peak_N1)[:, 0] - products_NV.sum(-1)
 
 
 def draw(logits_NV: Tensor, params: Sequence[SamplingParams], uniforms_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,24 +64,40 @@ def draw(logits_NV: Tensor, params: Sequence[SamplingParams], uniforms_N: Tensor
     Returns:
         Tokens [N], their logprobs [N] (before top-p, top-k and min-p), and whether each row's logits were usable [N].
     """
-    greedy = torch.tensor([row.temperature == 0 for row in params], device=logits_NV.device)
-    temperature = torch.tensor([row.temperature or 1.0 for row in params], dtype=torch.float32, device=logits_NV.device)
-    logprobs_NV = row_logprobs(logits_NV, temperature)
-    weights_NV = torch.exp(logprobs_NV)
-    for row, param in enumerate(params):
-        if param.truncates and param.temperature:
-            weights_NV[row] = _truncate(weights_NV[row], param)
-    total_NV = torch.cumsum(weights_NV, dim=-1)
-    total_N = total_NV[:, -1]
-    usable_N = torch.isfinite(total_N) & (total_N > 0)
-    total_NV = torch.where(usable_N[:, None], total_NV, torch.ones_like(total_NV))
-    below_N = torch.nextafter(total_N, torch.zeros_like(total_N))
-    target_N = torch.minimum((uniforms_N * total_N.double()).float(), below_N)
-    target_N = torch.where(usable_N, target_N, torch.zeros_like(target_N))
-    tokens_N = torch.searchsorted(total_NV, target_N[:, None], right=True)[:, 0].clamp_(max=logits_NV.shape[-1] - 1)
-    if bool(greedy.any()):
-        tokens_N = torch.where(greedy, logprobs_NV.argmax(-1), tokens_N)
-    return tokens_N, logprobs_NV.gather(-1, tokens_N[:, None])[:, 0], usable_N
+    found = Distribution.of(logits_NV, [row.temperature or 1.0 for row in params])
+    usable_N = torch.isfinite(found.log_peak_N1[:, 0])
+    weights_NV = found.probs_NV
+    truncated = [row for row, param in enumerate(params) if param.truncates and param.temperature]
+    if truncated:
+        weights_NV = weights_NV.clone()
+        for row in truncated:
+            weights_NV[row] = _truncate(weights_NV[row], params[row])
+    tokens_N = _invert(weights_NV, usable_N, uniforms_N)
+    greedy = [row.temperature == 0 for row in params]
+    if any(greedy):
+        tokens_N = torch.where(torch.tensor(greedy, device=tokens_N.device), found.logits_NV.argmax(-1), tokens_N)
+    return tokens_N, found.logprobs(tokens_N), usable_N
+
+
+def _invert(weights_NV: Tensor, usable_N: Tensor, uniforms_N: Tensor) -> Tensor:
+    """The token of each row at which its cumulative weight passes u · total: first its block, then its place in the block."""
+    n_rows, n_tokens = weights_NV.shape
+    pad = -n_tokens % _BLOCK
+    blocks_NBC = (F.pad(weights_NV, (0, pad)) if pad else weights_NV).view(n_rows, -1, _BLOCK)
+    ends_NB = blocks_NBC.sum(-1).cumsum(-1)
+    ends_NB = torch.where(usable_N[:, None], ends_NB, torch.ones_like(ends_NB))
+    target_N1 = _below((uniforms_N * ends_NB[:, -1].double()).float()[:, None], ends_NB[:, -1:])
+    block_N1 = torch.searchsorted(ends_NB, target_N1, right=True)
+    before_N1 = torch.where(block_N1 > 0, ends_NB.gather(-1, (block_N1 - 1).clamp_min(0)), 0.0)
+    within_NC = blocks_NBC[torch.arange(n_rows, device=weights_NV.device), block_N1[:, 0]].cumsum(-1)
+    rest_N1 = _below(target_N1 - before_N1, within_NC[:, -1:])
+    place_N1 = torch.searchsorted(within_NC, rest_N1, right=True)
+    return (block_N1 * _BLOCK + place_N1)[:, 0].clamp_(max=n_tokens - 1)
+
+
+def _below(target_N1: Tensor, total_N1: Tensor) -> Tensor:
+    """Keep a target below the total, which rounding may reach: what lies there has no weight."""
+    return torch.minimum(target_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
 
 
 def _truncate(weights_V: Tensor, param: SamplingParams) -> Tensor:

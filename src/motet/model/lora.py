@@ -1,13 +1,18 @@
 """Many LoRA adapters on the linear layers of one frozen base: y = W x + (alpha / rank) · B A x.
 
-An adapter is one flat tensor; for each adapted layer it holds Aᵀ [K, R] and then Bᵀ [R, N], the layout that both the sampler
-and the trainer multiply with, so that their products agree bit for bit. Masters, gradients and moments share this layout.
+An adapter is one flat tensor: Aᵀ of every adapted layer, then Bᵀ of every adapted layer, the layout that both the sampler and
+the trainer multiply with, so that their products agree bit for bit. Masters, gradients and moments share this layout. In
+the copy that is multiplied with, A carries the scaling alpha / rank.
 
-Legend: T packed rows, K inputs, N outputs, R rank, A adapters in the batch, M padded rows per adapter.
+Layers that read the same input (queries, keys and values; gate and up) are siblings: one product with their stacked weights,
+and one with their adapters' A side by side, serves them all.
+
+Legend: T packed rows, K inputs, N outputs, R rank, I siblings with an adapter, A adapters in a batch, M padded rows of each.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet import seeds
+from motet.model.layout import ROWS, round_up
 
 Views = dict[str, tuple[Tensor, Tensor]]
+
+_SMALL_PRODUCT = 400
+"""Below so many multiplications per matrix torch's CPU `bmm` takes a loop of its own, whose bits differ from the GEMM's."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,26 @@ class LinearPlace:
     n_in: int
     n_out: int
     offset: int
+    """Of its Bᵀ [R, N]."""
+
+
+@dataclass(frozen=True)
+class SiblingsPlace:
+    """Where the Aᵀ of adapted siblings lie, side by side as [K, I·R]."""
+
+    leader: str
+    """Path of the first of all siblings, adapted or not."""
+    members: tuple[tuple[int, LinearPlace], ...]
+    """The adapted ones, each with its index among all siblings."""
+    offset: int
+
+
+@dataclass(frozen=True)
+class Products:
+    """What siblings multiply with: Aᵀ [..., K, I·R], and for each adapted sibling its index among all and Bᵀ [..., R, N]."""
+
+    a: Tensor
+    bs: tuple[tuple[int, Tensor], ...]
 
 
 @dataclass(frozen=True)
@@ -38,33 +67,75 @@ class AdapterLayout:
     """Which layers an adapter has, at which rank, and where each lies. Equal layouts can share one batched product."""
 
     rank: int
-    places: tuple[LinearPlace, ...]
+    siblings: tuple[SiblingsPlace, ...]
+
+    @property
+    def places(self) -> tuple[LinearPlace, ...]:
+        """All adapted layers, in order."""
+        return tuple(place for group in self.siblings for _, place in group.members)
+
+    @property
+    def size_a(self) -> int:
+        """Parameters in all A, which come first."""
+        return sum(self.rank * place.n_in for place in self.places)
 
     @property
     def size(self) -> int:
         """Number of parameters."""
-        return sum(self.rank * (place.n_in + place.n_out) for place in self.places)
+        return self.size_a + sum(self.rank * place.n_out for place in self.places)
+
+    @functools.cached_property
+    def least_rows(self) -> int:
+        """Rows that each adapter's part of a batched product must have at least."""
+        smallest = min(
+            min(self.rank * place.n_out, self.rank * len(group.members) * place.n_in)
+            for group in self.siblings
+            for _, place in group.members
+        )
+        return round_up(max(1, -(-_SMALL_PRODUCT // smallest)), ROWS)
+
+    def products(self, flat: Tensor) -> dict[str, Products]:
+        """By leader, as views of flat [..., size]."""
+        found = {}
+        for group in self.siblings:
+            n_in, width = group.members[0][1].n_in, len(group.members) * self.rank
+            a = flat[..., group.offset : group.offset + n_in * width].unflatten(-1, (n_in, width))
+            found[group.leader] = Products(a, tuple((index, self._b(flat, place)) for index, place in group.members))
+        return found
+
+    def _b(self, flat: Tensor, place: LinearPlace) -> Tensor:
+        b: Tensor = flat[..., place.offset : place.offset + self.rank * place.n_out]
+        return b.unflatten(-1, (self.rank, place.n_out))  # type: ignore[no-any-return]
 
     def views(self, flat: Tensor) -> Views:
         """Aᵀ [..., K, R] and Bᵀ [..., R, N] of each layer, as views of flat [..., size]."""
-        lead = flat.shape[:-1]
         found: Views = {}
-        for place in self.places:
-            n_a, n_b = place.n_in * self.rank, place.n_out * self.rank
-            a = flat[..., place.offset : place.offset + n_a].unflatten(-1, (place.n_in, self.rank))
-            b = flat[..., place.offset + n_a : place.offset + n_a + n_b].unflatten(-1, (self.rank, place.n_out))
-            assert a.shape[:-2] == lead
-            found[place.path] = (a, b)
+        for group, products in zip(self.siblings, self.products(flat).values(), strict=True):
+            for column, (_, place) in enumerate(group.members):
+                a = products.a[..., column * self.rank : (column + 1) * self.rank]
+                found[place.path] = (a, products.bs[column][1])
         return found
 
 
-def make_layout(linears: Mapping[str, tuple[int, int]], rank: int) -> AdapterLayout:
-    """Lay out layers {path: (inputs, outputs)} in the order given."""
-    places, offset = [], 0
-    for path, (n_in, n_out) in linears.items():
-        places.append(LinearPlace(path, n_in, n_out, offset))
-        offset += rank * (n_in + n_out)
-    return AdapterLayout(rank, tuple(places))
+def make_layout(
+    linears: Mapping[str, tuple[int, int]], rank: int, siblings: Sequence[Sequence[str]] = ()
+) -> AdapterLayout:
+    """Lay out layers {path: (inputs, outputs)} in the order given; `siblings` names those of the base that share an input."""
+    families = {path: tuple(family) for family in siblings for path in family}
+    chosen: dict[tuple[str, ...], list[str]] = {}
+    for path in linears:
+        chosen.setdefault(families.get(path, (path,)), []).append(path)
+    offset_a, offset_b = 0, sum(rank * n_in for n_in, _ in linears.values())
+    groups = []
+    for family, paths in chosen.items():
+        members = []
+        for path in paths:
+            n_in, n_out = linears[path]
+            members.append((family.index(path), LinearPlace(path, n_in, n_out, offset_b)))
+            offset_b += rank * n_out
+        groups.append(SiblingsPlace(family[0], tuple(members), offset_a))
+        offset_a += rank * sum(linears[path][0] for path in paths)
+    return AdapterLayout(rank, tuple(groups))
 
 
 def initial_weights(layout: AdapterLayout, seed: int) -> Tensor:
@@ -83,23 +154,46 @@ class AdapterWeights:
 
     layout: AdapterLayout
     scaling: float
-    """alpha / rank."""
+    """alpha / rank; A carries it already."""
     flat: Tensor
-    views: Views
+    products: dict[str, Products]
 
     @classmethod
     def from_masters(cls, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype) -> AdapterWeights:
         """A compute copy of fp32 masters."""
-        flat = masters.detach().to(dtype, copy=True)
-        return cls(layout, scaling, flat, layout.views(flat))
+        flat = masters.detach().clone()
+        flat[: layout.size_a] *= scaling
+        flat = flat.to(dtype)
+        return cls(layout, scaling, flat, layout.products(flat))
 
 
 class Routing(Protocol):
     """Which rows of the packed input belong to which adapter."""
 
-    def linear(self, layer: LoraLinear, x: Tensor) -> Tensor:
-        """Apply base and adapters to x [1, T, K] → [1, T, N]."""
+    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
         ...
+
+
+@dataclass(eq=False)
+class Siblings:
+    """Linear layers that read the same input; one product with their stacked weights serves them all."""
+
+    paths: tuple[str, ...]
+    weight: Tensor
+    bias: Tensor | None
+    sizes: tuple[int, ...]
+    """Outputs of each."""
+
+    @property
+    def leader(self) -> str:
+        """The first, which names the family."""
+        return self.paths[0]
+
+    def columns(self, index: int) -> slice:
+        """Where a sibling's outputs lie in the joint product."""
+        start = sum(self.sizes[:index])
+        return slice(start, start + self.sizes[index])
 
 
 class LoraContext(threading.local):
@@ -107,6 +201,8 @@ class LoraContext(threading.local):
 
     def __init__(self) -> None:
         self.routing: Routing | None = None
+        self.joint: tuple[Siblings, Tensor, tuple[Tensor, ...]] | None = None
+        """The latest joint product and what it was made of, until the last sibling has taken its part."""
 
 
 class LoraLinear(nn.Module):
@@ -119,15 +215,40 @@ class LoraLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.path = path
         self.context = context
+        self.siblings = Siblings((path,), self.weight, self.bias, (self.out_features,))
+        self.index = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Base alone, or base and adapters as the context routes them."""
-        routing = self.context.routing
-        if routing is None:
+        context = self.context
+        if context.routing is None:
             return F.linear(x, self.weight, self.bias)
         if x.dim() == 2:  # some models flatten the batch before a layer (OPT, shared experts)
-            return routing.linear(self, x[None])[0]
-        return routing.linear(self, x)
+            return context.routing.linear(self.siblings, x[None])[self.index][0]
+        if len(self.siblings.paths) == 1:
+            return context.routing.linear(self.siblings, x)[0]
+        joint = context.joint
+        if joint is None or joint[0] is not self.siblings or joint[1] is not x:
+            joint = (self.siblings, x, context.routing.linear(self.siblings, x))
+        context.joint = None if self.index == len(self.siblings.paths) - 1 else joint
+        return joint[2][self.index]
+
+
+def join(layers: Sequence[LoraLinear]) -> None:
+    """Make siblings of layers that were seen to read the same input; their weights move into one tensor."""
+    biases: list[Tensor | None] = [layer.bias for layer in layers]
+    given = [bias.detach() for bias in biases if bias is not None]
+    if len(layers) < 2 or len(given) not in (0, len(layers)):
+        return
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    bias = torch.cat(given) if given else None
+    sizes = tuple(layer.out_features for layer in layers)
+    family = Siblings(tuple(layer.path for layer in layers), weight, bias, sizes)
+    for index, layer in enumerate(layers):
+        layer.siblings, layer.index = family, index
+        layer.weight = nn.Parameter(weight[family.columns(index)], requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias[family.columns(index)], requires_grad=False)
 
 
 _LEFT_OUT = {"experts", "router", "gate", "shared_expert_gate", "lm_head"}
@@ -148,12 +269,14 @@ def walk_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 class _Bucket:
     """Adapters of equal layout in one batch of rows."""
 
-    rows_AM: Tensor
+    products: dict[str, Products]  # [A, K, I·R] and [A, R, N]
     n_adapters: int
-    views: Views  # [A, K, R] and [A, R, N]
-    scaling_A11: Tensor  # fp32, as torch multiplies a bf16 tensor by a number
-    covers: Tensor  # rows of the packed input that have one of these adapters
-    source: Tensor  # for each of them its place among the A·M product rows
+    covers: slice | Tensor
+    """Rows of the packed input that have one of these adapters."""
+    rows_AM: Tensor | None
+    """Row of each product row; None where the covered rows are just those."""
+    source: Tensor | None
+    """Place of each covered row among the product rows; None where they agree."""
 
 
 class SamplerRouting:
@@ -162,19 +285,22 @@ class SamplerRouting:
     def __init__(self, buckets: Sequence[_Bucket]) -> None:
         self._buckets = buckets
 
-    def linear(self, layer: LoraLinear, x: Tensor) -> Tensor:
-        """Apply base and adapters to x [1, T, K] → [1, T, N]."""
-        y = F.linear(x, layer.weight, layer.bias)
+    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
+        y = F.linear(x, siblings.weight, siblings.bias)
         for bucket in self._buckets:
-            weights = bucket.views.get(layer.path)
-            if weights is None:
+            products = bucket.products.get(siblings.leader)
+            if products is None:
                 continue
-            a, b = weights
-            x_AMK = x[0].index_select(0, bucket.rows_AM).view(bucket.n_adapters, -1, x.shape[-1])
-            inner = (torch.bmm(x_AMK, a).float() * bucket.scaling_A11).to(x.dtype)
-            update = torch.bmm(inner, b).flatten(0, 1)
-            y[0, bucket.covers] += update.index_select(0, bucket.source)
-        return y
+            rows = x[0, bucket.covers] if bucket.rows_AM is None else x[0].index_select(0, bucket.rows_AM)
+            inner = torch.bmm(rows.view(bucket.n_adapters, -1, x.shape[-1]), products.a)
+            rank = products.bs[0][1].shape[-2]
+            for column, (index, b) in enumerate(products.bs):
+                update = torch.bmm(inner[..., column * rank : (column + 1) * rank], b).flatten(0, 1)
+                if bucket.source is not None:
+                    update = update.index_select(0, bucket.source)
+                y[0, bucket.covers, siblings.columns(index)] += update
+        return tuple(y.split(siblings.sizes, dim=-1))
 
 
 class AdapterStacks:
@@ -182,15 +308,15 @@ class AdapterStacks:
 
     def __init__(self, keep: int = 4) -> None:
         self._keep = keep
-        self._made: dict[tuple[int, ...], tuple[tuple[AdapterWeights, ...], Views]] = {}
+        self._made: dict[tuple[int, ...], tuple[tuple[AdapterWeights, ...], dict[str, Products]]] = {}
 
-    def views(self, adapters: tuple[AdapterWeights, ...]) -> Views:
-        """Views [A, K, R] and [A, R, N] per layer."""
+    def products(self, adapters: tuple[AdapterWeights, ...]) -> dict[str, Products]:
+        """[A, K, I·R] and [A, R, N] by leader."""
         key = tuple(id(weights) for weights in adapters)
         found = self._made.pop(key, None)
         if found is None:
             flat = adapters[0].flat[None] if len(adapters) == 1 else torch.stack([weights.flat for weights in adapters])
-            found = (adapters, adapters[0].layout.views(flat))
+            found = (adapters, adapters[0].layout.products(flat))
         self._made[key] = found
         while len(self._made) > self._keep:
             del self._made[next(iter(self._made))]
@@ -206,29 +332,27 @@ class AdapterStacks:
         for weights, start, length in runs:
             if weights is not None:
                 by_layout.setdefault(weights.layout, []).append((weights, start, length))
-        buckets = []
-        for members in by_layout.values():
-            padded = -(-max(length for _, _, length in members) // 4) * 4
-            rows: list[int] = []
-            covers: list[int] = []
-            source: list[int] = []
-            for place, (_, start, length) in enumerate(members):
-                rows.extend(start + min(row, length - 1) for row in range(padded))
-                covers.extend(range(start, start + length))
-                source.extend(range(place * padded, place * padded + length))
-            adapters = tuple(weights for weights, _, _ in members)
-            scaling = torch.tensor([weights.scaling for weights in adapters], device=device)
-            buckets.append(
-                _Bucket(
-                    torch.tensor(rows, device=device),
-                    len(members),
-                    self.views(adapters),
-                    scaling[:, None, None],
-                    torch.tensor(covers, device=device),
-                    torch.tensor(source, device=device),
-                )
-            )
-        return SamplerRouting(buckets)
+        return SamplerRouting([self._bucket(members, device) for members in by_layout.values()])
+
+    def _bucket(self, members: list[tuple[AdapterWeights, int, int]], device: torch.device) -> _Bucket:
+        longest = max(length for _, _, length in members)
+        padded = max(round_up(longest, ROWS), members[0][0].layout.least_rows)
+        rows: list[int] = []
+        covers: list[int] = []
+        source: list[int] = []
+        for place, (_, start, length) in enumerate(members):
+            rows.extend(start + min(row, length - 1) for row in range(padded))
+            covers.extend(range(start, start + length))
+            source.extend(range(place * padded, place * padded + length))
+        contiguous = covers[-1] - covers[0] == len(covers) - 1
+        whole = contiguous and rows == covers
+        return _Bucket(
+            self.products(tuple(weights for weights, _, _ in members)),
+            len(members),
+            slice(covers[0], covers[-1] + 1) if contiguous else torch.tensor(covers, device=device),
+            None if whole else torch.tensor(rows, device=device),
+            None if whole else torch.tensor(source, device=device),
+        )
 
 
 # --- training: each segment has products of its own, so that reductions never meet another tenant's rows ---------------
@@ -241,7 +365,7 @@ class TrainSegment:
     start: int
     stop: int
     weights: AdapterWeights
-    gradients: Views | None
+    gradients: dict[str, Products] | None
     """fp32 views that gradients are added to; None where there is no backward pass."""
 
 
@@ -252,45 +376,52 @@ class TrainerRouting:
         self.segments = tuple(segments)
         self._anchor = torch.zeros((), device=device, requires_grad=backward)
 
-    def linear(self, layer: LoraLinear, x: Tensor) -> Tensor:
-        """Apply base and adapters to x [1, T, K] → [1, T, N]."""
-        y: Tensor = _TrainedLinear.apply(x, self._anchor, layer, self)  # type: ignore[no-untyped-call]
-        return y
+    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
+        found: tuple[Tensor, ...] = _TrainedLinears.apply(x, self._anchor, siblings, self)  # type: ignore[no-untyped-call]
+        return found
 
 
-class _TrainedLinear(torch.autograd.Function):
-    """Base and adapters in one node: the base gets no gradient, the adapters' go straight to their arenas."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: LoraLinear, routing: TrainerRouting) -> Tensor:
-        ctx.layer, ctx.routing = layer, routing
-        ctx.save_for_backward(x)
-        y = F.linear(x, layer.weight, layer.bias)
-        for segment in routing.segments:
-            weights = segment.weights.views.get(layer.path)
-            if weights is not None:
-                a, b = weights
-                rows = slice(segment.start, segment.stop)
-                y[0, rows] += torch.mm(torch.mm(x[0, rows], a) * segment.weights.scaling, b)
-        return y
+class _TrainedLinears(torch.autograd.Function):
+    """Base and adapters of siblings in one node: the base gets no gradient, the adapters' go straight to their arenas."""
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:
-        layer, routing = ctx.layer, ctx.routing
-        (x,) = ctx.saved_tensors
-        grad_x = torch.matmul(grad_y, layer.weight) if ctx.needs_input_grad[0] else None
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, siblings: Siblings, routing: TrainerRouting) -> tuple[Tensor, ...]:
+        ctx.siblings, ctx.routing = siblings, routing
+        y = F.linear(x, siblings.weight, siblings.bias)
+        inners = []
         for segment in routing.segments:
-            weights = segment.weights.views.get(layer.path)
-            if weights is None:
+            products = segment.weights.products.get(siblings.leader)
+            if products is None:
                 continue
-            a, b = weights
-            rows = slice(segment.start, segment.stop)
-            grad, inputs = grad_y[0, rows], x[0, rows]
-            inner = torch.mm(grad, b.t()) * segment.weights.scaling
+            rows, rank = slice(segment.start, segment.stop), segment.weights.layout.rank
+            inner = torch.mm(x[0, rows], products.a)
+            inners.append(inner)
+            for column, (index, b) in enumerate(products.bs):
+                y[0, rows, siblings.columns(index)] += torch.mm(inner[:, column * rank : (column + 1) * rank], b)
+        ctx.save_for_backward(x, *inners)
+        return tuple(y.split(siblings.sizes, dim=-1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        siblings, routing = ctx.siblings, ctx.routing
+        x, *inners = ctx.saved_tensors
+        grad_y = torch.cat(grads, dim=-1) if len(grads) > 1 else grads[0]
+        grad_x = torch.matmul(grad_y, siblings.weight) if ctx.needs_input_grad[0] else None
+        remaining = iter(inners)
+        for segment in routing.segments:
+            products = segment.weights.products.get(siblings.leader)
+            if products is None:
+                continue
+            rows, rank, inner = slice(segment.start, segment.stop), segment.weights.layout.rank, next(remaining)
+            own = [grad_y[0, rows, siblings.columns(index)] for index, _ in products.bs]
+            parts = [torch.mm(grad, b.t()) for grad, (_, b) in zip(own, products.bs, strict=True)]
+            grad_inner = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
             if segment.gradients is not None:
-                grad_a, grad_b = segment.gradients[layer.path]
-                grad_a += torch.mm(inputs.t(), inner)
-                grad_b += torch.mm((torch.mm(inputs, a) * segment.weights.scaling).t(), grad)
+                sums = segment.gradients[siblings.leader]
+                sums.a.add_(torch.mm(x[0, rows].t(), grad_inner), alpha=segment.weights.scaling)
+                for column, (grad, (_, total)) in enumerate(zip(own, sums.bs, strict=True)):
+                    total.add_(torch.mm(inner[:, column * rank : (column + 1) * rank].t(), grad))
             if grad_x is not None:
-                grad_x[0, rows] += torch.mm(inner, a.t())
+                grad_x[0, rows] += torch.mm(grad_inner, products.a.t())
         return grad_x, None, None, None

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motet.errors import BaseModelError
-from motet.model.attention import Span, cached_layout, packed_layout, round_up
 from motet.model.base import BaseModel, pad_rows
 from motet.model.kv_cache import KVCache
-from motet.model.lora import LoraLinear
+from motet.model.layout import Span, cached_layout, packed_layout, round_up
+from motet.model.lora import Siblings, join
 
 LENGTHS = (9, 22)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
@@ -45,21 +45,38 @@ def prove(wrapper: Callable[[], BaseModel], model: Any, name: str, device: torch
         _check_calls(name, [layer for layer, _ in calls], int(model.config.get_text_config().num_hidden_layers))
         _check_logits(name, packed, stock, base.dtype)
         _leave_out(base, watch)
+        watch.join(base)
         _limit_to_window(base, dict(calls))
         _check_exactness(base, sequences, packed, block_size)
     return base
 
 
 class _Watch:
-    """A routing that adds nothing and notes which layers see exactly the rows of the batch, as adapters need."""
+    """A routing that adds nothing and notes what adapters need to know.
+
+    That is: which layers see exactly the rows of the batch, and which of them read the same input, one after another.
+    """
 
     def __init__(self) -> None:
         self.rows: dict[str, set[int]] = {}
+        self._families: list[tuple[Tensor, list[str]]] = []
 
-    def linear(self, layer: LoraLinear, x: Tensor) -> Tensor:
+    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
         """Apply the base to x [1, T, K] → [1, T, N]."""
-        self.rows.setdefault(layer.path, set()).add(x.shape[-2])
-        return F.linear(x, layer.weight, layer.bias)
+        path = siblings.leader
+        self.rows.setdefault(path, set()).add(x.shape[-2])
+        if self._families and self._families[-1][0] is x:
+            self._families[-1][1].append(path)
+        else:
+            self._families.append((x, [path]))
+        return (F.linear(x, siblings.weight, siblings.bias),)
+
+    def join(self, base: BaseModel) -> None:
+        """Make siblings of the layers that read the same input, where each is called once."""
+        calls = [path for _, paths in self._families for path in paths]
+        for _, paths in self._families:
+            if all(path in base.linears and calls.count(path) == 1 for path in paths):
+                join([base.linears[path] for path in paths])
 
 
 def _leave_out(base: BaseModel, watch: _Watch) -> None:

@@ -15,10 +15,10 @@ import torch
 
 from motet.device import Device
 from motet.errors import DeviceError, EngineError
-from motet.model.attention import packed_layout
 from motet.model.base import BaseModel, pad_rows
-from motet.model.distribution import row_logprobs
+from motet.model.distribution import Distribution
 from motet.model.kv_cache import KVCache
+from motet.model.layout import packed_layout
 from motet.model.lora import AdapterWeights
 from motet.model.peft_io import flatten, read_adapter
 from motet.rollout.decoder import Decoder
@@ -112,9 +112,10 @@ class EmbeddedEngine:
         layout = packed_layout([n_tokens, *([pad] if pad else [])], self.cache.block_size, base.device)
         with base.routed(self.decoder.model.stacks.routing([(weights, 0, n_tokens)], base.device)):
             logits_TV = base.logits(base.hidden(tokens_T, positions_T, layout))
-        logprobs_TV = row_logprobs(logits_TV, torch.ones(len(tokens_T), device=base.device))
+        following_T = torch.cat([tokens_T[1:], tokens_T[:1]])
+        logprobs_T = Distribution.of(logits_TV, [1.0]).logprobs(following_T)
         found = np.zeros(n_tokens, np.float32)
-        found[1:] = logprobs_TV[: n_tokens - 1].gather(-1, tokens_T[1:n_tokens, None])[:, 0].cpu().numpy()
+        found[1:] = logprobs_T[: n_tokens - 1].cpu().numpy()
         return found
 
     def _refuse(self, request: GenerateRequest) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from motet import seeds
-from motet.model.attention import Span, cached_layout
 from motet.model.base import BaseModel, pad_rows
 from motet.model.distribution import draw
 from motet.model.kv_cache import KVCache
+from motet.model.layout import Span, cached_layout
 from motet.model.lora import AdapterStacks, AdapterWeights
 from motet.rollout.sequences import Sequence
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from motet.config import OptimizerConfig
 from motet.errors import AdapterError
-from motet.model.lora import AdapterLayout, AdapterWeights, Views
+from motet.model.lora import AdapterLayout, AdapterWeights
 from motet.model.peft_io import save_tensors
 from motet.types import OptimStats
 
@@ -32,7 +32,7 @@ class AdapterArena:
         self.masters = torch.nn.Parameter(masters.clone())
         self.gradient = torch.zeros_like(masters)
         self.masters.grad = self.gradient
-        self.gradient_views: Views = layout.views(self.gradient)
+        self.gradient_products = layout.products(self.gradient)
         self._adamw = self._new_adamw()
         self.weights = self._compute_copy()
 

@@ -19,15 +19,15 @@ from torch import Tensor
 from motet.algorithms.losses import LossInputs, loss_and_stats
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
-from motet.model.attention import ROWS, packed_layout, round_up
 from motet.model.base import BaseModel, pad_rows
-from motet.model.distribution import row_logprobs
+from motet.model.distribution import Distribution
+from motet.model.layout import ROWS, packed_layout, round_up
 from motet.model.lora import AdapterWeights, TrainerRouting, TrainSegment, initial_weights
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.training.arena import AdapterArena
 from motet.types import Batch, FloatArray, IntArray, LossStats, OptimStats, Segment
 
-HEAD_ROWS = 256
+HEAD_ROWS = 128
 """Rows of logits that are in memory at a time."""
 
 
@@ -75,7 +75,7 @@ class TorchTrainer:
         """Add the gradient of each segment to its adapter; one record per segment."""
         plan = _Plan.of(batch, self.base.device)
         segments = [
-            TrainSegment(start, stop, arena.weights, arena.gradient_views)
+            TrainSegment(start, stop, arena.weights, arena.gradient_products)
             for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
         ]
         routing = TrainerRouting(segments, self.base.device, backward=True)
@@ -251,36 +251,30 @@ def _head(base: BaseModel, hidden_TD: Tensor, rows: _TrainableRows, temperature:
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Logprobs of targets from hidden states, a chunk of rows at a time, so that [N, V] is never held for all rows."""
+    """Logprobs of targets from hidden states, a chunk of rows at a time, so that [N, V] is never held for all rows.
+
+    A logprob's gradient with respect to its own hidden state does not depend on what comes after, so it is made while the
+    probabilities are at hand; the backward pass only scales it.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float, base: BaseModel
     ) -> tuple[Tensor, Tensor]:
-        ctx.temperature, ctx.base = temperature, base
-        ctx.save_for_backward(hidden_ND, target_N)
-        logprobs, entropies = [], []
+        logprobs, entropies, slopes = [], [], []
         for hidden, target in zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True):
-            logprobs_NV = _chunk_logprobs(base, hidden, temperature)
-            logprobs.append(logprobs_NV.gather(-1, target[:, None])[:, 0])
-            entropies.append(-(logprobs_NV.exp() * logprobs_NV).sum(-1))
+            raw = base.raw_logits(hidden)
+            found = Distribution.of(base.finish_logits(raw), [temperature] * len(target))
+            logprobs.append(found.logprobs(target))
+            entropies.append(found.entropy())
+            if ctx.needs_input_grad[0]:
+                slopes.append(base.logprob_slope(raw, found, target, temperature))
         entropy_N = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(*slopes)
         return torch.cat(logprobs), entropy_N
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        hidden_ND, target_N = ctx.saved_tensors
-        grads = []
-        chunks = zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), grad_N.split(HEAD_ROWS), strict=True)
-        for hidden, target, grad in chunks:
-            with torch.enable_grad():
-                inputs = hidden.detach().requires_grad_()
-                logprobs_N = _chunk_logprobs(ctx.base, inputs, ctx.temperature).gather(-1, target[:, None])[:, 0]
-            grads.extend(torch.autograd.grad(logprobs_N, inputs, grad))
-        return torch.cat(grads), None, None, None
-
-
-def _chunk_logprobs(base: BaseModel, hidden_ND: Tensor, temperature: float) -> Tensor:
-    temperature_N = torch.full((hidden_ND.shape[0],), temperature, device=hidden_ND.device)
-    return row_logprobs(base.logits(hidden_ND), temperature_N)
+        slope_ND = torch.cat(ctx.saved_tensors)
+        return (slope_ND.float() * grad_N[:, None]).to(slope_ND.dtype), None, None, None

@@ -1,0 +1,31 @@
+"""Keep the memory that tensors give back: on Linux the allocator would return it to the system after every large tensor.
+
+Every forward pass then touches fresh pages again, which cost a fifth of the time of decoding SmolLM2 on a CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # malloc.h of glibc
+_LARGEST_FROM_HEAP = 32 << 20  # glibc takes no larger one
+
+
+def keep_freed_memory() -> bool:
+    """Serve tensors of up to 32 MB from memory that stays with the process; call it before other threads start.
+
+    Returns:
+        Whether the C library could be told (glibc only; elsewhere nothing is changed).
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    settings = {
+        _ARENA_MAX: 1,
+        _MMAP_THRESHOLD: _LARGEST_FROM_HEAP,
+        _TRIM_THRESHOLD: (1 << 31) - 1,
+        _TOP_PAD: _LARGEST_FROM_HEAP,
+    }
+    taken = [mallopt(name, value) for name, value in settings.items()]
+    return all(taken)
