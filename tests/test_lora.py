@@ -120,13 +120,20 @@ def test_targets_by_name_by_suffix_and_by_path():
         base.adapter_layout("proj", 2)  # a part of a name is not a name
 
 
-def test_layout_is_contiguous_without_overlap():
-    layout = tiny.base("gemma3").adapter_layout("all-linear", 5)
+@pytest.mark.parametrize("rank", [1, 5, 16])
+def test_layout_has_no_overlap_and_what_lies_between_stays_zero(rank):
+    layout = tiny.base("gemma3").adapter_layout("all-linear", rank)
     flat = torch.zeros(layout.size)
     for a, b in layout.views(flat).values():
         a += 1
         b += 1
-    assert torch.equal(flat, torch.ones(layout.size))
+    assert set(flat.tolist()) <= {0.0, 1.0}
+    assert flat.sum() == sum(rank * (place.n_in + place.n_out) for place in layout.places)
+    assert flat[: layout.size_a].sum() == sum(rank * place.n_in for place in layout.places), (
+        "every A comes before every B"
+    )
+    for products in layout.products(flat).values():
+        assert all(part.data_ptr() % 64 == flat.data_ptr() % 64 for part in (products.a, *(b for _, b in products.bs)))
 
 
 def test_initial_weights_depend_on_seed_and_path_only():

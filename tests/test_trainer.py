@@ -62,7 +62,7 @@ def make_trainer(base: BaseModel, names: str = "abc", *, recompute: bool = False
     for name in names:
         rank, alpha, _ = SHAPES[name]
         trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), OPTIMIZER_CONFIG, seed=ord(name))
-        trainer._arena(name).set_masters(tiny.adapter(base, rank=rank, alpha=alpha, seed=ord(name)).flat.float())
+        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=rank, seed=ord(name))[1])
     return trainer
 
 

@@ -118,8 +118,8 @@ def _attend(
         if output is None or total is None:
             output, total = part, share
         else:
-            output[:, :, first:] += part
-            total[:, :, first:] += share
+            output[:, :, first:].add_(part)
+            total[:, :, first:].add_(share)
     assert output is not None and total is not None
     return output.div_(total).to(query_SKRE.dtype), peak.add_(total.log_())
 
@@ -191,10 +191,8 @@ def _keys_back(grads: list[Tensor], like_TKE: Tensor, layout: AttentionLayout) -
     padded = [grad.permute(1, 0, 3, 2, 4).reshape(grad.shape[1], -1, *like_TKE.shape[1:]) for grad in grads]
     rows_TKE = _rows([grad.flatten(0, 1) for grad in padded], layout.key_places_T)
     for shared in layout.shared:
-        prefix = shared.prefix
-        rows_TKE[prefix.row : prefix.row + prefix.length] += padded[shared.group][shared.members, : prefix.length].sum(
-            0
-        )
+        prefix, members = shared.prefix, padded[shared.group][shared.members, : shared.prefix.length]
+        rows_TKE[prefix.row : prefix.row + prefix.length].add_(members.sum(0))
     return rows_TKE
 
 
@@ -280,7 +278,7 @@ def _attend_backward(
         if grad_query is None:
             grad_query = part.float()
         else:
-            grad_query[:, :, first:] += part
+            grad_query[:, :, first:].add_(part)
         grad_keys[place] = torch.matmul(grad_score.transpose(-1, -2), query)
     assert grad_query is not None
     return grad_query.to(dtype), grad_keys, grad_values

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from motet.errors import AdapterError, BaseModelError
 from motet.model import attention
-from motet.model.distribution import Distribution
 from motet.model.layout import ROWS, AttentionLayout
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, Routing, make_layout, walk_linears
 
@@ -43,6 +42,7 @@ class BaseModel:
     """What a person should know: excluded experts, exactness that does not hold."""
     exact: bool = True
     """Whether rows were found independent of their company, bit for bit."""
+    _layouts: dict[tuple[tuple[str, ...], int], AdapterLayout] = field(default_factory=dict)
 
     @property
     def _head_weight(self) -> Tensor:
@@ -99,20 +99,15 @@ class BaseModel:
             logits_NV = torch.tanh(logits_NV / cap) * cap
         return logits_NV
 
-    def logprob_slope(self, raw_NV: Tensor, found: Distribution, target_N: Tensor, temperature: float) -> Tensor:
-        """Gradient [N, D] of each row's target logprob with respect to its hidden state: (onehot − p) / T, through the head.
-
-        The probabilities' memory is used up.
-        """
-        slope_NV = found.probs_NV.neg_().scatter_add_(
-            1, target_N[:, None], torch.ones_like(target_N[:, None], dtype=torch.float32)
-        )
-        if temperature != 1:
-            slope_NV.div_(temperature)
+    def logits_slope(self, raw_NV: Tensor, slope_NV: Tensor) -> Tensor:
+        """From a gradient with respect to `finish_logits(raw)` to one with respect to raw [N, V]."""
         with torch.enable_grad():
             leaf = raw_NV.detach().requires_grad_()
-            finished = self.finish_logits(leaf)
-            (slope_raw_NV,) = torch.autograd.grad(finished, leaf, slope_NV)
+            (slope_raw_NV,) = torch.autograd.grad(self.finish_logits(leaf), leaf, slope_NV)
+        return slope_raw_NV
+
+    def through_head(self, slope_raw_NV: Tensor) -> Tensor:
+        """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
         return torch.matmul(slope_raw_NV, self._head_weight)
 
     def adapter_layout(self, target_modules: str | Sequence[str], rank: int) -> AdapterLayout:
@@ -134,8 +129,12 @@ class BaseModel:
                         f"{f' (did you mean {hint[0]!r}?)' if hint else ''}; there are: all-linear, {', '.join(known)}"
                     )
             chosen = [path for path in self.linears if any(_matches(path, target) for target in targets)]
+        known_layout = self._layouts.get((tuple(chosen), rank))
+        if known_layout is not None:
+            return known_layout
         shapes = {path: (self.linears[path].in_features, self.linears[path].out_features) for path in chosen}
-        return make_layout(shapes, rank, [layer.siblings.paths for layer in self.linears.values()])
+        layout = make_layout(shapes, rank, [layer.siblings.paths for layer in self.linears.values()])
+        return self._layouts.setdefault((tuple(chosen), rank), layout)
 
 
 def _matches(path: str, target: str) -> bool:

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from motet.types import SamplingParams
 
+CACHED_ROWS = 16
+"""Rows of logits that are worked on at a time: few enough for the processor's caches."""
+
 _BLOCK = 256
 """Tokens whose probabilities are summed before the cumulative sum: a scan of the whole vocabulary is slow."""
 
@@ -46,6 +49,15 @@ class Distribution:
         """Logprobs [N] of one token per row."""
         chosen_N1 = self.logits_NV.gather(-1, tokens_N[:, None])
         return ((chosen_N1 - self.peak_N1) + self.log_peak_N1)[:, 0]
+
+    def slope(self, tokens_N: Tensor, temperature: float) -> Tensor:
+        """Gradient [N, V] of one token's logprob per row with respect to the logits before the temperature: (onehot − p) / T.
+
+        It takes the memory of the probabilities, which are gone afterwards.
+        """
+        ones_N1 = torch.ones_like(self.peak_N1)
+        slope_NV = self.probs_NV.neg_().scatter_add_(1, tokens_N[:, None], ones_N1)
+        return slope_NV if temperature == 1 else slope_NV.div_(temperature)
 
     def entropy(self) -> Tensor:
         """Entropies [N] in nats; a token of probability 0 adds nothing."""

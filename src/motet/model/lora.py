@@ -28,6 +28,9 @@ from motet.model.layout import ROWS, round_up
 
 Views = dict[str, tuple[Tensor, Tensor]]
 
+ALIGNMENT = 32
+"""Every matrix of an adapter begins at a multiple of so many elements: fp32 products depend on how memory is aligned."""
+
 _SMALL_PRODUCT = 400
 """Below so many multiplications per matrix torch's CPU `bmm` takes a loop of its own, whose bits differ from the GEMM's."""
 
@@ -45,18 +48,19 @@ class LinearPlace:
 
 @dataclass(frozen=True)
 class SiblingsPlace:
-    """Where the Aᵀ of adapted siblings lie, side by side as [K, I·R]."""
+    """Where the Aᵀ of adapted siblings lie, side by side as [K, W]; W is I·R rounded up to a multiple of four, as for rows."""
 
     leader: str
     """Path of the first of all siblings, adapted or not."""
     members: tuple[tuple[int, LinearPlace], ...]
     """The adapted ones, each with its index among all siblings."""
+    width: int
     offset: int
 
 
 @dataclass(frozen=True)
 class Products:
-    """What siblings multiply with: Aᵀ [..., K, I·R], and for each adapted sibling its index among all and Bᵀ [..., R, N]."""
+    """What siblings multiply with: Aᵀ [..., K, W], and for each adapted sibling its index among all and Bᵀ [..., R, N]."""
 
     a: Tensor
     bs: tuple[tuple[int, Tensor], ...]
@@ -68,27 +72,21 @@ class AdapterLayout:
 
     rank: int
     siblings: tuple[SiblingsPlace, ...]
+    size_a: int
+    """Elements up to the last A; every B comes after."""
+    size: int
+    """Number of elements: the parameters, and zeros between them for alignment."""
 
     @property
     def places(self) -> tuple[LinearPlace, ...]:
         """All adapted layers, in order."""
         return tuple(place for group in self.siblings for _, place in group.members)
 
-    @property
-    def size_a(self) -> int:
-        """Parameters in all A, which come first."""
-        return sum(self.rank * place.n_in for place in self.places)
-
-    @property
-    def size(self) -> int:
-        """Number of parameters."""
-        return self.size_a + sum(self.rank * place.n_out for place in self.places)
-
     @functools.cached_property
     def least_rows(self) -> int:
         """Rows that each adapter's part of a batched product must have at least."""
         smallest = min(
-            min(self.rank * place.n_out, self.rank * len(group.members) * place.n_in)
+            min(self.rank * place.n_out, group.width * place.n_in)
             for group in self.siblings
             for _, place in group.members
         )
@@ -98,8 +96,8 @@ class AdapterLayout:
         """By leader, as views of flat [..., size]."""
         found = {}
         for group in self.siblings:
-            n_in, width = group.members[0][1].n_in, len(group.members) * self.rank
-            a = flat[..., group.offset : group.offset + n_in * width].unflatten(-1, (n_in, width))
+            n_in = group.members[0][1].n_in
+            a = flat[..., group.offset : group.offset + n_in * group.width].unflatten(-1, (n_in, group.width))
             found[group.leader] = Products(a, tuple((index, self._b(flat, place)) for index, place in group.members))
         return found
 
@@ -125,17 +123,20 @@ def make_layout(
     chosen: dict[tuple[str, ...], list[str]] = {}
     for path in linears:
         chosen.setdefault(families.get(path, (path,)), []).append(path)
-    offset_a, offset_b = 0, sum(rank * n_in for n_in, _ in linears.values())
-    groups = []
+    offset, spots = 0, {}
+    for family, paths in chosen.items():
+        width = round_up(rank * len(paths), ROWS)
+        spots[family] = (width, offset)
+        offset = round_up(offset + width * linears[paths[0]][0], ALIGNMENT)
+    size_a, groups = offset, []
     for family, paths in chosen.items():
         members = []
         for path in paths:
             n_in, n_out = linears[path]
-            members.append((family.index(path), LinearPlace(path, n_in, n_out, offset_b)))
-            offset_b += rank * n_out
-        groups.append(SiblingsPlace(family[0], tuple(members), offset_a))
-        offset_a += rank * sum(linears[path][0] for path in paths)
-    return AdapterLayout(rank, tuple(groups))
+            members.append((family.index(path), LinearPlace(path, n_in, n_out, offset)))
+            offset = round_up(offset + rank * n_out, ALIGNMENT)
+        groups.append(SiblingsPlace(family[0], tuple(members), *spots[family]))
+    return AdapterLayout(rank, tuple(groups), size_a, offset)
 
 
 def initial_weights(layout: AdapterLayout, seed: int) -> Tensor:
@@ -162,7 +163,7 @@ class AdapterWeights:
     def from_masters(cls, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype) -> AdapterWeights:
         """A compute copy of fp32 masters."""
         flat = masters.detach().clone()
-        flat[: layout.size_a] *= scaling
+        flat[: layout.size_a].mul_(scaling)
         flat = flat.to(dtype)
         return cls(layout, scaling, flat, layout.products(flat))
 
@@ -269,7 +270,7 @@ def walk_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 class _Bucket:
     """Adapters of equal layout in one batch of rows."""
 
-    products: dict[str, Products]  # [A, K, I·R] and [A, R, N]
+    products: dict[str, Products]  # [A, K, W] and [A, R, N]
     n_adapters: int
     covers: slice | Tensor
     """Rows of the packed input that have one of these adapters."""
@@ -299,8 +300,30 @@ class SamplerRouting:
                 update = torch.bmm(inner[..., column * rank : (column + 1) * rank], b).flatten(0, 1)
                 if bucket.source is not None:
                     update = update.index_select(0, bucket.source)
-                y[0, bucket.covers, siblings.columns(index)] += update
+                self._add(y[0], bucket.covers, siblings.columns(index), update)
         return tuple(y.split(siblings.sizes, dim=-1))
+
+    @staticmethod
+    def _add(y_TN: Tensor, covers: slice | Tensor, columns: slice, update: Tensor) -> None:
+        if isinstance(covers, slice):
+            y_TN[covers, columns].add_(update)  # `+=` would copy the result onto itself once more
+        else:
+            y_TN[covers, columns] += update
+
+
+def _stack(adapters: Sequence[dict[str, Products]]) -> dict[str, Products]:
+    """One contiguous tensor per product: `bmm` copies anything else at every call."""
+    if len(adapters) == 1:
+        return {
+            leader: Products(one.a[None], tuple((index, b[None]) for index, b in one.bs))
+            for leader, one in adapters[0].items()
+        }
+    found = {}
+    for leader, first in adapters[0].items():
+        own = [products[leader] for products in adapters]
+        bs = [(index, torch.stack([one.bs[place][1] for one in own])) for place, (index, _) in enumerate(first.bs)]
+        found[leader] = Products(torch.stack([one.a for one in own]), tuple(bs))
+    return found
 
 
 class AdapterStacks:
@@ -311,12 +334,11 @@ class AdapterStacks:
         self._made: dict[tuple[int, ...], tuple[tuple[AdapterWeights, ...], dict[str, Products]]] = {}
 
     def products(self, adapters: tuple[AdapterWeights, ...]) -> dict[str, Products]:
-        """[A, K, I·R] and [A, R, N] by leader."""
+        """[A, K, W] and [A, R, N] by leader."""
         key = tuple(id(weights) for weights in adapters)
         found = self._made.pop(key, None)
         if found is None:
-            flat = adapters[0].flat[None] if len(adapters) == 1 else torch.stack([weights.flat for weights in adapters])
-            found = (adapters, adapters[0].layout.products(flat))
+            found = (adapters, _stack([weights.products for weights in adapters]))
         self._made[key] = found
         while len(self._made) > self._keep:
             del self._made[next(iter(self._made))]
@@ -328,10 +350,10 @@ class AdapterStacks:
 
     def routing(self, runs: Sequence[tuple[AdapterWeights | None, int, int]], device: torch.device) -> SamplerRouting:
         """Routing of runs (weights, first row, number of rows) that each belong to one adapter."""
-        by_layout: dict[AdapterLayout, list[tuple[AdapterWeights, int, int]]] = {}
+        by_layout: dict[int, list[tuple[AdapterWeights, int, int]]] = {}
         for weights, start, length in runs:
-            if weights is not None:
-                by_layout.setdefault(weights.layout, []).append((weights, start, length))
+            if weights is not None:  # a base makes each layout once, so equal ones are the same object
+                by_layout.setdefault(id(weights.layout), []).append((weights, start, length))
         return SamplerRouting([self._bucket(members, device) for members in by_layout.values()])
 
     def _bucket(self, members: list[tuple[AdapterWeights, int, int]], device: torch.device) -> _Bucket:
@@ -398,7 +420,7 @@ class _TrainedLinears(torch.autograd.Function):
             inner = torch.mm(x[0, rows], products.a)
             inners.append(inner)
             for column, (index, b) in enumerate(products.bs):
-                y[0, rows, siblings.columns(index)] += torch.mm(inner[:, column * rank : (column + 1) * rank], b)
+                y[0, rows, siblings.columns(index)].add_(torch.mm(inner[:, column * rank : (column + 1) * rank], b))
         ctx.save_for_backward(x, *inners)
         return tuple(y.split(siblings.sizes, dim=-1))
 
@@ -416,6 +438,8 @@ class _TrainedLinears(torch.autograd.Function):
             rows, rank, inner = slice(segment.start, segment.stop), segment.weights.layout.rank, next(remaining)
             own = [grad_y[0, rows, siblings.columns(index)] for index, _ in products.bs]
             parts = [torch.mm(grad, b.t()) for grad, (_, b) in zip(own, products.bs, strict=True)]
+            pad = inner.shape[-1] - rank * len(parts)
+            parts.extend([inner.new_zeros(len(inner), pad)] if pad else [])
             grad_inner = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
             if segment.gradients is not None:
                 sums = segment.gradients[siblings.leader]
@@ -423,5 +447,5 @@ class _TrainedLinears(torch.autograd.Function):
                 for column, (grad, (_, total)) in enumerate(zip(own, sums.bs, strict=True)):
                     total.add_(torch.mm(inner[:, column * rank : (column + 1) * rank].t(), grad))
             if grad_x is not None:
-                grad_x[0, rows] += torch.mm(grad_inner, products.a.t())
+                grad_x[0, rows].add_(torch.mm(grad_inner, products.a.t()))
         return grad_x, None, None, None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from motet import seeds
 from motet.model.base import BaseModel, pad_rows
-from motet.model.distribution import draw
+from motet.model.distribution import CACHED_ROWS, draw
 from motet.model.kv_cache import KVCache
 from motet.model.layout import Span, cached_layout
 from motet.model.lora import AdapterStacks, AdapterWeights
@@ -40,9 +40,9 @@ class Reader:
         self.stacks = AdapterStacks()
 
     def logits(self, reads: Seq[Read]) -> Tensor:
-        """fp32 logits [len(reads), V] of the last token of each read."""
+        """What the head gives [len(reads), V] for the last token of each read (see `BaseModel.raw_logits`)."""
         base, device = self.base, self.base.device
-        order = sorted(range(len(reads)), key=lambda place: id(reads[place].weights))
+        order = sorted(range(len(reads)), key=lambda place: _by_layout(reads[place].weights))
         spans: list[Span] = []
         tokens: list[int] = []
         positions: list[int] = []
@@ -65,25 +65,31 @@ class Reader:
         positions_T = pad_rows(torch.tensor(positions, device=device))
         with base.routed(self.stacks.routing(runs, device)):
             hidden_TD = base.hidden(tokens_T, positions_T, cached_layout(spans, self.cache, device))
-        return base.logits(pad_rows(hidden_TD[torch.tensor(last, device=device)]))[: len(reads)]
+        return base.raw_logits(pad_rows(hidden_TD[torch.tensor(last, device=device)]))[: len(reads)]
 
-    def sample(self, sequences: Seq[Sequence], logits_NV: Tensor) -> None:
+    def sample(self, sequences: Seq[Sequence], raw_NV: Tensor) -> None:
         """Draw each sequence's next token from its row and let it decide whether it ends."""
-        if not sequences:
-            return
+        for start in range(0, len(sequences), CACHED_ROWS):
+            rows = slice(start, min(start + CACHED_ROWS, len(sequences)))
+            self._sample(sequences[rows], self.base.finish_logits(pad_rows(raw_NV[rows])))
+
+    def _sample(self, sequences: Seq[Sequence], logits_NV: Tensor) -> None:
         keys = np.array([item.key for item in sequences], np.uint64)
         places = np.array([len(item.tokens) for item in sequences], np.uint64)
         uniforms_N = torch.from_numpy(seeds.uniforms(keys, places)).to(logits_NV.device)
         params = [item.prompt.request.sampling for item in sequences]
-        pad = -len(params) % 4
-        tokens, logprobs, usable = draw(
-            pad_rows(logits_NV), [*params, *[params[-1]] * pad], pad_rows(uniforms_N[:, None])[:, 0]
-        )
-        rows = zip(sequences, tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=False)
-        for sequence, token, logprob, good in rows:
+        params.extend([params[-1]] * (len(logits_NV) - len(params)))
+        tokens, logprobs, usable = draw(logits_NV, params, pad_rows(uniforms_N[:, None])[:, 0])
+        drawn = zip(sequences, tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=False)
+        for sequence, token, logprob, good in drawn:
             sequence.append(token, logprob, good, self.text)
 
     def text(self, tokens: list[int]) -> str:
         """Text of completion tokens, without special tokens."""
         text: str = self.base.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
+
+
+def _by_layout(weights: AdapterWeights | None) -> tuple[int, int]:
+    """Rows of one adapter lie together, and so do adapters that can share products."""
+    return (0, 0) if weights is None else (id(weights.layout), id(weights))

@@ -20,14 +20,14 @@ from motet.algorithms.losses import LossInputs, loss_and_stats
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel, pad_rows
-from motet.model.distribution import Distribution
+from motet.model.distribution import CACHED_ROWS, Distribution
 from motet.model.layout import ROWS, packed_layout, round_up
 from motet.model.lora import AdapterWeights, TrainerRouting, TrainSegment, initial_weights
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.training.arena import AdapterArena
 from motet.types import Batch, FloatArray, IntArray, LossStats, OptimStats, Segment
 
-HEAD_ROWS = 128
+HEAD_ROWS = 256
 """Rows of logits that are in memory at a time."""
 
 
@@ -262,13 +262,16 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float, base: BaseModel
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, slopes = [], [], []
-        for hidden, target in zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True):
-            raw = base.raw_logits(hidden)
-            found = Distribution.of(base.finish_logits(raw), [temperature] * len(target))
-            logprobs.append(found.logprobs(target))
-            entropies.append(found.entropy())
+        for hidden, targets in zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True):
+            raw_NV = base.raw_logits(hidden)
+            for raw, target in zip(raw_NV.split(CACHED_ROWS), targets.split(CACHED_ROWS), strict=True):
+                found = Distribution.of(base.finish_logits(raw), [temperature])
+                logprobs.append(found.logprobs(target))
+                entropies.append(found.entropy())
+                if ctx.needs_input_grad[0]:
+                    raw.copy_(base.logits_slope(raw, found.slope(target, temperature)))
             if ctx.needs_input_grad[0]:
-                slopes.append(base.logprob_slope(raw, found, target, temperature))
+                slopes.append(base.through_head(raw_NV))
         entropy_N = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy_N)
         ctx.save_for_backward(*slopes)
