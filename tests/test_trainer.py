@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 
+from motet.algorithms.packing import shared_prompts
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
@@ -366,3 +367,47 @@ def test_a_published_version_is_never_written_again(tmp_path: Path):
     assert trainer.weights("a") is not version
     assert torch.equal(version.flat, bytes_before)
     assert not torch.equal(trainer.weights("a").flat, bytes_before)
+
+
+# --- shared prompts -----------------------------------------------------------------------------------------------------
+
+
+def group_samples(prompt: int, completions: Sequence[int], seed: int) -> tuple[Sample, ...]:
+    """Samples that begin with the same prompt."""
+    samples = make_samples([(prompt, length) for length in completions], seed=seed)
+    head = samples[0].token_ids[:prompt]
+    return tuple(replace(each, token_ids=np.concatenate([head, each.token_ids[prompt:]])) for each in samples)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2"])
+@pytest.mark.parametrize("prompt", [1, 13, 16, 40])
+def test_shared_prompts_keep_logprobs_and_gradients(name, dtype, prompt):
+    """Logprobs equal those of whole samples bit for bit, gradients within rounding; two groups, two adapters, one alone."""
+    base = tiny.base(name, dtype)
+    groups = [group_samples(prompt, lengths, seed) for seed, lengths in enumerate([(5, 30, 1), (9, 2), (7,)])]
+    segments = (
+        Segment("a", groups[0] + groups[1], LossSpec("reinforce", temperature=0.8), 20.0),
+        Segment("b", groups[1] + groups[2], LossSpec("reinforce"), 20.0),
+    )
+    shared, whole = make_trainer(base, "ab"), make_trainer(base, "ab")
+    whole._share_prompts = False
+    logprobs = [trainer.forward(Batch(segments)) for trainer in (shared, whole)]
+    for ours, theirs in zip(*logprobs, strict=True):
+        assert all(np.array_equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    for trainer in (shared, whole):
+        trainer.forward_backward(Batch(segments))
+    for each in "ab":
+        ours, theirs = gradient(shared, each), gradient(whole, each)
+        tolerance = 1e-5 if dtype == "float32" else 3e-2
+        assert float(theirs.abs().max()) > 0
+        assert float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
+
+
+def test_prompts_are_shared_only_where_they_are_the_same():
+    same = group_samples(6, (3, 4), seed=1)
+    other = group_samples(6, (3,), seed=2)
+    longer = group_samples(7, (3,), seed=1)
+    assert shared_prompts((*same, *other, *same)) == (0, 6, 0, 0, 6)
+    assert shared_prompts((*same, *longer)) == (0, 6, 0)
+    assert shared_prompts(()) == ()

@@ -11,6 +11,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from motet.types import Sample
+
 
 def cut(lengths: Sequence[int], budget: int) -> tuple[range, ...]:
     """Cut a job's samples, in order, greedily into micro-batches of at most `budget` tokens.
@@ -37,6 +41,22 @@ def cut(lengths: Sequence[int], budget: int) -> tuple[range, ...]:
     if start < len(lengths):
         cuts.append(range(start, len(lengths)))
     return tuple(cuts)
+
+
+def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
+    """For each sample the tokens that it need not bring, because the sample before it begins with the same prompt.
+
+    A prompt is what lies before a sample's first trained token. The samples of a group follow one another, so all but the first
+    leave their prompt out.
+    """
+    found = [0] * len(samples)
+    for index in range(1, len(samples)):
+        before, sample = samples[index - 1], samples[index]
+        length = int(np.argmax(sample.loss_mask))
+        same = length == int(np.argmax(before.loss_mask)) and length > 0
+        if same and np.array_equal(before.token_ids[:length], sample.token_ids[:length]):
+            found[index] = length
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -88,24 +88,23 @@ def motet_attention(
 # --- the arithmetic ---------------------------------------------------------------------------------------------------
 
 
-def _scores(query_SKRE: Tensor, keys_SKCE: Tensor, hidden_SRC: Tensor, call: _Call) -> Tensor:
-    """fp32 scores [S, K, R, C] of one block; −∞ where a key is hidden."""
+def _scores(query_SKRE: Tensor, keys_SKCE: Tensor, index: int, block: int, call: _Call) -> Tensor:
+    """fp32 scores [S, K, R, C] of a group's last R rows and one block of keys; −∞ where a key is hidden."""
     score = torch.matmul(query_SKRE, keys_SKCE.transpose(-1, -2)).float().mul_(call.scaling)
     if call.softcap is not None:
         score.div_(call.softcap).tanh_().mul_(call.softcap)
-    return score.masked_fill_(hidden_SRC, float("-inf"))
+    hidden = call.layout.hidden_SRC(index, block, call.window, call.fold)
+    return score if hidden is None else score.masked_fill_(hidden[:, :, -score.shape[2] :], float("-inf"))
 
 
 def _attend(
     query_SKRE: Tensor, keys_BSKCE: Tensor, values_BSKCE: Tensor, index: int, call: _Call
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of a group over blocks of keys, added in order: output [S, K, R, E] and fp32 log-sums [S, K, R, 1]."""
-    hidden = call.layout.hidden_SRL(index, call.window, call.fold)
     firsts = [first * call.fold for first in call.layout.groups[index].first_query_B]
-    block = keys_BSKCE.shape[3]
     scores = [
-        _scores(query_SKRE[:, :, first:], keys, hidden[:, :, first:, place * block : (place + 1) * block], call)
-        for place, (first, keys) in enumerate(zip(firsts, keys_BSKCE, strict=True))
+        _scores(query_SKRE[:, :, first:], keys, index, block, call)
+        for block, (first, keys) in enumerate(zip(firsts, keys_BSKCE, strict=True))
     ]
     peak = scores[0].amax(-1, keepdim=True)
     for first, score in zip(firsts[1:], scores[1:], strict=True):
@@ -254,21 +253,20 @@ def _attend_backward(
     call: _Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries [S, K, R, E], keys and values [B, S, K, C, E] of a group."""
-    hidden = call.layout.hidden_SRL(index, call.window, call.fold)
-    dtype, block = query_SKRE.dtype, keys_BSKCE.shape[3]
+    dtype = query_SKRE.dtype
     grad_query: Tensor | None = None
     grad_keys, grad_values = torch.empty_like(keys_BSKCE), torch.empty_like(values_BSKCE)
-    for place, (first, keys, values) in enumerate(
+    for block, (first, keys, values) in enumerate(
         zip(call.layout.groups[index].first_query_B, keys_BSKCE, values_BSKCE, strict=True)
     ):
         first *= call.fold
         query, grad = query_SKRE[:, :, first:], grad_SKRE[:, :, first:]
-        score = _scores(query, keys, hidden[:, :, first:, place * block : (place + 1) * block], call)
+        score = _scores(query, keys, index, block, call)
         slope = None
         if call.softcap is not None:
             slope = 1 - (score / call.softcap).square().nan_to_num_(posinf=1.0).clamp_max_(1.0)
         weights = score.sub_(log_sum_SKR1[:, :, first:]).exp_()
-        grad_values[place] = torch.matmul(weights.to(dtype).transpose(-1, -2), grad)
+        grad_values[block] = torch.matmul(weights.to(dtype).transpose(-1, -2), grad)
         grad_score = torch.matmul(grad, values.transpose(-1, -2)).float().sub_(common_SKR1[:, :, first:])
         grad_score.mul_(weights).mul_(call.scaling)
         if slope is not None:
@@ -279,6 +277,6 @@ def _attend_backward(
             grad_query = part.float()
         else:
             grad_query[:, :, first:].add_(part)
-        grad_keys[place] = torch.matmul(grad_score.transpose(-1, -2), query)
+        grad_keys[block] = torch.matmul(grad_score.transpose(-1, -2), query)
     assert grad_query is not None
     return grad_query.to(dtype), grad_keys, grad_values

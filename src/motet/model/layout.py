@@ -19,6 +19,10 @@ ROWS = 4
 """Every product and reduction gets a multiple of this many rows."""
 
 
+_LEAST_FILL = 0.75
+"""Shortest sequence of a group, as a share of its longest: more groups are more calls, fewer are more padding."""
+
+
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple that is at least n."""
     return -(-n // multiple) * multiple
@@ -53,6 +57,8 @@ class Group:
     n_blocks: int
     first_query_B: tuple[int, ...]
     """Before this padded query nobody in the group sees a key of the block."""
+    seen_B: tuple[bool, ...]
+    """Whether every query sees every key of the block, where no window hides it."""
     key_rows_SL: Tensor | None = None
     """Packed row of each padded key, where there is no cache."""
     block_table_BS: Tensor | None = None
@@ -88,8 +94,17 @@ class AttentionLayout:
     """Layers that asked, and their sliding windows, for the proof at load."""
     _masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
 
-    def hidden_SRL(self, index: int, window: int | None, fold: int) -> Tensor:
-        """True where a folded query row must not see a key: [S, 1, R, L]; each query makes `fold` rows."""
+    def hidden_SRC(self, index: int, block: int, window: int | None, fold: int) -> Tensor | None:
+        """True where a folded query row must not see a key of a block: [S, 1, R, C]; each query makes `fold` rows.
+
+        None where every query sees every key.
+        """
+        if window is None and self.groups[index].seen_B[block]:
+            return None
+        hidden = self._hidden_SRL(index, window, fold)
+        return hidden[..., block * self.block_size : (block + 1) * self.block_size]
+
+    def _hidden_SRL(self, index: int, window: int | None, fold: int) -> Tensor:
         found = self._masks.get((index, window, fold))
         if found is None:
             group = self.groups[index]
@@ -128,8 +143,7 @@ def packed_layout(
     groups: list[Group] = []
     shared: list[SharedKeys] = []
     queries = keys = 0
-    for n_blocks in sorted(set(reach)):
-        members = [index for index, other in enumerate(reach) if other == n_blocks]
+    for n_blocks, members in _alike(lengths, reach):
         n_queries, n_keys = round_up(max(lengths[index] for index in members), ROWS), n_blocks * block_size
         first_S = torch.tensor([_length(before[index]) for index in members])[:, None]
         last_S = torch.tensor([lengths[index] - 1 for index in members])[:, None]
@@ -150,6 +164,7 @@ def packed_layout(
                 (own_SQ + first_S).to(device),
                 n_blocks,
                 _first_queries(int(first_S.max()), n_queries, n_blocks, block_size),
+                _seen(int(first_S.min()), n_blocks, block_size),
                 key_rows_SL=key_rows_SL.to(device),
                 padding_SQ=(query_Q > last_S).to(device),
             )
@@ -162,6 +177,23 @@ def packed_layout(
 
 def _length(prefix: Prefix | None) -> int:
     return 0 if prefix is None else prefix.length
+
+
+def _alike(lengths: Sequence[int], reach: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Sequences to be padded to one shape: equal numbers of key blocks, and none much shorter than the longest."""
+    found: list[tuple[int, list[int]]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda index: (reach[index], -lengths[index])):
+        if found and found[-1][0] == reach[index] and lengths[index] >= _LEAST_FILL * longest:
+            found[-1][1].append(index)
+        else:
+            found.append((reach[index], [index]))
+            longest = lengths[index]
+    return [(n_blocks, sorted(members)) for n_blocks, members in found]
+
+
+def _seen(first_position: int, n_blocks: int, block_size: int) -> tuple[bool, ...]:
+    return tuple(first_position >= (block + 1) * block_size - 1 for block in range(n_blocks))
 
 
 def _first_queries(first_position: int, n_queries: int, n_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -216,7 +248,9 @@ def _decode_groups(spans: Sequence[Span], cache: KVCache, device: torch.device) 
     tables.extend([[cache.zero_block] * n_blocks] * pad)
     positions = torch.tensor([[span.start] for span in spans] + [[0]] * pad, device=device)
     table_BS = torch.tensor(tables, device=device).t().contiguous()
-    return [Group(None, positions, n_blocks, (0,) * n_blocks, block_table_BS=table_BS)], None
+    first = 0 if pad else min(span.start for span in spans)
+    seen_B = _seen(first, n_blocks, cache.block_size)
+    return [Group(None, positions, n_blocks, (0,) * n_blocks, seen_B, block_table_BS=table_BS)], None
 
 
 def _prefill_groups(spans: Sequence[Span], cache: KVCache, device: torch.device) -> tuple[list[Group], Tensor]:
@@ -228,8 +262,7 @@ def _prefill_groups(spans: Sequence[Span], cache: KVCache, device: torch.device)
     groups: list[Group] = []
     order = [0] * round_up(total, ROWS)
     offset = 0
-    for n_blocks in sorted(set(reach)):
-        members = [index for index, other in enumerate(reach) if other == n_blocks]
+    for n_blocks, members in _alike([span.length for span in spans], reach):
         n_queries = round_up(max(spans[index].length for index in members), ROWS)
         rows, positions = [], []
         for place, index in enumerate(members):
@@ -246,6 +279,7 @@ def _prefill_groups(spans: Sequence[Span], cache: KVCache, device: torch.device)
                 torch.tensor(positions, device=device),
                 n_blocks,
                 _first_queries(max(spans[index].start for index in members), n_queries, n_blocks, cache.block_size),
+                _seen(min(spans[index].start for index in members), n_blocks, cache.block_size),
                 block_table_BS=torch.tensor(tables, device=device).t().contiguous(),
             )
         )

@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.algorithms.losses import LossInputs, loss_and_stats
+from motet.algorithms.packing import shared_prompts
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel, pad_rows
 from motet.model.distribution import CACHED_ROWS, Distribution
-from motet.model.layout import ROWS, packed_layout, round_up
+from motet.model.layout import ROWS, Prefix, packed_layout
 from motet.model.lora import AdapterWeights, TrainerRouting, TrainSegment, initial_weights
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.training.arena import AdapterArena
@@ -34,8 +36,12 @@ HEAD_ROWS = 256
 class TorchTrainer:
     """A `Trainer` on one CPU or GPU."""
 
-    def __init__(self, base: BaseModel, *, block_size: int, slots: int, recompute: bool = False) -> None:
+    def __init__(
+        self, base: BaseModel, *, block_size: int, slots: int, recompute: bool = False, share_prompts: bool = True
+    ) -> None:
+        """`share_prompts` runs the prompt of neighbouring samples once; logprobs have the same bits either way."""
         self.base = base
+        self._share_prompts = share_prompts
         self.block_size = block_size
         self.slots = slots
         self._arenas: dict[str, AdapterArena] = {}
@@ -73,7 +79,7 @@ class TorchTrainer:
 
     def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
         """Add the gradient of each segment to its adapter; one record per segment."""
-        plan = _Plan.of(batch, self.base.device)
+        plan = _Plan.of(batch, self.base.device, share=self._share_prompts)
         segments = [
             TrainSegment(start, stop, arena.weights, arena.gradient_products)
             for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
@@ -82,8 +88,8 @@ class TorchTrainer:
         losses, stats = [], []
         with self.base.routed(routing), torch.enable_grad():
             hidden_TD = self._hidden(plan)
-            for segment, (start, stop) in zip(batch.segments, plan.spans, strict=True):
-                loss, stat = self._segment_loss(segment, hidden_TD[start:stop])
+            for segment, (start, stop), places in zip(batch.segments, plan.spans, plan.places, strict=True):
+                loss, stat = self._segment_loss(segment, hidden_TD[start:stop], places)
                 losses.append(loss)
                 stats.append(stat)
             torch.autograd.backward(losses)
@@ -92,7 +98,7 @@ class TorchTrainer:
     @torch.no_grad()
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
-        plan = _Plan.of(batch, self.base.device)
+        plan = _Plan.of(batch, self.base.device, share=self._share_prompts)
         segments = (
             []
             if base
@@ -105,8 +111,8 @@ class TorchTrainer:
         found = []
         with self.base.routed(routing):
             hidden_TD = self._hidden(plan)
-            for segment, (start, stop) in zip(batch.segments, plan.spans, strict=True):
-                rows = _TrainableRows.of(segment, self.base.device)
+            for segment, (start, stop), places in zip(batch.segments, plan.spans, plan.places, strict=True):
+                rows = _TrainableRows.of(segment, places, self.base.device)
                 logprobs_N, _ = _head(self.base, hidden_TD[start:stop], rows, segment.loss.temperature)
                 found.append(rows.scatter(logprobs_N, segment))
         return tuple(found)
@@ -146,11 +152,11 @@ class TorchTrainer:
         return [self._arena(segment.adapter) for segment in batch.segments]
 
     def _hidden(self, plan: _Plan) -> Tensor:
-        layout = packed_layout(plan.lengths, self.block_size, self.base.device)
+        layout = packed_layout(plan.lengths, self.block_size, self.base.device, plan.prefixes)
         return self.base.hidden(plan.token_ids_T, plan.positions_T, layout)
 
-    def _segment_loss(self, segment: Segment, hidden_TD: Tensor) -> tuple[Tensor, LossStats]:
-        rows = _TrainableRows.of(segment, self.base.device)
+    def _segment_loss(self, segment: Segment, hidden_TD: Tensor, places: list[_Place]) -> tuple[Tensor, LossStats]:
+        rows = _TrainableRows.of(segment, places, self.base.device)
         logprobs_N, entropy_N = _head(self.base, hidden_TD, rows, segment.loss.temperature)
         weights = segment.sample_weights
         weights_S = torch.ones(len(segment.samples)) if weights is None else torch.from_numpy(weights)
@@ -169,53 +175,86 @@ class TorchTrainer:
 
 
 @dataclass(frozen=True)
+class _Place:
+    """Where a sample's tokens lie among its segment's rows: a prompt that others may share, and rows of its own after it."""
+
+    prompt_row: int
+    prompt: int
+    own_row: int
+
+    def rows(self, tokens_N: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Rows of some of its tokens."""
+        return np.where(
+            tokens_N < self.prompt, self.prompt_row + tokens_N, self.own_row + tokens_N - self.prompt
+        ).astype(np.int64)
+
+
+@dataclass(frozen=True)
 class _Plan:
     """A batch laid out in packed rows; each segment ends with padding of its own, up to a multiple of four."""
 
     token_ids_T: Tensor
     positions_T: Tensor
     lengths: list[int]
+    prefixes: list[Prefix | None]
     spans: list[tuple[int, int]]
+    places: list[list[_Place]]
+    """Of each segment's samples."""
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> _Plan:
+    def of(cls, batch: Batch, device: torch.device, *, share: bool) -> _Plan:
         token_ids: list[IntArray] = []
-        lengths: list[int] = []
+        positions: list[IntArray] = []
+        prefixes: list[Prefix | None] = []
         spans: list[tuple[int, int]] = []
+        places: list[list[_Place]] = []
         start = 0
         for segment in batch.segments:
-            own = [sample.n_tokens for sample in segment.samples]
-            token_ids.extend(sample.token_ids for sample in segment.samples)
-            pad = round_up(sum(own), ROWS) - sum(own)
+            own: list[_Place] = []
+            row = 0
+            shared = shared_prompts(segment.samples) if share else (0,) * len(segment.samples)
+            for sample, prompt in zip(segment.samples, shared, strict=True):
+                prompt_row = own[-1].prompt_row if prompt else row
+                own.append(_Place(prompt_row, prompt, row))
+                token_ids.append(sample.token_ids[prompt:])
+                positions.append(np.arange(prompt, sample.n_tokens, dtype=np.int32))
+                prefixes.append(Prefix(start + prompt_row, prompt) if prompt else None)
+                row += sample.n_tokens - prompt
+            pad = -row % ROWS
             if pad:
                 token_ids.append(np.zeros(pad, np.int32))
-                own.append(pad)
-            lengths.extend(own)
-            spans.append((start, start + sum(own)))
-            start += sum(own)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        tokens = np.concatenate(token_ids).astype(np.int64)
-        return cls(torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device), lengths, spans)
+                positions.append(np.arange(pad, dtype=np.int32))
+                prefixes.append(None)
+            places.append(own)
+            spans.append((start, start + row + pad))
+            start += row + pad
+        return cls(
+            torch.from_numpy(np.concatenate(token_ids).astype(np.int64)).to(device),
+            torch.from_numpy(np.concatenate(positions).astype(np.int64)).to(device),
+            [len(tokens) for tokens in token_ids],
+            prefixes,
+            spans,
+            places,
+        )
 
 
 @dataclass(frozen=True)
 class _TrainableRows:
-    """Where a segment's trainable tokens are predicted: the row before each of them."""
+    """Where a segment's trainable tokens are predicted: the row of the token before each of them."""
 
     row_N: Tensor
     target_N: Tensor
     sample_N: Tensor
 
     @classmethod
-    def of(cls, segment: Segment, device: torch.device) -> _TrainableRows:
-        rows, targets, owners, start = [], [], [], 0
-        for index, sample in enumerate(segment.samples):
-            places = np.flatnonzero(sample.loss_mask)
+    def of(cls, segment: Segment, placed: list[_Place], device: torch.device) -> _TrainableRows:
+        rows, targets, owners = [], [], []
+        for index, (sample, place) in enumerate(zip(segment.samples, placed, strict=True)):
+            tokens = np.flatnonzero(sample.loss_mask)
             assert not sample.loss_mask[0], "the first token of a sequence is not predicted by any other"
-            rows.append(places - 1 + start)
-            targets.append(sample.token_ids[places])
-            owners.append(np.full(len(places), index))
-            start += sample.n_tokens
+            rows.append(place.rows(tokens - 1))
+            targets.append(sample.token_ids[tokens])
+            owners.append(np.full(len(tokens), index))
         return cls(
             *(torch.from_numpy(np.concatenate(part).astype(np.int64)).to(device) for part in (rows, targets, owners))
         )
