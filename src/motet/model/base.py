@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.errors import AdapterError, BaseModelError
 from motet.model import attention
 from motet.model.layout import ROWS, AttentionLayout
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, Routing, make_layout, walk_linears
+from motet.model.norm import speed_up_norms
+from motet.model.packed import FrozenWeight, pack_all
 
 
 @dataclass
@@ -44,16 +46,21 @@ class BaseModel:
     """Whether rows were found independent of their company, bit for bit."""
     _layouts: dict[tuple[tuple[str, ...], int], AdapterLayout] = field(default_factory=dict)
 
-    @property
-    def _head_weight(self) -> Tensor:
+    @functools.cached_property
+    def _head(self) -> FrozenWeight:
         weight = self.head.weight
         assert isinstance(weight, Tensor)
-        return weight
+        return FrozenWeight(weight.detach(), getattr(self.head, "bias", None))
+
+    def pack_weights(self) -> None:
+        """Keep a second copy of the frozen weights where products with it are faster and have the same bits."""
+        pack_all({id(layer.siblings): layer.siblings.weight for layer in self.linears.values()}.values())
+        pack_all([self._head])
 
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
-        return int(self._head_weight.shape[0])
+        return int(self._head.plain.shape[0])
 
     @contextlib.contextmanager
     def routed(self, routing: Routing | None) -> Iterator[None]:
@@ -82,7 +89,7 @@ class BaseModel:
 
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
         """What the head's product gives, in the base's dtype [N, V]."""
-        return F.linear(hidden_ND, self._head_weight, getattr(self.head, "bias", None))
+        return self._head(hidden_ND)
 
     def finish_logits(self, raw_NV: Tensor) -> Tensor:
         """fp32 logits [N, V]: the model's own scale and soft-cap applied."""
@@ -108,7 +115,7 @@ class BaseModel:
 
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
         """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
-        return torch.matmul(slope_raw_NV, self._head_weight)
+        return torch.matmul(slope_raw_NV, self._head.plain)
 
     def adapter_layout(self, target_modules: str | Sequence[str], rank: int) -> AdapterLayout:
         """Layers that an adapter with these targets has.
@@ -176,6 +183,7 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> BaseMod
     if not linears:
         raise BaseModelError(f"{name} has no nn.Linear layer in its decoder, so there is nothing to adapt")
     _remove_dropout(model)
+    speed_up_norms(decoder)
     base = BaseModel(
         name=name,
         model=model,

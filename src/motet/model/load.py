@@ -60,6 +60,7 @@ def load_base(
     dtype: str = "auto",
     device: str = "auto",
     block_size: int = 64,
+    pack: bool = True,
     trust_remote_code: bool = False,
 ) -> BaseModel:
     """Load, wrap and prove a base model.
@@ -73,7 +74,7 @@ def load_base(
     model, tokenizer = _load(name, dtype, trust_remote_code)
     model.to(place).eval().requires_grad_(False)
     limited = _limit_batch_dependent_positions(model)
-    base = prove(lambda: wrap(name, model, tokenizer, place), model, name, place, block_size)
+    base = prove(lambda: wrap(name, model, tokenizer, place), model, name, place, block_size, pack=pack)
     if limited:
         base.notes.append(
             f"sequences are limited to {base.max_positions} tokens: beyond that its {limited} position encoding looks at the "

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from motet import seeds
 from motet.model.layout import ROWS, round_up
+from motet.model.packed import FrozenWeight
 
 Views = dict[str, tuple[Tensor, Tensor]]
 
@@ -181,8 +182,8 @@ class Siblings:
     """Linear layers that read the same input; one product with their stacked weights serves them all."""
 
     paths: tuple[str, ...]
-    weight: Tensor
-    bias: Tensor | None
+    weight: FrozenWeight
+    """All their weights, one below the other."""
     sizes: tuple[int, ...]
     """Outputs of each."""
 
@@ -216,7 +217,7 @@ class LoraLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.path = path
         self.context = context
-        self.siblings = Siblings((path,), self.weight, self.bias, (self.out_features,))
+        self.siblings = Siblings((path,), FrozenWeight(self.weight, self.bias), (self.out_features,))
         self.index = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -244,7 +245,7 @@ def join(layers: Sequence[LoraLinear]) -> None:
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = torch.cat(given) if given else None
     sizes = tuple(layer.out_features for layer in layers)
-    family = Siblings(tuple(layer.path for layer in layers), weight, bias, sizes)
+    family = Siblings(tuple(layer.path for layer in layers), FrozenWeight(weight, bias), sizes)
     for index, layer in enumerate(layers):
         layer.siblings, layer.index = family, index
         layer.weight = nn.Parameter(weight[family.columns(index)], requires_grad=False)
@@ -288,7 +289,7 @@ class SamplerRouting:
 
     def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
         """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
-        y = F.linear(x, siblings.weight, siblings.bias)
+        y = siblings.weight(x)
         for bucket in self._buckets:
             products = bucket.products.get(siblings.leader)
             if products is None:
@@ -410,7 +411,7 @@ class _TrainedLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, siblings: Siblings, routing: TrainerRouting) -> tuple[Tensor, ...]:
         ctx.siblings, ctx.routing = siblings, routing
-        y = F.linear(x, siblings.weight, siblings.bias)
+        y = siblings.weight(x)
         inners = []
         for segment in routing.segments:
             products = segment.weights.products.get(siblings.leader)
@@ -429,7 +430,7 @@ class _TrainedLinears(torch.autograd.Function):
         siblings, routing = ctx.siblings, ctx.routing
         x, *inners = ctx.saved_tensors
         grad_y = torch.cat(grads, dim=-1) if len(grads) > 1 else grads[0]
-        grad_x = torch.matmul(grad_y, siblings.weight) if ctx.needs_input_grad[0] else None
+        grad_x = torch.matmul(grad_y, siblings.weight.plain) if ctx.needs_input_grad[0] else None
         remaining = iter(inners)
         for segment in routing.segments:
             products = segment.weights.products.get(siblings.leader)

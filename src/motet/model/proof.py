@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from motet.errors import BaseModelError
@@ -24,7 +23,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Largest difference of logits, as a share of the largest logit."""
 
 
-def prove(wrapper: Callable[[], BaseModel], model: Any, name: str, device: torch.device, block_size: int) -> BaseModel:
+def prove(
+    wrapper: Callable[[], BaseModel], model: Any, name: str, device: torch.device, block_size: int, *, pack: bool = True
+) -> BaseModel:
     """Wrap a stock eager model and prove that it still computes the same.
 
     Raises:
@@ -46,6 +47,8 @@ def prove(wrapper: Callable[[], BaseModel], model: Any, name: str, device: torch
         _check_logits(name, packed, stock, base.dtype)
         _leave_out(base, watch)
         watch.join(base)
+        if pack:
+            base.pack_weights()
         _limit_to_window(base, dict(calls))
         _check_exactness(base, sequences, packed, block_size)
     return base
@@ -69,7 +72,7 @@ class _Watch:
             self._families[-1][1].append(path)
         else:
             self._families.append((x, [path]))
-        return (F.linear(x, siblings.weight, siblings.bias),)
+        return (siblings.weight(x),)
 
     def join(self, base: BaseModel) -> None:
         """Make siblings of the layers that read the same input, where each is called once."""

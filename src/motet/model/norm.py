@@ -1,0 +1,70 @@
+"""RMS norms with a gradient in closed form: autograd's own takes seven passes over fp32 copies that it keeps for each norm.
+
+The forward pass stays the module's own. Each norm is checked when a base is loaded; one whose gradient is another (a weight
+that is added to one, for instance) is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Largest difference from autograd's gradient, as a share of its largest element."""
+
+
+def speed_up_norms(model: nn.Module) -> int:
+    """Give every RMS norm whose gradient is known that gradient; returns how many."""
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    return sum(_speed_up(module) for module in norms)
+
+
+def _speed_up(module: nn.Module) -> bool:
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if not isinstance(epsilon, float) or not isinstance(weight, Tensor) or weight.dtype not in _TOLERANCE:
+        return False
+    stock = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return stock(x)  # type: ignore[no-any-return]
+        output: Tensor = _RMSNorm.apply(x, weight, epsilon, stock)  # type: ignore[no-untyped-call]
+        return output
+
+    if not _agrees(forward, stock, weight):
+        return False
+    module.forward = forward
+    return True
+
+
+def _agrees(ours: Callable[[Tensor], Tensor], stock: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x, slope = (torch.randn(1, 4, len(weight), generator=generator).to(weight) for _ in range(2))
+    with torch.enable_grad():
+        leaf = x.requires_grad_()
+        found, wanted = (torch.autograd.grad(norm(leaf), leaf, slope)[0].float() for norm in (ours, stock))
+    return float((found - wanted).abs().max()) <= _TOLERANCE[weight.dtype] * float(wanted.abs().max())
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w · x / rms(x) over the last dimension (Zhang & Sennrich 2019)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, stock: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.epsilon = epsilon
+        ctx.save_for_backward(x, weight)
+        return stock(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        x, weight = ctx.saved_tensors
+        scaled = x.float()
+        inverse = torch.rsqrt(scaled.square().mean(-1, keepdim=True).add_(ctx.epsilon))
+        normal = scaled * inverse
+        slope = (grad * weight).float()
+        along = (slope * normal).mean(-1, keepdim=True)
+        return slope.sub_(normal.mul_(along)).mul_(inverse).to(x.dtype), None, None, None
