@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ROWS_TRIED = (4, 8, 32, 64, 256)
+_ROWS_TRIED = (4, 32, 128)
 
 
 class FrozenWeight:
@@ -37,7 +37,7 @@ class FrozenWeight:
 
     def pack(self) -> None:
         """Make the second copy."""
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, _ROWS_TRIED[2])
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, _ROWS_TRIED[1])
 
     def unpack(self) -> None:
         """Let the second copy go."""

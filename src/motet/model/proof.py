@@ -161,12 +161,12 @@ def _check_exactness(base: BaseModel, sequences: list[Tensor], packed: list[Tens
 
 
 def _decoded_logits(base: BaseModel, sequence: Tensor, block_size: int) -> Tensor:
-    """Logits [T, V] of a sequence read as a prompt of 5 tokens and then token by token through the KV cache."""
+    """Logits [T, V] of a sequence read as a prompt of 12 tokens and then token by token through the KV cache."""
     n_blocks = -(-len(sequence) // block_size)
     cache = KVCache(n_blocks, block_size, base.device)
     blocks = cache.take(n_blocks)
     logits, start = [], 0
-    for length in [5] + [1] * (len(sequence) - 5):
+    for length in [12] + [1] * (len(sequence) - 12):
         layout = cached_layout([Span(start, length, blocks)], cache, base.device)
         tokens = pad_rows(sequence[start : start + length])
         positions = pad_rows(torch.arange(start, start + length, device=base.device))
