@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_MOST_SAMPLERS = 7
+
 
 @dataclass(frozen=True)
 class Need:
@@ -18,8 +20,17 @@ class Need:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Processors that this process may use: OMP_NUM_THREADS where it is set, otherwise all that it may run on."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    if told.isdigit() and int(told) > 0:
+        return int(told)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def samplers(threads: int, base_bytes: int, memory: int) -> int:
+    """Sampling processes: one for each further core, as far as copies of the base take a quarter of the free memory."""
+    copies = memory // 4 // max(1, 2 * base_bytes)  # weights and their packed form
+    return max(0, min(threads - 1, copies, _MOST_SAMPLERS))
 
 
 def available_memory() -> int:

@@ -318,7 +318,12 @@ class EngineConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base's weights; `auto` keeps what the model was saved in (bfloat16 or float32)."""
     threads: int = Field(0, ge=0)
-    """Torch threads on CPU; 0 takes the number of cores."""
+    """Cores to use on CPU; 0 takes OMP_NUM_THREADS, or all there are. Training uses them together."""
+    samplers: int | Literal["auto"] = Field("auto", ge=0)
+    """Processes that sample besides this one, each with a copy of the base and one core; `auto` takes one for each further
+    core where memory allows, and none on a GPU."""
+    pack_weights: bool = True
+    """On CPU in bfloat16, keep a second copy of the base in the layout that its kernels want: the same bits, sooner."""
     slots: int = Field(16, ge=1)
     """Adapters that train at once; further jobs wait in the queue."""
     max_rows: int = Field(64, ge=4)

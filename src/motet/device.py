@@ -32,8 +32,12 @@ class BusyTime:
 class Device:
     """One thread that runs training calls and decode ticks in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Callable[[bool], None] | None = None) -> None:
+        """`turn` is called in the device's thread with True before calls run, and with False before ticks do."""
         self.busy = BusyTime()
+        self._turn = turn
+        self._calling: bool | None = None
+        self._held = False
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ticks: list[Callable[[], bool]] = []
         self._wake = threading.Condition()
@@ -56,6 +60,17 @@ class Device:
         """Tell the device that a tick has work again."""
         with self._wake:
             self._woken = True
+            self._wake.notify()
+
+    def hold(self) -> None:
+        """Rest after the work under way, until `go`."""
+        with self._wake:
+            self._held = True
+
+    def go(self) -> None:
+        """Take up work again."""
+        with self._wake:
+            self._held = False
             self._wake.notify()
 
     def submit(self, call: Callable[[], Result]) -> Future[Result]:
@@ -86,20 +101,27 @@ class Device:
         working = False
         while True:
             with self._wake:
-                while not (self._closed or self._calls or working or self._woken):
+                while not self._closed and (self._held or not (self._calls or working or self._woken)):
                     self._wake.wait()
                 if self._closed:
                     return
                 self._woken = False
                 call = self._calls.popleft() if self._calls else None
                 ticks = list(self._ticks)
-            if call is not None:
-                _settle(*call)
             try:
+                if call is not None:
+                    self._turn_to(calling=True)
+                    _settle(*call)
+                self._turn_to(calling=False)
                 working = _any_left(ticks)
             except BaseException as error:  # see add_tick
                 self._break_down(error)
                 return
+
+    def _turn_to(self, *, calling: bool) -> None:
+        if self._turn is not None and calling != self._calling:
+            self._turn(calling)
+        self._calling = calling
 
     def _break_down(self, error: BaseException) -> None:
         with self._wake:

@@ -6,11 +6,13 @@ import hashlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from motet import budgets
 from motet.algorithms import presets
 from motet.algorithms.schedule import auto_learning_rate
+from motet.allocator import keep_freed_memory
 from motet.config import EngineConfig, JobConfig
 from motet.device import Device
 from motet.errors import ConfigError, MotetError
@@ -23,6 +25,9 @@ from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.dataset import load_dataset
 from motet.tasks.episode import ENVIRONMENTS
 from motet.tasks.reward_pool import RewardPool
+
+if TYPE_CHECKING:
+    from motet.rollout.sampler_link import SamplerLink
 
 PREFIX_SAMPLE = 64
 """Prompts whose length is measured to size the KV cache."""
@@ -41,8 +46,10 @@ class Workshop:
     notes: list[str] = field(default_factory=list)
 
     def close(self) -> None:
-        """End the device's thread."""
+        """End the device's thread and the sampling processes."""
         self.device.close()
+        if hasattr(self.engine, "close"):
+            self.engine.close()
 
 
 def load(base: str, config: EngineConfig) -> Any:
@@ -55,35 +62,83 @@ def load(base: str, config: EngineConfig) -> Any:
 
     from motet.model.load import load_base
 
+    keep_freed_memory()
     torch.set_num_threads(config.threads or budgets.cores())
     return load_base(
         base,
         dtype=config.dtype,
         device=config.device,
         block_size=config.block_size,
+        pack=config.pack_weights,
         trust_remote_code=config.trust_remote_code,
     )
 
 
-def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need]) -> Workshop:
-    """Engine and trainer on one base and one device."""
+def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: Path | None = None) -> Workshop:
+    """Engine and trainer on one base and one device; errors of sampling processes go to `log`."""
+    import torch
+
     from motet.rollout.embedded import EmbeddedEngine, SameTensors
+    from motet.rollout.spread import SpreadEngine
     from motet.training.torch_trainer import TorchTrainer
 
+    n_samplers = _samplers(base, config)
+    rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), torch.get_num_threads()
     per_token = budgets.kv_bytes_per_token(base.model.config.get_text_config(), base.dtype.itemsize)
-    memory = int(_free_memory(base.device) * config.kv_memory_fraction)
-    tokens = config.kv_tokens or budgets.kv_tokens(needs, config.max_rows, config.block_size, per_token, memory)
-    device = Device()
-    engine = EmbeddedEngine(
-        base,
-        device,
-        max_rows=config.max_rows,
-        kv_tokens=tokens,
-        block_size=config.block_size,
-        prefill_tokens=config.prefill_tokens,
-    )
+    memory = int(_free_memory(base.device) * config.kv_memory_fraction) // (1 + n_samplers)
+    limits = {
+        "max_rows": rows,
+        "kv_tokens": config.kv_tokens or budgets.kv_tokens(needs, rows, config.block_size, per_token, memory),
+        "block_size": config.block_size,
+        "prefill_tokens": config.prefill_tokens,
+    }
+    places: list[SpreadEngine] = []
+
+    def turn(training: bool) -> None:
+        """Training takes every core; sampling takes one in each process."""
+        for place in places:
+            torch.set_num_threads(threads if training else 1)
+            place.turn(training)
+
+    device = Device(turn)
+    engine: Any = EmbeddedEngine(base, device, **limits, share=1 / (1 + n_samplers))
+    if n_samplers:
+        engine = SpreadEngine(engine, _start_samplers(n_samplers, base, config, limits, device, log))
+        places.append(engine)
     trainer = TorchTrainer(base, block_size=config.block_size, slots=config.slots, recompute=config.recompute)
     return Workshop(base, device, engine, trainer, SameTensors(engine, trainer.weights), config, list(base.notes))
+
+
+def _samplers(base: Any, config: EngineConfig) -> int:
+    import torch
+
+    if base.device.type != "cpu":
+        return 0
+    if config.samplers != "auto":
+        return int(config.samplers)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in base.model.parameters())
+    return budgets.samplers(torch.get_num_threads(), weights, budgets.available_memory())
+
+
+def _start_samplers(
+    n: int, base: Any, config: EngineConfig, limits: dict[str, int], device: Device, log: Path | None
+) -> list[SamplerLink]:
+    import torch
+
+    from motet.rollout.sampler_link import SamplerLink
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    fingerprint = base.fingerprint()
+    torch.set_num_threads(threads)
+    hello = {
+        "base": base.name,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "pack": config.pack_weights,
+        "trust_remote_code": config.trust_remote_code,
+        **limits,
+    }
+    return [SamplerLink(hello, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]
 
 
 def _threads() -> int:

@@ -85,7 +85,7 @@ def run_config(
         for job in jobs:
             job.directory.open(identity(job, base, config.engine), accept_changes=accept_changes)
             _take_up(job)
-        workshop = build(base, config.engine, [need for _, need in prepared])
+        workshop = build(base, config.engine, [need for _, need in prepared], directory.path / "samplers.log")
         try:
             if started is not None:
                 started(workshop, jobs)

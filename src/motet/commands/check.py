@@ -35,7 +35,7 @@ def check_file(path: Path, overrides: Sequence[str], rollouts: int) -> None:
         for note in base.notes:
             console.print(f"note: {note}")
         prepared = prepare_all(config.jobs, base, directory)
-        workshop = build(base, config.engine, [need for _, need in prepared])
+        workshop = build(base, config.engine.model_copy(update={"samplers": 0}), [need for _, need in prepared])
         try:
             shared = services(workshop, directory)
             asyncio.run(_check_all(console, [job for job, _ in prepared], shared, rollouts))

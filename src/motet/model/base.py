@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from motet.errors import AdapterError, BaseModelError
 from motet.model import attention
-from motet.model.layout import ROWS, AttentionLayout
-from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, Routing, make_layout, walk_linears
+from motet.model.layout import ROWS, AttentionLayout, packed_layout
+from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, Routing, TrainerRouting, make_layout, walk_linears
 from motet.model.norm import speed_up_norms
 from motet.model.packed import FrozenWeight, pack_all
 
@@ -116,6 +117,15 @@ class BaseModel:
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
         """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
         return torch.matmul(slope_raw_NV, self._head.plain)
+
+    @torch.no_grad()
+    def fingerprint(self) -> str:
+        """A digest of the logits of a few fixed tokens: equal only where every bit is."""
+        tokens_T = torch.arange(16, device=self.device) * 97 % self.vocab_size
+        positions_T = torch.arange(16, device=self.device)
+        with self.routed(TrainerRouting([], self.device, backward=False)):
+            hidden_TD = self.hidden(tokens_T, positions_T, packed_layout([16], 64, self.device))
+        return hashlib.sha256(self.logits(hidden_TD).cpu().numpy().tobytes()).hexdigest()
 
     def adapter_layout(self, target_modules: str | Sequence[str], rank: int) -> AdapterLayout:
         """Layers that an adapter with these targets has.

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,12 +31,22 @@ class EmbeddedEngine:
     """A `RolloutEngine` on the trainer's own base."""
 
     def __init__(
-        self, base: BaseModel, device: Device, *, max_rows: int, kv_tokens: int, block_size: int, prefill_tokens: int
+        self,
+        base: BaseModel,
+        device: Device,
+        *,
+        max_rows: int,
+        kv_tokens: int,
+        block_size: int,
+        prefill_tokens: int,
+        share: float = 1.0,
     ) -> None:
+        """`share` is what a second of decoding here counts for, where other processes sample too."""
         self.base = base
         self.cache = KVCache(max(1, kv_tokens // block_size), block_size, base.device)
         self.decoder = Decoder(base, self.cache, max_rows=max_rows, prefill_tokens=prefill_tokens)
         self._device = device
+        self._share = share
         self._versions: dict[AdapterRef, AdapterWeights] = {}
         self._arrivals: list[Prompt] = []
         self._aborts: set[str] = set()
@@ -58,10 +69,18 @@ class EmbeddedEngine:
 
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
         """Make a version servable from a PEFT directory."""
+        self.install(ref, self.read(source))
+
+    def read(self, source: Path) -> AdapterWeights:
+        """Weights from a PEFT directory.
+
+        Raises:
+            AdapterError: the files do not fit the base; says which and why.
+        """
         peft = read_adapter(source)
         layout = self.base.adapter_layout(peft.target_modules, peft.rank)
         masters = flatten(peft, self.base, layout, source).to(self.base.device)
-        self.install(ref, AdapterWeights.from_masters(layout, peft.alpha / peft.rank, masters, self.base.dtype))
+        return AdapterWeights.from_masters(layout, peft.alpha / peft.rank, masters, self.base.dtype)
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Let go of a version; running requests keep their own pointer to it."""
@@ -70,7 +89,7 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
-        self._refuse(request)
+        self.refuse(request)
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
         weights = None if request.adapter is None else self._versions[request.adapter]
@@ -118,7 +137,12 @@ class EmbeddedEngine:
         found[1:] = logprobs_T[: n_tokens - 1].cpu().numpy()
         return found
 
-    def _refuse(self, request: GenerateRequest) -> None:
+    def refuse(self, request: GenerateRequest) -> None:
+        """Raise for a request that can never be served.
+
+        Raises:
+            EngineError: too long, unknown adapter, an empty prompt; says which and why.
+        """
         n_prompt, n_new = len(request.prompt_ids), request.sampling.max_tokens
         where = f"request {request.id} of job {request.job!r}"
         if request.adapter is not None and request.adapter not in self._versions:
@@ -150,16 +174,24 @@ class EmbeddedEngine:
         except Exception as error:  # callers wait in other threads: each is told, or it would wait for ever
             for prompt in self.decoder.fail_all():
                 prompt.emit(error)
-        spent = time.perf_counter() - started
+        spent = (time.perf_counter() - started) * self._share
         self._device.busy.decode += spent
         self._device.busy.full += spent * full
         return not self.decoder.idle
 
 
+class Installs(Protocol):
+    """Takes a version by its tensors."""
+
+    def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
+        """Make it servable."""
+        ...
+
+
 class SameTensors:
     """A `WeightSync` for the embedded engine: a new version is a pointer to the trainer's tensors."""
 
-    def __init__(self, engine: EmbeddedEngine, weights: Callable[[str], AdapterWeights]) -> None:
+    def __init__(self, engine: Installs, weights: Callable[[str], AdapterWeights]) -> None:
         self._engine = engine
         self._weights = weights
 

@@ -1,0 +1,208 @@
+"""The parent's end of a sampling process: start it, hand it versions and requests, and know when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from motet.device import BusyTime
+from motet.errors import DeviceError, EngineError
+from motet.model.lora import AdapterWeights
+from motet.rollout import wire
+from motet.types import AdapterRef, Chunk, GenerateRequest
+
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+_MEMORY = Path("/dev/shm")
+_END_SECONDS = 5.0
+
+Outcome = Chunk | Exception
+
+
+class SamplerLink:
+    """One sampling process. It takes requests once it has loaded the base and has proved to compute the same bits."""
+
+    def __init__(self, hello: dict[str, Any], fingerprint: str, busy: BusyTime, share: float, log: Path | None) -> None:
+        """Start the process; it loads in the background.
+
+        Args:
+            hello: base and limits, as `SamplerProcess` reads them.
+            fingerprint: what `BaseModel.fingerprint` gives here.
+            busy: where the process's time is added.
+            share: what one second of it counts for.
+            log: where its errors go; thrown away without one.
+        """
+        self._fingerprint, self._busy, self._share = fingerprint, busy, share
+        self._told = (0.0, 0.0)
+        self._lock = threading.Lock()
+        self._versions: dict[AdapterRef, AdapterWeights] = {}
+        self._open: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Outcome]]] = {}
+        self._files = tempfile.TemporaryDirectory(prefix="motet-", dir=_MEMORY if _MEMORY.is_dir() else None)
+        self._n_files = 0
+        self.ready = False
+        self.note = ""
+        """Why the process does not take part, for a person."""
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        with contextlib.ExitStack() as stack:
+            stderr = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "motet.rollout.sampler_process"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+                env={**os.environ, **threads, "PYTHONPATH": _PACKAGE_ROOT}, start_new_session=True,
+            )  # fmt: skip
+        self._write(wire.line(**hello))
+        self._reader = threading.Thread(target=self._read, name="motet-sampler", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    # --- to the process ---------------------------------------------------------------------------------------------
+
+    def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
+        """Make a version servable there."""
+        with self._lock:
+            self._versions[ref] = weights
+            if self.ready:
+                self._send_version(ref, weights)
+
+    def unload(self, ref: AdapterRef) -> None:
+        """Let go of a version."""
+        with self._lock:
+            if self._versions.pop(ref, None) is not None and self.ready:
+                self._write(wire.line(do="unload", ref=wire.ref_out(ref)))
+
+    def hold(self) -> None:
+        """Let the process rest after the tokens under way: its core is wanted for something else."""
+        if self.ready:
+            self._write(wire.line(do="hold"))
+
+    def go(self) -> None:
+        """Let it go on."""
+        if self.ready:
+            self._write(wire.line(do="go"))
+
+    def abort(self, name: str) -> None:
+        """End one request, or every request of a job."""
+        if self.ready:
+            self._write(wire.line(do="abort", name=name))
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Complete a prompt once per seed; see `RolloutEngine.generate`.
+
+        Raises:
+            EngineError: the request can never be served.
+            DeviceError: the process died.
+        """
+        chunks: asyncio.Queue[Outcome] = asyncio.Queue()
+        with self._lock:
+            if not self.ready:
+                raise DeviceError(self.note or "the sampling process is not ready")
+            self._open[request.id] = (asyncio.get_running_loop(), chunks)
+        self._write(wire.line(do="generate", request=wire.request_out(request)))
+        left = len(request.seeds)
+        try:
+            while left:
+                outcome = await chunks.get()
+                if isinstance(outcome, Exception):
+                    left = 0
+                    raise outcome
+                left -= outcome.finish_reason is not None
+                yield outcome
+        finally:
+            self._open.pop(request.id, None)
+            if left:
+                self.abort(request.id)
+
+    def close(self) -> None:
+        """End the process, by its own id."""
+        self.ready = False
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._files.cleanup()
+
+    def _send_version(self, ref: AdapterRef, weights: AdapterWeights) -> None:
+        self._n_files += 1
+        path = Path(self._files.name) / str(self._n_files)
+        weights.flat.view(torch.uint8).numpy().tofile(path)
+        paths = [place.path for place in weights.layout.places]
+        self._write(
+            wire.line(
+                do="install",
+                ref=wire.ref_out(ref),
+                file=str(path),
+                rank=weights.layout.rank,
+                paths=paths,
+                scaling=weights.scaling,
+            )
+        )
+
+    def _write(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):  # a process that is gone is noticed by the reader
+            assert self._process.stdin is not None
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+    # --- from the process -------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = json.loads(line)
+            if "ready" in message:
+                self._begin(message["ready"])
+            elif "failed" in message:
+                self.note = f"a sampling process could not load the base: {message['failed']}"
+            else:
+                self._deliver(message)
+        with self._lock:
+            self.note = self.note or "a sampling process ended unexpectedly; sampling goes on without it"
+            self.ready = False
+            waiting = list(self._open)
+        for name in waiting:
+            self._put(name, DeviceError("the sampling process died"))
+
+    def _begin(self, fingerprint: str) -> None:
+        with self._lock:
+            if fingerprint != self._fingerprint:
+                self.note = "a sampling process computes other bits than this one, so it is not used"
+                return
+            for ref, weights in self._versions.items():
+                self._send_version(ref, weights)
+            self.ready = True
+
+    def _deliver(self, message: dict[str, Any]) -> None:
+        if "error" in message:
+            self._put(message["id"], EngineError(message["error"]))
+            return
+        decode, full = message["busy"]
+        self._busy.decode += (decode - self._told[0]) * self._share
+        self._busy.full += (full - self._told[1]) * self._share
+        self._told = (decode, full)
+        self._put(message["id"], wire.chunk_in(message["chunk"]))
+
+    def _put(self, name: str, outcome: Outcome) -> None:
+        loop, chunks = self._open.get(name, (None, None))
+        if loop is not None and chunks is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(chunks.put_nowait, outcome)
