@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -46,7 +47,8 @@ class SamplerLink:
         self._told = (0.0, 0.0)
         self._lock = threading.Lock()
         self._versions: dict[AdapterRef, AdapterWeights] = {}
-        self._open: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Outcome]]] = {}
+        self._open: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Outcome]]] = {}
+        self._keys = itertools.count()
         self._files = tempfile.TemporaryDirectory(prefix="motet-", dir=_MEMORY if _MEMORY.is_dir() else None)
         self._n_files = 0
         self.ready = False
@@ -110,8 +112,9 @@ class SamplerLink:
         with self._lock:
             if not self.ready:
                 raise DeviceError(self.note or "the sampling process is not ready")
-            self._open[request.id] = (asyncio.get_running_loop(), chunks)
-        self._write(wire.line(do="generate", request=wire.request_out(request)))
+            key = next(self._keys)  # ids may repeat
+            self._open[key] = (asyncio.get_running_loop(), chunks)
+        self._write(wire.line(do="generate", key=key, request=wire.request_out(request)))
         left = len(request.seeds)
         try:
             while left:
@@ -122,7 +125,7 @@ class SamplerLink:
                 left -= outcome.finish_reason is not None
                 yield outcome
         finally:
-            self._open.pop(request.id, None)
+            self._open.pop(key, None)
             if left:
                 self.abort(request.id)
 
@@ -180,8 +183,8 @@ class SamplerLink:
             self.note = self.note or "a sampling process ended unexpectedly; sampling goes on without it"
             self.ready = False
             waiting = list(self._open)
-        for name in waiting:
-            self._put(name, DeviceError("the sampling process died"))
+        for key in waiting:
+            self._put(key, DeviceError("the sampling process died"))
 
     def _begin(self, fingerprint: str) -> None:
         with self._lock:
@@ -194,15 +197,15 @@ class SamplerLink:
 
     def _deliver(self, message: dict[str, Any]) -> None:
         if "error" in message:
-            self._put(message["id"], EngineError(message["error"]))
+            self._put(message["key"], EngineError(message["error"]))
             return
         decode, full = message["busy"]
         self._busy.decode += (decode - self._told[0]) * self._share
         self._busy.full += (full - self._told[1]) * self._share
         self._told = (decode, full)
-        self._put(message["id"], wire.chunk_in(message["chunk"]))
+        self._put(message["key"], wire.chunk_in(message["chunk"]))
 
-    def _put(self, name: str, outcome: Outcome) -> None:
-        loop, chunks = self._open.get(name, (None, None))
+    def _put(self, key: int, outcome: Outcome) -> None:
+        loop, chunks = self._open.get(key, (None, None))
         if loop is not None and chunks is not None and not loop.is_closed():
             loop.call_soon_threadsafe(chunks.put_nowait, outcome)

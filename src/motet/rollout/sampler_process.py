@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,31 +51,34 @@ class SamplerProcess:
         self._out.write(wire.line(**message))
         self._out.flush()
 
-    async def handle(self, message: dict[str, Any]) -> None:
-        """Do what one message asks."""
+    def handle(self, message: dict[str, Any]) -> None:
+        """Begin what one message asks. Nothing is waited for: the message that lets the device go on may be the next."""
         match message["do"]:
             case "generate":
-                task = asyncio.create_task(self._generate(message["request"]))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._begin(self._generate(message["key"], message["request"]))
             case "install":
                 self._install(message)
             case "unload":
-                await self.engine.unload_adapter(wire.ref_in(message["ref"]))
+                self._begin(self.engine.unload_adapter(wire.ref_in(message["ref"])))
             case "abort":
-                await self.engine.abort(message["name"])
+                self._begin(self.engine.abort(message["name"]))
             case "hold":
                 self.device.hold()
             case "go":
                 self.device.go()
 
-    async def _generate(self, value: dict[str, Any]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _generate(self, key: int, value: dict[str, Any]) -> None:
         try:
             async for chunk in self.engine.generate(wire.request_in(value)):
                 busy = self.device.busy
-                self.say(id=value["id"], chunk=wire.chunk_out(chunk), busy=[busy.decode, busy.full])
+                self.say(key=key, chunk=wire.chunk_out(chunk), busy=[busy.decode, busy.full])
         except MotetError as error:
-            self.say(id=value["id"], error=str(error))
+            self.say(key=key, error=str(error))
 
     def _install(self, message: dict[str, Any]) -> None:
         path = Path(message["file"])
@@ -97,7 +101,7 @@ async def _serve(process: SamplerProcess, lines: BinaryIO) -> None:
 
     threading.Thread(target=read, name="motet-messages", daemon=True).start()
     while (message := await messages.get()) is not None:
-        await process.handle(message)
+        process.handle(message)
 
 
 def main() -> None:
