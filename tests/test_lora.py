@@ -11,7 +11,8 @@ from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
 from motet.model.layout import packed_layout
-from motet.model.lora import AdapterStacks, AdapterWeights, TrainerRouting, TrainSegment, initial_weights
+from motet.model.lora import AdapterWeights, initial_weights
+from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
 
@@ -164,6 +165,23 @@ def test_rows_are_packed_as_told_when_nothing_is_adapted():
         assert torch.equal(base.logits(before), tiny.packed_logits(base, [(None, ids)])[0])
     tiny.packed_logits(base, [(tiny.adapter(base), ids)])
     assert base.context.routing is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_siblings_share_a_product_of_the_same_input_only(dtype):
+    """A model may call some of them again, or with another input, and each gets what is its own."""
+    base = tiny.base("llama", dtype)
+    query, key, value = (base.linears[f"model.layers.0.self_attn.{name}_proj"] for name in "qkv")
+    assert query.siblings is key.siblings is value.siblings
+    weights = tiny.adapter(base)
+    one, other = (torch.randn(1, 8, query.in_features, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    one, other = one.to(base.dtype), other.to(base.dtype)
+    with torch.no_grad(), base.routed(AdapterStacks().routing([(weights, 0, 8)], base.device)):
+        wanted = [[layer(x) for layer in (query, key, value)] for x in (one, other)]
+        assert base.context.joint is None, "memory is kept after the last of them has taken its part"
+        calls = [(query, one), (key, other), (value, other), (value, one), (key, one), (query, other), (key, other)]
+        for layer, x in calls:
+            assert torch.equal(layer(x), wanted[x is other][layer.index])
 
 
 def test_slots_are_counted_and_names_are_unique():

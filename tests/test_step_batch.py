@@ -129,7 +129,7 @@ def test_rollouts_without_a_token_have_no_sample() -> None:
 
 def test_segments_are_cut_from_this_job_alone() -> None:
     made = batch(group(*(rollout(float(i), 2) for i in range(5))), algorithm={"advantage": "none"})
-    segments = made.segments("a", resolve(config().algorithm), 0.7, budget=12)
+    segments = made.segments("a", resolve(config().algorithm), 0.7, budget=8)
     assert [len(segment.samples) for segment in segments] == [2, 2]
     assert {segment.denominator for segment in segments} == {made.denominator}
     assert {segment.loss.temperature for segment in segments} == {0.7}

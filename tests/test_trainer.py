@@ -12,14 +12,13 @@ import pytest
 import torch
 from peft import PeftModel
 
-from motet.algorithms.packing import shared_prompts
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
 from motet.model.distribution import Distribution, draw
 from motet.training.arena import OPTIMIZER
 from motet.training.torch_trainer import HEAD_ROWS, TorchTrainer
-from motet.types import Batch, LossSpec, Sample, SamplingParams, Segment
+from motet.types import Batch, LossSpec, Sample, SamplingParams, Segment, shared_prompts
 from tests import tiny_models as tiny
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.

@@ -20,7 +20,8 @@ from motet.model.base import BaseModel, pad_rows
 from motet.model.kv_cache import KVCache
 from motet.model.layout import Span, cached_layout, packed_layout
 from motet.model.load import SMALL_BASE, load_base
-from motet.model.lora import AdapterLayout, AdapterStacks, AdapterWeights, Routing, initial_weights
+from motet.model.lora import AdapterLayout, AdapterWeights, Routing, initial_weights
+from motet.model.routing import AdapterStacks
 
 VOCABULARY = 276
 """The small base's special tokens, 256 bytes and first merges."""

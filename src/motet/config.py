@@ -319,14 +319,14 @@ class EngineConfig(Config):
     """Type of the base's weights; `auto` keeps what the model was saved in (bfloat16 or float32)."""
     threads: int = Field(0, ge=0)
     """Cores to use on CPU; 0 takes OMP_NUM_THREADS, or all there are. Training uses them together."""
-    samplers: int | Literal["auto"] = Field("auto", ge=0)
+    samplers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Processes that sample besides this one, each with a copy of the base and one core; `auto` takes one for each further
     core where memory allows, and none on a GPU."""
     pack_weights: bool = True
     """On CPU in bfloat16, keep a second copy of the base in the layout that its kernels want: the same bits, sooner."""
     slots: int = Field(16, ge=1)
     """Adapters that train at once; further jobs wait in the queue."""
-    max_rows: int = Field(64, ge=4)
+    max_rows: int = Field(128, ge=4)
     """Completions decoded in one batch."""
     kv_tokens: int = Field(0, ge=0)
     """Size of the KV cache in tokens; 0 derives it from max_rows and the jobs' lengths within kv_memory_fraction."""

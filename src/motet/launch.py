@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ from motet.tasks.reward_pool import RewardPool
 if TYPE_CHECKING:
     from motet.rollout.sampler_link import SamplerLink
 
+SMALL_MODEL = 500_000_000
+"""Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
+
 PREFIX_SAMPLE = 64
 """Prompts whose length is measured to size the KV cache."""
 
@@ -49,6 +53,7 @@ class Workshop:
         """End the device's thread and the sampling processes."""
         self.device.close()
         if hasattr(self.engine, "close"):
+            self.notes.extend(self.engine.notes())
             self.engine.close()
 
 
@@ -58,12 +63,24 @@ def load(base: str, config: EngineConfig) -> Any:
     Raises:
         BaseModelError: with the reason.
     """
+    keep_freed_memory()
+    with ThreadPoolExecutor(1) as passing:
+        loaded = passing.submit(_load, base, config).result()
+    _one_thread()
+    return loaded
+
+
+def _load(base: str, config: EngineConfig) -> Any:
+    """Runs in a thread that ends afterwards.
+
+    OpenMP keeps a team for each thread that ever asked for one, and as soon as there are more threads than cores, every
+    team waits by sleeping: training took half as long again. So only the device's thread may have a team that lasts.
+    """
     import torch
 
     from motet.model.load import load_base
 
-    keep_freed_memory()
-    torch.set_num_threads(config.threads or budgets.cores())
+    torch.set_num_threads(_threads(config))
     return load_base(
         base,
         dtype=config.dtype,
@@ -83,7 +100,7 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: P
     from motet.training.torch_trainer import TorchTrainer
 
     n_samplers = _samplers(base, config)
-    rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), torch.get_num_threads()
+    rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
     per_token = budgets.kv_bytes_per_token(base.model.config.get_text_config(), base.dtype.itemsize)
     memory = int(_free_memory(base.device) * config.kv_memory_fraction) // (1 + n_samplers)
     limits = {
@@ -93,11 +110,13 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: P
         "prefill_tokens": config.prefill_tokens,
     }
     places: list[SpreadEngine] = []
+    tick_threads = 1 if n_samplers or base.n_parameters < SMALL_MODEL else threads
 
     def turn(training: bool) -> None:
         """Training takes every core; sampling takes one in each process."""
+        if base.device.type == "cpu":
+            torch.set_num_threads(threads if training else tick_threads)
         for place in places:
-            torch.set_num_threads(threads if training else 1)
             place.turn(training)
 
     device = Device(turn)
@@ -110,27 +129,20 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: P
 
 
 def _samplers(base: Any, config: EngineConfig) -> int:
-    import torch
-
     if base.device.type != "cpu":
         return 0
     if config.samplers != "auto":
         return int(config.samplers)
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in base.model.parameters())
-    return budgets.samplers(torch.get_num_threads(), weights, budgets.available_memory())
+    weights = base.n_parameters * base.dtype.itemsize
+    return budgets.samplers(_threads(config), weights, budgets.available_memory())
 
 
 def _start_samplers(
     n: int, base: Any, config: EngineConfig, limits: dict[str, int], device: Device, log: Path | None
 ) -> list[SamplerLink]:
-    import torch
-
     from motet.rollout.sampler_link import SamplerLink
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     fingerprint = base.fingerprint()
-    torch.set_num_threads(threads)
     hello = {
         "base": base.name,
         "dtype": str(base.dtype).removeprefix("torch."),
@@ -141,10 +153,15 @@ def _start_samplers(
     return [SamplerLink(hello, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]
 
 
-def _threads() -> int:
+def _threads(config: EngineConfig) -> int:
+    return config.threads or budgets.cores()
+
+
+def _one_thread() -> None:
+    """From now on threads start with one torch thread; the device's takes what it needs."""
     import torch
 
-    return torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 def _free_memory(device: Any) -> int:
@@ -242,5 +259,5 @@ def services(workshop: Workshop, directory: RunDirectory) -> Services:
         micro_batch_tokens=config.micro_batch_tokens,
         probe_tolerance=0.0 if workshop.base.exact else 0.05,
         engine_suffix=f"{directory.run_id}.{directory.attempt}",
-        threads=_threads(),
+        threads=_threads(config),
     )

@@ -49,6 +49,8 @@ class RunResult:
     jobs: dict[str, JobResult]
     report: Path | None
     """The HTML page; None where the disk was too full for it."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of the base, and of sampling processes that did not take part."""
 
     @property
     def ok(self) -> bool:
@@ -93,7 +95,8 @@ def run_config(
             _run_loop(lambda: _run_jobs(jobs, services(workshop, directory), slots, observe))
         finally:
             workshop.close()
-        return RunResult(directory.path, {job.name: _result(job) for job in jobs}, _report(directory.path))
+        results = {job.name: _result(job) for job in jobs}
+        return RunResult(directory.path, results, _report(directory.path), tuple(workshop.notes))
 
 
 def _take_up(job: Job) -> None:

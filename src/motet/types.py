@@ -9,7 +9,7 @@ Legend of array suffixes in comments: T tokens of one sequence (prompt included)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -235,6 +235,22 @@ class Sample:
         return int(self.loss_mask.sum())
 
 
+def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
+    """For each sample the tokens that it need not bring, because the sample before it begins with the same prompt.
+
+    A prompt is what lies before a sample's first trained token. The samples of a group follow one another, so all but the first
+    leave their prompt out.
+    """
+    found = [0] * len(samples)
+    for index in range(1, len(samples)):
+        before, sample = samples[index - 1], samples[index]
+        length = int(np.argmax(sample.loss_mask))
+        same = length == int(np.argmax(before.loss_mask)) and length > 0
+        if same and np.array_equal(before.token_ids[:length], sample.token_ids[:length]):
+            found[index] = length
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class LossSpec:
     """Everything the loss of a job depends on besides its samples."""
@@ -265,8 +281,8 @@ class Segment:
 
     @property
     def n_tokens(self) -> int:
-        """Packed length, before padding to whole rows."""
-        return sum(sample.n_tokens for sample in self.samples)
+        """Packed length, each shared prompt counted once, before padding to whole rows."""
+        return sum(sample.n_tokens for sample in self.samples) - sum(shared_prompts(self.samples))
 
 
 @dataclass(frozen=True)

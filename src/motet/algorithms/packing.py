@@ -11,52 +11,46 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 
-from motet.types import Sample
-
-
-def cut(lengths: Sequence[int], budget: int) -> tuple[range, ...]:
+def cut(lengths: Sequence[int], budget: int, shared: Sequence[int] = ()) -> tuple[range, ...]:
     """Cut a job's samples, in order, greedily into micro-batches of at most `budget` tokens.
 
     A sample longer than the budget gets a cut of its own. Example: lengths [3, 4, 2, 9, 1] with a budget of 8 give
-    range(0, 2), range(2, 3), range(3, 4), range(4, 5).
+    range(0, 2), range(2, 3), range(3, 4), range(4, 5). Samples that share a prompt stay together where they fit into one cut.
 
     Args:
-        lengths: packed tokens of each sample, prompt included.
-        budget: most tokens of a micro-batch.
+        lengths: tokens of each sample, prompt included.
+        budget: most packed tokens of a micro-batch.
+        shared: for each sample the prompt tokens that it need not bring when the one before it is there (`shared_prompts`).
 
     Returns:
         Ranges of sample indices; each sample lies in exactly one, in order.
     """
     if budget < 1:
         raise ValueError(f"a micro-batch needs a budget of at least one token, got {budget}")
+    saved = tuple(shared) or (0,) * len(lengths)
     cuts: list[range] = []
     start = tokens = 0
     for index, length in enumerate(lengths):
-        if index > start and tokens + length > budget:
+        together = _together(lengths, saved, index)
+        wanted = together if not saved[index] and together <= budget else length - saved[index]
+        if index > start and tokens + wanted > budget:
             cuts.append(range(start, index))
             start, tokens = index, 0
-        tokens += length
+        tokens += length - (saved[index] if index > start else 0)
     if start < len(lengths):
         cuts.append(range(start, len(lengths)))
     return tuple(cuts)
 
 
-def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
-    """For each sample the tokens that it need not bring, because the sample before it begins with the same prompt.
-
-    A prompt is what lies before a sample's first trained token. The samples of a group follow one another, so all but the first
-    leave their prompt out.
-    """
-    found = [0] * len(samples)
-    for index in range(1, len(samples)):
-        before, sample = samples[index - 1], samples[index]
-        length = int(np.argmax(sample.loss_mask))
-        same = length == int(np.argmax(before.loss_mask)) and length > 0
-        if same and np.array_equal(before.token_ids[:length], sample.token_ids[:length]):
-            found[index] = length
-    return tuple(found)
+def _together(lengths: Sequence[int], saved: Sequence[int], first: int) -> int:
+    """Packed tokens of a sample and of those after it that share its prompt."""
+    tokens = lengths[first]
+    for index in range(first + 1, len(lengths)):
+        if not saved[index]:
+            break
+        tokens += lengths[index] - saved[index]
+    return tokens
 
 
 @dataclass(frozen=True)

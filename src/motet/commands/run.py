@@ -41,6 +41,7 @@ def run_file(
     console.print(f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …")
     view = make_view(console, config.base)
     last: list[JobProgress] = []
+    told: list[str] = []
 
     def observe(progress: Sequence[JobProgress]) -> None:
         last[:] = progress
@@ -48,8 +49,7 @@ def run_file(
         export.update()
 
     def started(workshop: Workshop, jobs: Sequence[Job]) -> None:
-        for note in workshop.notes:
-            console.print(f"note: {note}")
+        _tell(console, workshop.notes, told)
         rates = sorted({f"{job.base_rate:.2g}" for job in jobs if job.config.optimizer.lr == "auto"})
         if rates:
             console.print(f"learning rate (auto): {', '.join(rates)}")
@@ -62,8 +62,17 @@ def run_file(
             )
         finally:
             view.stop()
+    _tell(console, result.notes, told)
     console.print(summary_table(last, Path(config.run), view.seconds, glyphs_of(console), console.width))
     return _farewell(console, result)
+
+
+def _tell(console: Console, notes: Sequence[str], told: list[str]) -> None:
+    """Print the notes that were not printed before."""
+    for note in notes:
+        if note not in told:
+            told.append(note)
+            console.print(f"note: {note}", soft_wrap=True, markup=False)
 
 
 def _farewell(console: Console, result: RunResult) -> int:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from motet.errors import AdapterError, BaseModelError
 from motet.model import attention
 from motet.model.layout import ROWS, AttentionLayout, packed_layout
-from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, Routing, TrainerRouting, make_layout, walk_linears
+from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, Routing, make_layout, walk_linears
 from motet.model.norm import speed_up_norms
 from motet.model.packed import FrozenWeight, pack_all
+from motet.model.routing import TrainerRouting
 
 
 @dataclass
@@ -52,6 +53,11 @@ class BaseModel:
         weight = self.head.weight
         assert isinstance(weight, Tensor)
         return FrozenWeight(weight.detach(), getattr(self.head, "bias", None))
+
+    @property
+    def n_parameters(self) -> int:
+        """Frozen parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def pack_weights(self) -> None:
         """Keep a second copy of the frozen weights where products with it are faster and have the same bits."""

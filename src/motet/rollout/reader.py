@@ -17,7 +17,8 @@ from motet.model.base import BaseModel, pad_rows
 from motet.model.distribution import CACHED_ROWS, draw
 from motet.model.kv_cache import KVCache
 from motet.model.layout import Span, cached_layout
-from motet.model.lora import AdapterStacks, AdapterWeights
+from motet.model.lora import AdapterWeights
+from motet.model.routing import AdapterStacks
 from motet.rollout.sequences import Sequence
 
 

@@ -51,6 +51,7 @@ class SamplerLink:
         self._keys = itertools.count()
         self._files = tempfile.TemporaryDirectory(prefix="motet-", dir=_MEMORY if _MEMORY.is_dir() else None)
         self._n_files = 0
+        self._closing = False
         self.ready = False
         self.note = ""
         """Why the process does not take part, for a person."""
@@ -62,7 +63,7 @@ class SamplerLink:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
                 env={**os.environ, **threads, "PYTHONPATH": _PACKAGE_ROOT}, start_new_session=True,
             )  # fmt: skip
-        self._write(wire.line(**hello))
+        self._write(wire.line(**hello, files=self._files.name))
         self._reader = threading.Thread(target=self._read, name="motet-sampler", daemon=True)
         self._reader.start()
 
@@ -131,7 +132,9 @@ class SamplerLink:
 
     def close(self) -> None:
         """End the process, by its own id."""
-        self.ready = False
+        self._closing, loaded, self.ready = True, self.ready, False
+        if not loaded:  # it does not read yet, or no longer
+            self._process.kill()
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -148,7 +151,11 @@ class SamplerLink:
     def _send_version(self, ref: AdapterRef, weights: AdapterWeights) -> None:
         self._n_files += 1
         path = Path(self._files.name) / str(self._n_files)
-        weights.flat.view(torch.uint8).numpy().tofile(path)
+        try:
+            weights.flat.view(torch.uint8).numpy().tofile(path)
+        except OSError as error:
+            self._dismiss(f"a sampling process cannot be handed an adapter ({error}); sampling goes on without it")
+            return
         paths = [place.path for place in weights.layout.places]
         self._write(
             wire.line(
@@ -161,6 +168,11 @@ class SamplerLink:
             )
         )
 
+    def _dismiss(self, note: str) -> None:
+        """End a process that is of no use; what it had begun is told by the reader."""
+        self.note, self.ready = note, False
+        self._process.kill()
+
     def _write(self, line: bytes) -> None:
         with contextlib.suppress(OSError):  # a process that is gone is noticed by the reader
             assert self._process.stdin is not None
@@ -172,6 +184,8 @@ class SamplerLink:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
+            if not line.endswith(b"\n"):  # it was killed while it wrote
+                break
             message = json.loads(line)
             if "ready" in message:
                 self._begin(message["ready"])
@@ -180,7 +194,8 @@ class SamplerLink:
             else:
                 self._deliver(message)
         with self._lock:
-            self.note = self.note or "a sampling process ended unexpectedly; sampling goes on without it"
+            if not self._closing:
+                self.note = self.note or "a sampling process ended unexpectedly; sampling goes on without it"
             self.ready = False
             waiting = list(self._open)
         for key in waiting:
@@ -189,15 +204,18 @@ class SamplerLink:
     def _begin(self, fingerprint: str) -> None:
         with self._lock:
             if fingerprint != self._fingerprint:
-                self.note = "a sampling process computes other bits than this one, so it is not used"
-                return
+                self._dismiss("a sampling process computes other bits than this one, so it is not used")
             for ref, weights in self._versions.items():
-                self._send_version(ref, weights)
-            self.ready = True
+                if not self.note:
+                    self._send_version(ref, weights)
+            self.ready = not self.note
 
     def _deliver(self, message: dict[str, Any]) -> None:
-        if "error" in message:
-            self._put(message["key"], EngineError(message["error"]))
+        if "refused" in message:
+            self._put(message["key"], EngineError(message["refused"]))
+            return
+        if "broken" in message:
+            self._put(message["key"], DeviceError(message["broken"]))
             return
         decode, full = message["busy"]
         self._busy.decode += (decode - self._told[0]) * self._share

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Coroutine
@@ -21,7 +22,7 @@ import torch
 
 from motet.allocator import keep_freed_memory
 from motet.device import Device
-from motet.errors import MotetError
+from motet.errors import EngineError, MotetError
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
 from motet.rollout import wire
@@ -77,8 +78,10 @@ class SamplerProcess:
             async for chunk in self.engine.generate(wire.request_in(value)):
                 busy = self.device.busy
                 self.say(key=key, chunk=wire.chunk_out(chunk), busy=[busy.decode, busy.full])
-        except MotetError as error:
-            self.say(key=key, error=str(error))
+        except EngineError as error:
+            self.say(key=key, refused=str(error))
+        except Exception as error:  # whatever went wrong here need not go wrong in the parent, which samples it then
+            self.say(key=key, broken=f"{type(error).__name__}: {error}")
 
     def _install(self, message: dict[str, Any]) -> None:
         path = Path(message["file"])
@@ -113,13 +116,13 @@ def main() -> None:
     hello = json.loads(lines.readline())
     try:
         process = SamplerProcess(hello, out)
+        process.say(ready=process.base.fingerprint())
+        asyncio.run(_serve(process, lines))
     except MotetError as error:
         out.write(wire.line(failed=str(error)))
         out.flush()
-        return
-    process.say(ready=process.base.fingerprint())
-    asyncio.run(_serve(process, lines))
-    out.flush()
+    finally:
+        shutil.rmtree(hello["files"], ignore_errors=True)  # a parent that was killed leaves them behind
     os._exit(0)  # what is still being sampled has nobody left to read it
 
 

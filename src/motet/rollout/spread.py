@@ -41,7 +41,6 @@ class SpreadEngine:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
         self.here.refuse(request)
         place = self._choose(request)
-        adapter = "" if request.adapter is None else request.adapter.name
         opened, adapter = self._open[place], "" if request.adapter is None else request.adapter.name
         opened[adapter] += len(request.seeds)
         left = set(range(len(request.seeds)))

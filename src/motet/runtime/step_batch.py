@@ -16,7 +16,7 @@ from motet.algorithms.presets import Algorithm
 from motet.config import JobConfig
 from motet.errors import JobFailed
 from motet.tasks.episode import to_sample
-from motet.types import FloatArray, Group, Rollout, Sample, Segment
+from motet.types import FloatArray, Group, Rollout, Sample, Segment, shared_prompts
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StepBatch:
 
     def segments(self, job: str, algorithm: Algorithm, temperature: float, budget: int) -> tuple[Segment, ...]:
         """Cut into micro-batches of at most `budget` tokens: a function of these samples alone."""
-        spec = algorithm.loss_spec(temperature)
+        spec, lengths = algorithm.loss_spec(temperature), [sample.n_tokens for sample in self.samples]
         return tuple(
             Segment(
                 job,
@@ -42,7 +42,7 @@ class StepBatch:
                 self.denominator,
                 self.weights_S[part.start : part.stop],
             )
-            for part in cut([sample.n_tokens for sample in self.samples], budget)
+            for part in cut(lengths, budget, shared_prompts(self.samples))
         )
 
     def with_logprobs(self, field: str, logprobs: Sequence[FloatArray]) -> StepBatch:

@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.algorithms.losses import LossInputs, loss_and_stats
-from motet.algorithms.packing import shared_prompts
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel, pad_rows
 from motet.model.distribution import CACHED_ROWS, Distribution
 from motet.model.layout import ROWS, Prefix, packed_layout
-from motet.model.lora import AdapterWeights, TrainerRouting, TrainSegment, initial_weights
+from motet.model.lora import AdapterWeights, initial_weights
 from motet.model.peft_io import flatten, read_adapter, write_adapter
+from motet.model.routing import TrainerRouting, TrainSegment
 from motet.training.arena import AdapterArena
-from motet.types import Batch, FloatArray, IntArray, LossStats, OptimStats, Segment
+from motet.types import Batch, FloatArray, IntArray, LossStats, OptimStats, Segment, shared_prompts
 
 HEAD_ROWS = 256
 """Rows of logits that are in memory at a time."""
