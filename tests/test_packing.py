@@ -119,7 +119,7 @@ def test_a_small_cut_may_fill_the_batch_but_not_overtake_its_own_job() -> None:
 def test_a_group_stays_together_where_it_fits():
     """Two groups of three: prompts of 4 tokens that their followers leave out, answers of 2; each group packs into 10."""
     lengths, shared = [6] * 6, [0, 4, 4] * 2
-    assert cut(lengths, 20, shared) == (range(0, 6),)
-    assert cut(lengths, 19, shared) == (range(0, 3), range(3, 6)), "the second group would not fit whole"
-    assert cut(lengths, 9, shared) == (range(0, 2), range(2, 4), range(4, 6)), "no group fits: greedy"
+    assert cut(lengths, 20, shared) == (range(6),)
+    assert cut(lengths, 19, shared) == (range(3), range(3, 6)), "the second group would not fit whole"
+    assert cut(lengths, 9, shared) == (range(2), range(2, 3), range(3, 5), range(5, 6)), "no group fits"
     assert cut(lengths, 10) == tuple(range(i, i + 1) for i in range(6)), "nothing is shared"

@@ -115,7 +115,7 @@ class Device:
                 self._turn_to(calling=False)
                 working = _any_left(ticks)
             except BaseException as error:  # see add_tick
-                self._break_down(error)
+                self._break_down(error, call)
                 return
 
     def _turn_to(self, *, calling: bool) -> None:
@@ -123,10 +123,10 @@ class Device:
             self._turn(calling)
         self._calling = calling
 
-    def _break_down(self, error: BaseException) -> None:
+    def _break_down(self, error: BaseException, call: tuple[Callable[[], Any], Future[Any]] | None) -> None:
         with self._wake:
             self._broken, self._closed = error, True
-            calls = list(self._calls)
+            calls = [*([] if call is None or call[1].done() else [call]), *self._calls]
             self._calls.clear()
         for _, future in calls:
             if future.set_running_or_notify_cancel():

@@ -99,8 +99,12 @@ def _scores(query_SKRE: Tensor, keys_SKCE: Tensor, index: int, block: int, call:
 
 def _attend(
     query_SKRE: Tensor, keys_BSKCE: Tensor, values_BSKCE: Tensor, index: int, call: _Call
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention of a group over blocks of keys, added in order: output [S, K, R, E] and fp32 log-sums [S, K, R, 1]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax attention of a group over blocks of keys, added in order.
+
+    Returns:
+        Output [S, K, R, E], and of each row's scores the largest and the sum of weights relative to it, fp32 [S, K, R, 1].
+    """
     firsts = [first * call.fold for first in call.layout.groups[index].first_query_B]
     scores = [
         _scores(query_SKRE[:, :, first:], keys, index, block, call)
@@ -120,7 +124,7 @@ def _attend(
             output[:, :, first:].add_(part)
             total[:, :, first:].add_(share)
     assert output is not None and total is not None
-    return output.div_(total).to(query_SKRE.dtype), peak.add_(total.log_())
+    return output.div_(total).to(query_SKRE.dtype), peak, total
 
 
 def _fold(states_THE: Tensor, group: Group, call: _Call) -> Tensor:
@@ -168,7 +172,7 @@ def _through_cache(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: 
             pool.index_select(0, table).view(*group.block_table_BS.shape, *pool.shape[1:])
             for pool in (key_pool, value_pool)
         )
-        output, _ = _attend(_fold(query_THE, group, call), keys, values, index, call)
+        output, _, _ = _attend(_fold(query_THE, group, call), keys, values, index, call)
         outputs.append(_unfold(output, group, call))
     return _rows(outputs, layout.out_rows_T)
 
@@ -204,9 +208,9 @@ class _PackedAttention(torch.autograd.Function):
         outputs, log_sums = [], []
         for index, group in enumerate(layout.groups):
             keys, values = (_blocks(states, group, layout.block_size) for states in (key_TKE, value_TKE))
-            output, log_sum = _attend(_fold(query_THE, group, call), keys, values, index, call)
+            output, peak, total = _attend(_fold(query_THE, group, call), keys, values, index, call)
             outputs.append(_unfold(output, group, call))
-            log_sums.append(log_sum)
+            log_sums.append(peak.add_(total.log_()))
         output_THE = _rows(outputs, layout.out_rows_T)
         ctx.call = call
         ctx.save_for_backward(query_THE, key_TKE, value_TKE, output_THE, *log_sums)

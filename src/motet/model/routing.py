@@ -26,7 +26,6 @@ class _Bucket:
     """Adapters of equal layout in one batch of rows."""
 
     products: dict[str, Products]  # [A, K, W] and [A, R, N]
-    n_adapters: int
     covers: slice | Tensor
     """Rows of the packed input that have one of these adapters."""
     rows_AM: Tensor | None
@@ -49,10 +48,10 @@ class SamplerRouting:
             if products is None:
                 continue
             rows = x[0, bucket.covers] if bucket.rows_AM is None else x[0].index_select(0, bucket.rows_AM)
-            inner = torch.bmm(rows.view(bucket.n_adapters, -1, x.shape[-1]), products.a)
+            inner = _product(rows, products.a)
             rank = products.bs[0][1].shape[-2]
             for column, (index, b) in enumerate(products.bs):
-                update = torch.bmm(inner[..., column * rank : (column + 1) * rank], b).flatten(0, 1)
+                update = _product(inner[:, column * rank : (column + 1) * rank], b)
                 if bucket.source is not None:
                     update = update.index_select(0, bucket.source)
                 self._add(y[0], bucket.covers, siblings.columns(index), update)
@@ -64,6 +63,14 @@ class SamplerRouting:
             y_TN[covers, columns].add_(update)  # `+=` would copy the result onto itself once more
         else:
             y_TN[covers, columns] += update
+
+
+def _product(rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
+    """Rows of A adapters, equally many each, times their weights: [M, K], [A, K, N] → [M, N]."""
+    n_adapters = weights_AKN.shape[0]
+    if n_adapters == 1:
+        return torch.mm(rows_MK, weights_AKN[0])
+    return torch.bmm(rows_MK.unflatten(0, (n_adapters, -1)), weights_AKN).flatten(0, 1)
 
 
 def _stack(adapters: Sequence[dict[str, Products]]) -> dict[str, Products]:
@@ -125,7 +132,6 @@ class AdapterStacks:
         whole = contiguous and rows == covers
         return _Bucket(
             self.products(tuple(weights for weights, _, _ in members)),
-            len(members),
             slice(covers[0], covers[-1] + 1) if contiguous else torch.tensor(covers, device=device),
             None if whole else torch.tensor(rows, device=device),
             None if whole else torch.tensor(source, device=device),
