@@ -77,7 +77,7 @@ class Decoder:
         self._running.clear()
         return list(prompts.values())
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def tick(self) -> None:
         """Admit and prefill what fits, then decode one token for every running sequence."""
         fresh = self._admit()
