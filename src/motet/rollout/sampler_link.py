@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
@@ -63,7 +64,10 @@ class SamplerLink:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
                 env={**os.environ, **threads, "PYTHONPATH": _PACKAGE_ROOT}, start_new_session=True,
             )  # fmt: skip
-        self._write(wire.line(**hello, files=self._files.name))
+        self._outbox: queue.SimpleQueue[bytes | tuple[AdapterRef, AdapterWeights] | None] = queue.SimpleQueue()
+        self._outbox.put(wire.line(**hello, files=self._files.name))
+        self._writer = threading.Thread(target=self._write, name="motet-sampler-out", daemon=True)
+        self._writer.start()
         self._reader = threading.Thread(target=self._read, name="motet-sampler", daemon=True)
         self._reader.start()
 
@@ -79,28 +83,28 @@ class SamplerLink:
         with self._lock:
             self._versions[ref] = weights
             if self.ready:
-                self._send_version(ref, weights)
+                self._outbox.put((ref, weights))
 
     def unload(self, ref: AdapterRef) -> None:
         """Let go of a version."""
         with self._lock:
             if self._versions.pop(ref, None) is not None and self.ready:
-                self._write(wire.line(do="unload", ref=wire.ref_out(ref)))
+                self._outbox.put(wire.line(do="unload", ref=wire.ref_out(ref)))
 
     def hold(self) -> None:
         """Let the process rest after the tokens under way: its core is wanted for something else."""
         if self.ready:
-            self._write(wire.line(do="hold"))
+            self._outbox.put(wire.line(do="hold"))
 
     def go(self) -> None:
         """Let it go on."""
         if self.ready:
-            self._write(wire.line(do="go"))
+            self._outbox.put(wire.line(do="go"))
 
     def abort(self, name: str) -> None:
         """End one request, or every request of a job."""
         if self.ready:
-            self._write(wire.line(do="abort", name=name))
+            self._outbox.put(wire.line(do="abort", name=name))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`.
@@ -115,7 +119,7 @@ class SamplerLink:
                 raise DeviceError(self.note or "the sampling process is not ready")
             key = next(self._keys)  # ids may repeat
             self._open[key] = (asyncio.get_running_loop(), chunks)
-        self._write(wire.line(do="generate", key=key, request=wire.request_out(request)))
+        self._outbox.put(wire.line(do="generate", key=key, request=wire.request_out(request)))
         left = len(request.seeds)
         try:
             while left:
@@ -135,6 +139,8 @@ class SamplerLink:
         self._closing, loaded, self.ready = True, self.ready, False
         if not loaded:  # it does not read yet, or no longer
             self._process.kill()
+        self._outbox.put(None)
+        self._writer.join(_END_SECONDS)
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -148,36 +154,37 @@ class SamplerLink:
             self._process.stdout.close()
         self._files.cleanup()
 
-    def _send_version(self, ref: AdapterRef, weights: AdapterWeights) -> None:
+    def _write(self) -> None:
+        """In a thread of its own, so that publishing costs its caller nothing; messages keep their order."""
+        assert self._process.stdin is not None
+        while (message := self._outbox.get()) is not None:
+            line = message if isinstance(message, bytes) else self._version(*message)
+            with contextlib.suppress(OSError, ValueError):  # a process that is gone is noticed by the reader
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+
+    def _version(self, ref: AdapterRef, weights: AdapterWeights) -> bytes:
+        """Put a version's bytes into a file, which the process deletes once it has read it; returns the message."""
         self._n_files += 1
         path = Path(self._files.name) / str(self._n_files)
         try:
             weights.flat.view(torch.uint8).numpy().tofile(path)
         except OSError as error:
             self._dismiss(f"a sampling process cannot be handed an adapter ({error}); sampling goes on without it")
-            return
-        paths = [place.path for place in weights.layout.places]
-        self._write(
-            wire.line(
-                do="install",
-                ref=wire.ref_out(ref),
-                file=str(path),
-                rank=weights.layout.rank,
-                paths=paths,
-                scaling=weights.scaling,
-            )
+            return b""
+        return wire.line(
+            do="install",
+            ref=wire.ref_out(ref),
+            file=str(path),
+            rank=weights.layout.rank,
+            paths=[place.path for place in weights.layout.places],
+            scaling=weights.scaling,
         )
 
     def _dismiss(self, note: str) -> None:
         """End a process that is of no use; what it had begun is told by the reader."""
         self.note, self.ready = note, False
         self._process.kill()
-
-    def _write(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # a process that is gone is noticed by the reader
-            assert self._process.stdin is not None
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
 
     # --- from the process -------------------------------------------------------------------------------------------
 
@@ -207,7 +214,7 @@ class SamplerLink:
                 self._dismiss("a sampling process computes other bits than this one, so it is not used")
             for ref, weights in self._versions.items():
                 if not self.note:
-                    self._send_version(ref, weights)
+                    self._outbox.put((ref, weights))
             self.ready = not self.note
 
     def _deliver(self, message: dict[str, Any]) -> None:
