@@ -8,6 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 # The first of these that is Python 3.11 or newer makes the environment; `make PYTHON=/path/to/python …` chooses.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -68,6 +69,15 @@ format: $(VENV)/.installed-dev  ## format, and fix what ruff can fix
 .PHONY: faults
 faults: $(VENV)/.installed-dev  ## plant each known fault in a copy and see its test turn red (a few minutes)
 	$(BIN)/python scripts/plant_faults.py --write
+
+.PHONY: bench
+bench: $(VENV)/.installed-dev smollm2  ## Motet and its peers on the same work: docs/benchmarks.md (QUICK=1: rough, a few minutes)
+	$(BIN)/python -m bench.speed.envs
+	$(BIN)/python -m bench.speed $(if $(QUICK),--quick) $(BENCH_ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: gpu-check  ## gpu-check, then the speed of Motet on one GPU: docs/benchmarks-gpu.md
+	$(BIN)/python -m bench.speed --device cuda --shape 0.5b 8b --page docs/benchmarks-gpu.md $(BENCH_ARGS)
 
 .PHONY: gpu-check
 gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device

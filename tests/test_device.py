@@ -160,3 +160,68 @@ def test_two_event_loops_may_share_a_device(device: Device) -> None:
         return sum(await asyncio.gather(*(device.run(functools.partial(int, i)) for i in range(20))))
 
     assert asyncio.run(main()) == asyncio.run(main()) == 190
+
+
+def test_nothing_runs_while_held(device: Device) -> None:
+    ticks = [0]
+
+    def tick() -> bool:
+        ticks[0] += 1
+        return True
+
+    device.add_tick(tick)
+    device.wake()
+    deadline = time.monotonic() + 5
+    while not ticks[0] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    device.hold()
+    time.sleep(0.02)  # the tick under way
+    before = ticks[0]
+    waiting = device.submit(lambda: 7)
+    device.wake()
+    time.sleep(0.05)
+    assert ticks[0] == before > 0
+    assert not waiting.done()
+    device.go()
+    assert waiting.result(timeout=5) == 7
+    device.hold()
+    device.close()  # also while it is held
+
+
+def test_a_turn_is_told_once_and_before_its_work() -> None:
+    """Calls in a row, or ticks in a row, are one turn."""
+    order: list[str] = []
+    device = Device(lambda training: order.append("T" if training else "S"))
+    left = [3]
+
+    def tick() -> bool:
+        if not left[0]:
+            return False
+        order.append("tick")
+        left[0] -= 1
+        return left[0] > 0
+
+    try:
+        device.submit(lambda: order.append("call")).result(timeout=5)
+        device.add_tick(tick)
+        device.wake()
+        deadline = time.monotonic() + 5
+        while left[0] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        device.submit(lambda: order.append("call")).result(timeout=5)
+        device.submit(lambda: None).result(timeout=5)
+    finally:
+        device.close()
+    assert order[:9] == ["T", "call", "S", "tick", "tick", "tick", "T", "call", "S"]
+
+
+def test_a_turn_that_fails_is_told_to_who_waits() -> None:
+    def turn(training: bool) -> None:
+        raise OSError("no such process")
+
+    device = Device(turn)
+    device.add_tick(lambda: False)
+    waiting = device.submit(lambda: None)
+    with pytest.raises(RuntimeError, match="the device broke down"):
+        waiting.result(timeout=5)
+    device.close()

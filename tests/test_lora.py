@@ -11,7 +11,7 @@ from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
 from motet.model.layout import packed_layout
-from motet.model.lora import AdapterWeights, initial_weights
+from motet.model.lora import AdapterWeights, initial_weights, make_layout
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
@@ -90,6 +90,21 @@ def test_decode_rows_equal_prefill_rows_bitwise(dtype):
     assert torch.equal(few[0, :5], many[0, ::4])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_products_of_few_numbers_equal_each_alone_bitwise(dtype, rank):
+    """Below a certain size `bmm` takes a loop of its own instead of the matrix kernel."""
+    base = tiny.base("llama", dtype)
+    layer = base.linears["model.layers.0.self_attn.k_proj"]
+    adapters = [tiny.adapter(base, rank=rank, targets=["k_proj"], seed=seed) for seed in range(4)]
+    x = torch.randn(1, 4, layer.in_features, generator=torch.Generator().manual_seed(0)).to(base.dtype)
+    with base.routed(AdapterStacks().routing([(each, i, 1) for i, each in enumerate(adapters)], base.device)):
+        together = layer(x)
+    for i, each in enumerate(adapters):
+        with base.routed(AdapterStacks().routing([(each, i, 1)], base.device)):
+            assert torch.equal(layer(x)[0, i], together[0, i])
+
+
 def test_stacks_follow_their_adapters():
     """A new version of an adapter is another stack, even right after the old one was let go."""
     base, ids, stacks = tiny.base("llama"), tiny.tokens(8), AdapterStacks(keep=2)
@@ -135,6 +150,16 @@ def test_layout_has_no_overlap_and_what_lies_between_stays_zero(rank):
     )
     for products in layout.products(flat).values():
         assert all(part.data_ptr() % 64 == flat.data_ptr() % 64 for part in (products.a, *(b for _, b in products.bs)))
+
+
+def test_every_matrix_is_aligned_and_wide_enough_whatever_the_shapes():
+    """fp32 products depend on how memory is aligned, and a product's width counts like its rows."""
+    linears = {"q": (6, 10), "k": (6, 7), "v": (6, 7), "o": (10, 3)}
+    layout = make_layout(linears, 3, [("q", "k", "v"), ("o",)])
+    offsets = [*(group.offset for group in layout.siblings), *(place.offset for place in layout.places)]
+    assert len(set(offsets)) == 6
+    assert all(offset % 32 == 0 for offset in offsets)
+    assert [group.width for group in layout.siblings] == [12, 4]
 
 
 def test_initial_weights_depend_on_seed_and_path_only():

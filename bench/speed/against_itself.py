@@ -1,0 +1,206 @@
+"""Motet against Motet: with and without adapters, at once and in turn, many and few; and what stands alone."""
+
+from __future__ import annotations
+
+from bench.speed.ratios import Goal
+from bench.speed.rows import RANK, Block, Row, Side, at_least, at_most
+
+
+def few_rows_block(quick: bool) -> Block:
+    """Eight rows, each with an adapter of its own."""
+    work = {"prompts": 8, "each": 1, "prompt_tokens": 40, "new_tokens": 32 if quick else 64, "rank": RANK}
+    names = ("Motet, 8 adapters", "Motet")
+    return Block(
+        "few-rows",
+        f"8 prompts of 40 random tokens, one completion of exactly {work['new_tokens']} tokens each; one adapter for each "
+        "row, or none.",
+        {name: Side("motet", "decode", {**work, "adapters": count}) for name, count in zip(names, (8, 0), strict=True)},
+        (
+            Row(
+                "adapters-8-rows",
+                "decode, 8 rows: cost of 8 adapters, one each",
+                "Motet without adapters",
+                "cost",
+                *names,
+                goal=at_most(1.35),
+            ),
+        ),
+        repeats=(2, 5),
+    )
+
+
+def shared_block() -> Block:
+    """A group's prompt once against once for each sample."""
+    work = {"samples": 16, "prompt": 64, "response": 64, "group": 8, "adapters": 1, "rank": RANK}
+    return Block(
+        "shared-prompts",
+        "The same in 2 groups of 8 samples with one prompt; each group's prompt computed once, or with each sample.",
+        {name: Side("motet", "train", {**work, "share": name == "shared"}) for name in ("shared", "unshared")},
+        (
+            Row(
+                "shared-prompts",
+                "gradients, a group's prompt shared (G = 8)",
+                "Motet, unshared",
+                "faster",
+                "shared",
+                "unshared",
+                at_least(1.6),
+            ),
+        ),
+        repeats=(1, 5),
+    )
+
+
+def at_once_block(completions: int, quick: bool) -> Block:
+    """Eight jobs at once and in turn, in Motet."""
+    goal, steps = (at_least(1.5), 2 if quick else 3) if completions == 8 else (at_least(1.2), 2)
+    job = {
+        "jobs": 8,
+        "groups": completions // 8,
+        "each": 8,
+        "max_tokens": 16 if quick else 64,
+        "steps": steps,
+        "rank": RANK,
+    }
+    rows = [
+        Row(
+            f"at-once-{completions}",
+            f"eight jobs of {completions} completions a step at once, for each step of a job",
+            "Motet --sequential",
+            "faster",
+            "at once",
+            "in turn",
+            goal,
+            "s a step",
+        )
+    ]
+    if completions == 8:
+        rows.append(
+            Row(
+                "occupancy",
+                "device busy with eight on-policy jobs",
+                "",
+                "value",
+                "at once",
+                "",
+                at_least(0.9),
+                "%",
+                "occupancy",
+            )
+        )
+    return Block(
+        f"at-once-{completions}",
+        f"Eight jobs of {completions // 8} × 8 completions of at most {job['max_tokens']} tokens, {steps} steps each, as in "
+        "`grpo`; all at once, or one after another with `--sequential`. Occupancy is the share of time in which the device "
+        "sampled or trained, from the moment when all jobs had done a step until the first was through.",
+        {
+            "at once": Side("motet", "jobs", job, {**job, "max_tokens": 4, "steps": 1}),
+            "in turn": Side("motet", "jobs", {**job, "sequential": True}, False),
+        },
+        tuple(rows),
+        repeats=(1, 3 if completions == 8 else 2),
+        quick=completions == 8,
+    )
+
+
+def memory_block(quick: bool) -> Block:
+    """Peak memory of eight jobs and of one, in fresh processes."""
+    job = {"each": 8, "max_tokens": 16 if quick else 64, "steps": 1 if quick else 2, "rank": RANK, "max_rows": 64}
+    return Block(
+        "memory",
+        "The peak of resident memory of a fresh process, reward processes not included: eight jobs of 1 × 8 completions, or "
+        f"one job of 8 × 8, of at most {job['max_tokens']} tokens; {job['steps']} of their steps; 64 rows and training "
+        "batches of 1,024 tokens in both.",
+        {
+            "eight jobs": Side("motet", "memory", {**job, "jobs": 8, "groups": 1}, False),
+            "one job": Side("motet", "memory", {**job, "jobs": 1, "groups": 8}, False),
+        },
+        (
+            Row(
+                "memory",
+                "peak memory of eight jobs, equal rows and tokens",
+                "Motet, one job",
+                "cost",
+                "eight jobs",
+                "one job",
+                at_most(1.4),
+                "MB",
+            ),
+        ),
+        repeats=(1, 2),
+    )
+
+
+def many_adapters_blocks(quick: bool) -> list[Block]:
+    """The same rows divided among 1 and 64 adapters."""
+    half = 16 if quick else 32
+    train = {"samples": 64, "prompt": half, "response": half, "update": True, "rank": RANK}
+    decode = {"prompts": 64, "each": 1, "prompt_tokens": 16, "new_tokens": 16 if quick else 48, "rank": RANK}
+    found = []
+    for work, args, bound, about in (
+        (
+            "train",
+            train,
+            1.15,
+            f"64 samples of {half} prompt and {half} answer tokens, divided among the adapters; with every update.",
+        ),
+        (
+            "decode",
+            decode,
+            1.4,
+            f"64 prompts of 16 tokens, one completion of {decode['new_tokens']} tokens each, divided among the adapters.",
+        ),
+    ):
+        names = ("64 adapters", "1 adapter")
+        what = "training step" if work == "train" else "decode"
+        found.append(
+            Block(
+                f"many-{work}",
+                about,
+                {name: Side("motet", work, {**args, "adapters": int(name.split()[0])}) for name in names},
+                (
+                    Row(
+                        f"many-{work}",
+                        f"{what}, 64 adapters, equal rows",
+                        "Motet, 1 adapter",
+                        "cost",
+                        *names,
+                        goal=at_most(bound),
+                    ),
+                ),
+                repeats=(1, 3),
+            )
+        )
+    return found
+
+
+def start_block() -> Block:
+    """What a person waits for before anything happens, and the publishing of versions."""
+    return Block(
+        "start",
+        "Publishing: from the end of an optimizer step until the version can be sampled from, the slowest of 20. The other "
+        "two: a fresh process until it ends; the base is in the local cache (and in the page cache), and is proved exact "
+        "when it is loaded.",
+        {
+            "publish": Side("motet", "publish", {"times": 20, "rank": RANK}),
+            "help": Side("motet", "help"),
+            "first token": Side("motet", "first-token", warm=False),
+        },
+        (
+            Row(
+                "publish", "publish a version to the embedded engine", "", "value", "publish", "", Goal("<", 1e-3), "ms"
+            ),
+            Row("help", "`motet --help`", "", "value", "help", "", Goal("<", 0.5), "s"),
+            Row(
+                "first-token",
+                "base from the local cache to the first token",
+                "",
+                "value",
+                "first token",
+                "",
+                Goal("<", 5.0),
+                "s",
+            ),
+        ),
+        repeats=(2, 5),
+    )

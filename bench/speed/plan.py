@@ -1,0 +1,101 @@
+"""Which blocks a run has."""
+
+from __future__ import annotations
+
+from bench.speed.against_itself import (
+    at_once_block,
+    few_rows_block,
+    many_adapters_blocks,
+    memory_block,
+    shared_block,
+    start_block,
+)
+from bench.speed.against_peers import decode_block, grpo_block, train_block
+from bench.speed.rows import RANK, Block, Row, Side, at_least, at_most
+
+
+def cpu_blocks(quick: bool) -> list[Block]:
+    """The whole table on a CPU."""
+    found = [
+        decode_block(quick),
+        few_rows_block(quick),
+        train_block(quick),
+        shared_block(),
+        grpo_block(quick),
+        at_once_block(8, quick),
+        at_once_block(32, quick),
+        memory_block(quick),
+        *many_adapters_blocks(quick),
+        start_block(),
+        decode_block(quick, "small"),
+        train_block(quick, "small"),
+    ]
+    return [block for block in found if block.quick or not quick]
+
+
+def shape_blocks(shape: str) -> list[Block]:
+    """Motet alone on a base of random weights: what `make bench-gpu` shows."""
+    tiny = shape == "tiny"
+    decode = {"prompts": 8, "each": 8, "prompt_tokens": 40, "new_tokens": 8 if tiny else 128, "rank": RANK}
+    train = {"samples": 16, "prompt": 64, "response": 64, "adapters": 1, "rank": RANK}
+    job = {
+        "groups": 1 if tiny else 4,
+        "each": 8,
+        "max_tokens": 4 if tiny else 64,
+        "rank": RANK,
+        "steps": 2 if tiny else 3,
+    }
+    bound = {"8b": at_most(1 / 0.9), "0.5b": at_most(1 / 0.75)}.get(shape)
+    eight = {**job, "jobs": 8}
+    cost = Row(
+        f"adapters-{shape}",
+        f"{shape}: decode, 64 rows: cost of 8 adapters",
+        "Motet without adapters",
+        "cost",
+        "8 adapters",
+        "none",
+        bound,
+    )
+    sides = {
+        name: Side("motet", "decode", {**decode, "adapters": count}) for name, count in (("8 adapters", 8), ("none", 0))
+    }
+    return [
+        Block(
+            f"decode-{shape}",
+            f"8 prompts of 40 tokens, 8 completions of {decode['new_tokens']} tokens each.",
+            sides,
+            (cost,),
+            base=shape,
+        ),
+        Block(
+            f"train-{shape}",
+            "16 samples of 64 + 64 tokens, one adapter of rank 16: forward and backward pass.",
+            {"Motet": Side("motet", "train", train)},
+            (Row(f"train-{shape}", f"{shape}: gradients, 16 × (64 + 64) tokens", "", "value", "Motet"),),
+            base=shape,
+        ),
+        Block(
+            f"jobs-{shape}",
+            f"GRPO steps of {job['groups']} × 8 completions of at most {job['max_tokens']} tokens.",
+            {
+                "one job": Side("motet", "jobs", {**job, "jobs": 1, "after_first": True}),
+                "at once": Side("motet", "jobs", eight),
+                "in turn": Side("motet", "jobs", {**eight, "sequential": True}, False),
+            },
+            (
+                Row(f"grpo-{shape}", f"{shape}: a step of one GRPO job", "", "value", "one job", unit="s a step"),
+                Row(
+                    f"at-once-{shape}",
+                    f"{shape}: eight jobs at once, for each step of a job",
+                    "Motet --sequential",
+                    "faster",
+                    "at once",
+                    "in turn",
+                    None if tiny else at_least(4),
+                    "s a step",
+                ),
+            ),
+            repeats=(1, 3),
+            base=shape,
+        ),
+    ]

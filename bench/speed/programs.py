@@ -1,0 +1,73 @@
+"""How each worker is started: which file, in which environment, with which base and settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.speed.envs import python_of
+from bench.speed.link import Program
+from bench.speed.rows import RANK
+
+ROOT = Path(__file__).resolve().parents[2]
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
+    "vllm": ("vllm", "vllm_side", {"adapters": 0}),
+    "vllm-lora": ("vllm", "vllm_side", {"adapters": 4}),
+    "peft": ("trl", "peft_side", {"autocast": True}),
+    "peft-bf16": ("trl", "peft_side", {"autocast": False}),
+    "trl": ("trl", "trl_side", {}),
+}
+"""Peers by name: the environment, the worker's file, its settings."""
+
+
+def threads() -> int:
+    """Cores that the bench may use; `OMP_NUM_THREADS` says fewer."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(int(os.environ.get("OMP_NUM_THREADS") or cores), cores)
+
+
+def program(name: str, base: str, directory: Path, envs: Path, *, quick: bool, device: str = "cpu") -> Program:
+    """A worker.
+
+    Args:
+        name: a peer, `motet` or `machine`; what follows a colon tells workers on different bases apart.
+        base: what Motet calls the base.
+        directory: where the base lies, for peers.
+        envs: directory of the peers' environments.
+        quick: start-up counts, so vLLM is not compiled.
+        device: `cpu` or `cuda`, for Motet and the machine.
+    """
+    kind = name.partition(":")[0]
+    count = threads()
+    settings: dict[str, Any] = {"threads": count, "device": device, "model": str(directory), "rank": RANK}
+    environment = {**OFFLINE, "OMP_NUM_THREADS": str(count), "PYTHONUNBUFFERED": "1"}
+    if kind in PEERS:
+        env, file, own = PEERS[kind]
+        python = python_of(envs, env)
+        absent = "" if python.is_file() else f"there is no environment {envs / env}: `make bench` makes it"
+        command = _command(python, file, {**settings, "eager": quick, **own})
+        return Program(name, command, environment, _failure(envs, env) or absent)
+    if kind == "motet":
+        settings["model"] = base
+    file = {"motet": "motet_side", "machine": "machine_side"}[kind]
+    return Program(name, _command(Path(sys.executable), file, settings), environment)
+
+
+def _command(python: Path, file: str, settings: dict[str, Any]) -> list[str]:
+    return [str(python), "-m", f"bench.speed.workers.{file}", json.dumps(settings)]
+
+
+def _failure(envs: Path, env: str) -> str:
+    """Why an environment could not be made; empty where it could."""
+    note = envs / f"{env}.failed"
+    return note.read_text().strip() if note.is_file() else ""

@@ -1,0 +1,74 @@
+"""Bases of random weights, in the shapes of common models, made where they are needed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL_BASE = ROOT / "src" / "motet" / "assets" / "small-base"
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 1280,
+    },
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
+"""Llama configurations by name; the tokenizer is the small base's, whose 1,024 tokens are the first of the vocabulary."""
+
+
+def make_base(name: str, directory: Path, device: str = "cpu") -> Path:
+    """A model directory with random bfloat16 weights; it is kept, and appears whole or not at all.
+
+    Raises:
+        ValueError: there is no such shape.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"there is no shape {name!r}; there are: {', '.join(SHAPES)}")
+    place = directory / name
+    if place.is_dir():
+        return place
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.LlamaConfig(
+        max_position_embeddings=2048,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=name != "8b",
+        **SHAPES[name],
+    )
+    config.head_dim = config.hidden_size // config.num_attention_heads
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    half = directory / f"{name}.part"
+    shutil.rmtree(half, ignore_errors=True)
+    model.to("cpu").save_pretrained(half)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(SMALL_BASE / file, half)
+    half.rename(place)
+    return place

@@ -1,0 +1,46 @@
+"""What is derived instead of asked for: cores, sampling processes, the KV cache."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from motet import budgets
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("told", "cores"), [("3", 3), ("1", 1), ("0", None), ("", None), ("4,2", None), (None, None)])
+def test_cores_are_those_that_openmp_is_told_or_all(
+    monkeypatch: pytest.MonkeyPatch, told: str | None, cores: int | None
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 4, 5, 7}, raising=False)
+    assert budgets.cores() == (cores or 5)
+
+
+@pytest.mark.parametrize(
+    ("threads", "base_bytes", "memory", "samplers"),
+    [
+        (1, 1 << 20, 64 * GIB, 0),  # this process takes the one core
+        (2, 1 << 20, 64 * GIB, 1),
+        (4, 1 << 20, 64 * GIB, 3),
+        (64, 1 << 20, 64 * GIB, 7),
+        (8, GIB, 16 * GIB, 2),  # a quarter of the memory, two copies of the weights each
+        (8, GIB, 8 * GIB, 1),
+        (8, GIB, 8 * GIB - 1, 0),
+        (8, 0, GIB, 7),
+    ],
+)
+def test_samplers_by_cores_and_memory(threads: int, base_bytes: int, memory: int, samplers: int) -> None:
+    assert budgets.samplers(threads, base_bytes, memory) == samplers
+
+
+def test_the_cache_holds_a_full_batch_where_memory_allows_and_the_longest_sequence_always() -> None:
+    needs = [budgets.Need(10, 20), budgets.Need(100, 30)]  # 130 tokens: three blocks of 64
+    assert budgets.kv_tokens(needs, 8, 64, 1, GIB) == 9 * 192
+    assert budgets.kv_tokens(needs, 8, 64, 10, 6000) == 576
+    assert budgets.kv_tokens(needs, 8, 64, 10, 100) == 192

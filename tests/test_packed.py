@@ -1,0 +1,164 @@
+"""Faster forms of frozen layers: they are used only where they give the same bits, or a gradient within tolerance."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from motet.allocator import keep_freed_memory
+from motet.model import packed
+from motet.model.norm import speed_up_norms
+from motet.model.packed import FrozenWeight, pack_all
+from tests import tiny_models as tiny
+
+SHAPES = [(64, 32), (192, 64), (96, 576), (1024, 256)]
+
+
+def frozen(shape: tuple[int, int], bias: bool, dtype: torch.dtype = torch.bfloat16) -> FrozenWeight:
+    generator = torch.Generator().manual_seed(sum(shape))
+    weight, extra = torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator)
+    return FrozenWeight(weight.to(dtype), extra.to(dtype) if bias else None)
+
+
+# --- packed weights -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_products_have_the_same_bits(shape: tuple[int, int], bias: bool) -> None:
+    weight = frozen(shape, bias)
+    pack_all([weight])
+    generator = torch.Generator().manual_seed(1)
+    for rows in (4, 8, 12, 28, 64, 132):
+        x = torch.randn(rows, shape[1], generator=generator).bfloat16()
+        assert torch.equal(weight(x), F.linear(x, weight.plain, weight.bias))
+        assert torch.equal(weight(x[None])[0], weight(x))
+
+
+def test_weights_are_packed_where_the_operators_are_there() -> None:
+    """Otherwise the comparison above would compare a product with itself."""
+    weights = [frozen(shape, bias) for shape in SHAPES for bias in (False, True)]
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        pytest.fail("this build of torch cannot pack: is that so wherever Motet runs?")
+    n_shapes = pack_all(weights)
+    assert n_shapes == sum(weight._packed is not None for weight in weights)
+    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        assert n_shapes == len(weights)
+
+
+def test_fp32_is_left_alone() -> None:
+    weight = frozen((64, 32), False, torch.float32)
+    assert pack_all([weight]) == 0
+    assert weight._packed is None
+    base = tiny.base("llama", "float32")
+    assert all(layer.siblings.weight._packed is None for layer in base.linears.values())
+
+
+def spoilt(where: Callable[[Tensor], bool]) -> Any:
+    right = packed._packed_linear
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = right(x, weight, bias)
+        if where(x):
+            y[-1, -1] = torch.nextafter(y[-1, -1].float(), torch.tensor(9e9)).bfloat16() + 1
+        return y
+
+    return product
+
+
+@pytest.mark.parametrize("rows", [4, 32, 128])
+def test_a_weight_whose_product_disagrees_stays_plain(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """For any of the numbers of rows tried; weights of another shape are packed all the same."""
+    monkeypatch.setattr(packed, "_packed_linear", spoilt(lambda x: x.shape == (rows, 64)))
+    bad, good, same_shape = frozen((192, 64), True), frozen((96, 576), True), frozen((192, 64), True)
+    assert pack_all([bad, good, same_shape]) == 1
+    assert bad._packed is same_shape._packed is None
+    assert good._packed is not None
+    x = torch.ones(rows, 64).bfloat16()
+    assert torch.equal(bad(x), F.linear(x, bad.plain, bad.bias))
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+def test_without_the_operators_everything_stays_plain(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def missing(self: FrozenWeight) -> None:
+        raise error("no such operator")
+
+    monkeypatch.setattr(FrozenWeight, "pack", missing)
+    weight = frozen((64, 32), True)
+    assert pack_all([weight, frozen((64, 32), True)]) == 0
+    assert weight(torch.ones(4, 32).bfloat16()).shape == (4, 64)
+
+
+def test_packing_changes_no_bit_of_a_base() -> None:
+    plain, ours = (tiny.load("qwen2", "bfloat16") for _ in range(2))
+    pack_all([layer.siblings.weight for layer in ours.linears.values()])
+    for layer in plain.linears.values():
+        layer.siblings.weight.unpack()
+    ids = tiny.tokens(30)
+    assert any(layer.siblings.weight._packed is not None for layer in ours.linears.values())
+    assert torch.equal(tiny.packed_logits(ours, [(None, ids)])[0], tiny.packed_logits(plain, [(None, ids)])[0])
+
+
+# --- norms ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("scale", [0.03, 1.0, 40.0])
+def test_the_closed_gradient_is_that_of_autograd(dtype: torch.dtype, tolerance: float, scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stock = LlamaRMSNorm(96, eps=1e-5)
+    stock.weight.data = torch.randn(96, generator=generator)
+    stock = stock.to(dtype).requires_grad_(False)
+    fast = copy.deepcopy(stock)
+    assert speed_up_norms(nn.ModuleList([fast])) == 1
+    x = (torch.randn(2, 9, 96, generator=generator) * scale).to(dtype)
+    slope = torch.randn(2, 9, 96, generator=generator).to(dtype)
+    gradients = []
+    for norm in (fast, stock):
+        leaf = x.clone().requires_grad_()
+        y = norm(leaf)
+        assert torch.equal(y, stock(x)), "the forward pass is the module's own"
+        gradients.append(torch.autograd.grad(y, leaf, slope)[0])
+    assert gradients[0].dtype == dtype
+    assert type(fast(x.requires_grad_()).grad_fn).__name__ == "_RMSNormBackward"
+    ours, theirs = (gradient.float() for gradient in gradients)
+    assert float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
+
+
+def test_a_norm_with_another_gradient_is_left_as_it_is() -> None:
+    """Gemma adds one to the weight."""
+    norm = Gemma3RMSNorm(64, eps=1e-6)
+    norm.weight.data = torch.linspace(-1, 1, 64)
+    norm.requires_grad_(False)
+    own = norm.forward
+    assert speed_up_norms(nn.ModuleList([norm, nn.LayerNorm(64)])) == 0
+    assert norm.forward == own
+    assert "Backward" in type(norm(torch.ones(1, 2, 64, requires_grad=True)).grad_fn).__name__
+    assert type(norm(torch.ones(1, 2, 64, requires_grad=True)).grad_fn).__name__ != "_RMSNormBackward"
+
+
+# --- the allocator ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_allocator_can_be_told_twice() -> None:
+    code = "from motet.allocator import keep_freed_memory as keep; print(keep(), keep())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(platform.libc_ver()[0] == "glibc")] * 2
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(ctypes, "CDLL", None)
+    assert keep_freed_memory() is False
