@@ -384,7 +384,7 @@ def test_a_process_that_computes_other_bits_is_not_used(
 ) -> None:
     stand_in(tmp_path, monkeypatch, says="other")
     links.append(SamplerLink({}, "same", BusyTime(), 0.5, None))
-    wait_until(lambda: is_gone(links[0].pid), "it stays, and so does its copy of the base")
+    wait_until(lambda: is_gone(links[0].pid), "it stays, and so does its copy of the base", 10)
     engine = SpreadEngine(here, links)
     assert engine.notes() == ["a sampling process computes other bits than this one, so it is not used"]
     assert engine._choose(request("r", None)) == 0
