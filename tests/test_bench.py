@@ -157,6 +157,7 @@ def load():
 @contextmanager
 def turn(args):
     def repeat():
+        time.sleep(args.get("sleeps", 0))
         if args.get("fails"):
             raise ValueError("out of\\nluck")
         with open(OPTIONS["diary"], "a") as diary:
@@ -310,8 +311,9 @@ def test_a_peer_that_fails_leaves_its_rows_and_the_others_go_on(workers: Workers
 
 def test_no_answer_in_time_is_a_failure(workers: Workers) -> None:
     workers.start(["a"])
+    slow = {"op": "prepare", "work": "turn", "warm": True, "args": {"seconds": 1.0, "sleeps": 30}}
     with pytest.raises(SideFailed, match="no answer within 0 s"):
-        workers.ask("a", {"op": "prepare", "work": "turn", "warm": True, "args": {"seconds": 1.0}}, seconds=0.0001)
+        workers.ask("a", slow, seconds=0.2)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

@@ -86,7 +86,6 @@ def main(words: list[str] | None = None) -> int:
     if arguments.list:
         print("\n".join(f"{row.name:24} {row.work}" for block in blocks for row in block.rows))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers are killed on the way out
     started = time.monotonic()
     try:
         run(settings_of(arguments, blocks))
@@ -98,4 +97,5 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers are killed on the way out
     sys.exit(main())

@@ -53,12 +53,12 @@ def shared_block() -> Block:
 
 def at_once_block(completions: int, quick: bool) -> Block:
     """Eight jobs at once and in turn, in Motet."""
-    goal, steps = (at_least(1.5), 2 if quick else 3) if completions == 8 else (at_least(1.2), 2)
+    goal, steps = (at_least(1.5), 1 if quick else 3) if completions == 8 else (at_least(1.2), 2)
     job = {
         "jobs": 8,
         "groups": completions // 8,
         "each": 8,
-        "max_tokens": 16 if quick else 64,
+        "max_tokens": 32 if quick else 64,
         "steps": steps,
         "rank": RANK,
     }
@@ -74,7 +74,7 @@ def at_once_block(completions: int, quick: bool) -> Block:
             "s a step",
         )
     ]
-    if completions == 8:
+    if steps > 2:
         rows.append(
             Row(
                 "occupancy",
@@ -88,13 +88,16 @@ def at_once_block(completions: int, quick: bool) -> Block:
                 "occupancy",
             )
         )
+    occupancy = (
+        " Occupancy is the share of time in which the device sampled or trained, from the moment when all jobs had done a "
+        "step until the first was through."
+    )
     return Block(
         f"at-once-{completions}",
-        f"Eight jobs of {completions // 8} × 8 completions of at most {job['max_tokens']} tokens, {steps} steps each, as in "
-        "`grpo`; all at once, or one after another with `--sequential`. Occupancy is the share of time in which the device "
-        "sampled or trained, from the moment when all jobs had done a step until the first was through.",
+        f"Eight jobs of {completions // 8} × 8 completions of at most {job['max_tokens']} tokens, {steps} of their steps, as "
+        f"in `grpo`; all at once, or one after another with `--sequential`.{occupancy if len(rows) > 1 else ''}",
         {
-            "at once": Side("motet", "jobs", job, {**job, "max_tokens": 4, "steps": 1}),
+            "at once": Side("motet", "jobs", job, {**job, "jobs": 1, "max_tokens": 4, "steps": 1}),
             "in turn": Side("motet", "jobs", {**job, "sequential": True}, False),
         },
         tuple(rows),
@@ -103,9 +106,9 @@ def at_once_block(completions: int, quick: bool) -> Block:
     )
 
 
-def memory_block(quick: bool) -> Block:
+def memory_block() -> Block:
     """Peak memory of eight jobs and of one, in fresh processes."""
-    job = {"each": 8, "max_tokens": 16 if quick else 64, "steps": 1 if quick else 2, "rank": RANK, "max_rows": 64}
+    job = {"each": 8, "max_tokens": 64, "steps": 2, "rank": RANK, "max_rows": 64}
     return Block(
         "memory",
         "The peak of resident memory of a fresh process, reward processes not included: eight jobs of 1 × 8 completions, or "
@@ -128,27 +131,27 @@ def memory_block(quick: bool) -> Block:
             ),
         ),
         repeats=(1, 2),
+        quick=False,
     )
 
 
-def many_adapters_blocks(quick: bool) -> list[Block]:
+def many_adapters_blocks() -> list[Block]:
     """The same rows divided among 1 and 64 adapters."""
-    half = 16 if quick else 32
-    train = {"samples": 64, "prompt": half, "response": half, "update": True, "rank": RANK}
-    decode = {"prompts": 64, "each": 1, "prompt_tokens": 16, "new_tokens": 16 if quick else 48, "rank": RANK}
+    train = {"samples": 64, "prompt": 32, "response": 32, "update": True, "rank": RANK}
+    decode = {"prompts": 64, "each": 1, "prompt_tokens": 16, "new_tokens": 48, "rank": RANK}
     found = []
     for work, args, bound, about in (
         (
             "train",
             train,
             1.15,
-            f"64 samples of {half} prompt and {half} answer tokens, divided among the adapters; with every update.",
+            "64 samples of 32 prompt and 32 answer tokens, divided among the adapters; with every adapter's update.",
         ),
         (
             "decode",
             decode,
             1.4,
-            f"64 prompts of 16 tokens, one completion of {decode['new_tokens']} tokens each, divided among the adapters.",
+            "64 prompts of 16 tokens, one completion of 48 tokens each, divided among the adapters.",
         ),
     ):
         names = ("64 adapters", "1 adapter")
@@ -169,6 +172,7 @@ def many_adapters_blocks(quick: bool) -> list[Block]:
                     ),
                 ),
                 repeats=(1, 3),
+                quick=False,
             )
         )
     return found
@@ -179,8 +183,8 @@ def start_block() -> Block:
     return Block(
         "start",
         "Publishing: from the end of an optimizer step until the version can be sampled from, the slowest of 20. The other "
-        "two: a fresh process until it ends; the base is in the local cache (and in the page cache), and is proved exact "
-        "when it is loaded.",
+        "two: a fresh process until it ends, or until a token is sampled; the base is in the local cache (and in the page "
+        "cache), and is proved exact when it is loaded.",
         {
             "publish": Side("motet", "publish", {"times": 20, "rank": RANK}),
             "help": Side("motet", "help"),
@@ -202,5 +206,5 @@ def start_block() -> Block:
                 "s",
             ),
         ),
-        repeats=(2, 5),
+        repeats=(1, 5),
     )

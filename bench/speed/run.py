@@ -28,14 +28,14 @@ PROFILES: Mapping[str, Mapping[str, Any]] = {
         "prompts": 8,
         "each": 8,
         "prompt_tokens": 40,
-        "new_tokens": 16,
+        "new_tokens": 8,
         "adapters": 8,
         "rank": RANK,
         "samplers": 0,
     },
-    "gradients, 16 × (64 + 64) tokens": {
+    "gradients, 8 × (64 + 64) tokens": {
         "of": "train",
-        "samples": 16,
+        "samples": 8,
         "prompt": 64,
         "response": 64,
         "adapters": 1,

@@ -27,7 +27,7 @@ SHAPES = (
     (2048, 2048, 2048),
 )
 BIG_SHAPES = ((4096, 4096, 4096), (8192, 4096, 14336), (8192, 8192, 8192))
-SECONDS = 0.25
+SECONDS = 0.2
 """For each measurement."""
 
 
