@@ -322,7 +322,7 @@ def test_kill_9_in_the_middle_of_requests(base: Any, here: EmbeddedEngine, links
         await waiting
         assert engine.notes() == ["a sampling process ended unexpectedly; sampling goes on without it"]
         assert not link.ready
-        again = dataclasses.replace(asked, stream=True)
+        again = request("again", ref, (1, 2, 3), stream=True)
         assert bits(await collect(engine, again)) == bits(await collect(here, again)), "the engine goes on alone"
         new_version(base, engine)
         assert [place.total() for place in engine._open] == [0, 0]
