@@ -214,7 +214,7 @@ FILES = {
     "a list": ("- a", "must hold `base:` and `jobs:`"),
     "unknown section": (
         "base: small\njob: []\njobs: []",
-        "unknown field 'job'; there are base, engine, run, defaults, sweep, jobs",
+        "unknown field 'job'; there are base, engine, rollout, run, defaults, sweep, jobs",
     ),
     "jobs as mapping": ("base: small\njobs: {a: 1}", "`jobs` must be a list, each item beginning with `- name: …`"),
     "jobs of text": ("base: small\njobs: [a]", "`jobs` must be a list, each item beginning with `- name: …`"),

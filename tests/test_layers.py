@@ -24,7 +24,19 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"runtime"}),
     frozenset({"service"}),
     frozenset(
-        {"launch", "running", "commands", "client", "cli", "view", "report", "tensorboard", "__init__", "__main__"}
+        {
+            "launch",
+            "servers",
+            "running",
+            "commands",
+            "client",
+            "cli",
+            "view",
+            "report",
+            "tensorboard",
+            "__init__",
+            "__main__",
+        }
     ),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
@@ -32,7 +44,18 @@ TOP = len(LAYERS) - 1
 
 HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
 HEAVY_HOMES = ("model", "training", "rollout", "algorithms.losses")
-LIGHT = frozenset({"rollout", "rollout.fake", "rollout.server", "algorithms"})  # of these homes: no torch all the same
+SERVERS = (
+    "server",
+    "replica",
+    "fleet",
+    "dialects",
+    "completion",
+    "version_files",
+    "server_process",
+    "server_guard",
+    "served_versions",
+)
+LIGHT = frozenset({"rollout", "rollout.fake", "algorithms", *(f"rollout.{name}" for name in SERVERS)})  # no torch here
 OVER_HTTP = frozenset({"vllm", "sglang"})
 BANNED_NAMES = frozenset({"utils", "common", "helpers", "misc", "manager", "v2", "experimental"})
 MAX_FILE, MAX_FUNCTION, MAX_CLASS = 400, 60, 250  # lines; a file and a class stay under

@@ -7,6 +7,10 @@ MotetError
 ├── BaseModelError     the base model cannot be loaded or failed its proof
 ├── AdapterError       an adapter directory or shape does not fit
 ├── EngineError        a request that an engine cannot serve
+│   ├── ServerGone     a server does not answer
+│   ├── ServerRefused  a server answers with an error
+│   ├── ServerFault    a server answers what cannot be right
+│   └── ServerUnfit    a server has no room for the jobs
 ├── DeviceError        the device failed under several jobs at once: they are taken up again from their last commits
 ├── JobFailed          a job stops for good; the others go on
 ├── ProbeError         the adapter that answers is not the adapter that was trained
@@ -42,6 +46,28 @@ class AdapterError(MotetError):
 
 class EngineError(MotetError):
     """A request that the engine cannot serve."""
+
+
+class ServerGone(EngineError):
+    """A server does not answer, or no longer."""
+
+
+class ServerRefused(EngineError):
+    """A server answers with an error."""
+
+    def __init__(self, message: str, status: int, told: str) -> None:
+        """`status` is HTTP's; `told` what the server said."""
+        super().__init__(message)
+        self.status = status
+        self.told = told
+
+
+class ServerFault(EngineError):
+    """A server answers what cannot be right."""
+
+
+class ServerUnfit(EngineError):
+    """A server has no room for the jobs; the message names the setting."""
 
 
 class DeviceError(MotetError):

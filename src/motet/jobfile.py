@@ -48,10 +48,10 @@ def parse_jobs(
         raise ConfigError(f"{where} is not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} must hold `base:` and `jobs:`; see `motet run --help` for an example")
-    unknown = set(tree) - {"base", "engine", "defaults", "sweep", "jobs", "run"}
+    unknown = set(tree) - {"base", "engine", "rollout", "defaults", "sweep", "jobs", "run"}
     if unknown:
         raise ConfigError(
-            f"{where}: unknown field {sorted(unknown)[0]!r}; there are base, engine, run, defaults, sweep, jobs"
+            f"{where}: unknown field {sorted(unknown)[0]!r}; there are base, engine, rollout, run, defaults, sweep, jobs"
         )
     raw_jobs = tree.get("jobs")
     if not isinstance(raw_jobs, list) or not all(isinstance(job, dict) for job in raw_jobs):
@@ -159,7 +159,7 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {override!r}: the value is not YAML; quote it if it is meant as text") from error
         top, _, rest = path.partition(".")
-        if top in ("base", "run", "engine"):
+        if top in ("base", "run", "engine", "rollout"):
             set_path(tree, path, value)
         elif top == "jobs":
             chosen = [job for job in jobs if rest.startswith(f"{job.get('name')}.")]  # names may have dots

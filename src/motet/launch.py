@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from motet import budgets
 from motet.algorithms import presets
 from motet.algorithms.schedule import auto_learning_rate
 from motet.allocator import keep_freed_memory
-from motet.config import EngineConfig, JobConfig
+from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.device import Device
 from motet.errors import ConfigError, MotetError
 from motet.runtime.job import Job, Services
@@ -28,6 +29,7 @@ from motet.tasks.episode import ENVIRONMENTS
 from motet.tasks.reward_pool import RewardPool
 
 if TYPE_CHECKING:
+    from motet.rollout.replica import Load
     from motet.rollout.sampler_link import SamplerLink
 
 SMALL_MODEL = 500_000_000
@@ -48,11 +50,36 @@ class Workshop:
     sync: Any
     config: EngineConfig
     notes: list[str] = field(default_factory=list)
+    probe_tolerance: float = 0.0
+    """Largest difference between the engine's and the trainer's logprobs at a publish."""
+    inexact: tuple[str, ...] = ()
+    """Why the bytes of every job may depend on more than the job."""
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """The engine while requests are sent: servers are there, and are let go or ended afterwards.
+
+        Raises:
+            MotetError: no server can be used.
+        """
+        if not hasattr(self.engine, "ready"):
+            yield
+            return
+        try:
+            await self.engine.ready()
+            yield
+        finally:
+            await self.engine.close()
+
+    def loads(self) -> Sequence[Load]:
+        """What each server is doing; empty where there is none."""
+        found: Sequence[Load] = self.engine.loads() if hasattr(self.engine, "loads") else ()
+        return found
 
     def close(self) -> None:
         """End the device's thread and the sampling processes."""
         self.device.close()
-        if hasattr(self.engine, "close"):
+        if hasattr(self.engine, "notes"):
             self.notes.extend(self.engine.notes())
             self.engine.close()
 
@@ -91,6 +118,48 @@ def _load(base: str, config: EngineConfig) -> Any:
     )
 
 
+def assemble(base: Any, config: RunConfig, needs: Sequence[budgets.Need], directory: RunDirectory) -> Workshop:
+    """Everything that the jobs of a run share, with the engine that they ask for.
+
+    Raises:
+        ConfigError: the settings of servers cannot work.
+    """
+    if config.rollout.engine == "embedded":
+        return build(base, config.engine, needs, directory.path / "samplers.log")
+    return _build_on_servers(base, config, directory)
+
+
+def _build_on_servers(base: Any, config: RunConfig, directory: RunDirectory) -> Workshop:
+    """A trainer on this device, and an engine that asks servers."""
+    import torch
+
+    from motet import servers
+    from motet.rollout.server import FileSync
+    from motet.training.torch_trainer import TorchTrainer
+
+    def turn(training: bool) -> None:
+        if base.device.type == "cpu":
+            torch.set_num_threads(_threads(config.engine))
+
+    wanted = servers.demand(config.jobs, config.engine.slots)
+    engine = servers.build_servers(base, config.rollout, wanted, directory.run_id, directory.path)
+    trainer = TorchTrainer(
+        base, block_size=config.engine.block_size, slots=config.engine.slots, recompute=config.engine.recompute
+    )
+    told = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
+    return Workshop(
+        base,
+        Device(turn),
+        engine,
+        trainer,
+        FileSync(engine, trainer),
+        config.engine,
+        list(base.notes),
+        probe_tolerance=servers.tolerance(config.rollout, base),
+        inexact=(told,),
+    )
+
+
 def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: Path | None = None) -> Workshop:
     """Engine and trainer on one base and one device; errors of sampling processes go to `log`."""
     import torch
@@ -125,7 +194,16 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: P
         engine = SpreadEngine(engine, _start_samplers(n_samplers, base, config, limits, device, log))
         places.append(engine)
     trainer = TorchTrainer(base, block_size=config.block_size, slots=config.slots, recompute=config.recompute)
-    return Workshop(base, device, engine, trainer, SameTensors(engine, trainer.weights), config, list(base.notes))
+    return Workshop(
+        base,
+        device,
+        engine,
+        trainer,
+        SameTensors(engine, trainer.weights),
+        config,
+        list(base.notes),
+        probe_tolerance=0.0 if base.exact else 0.05,
+    )
 
 
 def _samplers(base: Any, config: EngineConfig) -> int:
@@ -220,10 +298,12 @@ def prepare_all(configs: Sequence[JobConfig], base: Any, directory: RunDirectory
     return found
 
 
-def identity(job: Job, base: Any, engine: EngineConfig) -> dict[str, Any]:
+def identity(job: Job, base: Any, config: RunConfig) -> dict[str, Any]:
     """Everything that the job's bytes depend on; goes to job.yaml."""
+    engine = config.engine
     return {
         "base": base.name,
+        "rollout": config.rollout.engine,
         "dtype": str(base.dtype).removeprefix("torch."),
         "device": base.device.type,
         "block_size": engine.block_size,
@@ -257,7 +337,7 @@ def services(workshop: Workshop, directory: RunDirectory) -> Services:
         learner=Learner(workshop.trainer, workshop.device, config.train_tokens, scheduler.consumed),
         rewards=RewardPool(config.reward_workers),
         micro_batch_tokens=config.micro_batch_tokens,
-        probe_tolerance=0.0 if workshop.base.exact else 0.05,
+        probe_tolerance=workshop.probe_tolerance,
         engine_suffix=f"{directory.run_id}.{directory.attempt}",
         threads=_threads(config),
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
-from motet.launch import Workshop, build, identity, load, prepare_all, services
+from motet.launch import Workshop, assemble, identity, load, prepare_all, services
 from motet.runtime.job import Job, Services
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
@@ -85,14 +85,17 @@ def run_config(
         prepared = prepare_all(config.jobs, base, directory)
         jobs = [job for job, _ in prepared]
         for job in jobs:
-            job.directory.open(identity(job, base, config.engine), accept_changes=accept_changes)
+            job.directory.open(identity(job, base, config), accept_changes=accept_changes)
             _take_up(job)
-        workshop = build(base, config.engine, [need for _, need in prepared], directory.path / "samplers.log")
+        workshop = assemble(base, config, [need for _, need in prepared], directory)
+        for reason in workshop.inexact:
+            for job in jobs:
+                job.note_inexact(reason)
         try:
             if started is not None:
                 started(workshop, jobs)
             slots = 1 if sequential else config.engine.slots
-            _run_loop(lambda: _run_jobs(jobs, services(workshop, directory), slots, observe))
+            _run_loop(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, observe))
         finally:
             workshop.close()
         results = {job.name: _result(job) for job in jobs}
@@ -119,6 +122,7 @@ def _take_up(job: Job) -> None:
 
 async def _run_jobs(
     jobs: Sequence[Job],
+    workshop: Workshop,
     shared: Services,
     slots: int,
     observe: Callable[[Sequence[JobProgress]], None] | None,
@@ -134,7 +138,8 @@ async def _run_jobs(
     watching = asyncio.create_task(watch())
     try:
         with _interruptible(pipeline.stop):
-            await pipeline.run()
+            async with workshop.open():
+                await pipeline.run()
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

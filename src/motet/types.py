@@ -83,6 +83,11 @@ class AdapterRef:
     name: str
     version: int
 
+    @property
+    def served_name(self) -> str:
+        """What a server knows the version by, its directory too: the one place where this name is made."""
+        return f"{self.name}-v{self.version}"
+
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -1,7 +1,4 @@
-"""What a user may write: one definition for job files, the command line, Python and the service.
-
-Every field has a docstring; `docs/configuration.md` is generated from them.
-"""
+"""What a user may write of one job."""
 
 from __future__ import annotations
 
@@ -9,17 +6,12 @@ import hashlib
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from motet.config.model import Config, named
 
 SEED_BITS = 48
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")
-
-
-class Config(BaseModel):
-    """Base of all configuration: unknown fields are errors, values do not change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, arbitrary_types_allowed=True)
-
 
 GENERATED_ROWS = 4096
 """Rows of a generated source whose job does not say how many."""
@@ -224,11 +216,6 @@ class CheckpointConfig(Config):
     """Limit of a job's rollout logs; older steps are deleted first."""
 
 
-def _named(key: str) -> BeforeValidator:
-    """Accept a plain string where a mapping is expected."""
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
-
-
 def _reward_list(value: Any) -> Any:
     """Accept one reward, a list, or a mapping of name to weight."""
     if callable(value):
@@ -258,7 +245,7 @@ class JobConfig(Config):
 
     name: str
     """Names the adapter and its directory."""
-    data: Annotated[DataConfig, _named("source")]
+    data: Annotated[DataConfig, named("source")]
     """Problems to learn from."""
     rewards: Annotated[list[RewardConfig], BeforeValidator(_reward_list)] = Field(min_length=1)
     """What is learned: one reward, a list, or a mapping of name to weight. `reward` is another name for it."""
@@ -268,7 +255,7 @@ class JobConfig(Config):
     """Shape and start of the adapter."""
     sampling: SamplingConfig = SamplingConfig()
     """How rollouts are drawn."""
-    algorithm: Annotated[AlgorithmConfig, _named("type")] = AlgorithmConfig()
+    algorithm: Annotated[AlgorithmConfig, named("type")] = AlgorithmConfig()
     """The algorithm."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
@@ -308,63 +295,3 @@ class JobConfig(Config):
         if self.seed is not None:
             return self.seed
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little") % (1 << SEED_BITS)
-
-
-class EngineConfig(Config):
-    """The device and its budgets, shared by all jobs of a run."""
-
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:1`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the base's weights; `auto` keeps what the model was saved in (bfloat16 or float32)."""
-    threads: int = Field(0, ge=0)
-    """Cores to use on CPU; 0 takes OMP_NUM_THREADS, or all there are. Training uses them together."""
-    samplers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Processes that sample besides this one, each with a copy of the base and one core; `auto` takes one for each further
-    core where memory allows, and none on a GPU."""
-    pack_weights: bool = True
-    """On CPU in bfloat16, keep a second copy of the base in the layout that its kernels want: the same bits, sooner."""
-    slots: int = Field(16, ge=1)
-    """Adapters that train at once; further jobs wait in the queue."""
-    max_rows: int = Field(128, ge=4)
-    """Completions decoded in one batch."""
-    kv_tokens: int = Field(0, ge=0)
-    """Size of the KV cache in tokens; 0 derives it from max_rows and the jobs' lengths within kv_memory_fraction."""
-    kv_memory_fraction: float = Field(0.3, gt=0, lt=1)
-    """Share of free memory that the KV cache may take."""
-    block_size: int = Field(64, ge=16)
-    """Tokens of a KV block; attention adds blocks in a fixed order, so results depend on it, for all jobs alike."""
-    prefill_tokens: int = Field(2048, ge=64)
-    """Prompt tokens prefilled in one forward pass."""
-    train_tokens: int = Field(1024, ge=64)
-    """Tokens of a packed training batch; several jobs' micro-batches share one."""
-    micro_batch_tokens: int = Field(1024, ge=64)
-    """Tokens of a job's micro-batch; where it is cut depends on the job's own samples only."""
-    recompute: bool = False
-    """Recompute activations in the backward pass: less memory, more time, the same bits."""
-    reward_workers: int = Field(2, ge=1)
-    """Processes that run rewards."""
-    trust_remote_code: bool = Field(False, exclude=True)
-    """Only settable on the command line."""
-
-
-class RunConfig(Config):
-    """A job file after defaults, sweeps and overrides."""
-
-    base: str
-    """`small` (ships with Motet), a hub id, a directory or a .gguf file."""
-    engine: EngineConfig = EngineConfig()
-    """The device and its budgets."""
-    jobs: list[JobConfig] = Field(min_length=1)
-    """What to train, all at once."""
-    run: str = "runs/default"
-    """Directory of the run; `motet run` uses runs/<name of the job file>, `motet.run` runs/<name of the script>."""
-
-    @field_validator("jobs")
-    @classmethod
-    def _names_are_unique(cls, jobs: list[JobConfig]) -> list[JobConfig]:
-        names = [job.name for job in jobs]
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        if doubled:
-            raise ValueError(f"two jobs have the name {doubled[0]!r}; every job needs a name of its own")
-        return jobs

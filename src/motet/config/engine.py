@@ -1,0 +1,47 @@
+"""What a user may write of the device that trains, and samples unless servers do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from motet.config.model import Config
+
+
+class EngineConfig(Config):
+    """The device and its budgets, shared by all jobs of a run."""
+
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:1`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the base's weights; `auto` keeps what the model was saved in (bfloat16 or float32)."""
+    threads: int = Field(0, ge=0)
+    """Cores to use on CPU; 0 takes OMP_NUM_THREADS, or all there are. Training uses them together."""
+    samplers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Processes that sample besides this one, each with a copy of the base and one core; `auto` takes one for each further
+    core where memory allows, and none on a GPU."""
+    pack_weights: bool = True
+    """On CPU in bfloat16, keep a second copy of the base in the layout that its kernels want: the same bits, sooner."""
+    slots: int = Field(16, ge=1)
+    """Adapters that train at once; further jobs wait in the queue."""
+    max_rows: int = Field(128, ge=4)
+    """Completions decoded in one batch."""
+    kv_tokens: int = Field(0, ge=0)
+    """Size of the KV cache in tokens; 0 derives it from max_rows and the jobs' lengths within kv_memory_fraction."""
+    kv_memory_fraction: float = Field(0.3, gt=0, lt=1)
+    """Share of free memory that the KV cache may take."""
+    block_size: int = Field(64, ge=16)
+    """Tokens of a KV block; attention adds blocks in a fixed order, so results depend on it, for all jobs alike."""
+    prefill_tokens: int = Field(2048, ge=64)
+    """Prompt tokens prefilled in one forward pass."""
+    train_tokens: int = Field(1024, ge=64)
+    """Tokens of a packed training batch; several jobs' micro-batches share one."""
+    micro_batch_tokens: int = Field(1024, ge=64)
+    """Tokens of a job's micro-batch; where it is cut depends on the job's own samples only."""
+    recompute: bool = False
+    """Recompute activations in the backward pass: less memory, more time, the same bits."""
+    reward_workers: int = Field(2, ge=1)
+    """Processes that run rewards."""
+    trust_remote_code: bool = Field(False, exclude=True)
+    """Only settable on the command line."""

@@ -1,0 +1,102 @@
+"""What a user may write of where rollouts are sampled: on the device that trains, or on servers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from motet.config.model import Config
+
+
+class LaunchConfig(Config):
+    """Servers that Motet starts, watches, starts again and ends."""
+
+    python: str = "python3"
+    """The interpreter of the environment that vLLM or SGLang is installed in."""
+    replicas: int = Field(1, ge=1, le=64)
+    """Servers to start, each on a free port."""
+    devices: list[str] = []
+    """CUDA_VISIBLE_DEVICES of each replica (`["1", "2,3"]`); otherwise all see what this process sees."""
+    colocate: bool = False
+    """Whether servers share the trainer's GPU; needs `gpu_memory_utilization`."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Share of a GPU's memory that a server takes."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs that one server spreads its base over."""
+    preload: str | None = None
+    """A directory in memory (`/dev/shm`) that the base is copied to before servers read it."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the server's weights; `auto` takes the trainer's."""
+    max_positions: int = Field(0, ge=0)
+    """Longest prompt and completion; 0 takes the base's."""
+    max_loras: int = Field(0, ge=0)
+    """Adapters in one batch; 0 takes one for each job, at most 16."""
+    max_cpu_loras: int = Field(0, ge=0)
+    """Versions kept in memory; 0 takes what the jobs can ask for at a time."""
+    max_rank: int = Field(0, ge=0)
+    """Largest rank; 0 takes that of the jobs."""
+    lora_backend: str = "triton"
+    """SGLang's LoRA kernels."""
+    stream_interval: int = Field(8, ge=1)
+    """Tokens that a server gathers before it sends them, where they are streamed."""
+    args: list[str] = []
+    """Further arguments of the server's command line."""
+    env: dict[str, str] = {}
+    """Further environment variables."""
+
+
+class RolloutConfig(Config):
+    """Where rollouts are sampled. A plain string is the engine."""
+
+    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """`embedded` samples on the device that trains; the others are servers, reached over HTTP."""
+    urls: list[str] = []
+    """Servers that run already (`http://host:8000`), one for each replica."""
+    launch: LaunchConfig | None = None
+    """Servers to start instead."""
+    directory: str | None = None
+    """Where versions are written for servers to read, under the same path for both: a shared file system for servers on other
+    hosts; by default /dev/shm, which is memory."""
+    rows: int = Field(64, ge=1)
+    """Completions in flight on one replica."""
+    keep_versions: int | None = Field(None, ge=0)
+    """Versions that stay loaded besides those still needed; 0 never unloads any."""
+    tolerance: float | None = Field(None, gt=0)
+    """Largest difference between a server's and the trainer's logprobs of the probe at each publish; by default 0.01 in float32
+    and 0.25 in bfloat16."""
+    publish_seconds: float = Field(60.0, gt=0)
+    """How long a server may take to load a version before that job's publish fails."""
+    request_seconds: float = Field(1800.0, gt=0)
+    """How long one completion may take."""
+    patience_seconds: float = Field(600.0, gt=0)
+    """How long jobs wait when no server answers; also how long one may take to start."""
+    health_seconds: float = Field(5.0, gt=0)
+    """Between two looks at a server's health, and for its answer."""
+    api_key_env: str | None = None
+    """The environment variable that holds the servers' API key."""
+    ca_file: str | None = None
+    """Certificates to trust for https, besides the system's."""
+    verify_tls: bool = True
+    """False trusts any certificate."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"rollout.urls: {url!r} must begin with http:// or https://")
+        if len(set(urls)) < len(urls):
+            raise ValueError("rollout.urls names a server twice")
+        return [url.rstrip("/") for url in urls]
+
+    @model_validator(mode="after")
+    def _says_where(self) -> RolloutConfig:
+        if self.engine == "embedded" and (self.urls or self.launch):
+            raise ValueError("rollout.urls and rollout.launch are for servers; set rollout.engine to vllm or sglang")
+        if self.engine != "embedded" and bool(self.urls) == (self.launch is not None):
+            raise ValueError(
+                f"rollout.engine {self.engine} needs either `urls` of servers that run or `launch` (`launch: {{}}` will do) "
+                "to start one"
+            )
+        return self

@@ -1,0 +1,280 @@
+"""What vLLM and SGLang call things: one table, two rows. All else about servers is the same for both.
+
+Tokens go in and tokens come out; text is never sent and never read. Every sampling field is sent, because a server fills in
+what is left out from files of the model. Written from the documentation and source of vLLM 0.32 and SGLang 0.5.14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from motet.errors import ServerFault
+from motet.types import SamplingParams
+
+Json = Mapping[str, Any]
+SEED_BITS = 63
+"""Seeds are sent as signed 64-bit integers."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One completion, as it is asked of a server."""
+
+    id: str
+    model: str | None
+    """The served name of an adapter; None is the base."""
+    token_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    seed: int
+    stream: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request."""
+
+    path: str
+    body: Json | None = None
+    """A GET without one."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of one completion, from a whole answer or from one event of a stream."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    finish: str | None
+    prompt_ids: list[int] | None = None
+    """The prompt as the server read it, where it says."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server tells of itself."""
+
+    base: str | None = None
+    """The name of its base model, where requests have to give it."""
+    max_positions: int | None = None
+    max_loras: int | None = None
+    """Adapters in one batch."""
+    max_cpu_loras: int | None = None
+    """Versions kept in memory."""
+    max_rank: int | None = None
+    adapters: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server calls the limits on adapters."""
+
+    max_loras: str
+    max_cpu_loras: str
+    max_rank: str
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one kind of server is spoken to."""
+
+    name: str
+    about: tuple[str, ...]
+    """Paths that are read for facts; one that is not there is passed over."""
+    facts: Callable[[Mapping[str, Any]], Facts]
+    """From what those paths answered."""
+    generate: Callable[[Ask, str | None], Call]
+    piece: Callable[[Json], Piece | None]
+    """None for an event without tokens. Where `cumulative`, all tokens so far."""
+    cumulative: bool
+    score: Callable[[list[int], str | None, str | None], Call]
+    scores: Callable[[Json, list[int]], list[float]]
+    """Logprobs [T − 1] of all tokens but the first."""
+    load: Callable[[str, str], Call]
+    unload: Callable[[str], Call]
+    unknown: Callable[[int, str], bool]
+    """Whether a refusal says that the adapter is not there."""
+    known: Callable[[int, str], bool]
+    """Whether a refusal to load says that the name is there already."""
+    settings: Settings
+
+
+# --- vLLM: /v1/completions, which every deployment has (its tokens-only endpoint is switched off by default) ---------------
+
+
+def _vllm_generate(ask: Ask, base: str | None) -> Call:
+    sampling = ask.sampling
+    return Call(
+        "/v1/completions",
+        {
+            "request_id": ask.id,
+            "model": ask.model or base,
+            "prompt": ask.token_ids,
+            "n": 1,
+            "max_tokens": ask.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": ask.seed,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": True,
+            "stream": ask.stream,
+        },
+    )
+
+
+def _vllm_piece(answer: Json) -> Piece | None:
+    if not answer.get("choices"):
+        return None
+    choice = answer["choices"][0]
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    return Piece(
+        list(choice.get("token_ids") or []), list(logprobs), choice.get("finish_reason"), choice.get("prompt_token_ids")
+    )
+
+
+def _vllm_score(token_ids: list[int], model: str | None, base: str | None) -> Call:
+    ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False)
+    body = {**(_vllm_generate(ask, base).body or {}), "prompt_logprobs": 0}
+    del body["request_id"]
+    return Call("/v1/completions", body)
+
+
+def _vllm_scores(answer: Json, token_ids: list[int]) -> list[float]:
+    told = answer["choices"][0]["prompt_logprobs"]
+    return [float(place[str(token)]["logprob"]) for place, token in zip(told[1:], token_ids[1:], strict=True)]
+
+
+def _vllm_facts(told: Mapping[str, Any]) -> Facts:
+    cards = told["/v1/models"]["data"]
+    bases = [card for card in cards if not card.get("parent")]
+    if not bases:
+        raise ServerFault("the server lists no base model under /v1/models")
+    # only a server in its development mode tells its limits
+    info = told.get("/server_info?config_format=json") or {}
+    limits = (info.get("vllm_config") or {}).get("lora_config") or {}
+    return Facts(
+        base=bases[0]["id"],
+        max_positions=bases[0].get("max_model_len"),
+        max_loras=limits.get("max_loras"),
+        max_cpu_loras=limits.get("max_cpu_loras"),
+        max_rank=limits.get("max_lora_rank"),
+        adapters=frozenset(str(card["id"]) for card in cards if card.get("parent")),
+    )
+
+
+# --- SGLang: /generate ------------------------------------------------------------------------------------------------------
+
+
+def _sglang_generate(ask: Ask, base: str | None) -> Call:
+    sampling = ask.sampling
+    return Call(
+        "/generate",
+        {
+            "rid": ask.id,
+            "input_ids": ask.token_ids,
+            "lora_path": ask.model,
+            "sampling_params": {
+                "n": 1,
+                "max_new_tokens": ask.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
+                "min_p": sampling.min_p,
+                "sampling_seed": ask.seed,
+                "stop": list(sampling.stop),
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": True,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "repetition_penalty": 1.0,
+                "skip_special_tokens": True,
+                "no_stop_trim": True,
+            },
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "stream": ask.stream,
+        },
+    )
+
+
+def _sglang_piece(answer: Json) -> Piece | None:
+    meta = answer.get("meta_info") or {}
+    told = meta.get("output_token_logprobs") or []
+    finish = meta.get("finish_reason")
+    tokens = answer.get("output_ids")
+    tokens = [entry[1] for entry in told] if tokens is None else tokens
+    return Piece(list(tokens), [entry[0] for entry in told], finish["type"] if finish else None)
+
+
+def _sglang_score(token_ids: list[int], model: str | None, base: str | None) -> Call:
+    ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False)
+    body = {**(_sglang_generate(ask, base).body or {}), "logprob_start_len": 0}
+    del body["rid"]
+    return Call("/generate", body)
+
+
+def _sglang_scores(answer: Json, token_ids: list[int]) -> list[float]:
+    told = answer["meta_info"]["input_token_logprobs"]
+    if [entry[1] for entry in told] != token_ids:
+        raise ServerFault("the server scored other tokens than it was asked to")
+    return [float(entry[0]) for entry in told[1:]]
+
+
+def _sglang_facts(told: Mapping[str, Any]) -> Facts:
+    info = told.get("/get_server_info") or told.get("/server_info") or {}
+    cards = (told.get("/v1/models") or {}).get("data", [])
+    per_batch = info.get("max_loras_per_batch")
+    return Facts(
+        max_positions=info.get("context_length") or next((card.get("max_model_len") for card in cards), None),
+        max_loras=None if per_batch is None else int(per_batch) - 1,  # the base counts as one
+        max_cpu_loras=info.get("max_loaded_loras"),
+        max_rank=info.get("max_lora_rank"),
+        adapters=frozenset(str(card["id"]) for card in cards if card.get("parent")),
+    )
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    "vllm": Dialect(
+        name="vLLM",
+        about=("/v1/models", "/server_info?config_format=json"),
+        facts=_vllm_facts,
+        generate=_vllm_generate,
+        piece=_vllm_piece,
+        cumulative=False,
+        score=_vllm_score,
+        scores=_vllm_scores,
+        load=lambda name, path: Call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
+        unload=lambda name: Call("/v1/unload_lora_adapter", {"lora_name": name}),
+        unknown=lambda status, told: status == 404,
+        known=lambda status, told: "already been loaded" in told,
+        settings=Settings("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
+    ),
+    "sglang": Dialect(
+        name="SGLang",
+        about=("/get_server_info", "/v1/models"),
+        facts=_sglang_facts,
+        generate=_sglang_generate,
+        piece=_sglang_piece,
+        cumulative=True,
+        score=_sglang_score,
+        scores=_sglang_scores,
+        load=lambda name, path: Call("/load_lora_adapter", {"lora_name": name, "lora_path": path, "pinned": False}),
+        unload=lambda name: Call("/unload_lora_adapter", {"lora_name": name}),
+        unknown=lambda status, told: "not loaded" in told or "never been loaded" in told,
+        known=lambda status, told: "already" in told,
+        settings=Settings("--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"),
+    ),
+}
+"""The values of `rollout.engine` that name a server."""

@@ -1,0 +1,143 @@
+"""Which replicas are there: each is watched, drained when it goes, started again where it is ours, and taken back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from motet.errors import EngineError, ServerGone, ServerUnfit
+from motet.rollout.replica import Replica
+from motet.rollout.server_process import ServerProcess
+
+_log = logging.getLogger(__name__)
+
+_POLL = 0.5
+"""Seconds between two looks at a replica that is away, and at whether a process lives."""
+_MISSES = 2
+"""Times in a row that a busy server may not answer for its health."""
+
+
+class Fleet:
+    """The replicas of an engine."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        processes: Mapping[str, ServerProcess],
+        patience: float,
+        back: Callable[[Replica], Awaitable[None]],
+    ) -> None:
+        """Nothing is asked of a replica before the first call of `wait`.
+
+        Args:
+            replicas: the servers.
+            processes: those that this process started, by the replica's URL.
+            patience: seconds to wait for a replica when none is there.
+            back: called with a replica that has been greeted, before it gets requests.
+        """
+        self.replicas = tuple(replicas)
+        self._processes = processes
+        self._patience = patience
+        self._back = back
+        self._watches: list[asyncio.Task[None]] = []
+        self._doubted: dict[str, asyncio.Event] = {}
+        self._changed = asyncio.Condition()
+        self._hopeless: dict[str, str] = {}
+
+    @property
+    def up(self) -> list[Replica]:
+        """Those that answer."""
+        return [replica for replica in self.replicas if replica.up]
+
+    async def choose(self) -> Replica:
+        """The replica with the fewest outstanding tokens; waits for one where none is there.
+
+        Raises:
+            EngineError: none came within the patience, and what each said last.
+        """
+        await self.wait()
+        return min(self.up, key=lambda replica: replica.tokens)
+
+    async def wait(self) -> None:
+        """Wait until a replica is up; see `choose`."""
+        self._watch_all()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._patience), self._changed:
+                await self._changed.wait_for(lambda: self.up or len(self._hopeless) == len(self.replicas))
+        if not self.up:
+            said = "; ".join(f"{replica.url}: {replica.note}" for replica in self.replicas)
+            told = "" if self._hopeless else f" within rollout.patience_seconds={self._patience:g}"
+            raise EngineError(f"no server can be used{told}: {said}")
+
+    def doubt(self, replica: Replica) -> None:
+        """Something went wrong there: its health is looked at now instead of later."""
+        if replica.url in self._doubted:
+            self._doubted[replica.url].set()
+
+    async def close(self) -> None:
+        """Stop watching, close connections, end the processes."""
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        self._watches.clear()
+        for replica in self.replicas:
+            replica.up = False
+            await replica.close()
+        await asyncio.gather(*(asyncio.to_thread(process.close) for process in self._processes.values()))
+
+    def _watch_all(self) -> None:
+        if not self._watches:
+            self._doubted = {replica.url: asyncio.Event() for replica in self.replicas}
+            self._watches = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
+
+    async def _watch(self, replica: Replica) -> None:
+        process, doubted = self._processes.get(replica.url), self._doubted[replica.url]
+        while await self._take_back(replica, process):
+            misses, rested = 0, 0.0
+            while replica.up:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL):
+                        await doubted.wait()
+                rested += _POLL
+                if process is not None and not process.alive:
+                    replica.leave(f"its process ended ({process.ending})")
+                elif doubted.is_set() or misses or rested >= replica.clocks.health:
+                    doubted.clear()
+                    rested = 0.0
+                    misses = await self._missed(replica, misses)
+            _log.warning("%s is away: %s", replica.url, replica.note)
+
+    async def _missed(self, replica: Replica, misses: int) -> int:
+        try:
+            await replica.healthy()
+        except ServerGone as error:
+            if misses + 1 >= _MISSES:
+                replica.leave(str(error))
+            return misses + 1
+        return 0
+
+    async def _take_back(self, replica: Replica, process: ServerProcess | None) -> bool:
+        """Wait until it answers; False where it never will."""
+        while True:
+            try:
+                if process is not None and not process.alive:
+                    process.start()
+                await replica.greet()
+                await self._back(replica)
+                break
+            except EngineError as error:
+                replica.up = False
+                replica.note = str(error)
+                if isinstance(error, ServerUnfit) or (process is not None and process.hopeless):
+                    self._hopeless[replica.url] = replica.note
+                    await self._tell()
+                    return False
+                await asyncio.sleep(_POLL)
+        await self._tell()
+        return True
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()

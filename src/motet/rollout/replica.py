@@ -1,0 +1,364 @@
+"""One server that samples: what is asked of it, what it answers, and whether it is there.
+
+A replica is up once its health endpoint has answered and it has said what it serves. Whoever watches it says when it is gone
+(`leave`): requests under way on it are told so at once, and none is sent until it has been greeted again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx2
+import numpy as np
+
+from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused
+from motet.rollout.dialects import Ask, Call, Dialect, Facts, Json, Piece
+from motet.types import FloatArray, IntArray
+
+Result = TypeVar("Result")
+
+_GONE = (httpx2.TransportError, httpx2.StreamError, OSError)
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """How long one waits for what, in seconds."""
+
+    connect: float = 5.0
+    health: float = 5.0
+    """Between two looks at a busy server's health, and for its answer."""
+    load: float = 60.0
+    """For loading or unloading a version."""
+    request: float = 1800.0
+    """For one completion: a wide backstop."""
+    retry: float = 0.5
+    """Before the first repetition; it doubles each time."""
+
+
+@dataclass
+class Load:
+    """What a replica is doing, for whoever shows it."""
+
+    name: str
+    up: bool
+    requests: int
+    tokens: int
+    """Outstanding: prompts and what may still be sampled."""
+    loaded: int
+    """Versions."""
+    note: str
+
+
+@dataclass
+class Replica:
+    """One server."""
+
+    url: str
+    dialect: Dialect
+    clocks: Clocks
+    headers: Mapping[str, str] = field(default_factory=dict)
+    verify: Any = True
+    """TLS: False, True, or an `ssl.SSLContext`."""
+    facts: Facts = field(default_factory=Facts)
+    loaded: set[str] = field(default_factory=set)
+    """Served names that it has, as far as this process knows."""
+    up: bool = False
+    note: str = "not asked yet"
+    requests: int = 0
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self._client: httpx2.AsyncClient | None = None
+        self._gone: asyncio.Event | None = None
+
+    def load_now(self) -> Load:
+        """What it is doing."""
+        return Load(self.url, self.up, self.requests, self.tokens, len(self.loaded), self.note)
+
+    # --- whether it is there ----------------------------------------------------------------------------------------------
+
+    async def greet(self) -> None:
+        """Ask for its health and what it serves; it is up when this returns.
+
+        Raises:
+            EngineError: it does not answer, or not as such a server would.
+        """
+        await self.healthy()
+        told = {}
+        for path in self.dialect.about:
+            with contextlib.suppress(ServerRefused):
+                told[path] = await self.call(Call(path), self.clocks.load)
+        try:
+            self.facts = self.dialect.facts(told)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ServerFault(f"{self.url} does not answer as {self.dialect.name} does: {error!r}") from error
+        self.loaded = set(self.facts.adapters)
+        self._gone = asyncio.Event()
+        self.up, self.note = True, ""
+
+    async def healthy(self) -> None:
+        """Ask for its health.
+
+        Raises:
+            ServerGone: no answer, or not in time.
+        """
+        try:
+            async with asyncio.timeout(self.clocks.health):
+                answer = await self._open().get("/health")
+        except (*_GONE, TimeoutError) as error:
+            raise ServerGone(f"{self.url} does not answer: {_words(error)}") from error
+        if answer.status_code != 200:
+            raise ServerGone(f"{self.url} says that it is not well: {answer.status_code}")
+
+    def leave(self, reason: str) -> None:
+        """It is gone: requests under way are told, and none is sent until it has been greeted again."""
+        self.up, self.note = False, reason
+        self.loaded.clear()
+        if self._gone is not None:
+            self._gone.set()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    # --- requests ---------------------------------------------------------------------------------------------------------
+
+    async def call(self, call: Call, seconds: float) -> Any:
+        """One request and its JSON answer (None where there is none).
+
+        Raises:
+            ServerGone: no answer in time.
+            ServerRefused: an error, with what was said.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                method = "GET" if call.body is None else "POST"
+                answer = await self._open().request(method, call.path, json=call.body)
+        except TimeoutError as error:
+            raise ServerGone(f"{self.url}{call.path} has not answered within {seconds:g} s") from error
+        except _GONE as error:
+            raise ServerGone(f"{self.url}{call.path} does not answer: {_words(error)}") from error
+        self._check(call, answer.status_code, answer.text)
+        try:
+            return answer.json()
+        except ValueError:
+            return None
+
+    async def load(self, name: str, path: str) -> None:
+        """Load a version; one that is there under this name is the same, because names are used once.
+
+        Raises:
+            EngineError: it cannot be loaded, and why.
+        """
+        try:
+            answer = await self.call(self.dialect.load(name, path), self.clocks.load)
+        except ServerRefused as error:
+            if not self.dialect.known(error.status, error.told):
+                raise
+        else:
+            if isinstance(answer, dict) and answer.get("success") is False:
+                told = str(answer.get("error_message"))
+                if not self.dialect.known(200, told):
+                    raise ServerRefused(f"{self.url} cannot load {name}: {told}", 200, told)
+        self.loaded.add(name)
+
+    async def unload(self, name: str) -> None:
+        """Unload a version; one that is not there is fine.
+
+        Raises:
+            EngineError: it stays, and why.
+        """
+        try:
+            await self.call(self.dialect.unload(name), self.clocks.load)
+        except ServerRefused as error:
+            if not self.dialect.unknown(error.status, error.told):
+                raise
+        self.loaded.discard(name)
+
+    async def logprobs(self, token_ids: IntArray, model: str | None) -> FloatArray:
+        """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
+        wanted = token_ids.tolist()
+        answer = await self.call(self.dialect.score(wanted, model, self.facts.base), self.clocks.request)
+        try:
+            found = self.dialect.scores(answer, wanted)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ServerFault(f"{self.url} scored a prompt with something else: {error!r}") from error
+        if len(found) != len(wanted) - 1 or not all(map(math.isfinite, found)):
+            raise ServerFault(f"{self.url} scored {len(wanted)} tokens with {found}")
+        return np.array([0.0, *found], np.float32)
+
+    async def complete(self, ask: Ask) -> AsyncIterator[Piece]:
+        """One completion: its tokens as they come where `ask.stream`, otherwise at once.
+
+        Raises:
+            ServerGone: the server went before the end; pieces that came are good.
+            ServerRefused: an error, with what was said.
+            ServerFault: an answer that cannot be right.
+        """
+        call, reading = self.dialect.generate(ask, self.facts.base), _Reading(self, ask)
+        size = len(ask.token_ids) + ask.max_tokens
+        self.requests, self.tokens = self.requests + 1, self.tokens + size
+        try:
+            if ask.stream:
+                async for event in self._events(call):
+                    if (piece := reading.take(event)) is not None:
+                        yield piece
+            elif (piece := reading.take(await self._unless_gone(self.call(call, self.clocks.request)))) is not None:
+                yield piece
+            reading.end()
+        finally:
+            self.requests, self.tokens = self.requests - 1, self.tokens - size
+
+    async def _events(self, call: Call) -> AsyncIterator[Any]:
+        try:
+            async with self._open().stream("POST", call.path, json=call.body) as answer:
+                if answer.status_code != 200:
+                    self._check(call, answer.status_code, (await answer.aread()).decode(errors="replace"))
+                lines = answer.aiter_lines()
+                line: str | None
+                while (line := await self._unless_gone(anext(lines, None))) is not None:
+                    if not line.startswith("data:"):
+                        continue
+                    data = line.removeprefix("data:").strip()
+                    if data == "[DONE]":
+                        return
+                    yield _parsed(self, data)
+        except _GONE as error:
+            raise ServerGone(f"{self.url}{call.path} broke off: {_words(error)}") from error
+
+    async def _unless_gone(self, waiting: Coroutine[Any, Any, Result] | Any) -> Result:
+        """Wait for an answer, and no longer than the server is there."""
+        assert self._gone is not None
+        answer, gone = asyncio.ensure_future(waiting), asyncio.ensure_future(self._gone.wait())
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ServerGone(f"{self.url} went away: {self.note}")
+            result: Result = answer.result()
+            return result
+        finally:
+            for task in (answer, gone):
+                task.cancel()
+            await asyncio.gather(answer, gone, return_exceptions=True)
+
+    def _open(self) -> httpx2.AsyncClient:
+        if self._client is None:
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+            self._client = httpx2.AsyncClient(
+                base_url=self.url,
+                headers=dict(self.headers),
+                verify=self.verify,
+                limits=limits,
+                timeout=httpx2.Timeout(None, connect=self.clocks.connect),
+                trust_env=False,
+            )
+        return self._client
+
+    def _check(self, call: Call, status: int, text: str) -> None:
+        if status == 200:
+            return
+        told = _told(text)
+        hint = ""
+        if status in (401, 403):
+            hint = "; is rollout.api_key_env set to the variable that holds its key?"
+        elif status == 404 and call.path.endswith("lora_adapter"):
+            hint = (
+                "; does it load adapters at run time (vLLM: --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True)?"
+            )
+        raise ServerRefused(f"{self.url}{call.path} answers {status}: {told}{hint}", status, told)
+
+
+class _Reading:
+    """Takes the answers to one ask and lets nothing through that cannot be right."""
+
+    def __init__(self, replica: Replica, ask: Ask) -> None:
+        self._replica, self._ask = replica, ask
+        self._n = 0
+        self._finish: str | None = None
+
+    def take(self, answer: Any) -> Piece | None:
+        """New tokens of an answer or event."""
+        piece = self._read(answer)
+        if piece is None:
+            return None
+        if piece.prompt_ids is not None and piece.prompt_ids != self._ask.token_ids:
+            raise self._fault("read another prompt than it was sent")
+        if self._replica.dialect.cumulative and self._ask.stream:
+            piece = Piece(piece.token_ids[self._n :], piece.logprobs[self._n :], piece.finish)
+        if len(piece.token_ids) != len(piece.logprobs):
+            raise self._fault(f"gave {len(piece.token_ids)} tokens with {len(piece.logprobs)} logprobs")
+        for logprob in piece.logprobs:
+            if logprob is None or not -9990.0 < logprob <= 1e-4:  # vLLM says -9999 where it has none
+                raise self._fault(f"gave a token the logprob {logprob}")
+        self._n += len(piece.token_ids)
+        if self._n > self._ask.max_tokens:
+            raise self._fault(f"gave {self._n} tokens where {self._ask.max_tokens} were allowed")
+        self._finish = piece.finish or self._finish
+        return piece
+
+    def end(self) -> None:
+        """Check that the completion is whole."""
+        if self._finish not in ("stop", "length", "abort"):
+            raise ServerGone(f"{self._replica.url} broke off a completion after {self._n} tokens ({self._finish})")
+        if self._finish == "length" and self._n < self._ask.max_tokens:
+            raise self._fault(f"ended a completion for its length after {self._n} of {self._ask.max_tokens} tokens")
+        if self._n == 0 and self._finish != "abort":
+            raise self._fault("gave a completion without a token")
+
+    def _read(self, answer: Any) -> Piece | None:
+        if isinstance(answer, dict) and "error" in answer:
+            told = _told(json.dumps(answer))
+            raise ServerRefused(f"{self._replica.url} broke off with an error: {told}", 500, told)
+        try:
+            return self._replica.dialect.piece(answer)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise self._fault(f"gave an answer of another form: {error!r}") from error
+
+    def _fault(self, what: str) -> ServerFault:
+        return ServerFault(f"{self._replica.url} {what} (request {self._ask.id})")
+
+
+def _parsed(replica: Replica, data: str) -> Json:
+    try:
+        found: Json = json.loads(data)
+    except ValueError as error:
+        raise ServerFault(f"{replica.url} sent an event that is no JSON: {data[:80]!r}") from error
+    return found
+
+
+def _told(text: str) -> str:
+    """What an error answer says, in one line."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        found = json.loads(text)
+        error = found.get("error", found)
+        inner = error.get("message", error) if isinstance(error, dict) else error
+        text = str(found.get("error_message") or inner)
+    return " ".join(text.split())[:400]
+
+
+def _words(error: BaseException) -> str:
+    return f"{error}" or type(error).__name__
+
+
+async def again(
+    attempt: Callable[[], Coroutine[Any, Any, Result]], times: int, wait: float, give_up: type[EngineError]
+) -> Result:
+    """Repeat what fails, waiting twice as long each time; what `give_up` names is not repeated."""
+    for number in range(times):
+        try:
+            return await attempt()
+        except give_up:
+            raise
+        except EngineError:
+            if number == times - 1:
+                raise
+            await asyncio.sleep(wait * 2**number)
+    raise AssertionError

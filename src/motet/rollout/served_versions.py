@@ -1,0 +1,148 @@
+"""Which versions servers hold: written once, loaded on every replica, handed to one that was away, unloaded in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from motet.errors import EngineError, ServerFault, ServerGone
+from motet.rollout.fleet import Fleet
+from motet.rollout.replica import Replica, again
+from motet.rollout.version_files import VersionFiles
+from motet.types import AdapterRef, FloatArray, IntArray
+
+_log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+"""How often a server that refuses is asked to load or unload a version."""
+
+
+@dataclass
+class _Version:
+    """A version as this engine knows it."""
+
+    path: Path
+    probe: tuple[IntArray, FloatArray] | None = None
+    """What was answered first; a replica that gets the version later has to agree."""
+
+
+class ServedVersions:
+    """The versions of a run on its servers."""
+
+    def __init__(self, files: VersionFiles, tolerance: float, run: str) -> None:
+        """Nothing is on a server yet.
+
+        Args:
+            files: where versions are written.
+            tolerance: largest difference between two replicas' logprobs of one probe.
+            run: the part of served names that says whose they are; those that nobody knows are unloaded.
+        """
+        self._files, self._tolerance, self._run = files, tolerance, run
+        self._versions: dict[AdapterRef, _Version] = {}
+        self._loading: dict[tuple[str, str], asyncio.Lock] = {}
+        self._unloading: set[asyncio.Task[None]] = set()
+
+    def __contains__(self, ref: object) -> bool:
+        """Whether requests may ask for it."""
+        return ref in self._versions
+
+    async def take(self, ref: AdapterRef, write: Callable[[Path], None], fleet: Fleet) -> None:
+        """Write a version into a directory of its own and load it on every replica that is there.
+
+        Raises:
+            EngineError: no replica took it, or one refused it, and why.
+        """
+        if ref in self._versions:
+            raise EngineError(f"version {ref.version} of adapter {ref.name!r} is loaded already")
+
+        def staged() -> None:
+            with self._files.stage(ref) as directory:
+                write(directory)
+
+        await asyncio.to_thread(staged)
+        self._versions[ref] = _Version(self._files.path(ref))
+        try:
+            await fleet.wait()
+            handed = (self.hand(replica, ref) for replica in fleet.up)
+            outcomes = await asyncio.gather(*handed, return_exceptions=True)
+            failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+            refused = [error for error in failed if not isinstance(error, ServerGone)]
+            if refused or len(failed) == len(outcomes):
+                raise (refused or failed)[0]
+        except BaseException:
+            self.drop(ref, fleet)
+            raise
+
+    async def hand(self, replica: Replica, ref: AdapterRef) -> None:
+        """See that a replica has a version, and answers it as the others did, before it is asked for it.
+
+        Raises:
+            EngineError: it cannot be loaded there, and why.
+        """
+        name, version = ref.served_name, self._versions.get(ref)
+        if version is None:
+            raise EngineError(f"version {ref.version} of adapter {ref.name!r} is not loaded")
+        async with self._loading.setdefault((replica.url, name), asyncio.Lock()):
+            if name in replica.loaded:
+                return
+            await again(lambda: replica.load(name, str(version.path)), _ATTEMPTS, replica.clocks.retry, ServerGone)
+            if version.probe is not None:
+                token_ids, expected = version.probe
+                gap = float(np.abs(await replica.logprobs(token_ids, name) - expected).max())
+                if not gap <= self._tolerance:
+                    replica.loaded.discard(name)
+                    raise ServerFault(
+                        f"{replica.url} answers version {ref.version} of {ref.name!r} otherwise than when it was "
+                        f"published: logprobs of the probe differ by {gap:.3g}"
+                    )
+
+    def probed(self, ref: AdapterRef, token_ids: IntArray, logprobs: FloatArray) -> None:
+        """Remember what servers answered first."""
+        version = self._versions.get(ref)
+        if version is not None and version.probe is None:
+            version.probe = (token_ids, logprobs)
+
+    def drop(self, ref: AdapterRef, fleet: Fleet) -> None:
+        """Let go of a version: in the background, and a server that does not is no reason to stop."""
+        if self._versions.pop(ref, None) is not None:
+            task = asyncio.create_task(self._unload(ref, fleet))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def tidy(self, replica: Replica) -> None:
+        """Unload what of this run nobody asks for any more: also what an earlier attempt left, or what would not go before.
+
+        Raises:
+            EngineError: something stays, and why.
+        """
+        current = {ref.served_name for ref in self._versions}
+        for name in sorted(replica.loaded - current):
+            if f".{self._run}." in name:
+                await again(lambda name=name: replica.unload(name), _ATTEMPTS, replica.clocks.retry, ServerGone)  # type: ignore[misc]
+
+    async def close(self) -> None:
+        """Finish unloading and remove the files that are not kept."""
+        if self._unloading:
+            await asyncio.wait(self._unloading, timeout=10.0)
+        await asyncio.to_thread(self._files.close)
+
+    async def _unload(self, ref: AdapterRef, fleet: Fleet) -> None:
+        for replica in fleet.up:
+            self._loading.pop((replica.url, ref.served_name), None)
+            try:
+                await self.tidy(replica)
+            except EngineError as error:
+                _log.warning("%s stays loaded for now: %s", ref.served_name, error)
+        self._files.retire(ref)
+
+
+def copy_adapter(source: Path, target: Path) -> None:
+    """Copy the files of a PEFT directory that servers read."""
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copyfile(source / file, target / file)

@@ -1,0 +1,286 @@
+"""Sampling on servers: vLLM or SGLang, one or several replicas, reached over HTTP.
+
+A request goes whole to the replica with the fewest outstanding tokens. A version is loaded on every replica before it is
+announced; one that was away is handed it again before it is sent a request for it, and has to answer the probe as before. What
+a replica leaves undone is asked of another, or of the same one when it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
+from motet.protocols import Trainer
+from motet.rollout.completion import Completion, Decode
+from motet.rollout.fleet import Fleet
+from motet.rollout.replica import Load, Replica
+from motet.rollout.served_versions import ServedVersions, copy_adapter
+from motet.rollout.server_process import ServerProcess
+from motet.rollout.version_files import VersionFiles
+from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray
+
+_log = logging.getLogger(__name__)
+
+_ATTEMPTS = 5
+"""How often a completion is asked for when answers fail; waiting for a replica that is away does not count."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What jobs need of each server at a time."""
+
+    adapters: int
+    versions: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What requests have to keep to, and how long they wait."""
+
+    rows: int
+    """Completions in flight on one replica."""
+    vocabulary: int
+    max_positions: int
+    wanted: Demand
+    tolerance: float
+    """Largest difference between two replicas' logprobs of one probe."""
+    patience: float
+    """Seconds to wait for a replica when none is there."""
+
+
+@dataclass(eq=False)
+class _Open:
+    """A request under way, with all its completions on one replica."""
+
+    request: GenerateRequest
+    replica: Replica | None = None
+    tasks: tuple[asyncio.Task[None], ...] = ()
+    aborted: bool = False
+
+
+class ServerEngine:
+    """A `RolloutEngine` on servers."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        processes: Mapping[str, ServerProcess],
+        files: VersionFiles,
+        decode: Decode,
+        bounds: Bounds,
+        run: str,
+    ) -> None:
+        """Nothing is asked of a server before `ready`.
+
+        Args:
+            replicas: the servers.
+            processes: those that are started here, by URL.
+            files: where versions are written for them.
+            decode: text of completion tokens.
+            bounds: what requests have to keep to.
+            run: the part of served names that says whose they are.
+        """
+        self.fleet = Fleet(replicas, processes, bounds.patience, self._welcome)
+        self._versions = ServedVersions(files, bounds.tolerance, run)
+        self._decode, self._bounds = decode, bounds
+        self._open: set[_Open] = set()
+
+    @property
+    def capacity(self) -> int:
+        """Completions in flight on all replicas."""
+        return self._bounds.rows * len(self.fleet.replicas)
+
+    def loads(self) -> list[Load]:
+        """What each replica is doing."""
+        return [replica.load_now() for replica in self.fleet.replicas]
+
+    async def ready(self) -> None:
+        """Wait until a server answers.
+
+        Raises:
+            EngineError: none does, or none has room for the jobs; with what to change.
+        """
+        await self.fleet.wait()
+
+    async def _welcome(self, replica: Replica) -> None:
+        """Refuse a server that has no room for the jobs; unload what an earlier attempt of this run left there."""
+        facts, wanted, settings = replica.facts, self._bounds.wanted, replica.dialect.settings
+        for needed, has, setting, what in (
+            (wanted.adapters, facts.max_loras, settings.max_loras, "adapters in one batch"),
+            (wanted.versions, facts.max_cpu_loras, settings.max_cpu_loras, "versions of adapters in memory"),
+            (wanted.rank, facts.max_rank, settings.max_rank, "as the largest rank"),
+        ):
+            if has is not None and has < needed:
+                raise ServerUnfit(
+                    f"{replica.url} has room for {has} {what}, and these jobs need {needed}: raise its {setting}"
+                )
+        await self._versions.tidy(replica)
+
+    # --- versions ---------------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
+        """Make a version servable from a PEFT directory, which may go afterwards."""
+        await self.take(ref, lambda staged: copy_adapter(source, staged))
+
+    async def take(self, ref: AdapterRef, write: Callable[[Path], None]) -> None:
+        """Make a version servable that is written into a directory of its own."""
+        await self._versions.take(ref, write, self.fleet)
+
+    async def unload_adapter(self, ref: AdapterRef) -> None:
+        """Let go of a version."""
+        self._versions.drop(ref, self.fleet)
+
+    # --- requests ---------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Complete a prompt once per seed; see `RolloutEngine.generate`."""
+        self._refuse(request)
+        opened, chunks = _Open(request), asyncio.Queue[Chunk | EngineError]()
+        self._open.add(opened)
+        left = len(request.seeds)
+        opened.tasks = tuple(asyncio.create_task(self._complete(opened, index, chunks)) for index in range(left))
+        try:
+            while left:
+                item = await chunks.get()
+                if isinstance(item, EngineError):
+                    raise item
+                left -= item.finish_reason is not None
+                yield item
+        finally:
+            self._open.discard(opened)
+            for task in opened.tasks:
+                task.cancel()
+            await asyncio.gather(*opened.tasks, return_exceptions=True)
+
+    async def _complete(self, opened: _Open, index: int, chunks: asyncio.Queue[Chunk | EngineError]) -> None:
+        completion = Completion(opened.request, index, self._decode)
+        try:
+            await self._sample(opened, completion, chunks)
+        except asyncio.CancelledError:
+            if not opened.aborted:
+                raise
+            completion.finish = completion.finish or FinishReason.ABORT
+        except EngineError as error:
+            chunks.put_nowait(error)
+            return
+        chunks.put_nowait(completion.chunk())
+
+    async def _sample(self, opened: _Open, completion: Completion, chunks: asyncio.Queue[Chunk | EngineError]) -> None:
+        """Ask until the completion is whole."""
+        request, failures = opened.request, 0
+        while completion.finish is None:
+            replica, mark = await self._place(opened), completion.mark()
+            try:
+                if request.adapter is not None:
+                    await self._versions.hand(replica, request.adapter)
+                async for piece in replica.complete(completion.ask(failures)):
+                    completion.take(piece)
+                    if request.stream and completion.finish is None:
+                        chunks.put_nowait(completion.chunk())
+                continue
+            except (ServerGone, ServerRefused) as error:  # what came is good
+                self._trouble(replica, request.adapter, error)
+                failure: EngineError = error
+            except ServerFault as error:
+                if not completion.back(mark):
+                    raise
+                failure = error
+            failures += 1
+            if failures >= _ATTEMPTS:
+                raise EngineError(f"request {request.id} failed {failures} times: {failure}") from failure
+            if opened.replica is replica:
+                opened.replica = None
+            await asyncio.sleep(replica.clocks.retry * 2 ** (failures - 1))
+
+    def _trouble(self, replica: Replica, adapter: AdapterRef | None, error: ServerGone | ServerRefused) -> None:
+        """Do what a failed request asks for; raises what will not get better."""
+        if isinstance(error, ServerRefused) and error.status < 500:
+            if adapter is None or not replica.dialect.unknown(error.status, error.told):
+                raise error
+            replica.loaded.discard(adapter.served_name)  # it is handed over again
+        else:
+            self.fleet.doubt(replica)
+
+    async def _place(self, opened: _Open) -> Replica:
+        if opened.replica is None or not opened.replica.up:
+            chosen = await self.fleet.choose()
+            if opened.replica is None or not opened.replica.up:  # another completion of the request may have chosen
+                opened.replica = chosen
+        return opened.replica
+
+    async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
+        """Logprobs [T] of each token given those before it, at temperature 1; the first is 0.
+
+        Every replica that is there answers; they have to agree.
+        """
+        name = None if adapter is None else adapter.served_name
+        answers: dict[str, FloatArray] = {}
+        for attempt in range(_ATTEMPTS):
+            await self.fleet.wait()
+            for replica in self.fleet.up:
+                try:
+                    if adapter is not None:
+                        await self._versions.hand(replica, adapter)
+                    answers[replica.url] = await replica.logprobs(token_ids, name)
+                except (ServerGone, ServerRefused) as error:
+                    if attempt == _ATTEMPTS - 1:
+                        raise
+                    self._trouble(replica, adapter, error)
+            if answers:
+                break
+            await asyncio.sleep(self.fleet.replicas[0].clocks.retry * 2**attempt)
+        first = next(iter(answers.values()))
+        for url, answer in answers.items():
+            if not (gap := float(np.abs(answer - first).max())) <= self._bounds.tolerance:
+                raise ServerFault(f"servers disagree on {name or 'the base'}: {url} differs by {gap:.3g} in a logprob")
+        if adapter is not None:
+            self._versions.probed(adapter, token_ids, first)
+        return first
+
+    async def abort(self, name: str) -> None:
+        """End one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
+        for opened in self._open:
+            if name in (opened.request.id, opened.request.job):
+                opened.aborted = True
+                for task in opened.tasks:
+                    task.cancel()
+
+    async def close(self) -> None:
+        """Finish unloading, let go of the servers, and end those that were started here."""
+        await self._versions.close()
+        await self.fleet.close()
+
+    def _refuse(self, request: GenerateRequest) -> None:
+        n_prompt, n_new = len(request.prompt_ids), request.sampling.max_tokens
+        where = f"request {request.id} of job {request.job!r}"
+        if request.adapter is not None and request.adapter not in self._versions:
+            raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
+        if n_prompt == 0 or not request.seeds:
+            raise EngineError(f"{where} has an empty prompt or no seeds")
+        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self._bounds.vocabulary:
+            raise EngineError(f"{where} has a token id outside the base's vocabulary of {self._bounds.vocabulary}")
+        told = [replica.facts.max_positions for replica in self.fleet.replicas]
+        longest = min(self._bounds.max_positions, *(positions for positions in told if positions is not None), 1 << 30)
+        if n_prompt + n_new > longest:
+            raise EngineError(
+                f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed the {longest} positions of the server; "
+                "lower sampling.max_tokens, shorten the prompt, or start the server with a longer context"
+            )
+
+
+class FileSync:
+    """A `WeightSync` for servers: a new version is a PEFT directory that they are told to load."""
+
+    def __init__(self, engine: ServerEngine, trainer: Trainer) -> None:
+        self._engine, self._trainer = engine, trainer
+
+    async def publish(self, name: str, ref: AdapterRef) -> None:
+        """Make the trainer's current weights of adapter `name` servable under this reference."""
+        await self._engine.take(ref, lambda staged: self._trainer.save_adapter(name, staged, optimizer=False))

@@ -1,0 +1,108 @@
+"""A server that Motet starts: on a free port, its output in a log, started again when it dies, ended by its own id.
+
+It runs under a guard, a small process that ends the server and all its children when its own input does: nothing is left
+behind, also when this process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from motet.errors import EngineError
+
+_END_SECONDS = 15.0
+_QUICK_SECONDS = 20.0
+"""A server that lives shorter than this did not die of its work."""
+_QUICK_DEATHS = 3
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """One server process and its guard."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        """Nothing is started yet."""
+        self._command, self._env, self._log = list(command), dict(env), log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._quick = 0
+        self.starts = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the guard, which leads the server's process group."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it ended again and again right after it was started."""
+        return self._quick >= _QUICK_DEATHS
+
+    @property
+    def ending(self) -> str:
+        """How it ended, and the last lines that it wrote."""
+        status = None if self._process is None else self._process.poll()
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = [line for line in self._log.read_text(errors="replace").splitlines()[-200:] if line.strip()]
+        told = [line for line in lines if "rror" in line][-1:] or lines[-1:]
+        return f"exit status {status}; {' '.join(told)[:300]}; all it wrote is in {self._log}"
+
+    def start(self) -> None:
+        """Start it, or start it again.
+
+        Raises:
+            EngineError: its program cannot be run, or it ends as soon as it is started.
+        """
+        if self._process is not None:
+            self._reap()
+            self._quick = self._quick + 1 if time.monotonic() - self._started < _QUICK_SECONDS else 0
+            if self.hopeless:
+                raise EngineError(self.ending)
+        self.starts += 1
+        self._started = time.monotonic()
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).with_name("server_guard.py")), *self._command],
+                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=self._env, start_new_session=True,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """End it, and wait until it has."""
+        self._reap()
+
+    def _reap(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(OSError):
+            assert process.stdin is not None
+            process.stdin.close()
+        try:
+            process.wait(_END_SECONDS + 5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # whatever of its group outlived the guard
+            os.killpg(process.pid, signal.SIGKILL)

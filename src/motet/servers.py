@@ -1,0 +1,251 @@
+"""The servers of a run: which are asked, and with what command those are started that are not there yet."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+from motet.config import JobConfig, LaunchConfig, RolloutConfig
+from motet.errors import ConfigError
+from motet.rollout.dialects import DIALECTS
+from motet.rollout.replica import Clocks, Replica
+from motet.rollout.server import Bounds, Demand, ServerEngine
+from motet.rollout.server_process import ServerProcess, free_port
+from motet.rollout.version_files import VersionFiles
+
+TOLERANCE = {"float32": 0.01, "bfloat16": 0.25}
+"""Largest difference between a server's and the trainer's logprobs of a probe, by the base's type."""
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM's --max-lora-rank takes."""
+
+MEMORY = Path("/dev/shm")
+_MOST_LORAS = 16
+_CPU_CACHE_GIB = "2"
+
+
+@dataclass(frozen=True)
+class _Server:
+    """What a server's command line is made from."""
+
+    model: str
+    dtype: str
+    port: int
+    rows: int
+    positions: int
+    loras: int
+    cpu_loras: int
+    rank: int
+    targets: tuple[str, ...]
+    """Names of the layers that adapters may change."""
+    on_cpu: bool
+    launch: LaunchConfig
+
+
+def tolerance(config: RolloutConfig, base: Any) -> float:
+    """The largest difference that a publish's probe may show."""
+    return config.tolerance or TOLERANCE[str(base.dtype).removeprefix("torch.")]
+
+
+def demand(jobs: Sequence[JobConfig], slots: int) -> Demand:
+    """What the jobs need of a server at a time."""
+    versions = sorted((job.algorithm.max_off_policy_steps + 2 for job in jobs), reverse=True)[:slots]
+    return Demand(len(versions), sum(versions), max(job.adapter.rank for job in jobs))
+
+
+def build_servers(base: Any, config: RolloutConfig, wanted: Demand, run_id: str, log_directory: Path) -> ServerEngine:
+    """The engine for servers that run already, or that are started with the first request.
+
+    Args:
+        base: the trainer's, whose tokenizer makes text of tokens.
+        config: where the servers are.
+        wanted: what the jobs need of each.
+        run_id: a part of the names of all versions of this run.
+        log_directory: where the output of started servers goes.
+
+    Raises:
+        ConfigError: the settings cannot work for these jobs.
+    """
+    clocks = Clocks(health=config.health_seconds, load=config.publish_seconds, request=config.request_seconds)
+    dialect, headers, verify = DIALECTS[config.engine], _headers(config), _verify(config)
+    directory = (
+        Path(config.directory).expanduser() if config.directory else MEMORY if MEMORY.is_dir() else Path(gettempdir())
+    )
+    files = VersionFiles(directory.resolve() / f"motet-{run_id}")
+    replicas, processes = [], {}
+    for url in config.urls:
+        replicas.append(Replica(url, dialect, clocks, headers, verify))
+    if config.launch is not None:
+        model = _model(base.name, config.launch, files)
+        for number in range(config.launch.replicas):
+            key = secrets.token_urlsafe(24)
+            server = _server(base, model, config, config.launch, wanted)
+            replica = Replica(f"http://127.0.0.1:{server.port}", dialect, clocks, {"Authorization": f"Bearer {key}"})
+            processes[replica.url] = ServerProcess(
+                COMMANDS[config.engine](server),
+                _environment(server, number, key),
+                log_directory / f"server-{number}.log",
+            )
+            replicas.append(replica)
+    bounds = Bounds(
+        config.rows, base.vocab_size, base.max_positions, wanted, tolerance(config, base), config.patience_seconds
+    )
+    decode: Callable[[list[int]], str] = lambda tokens: base.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    return ServerEngine(replicas, processes, files, decode, bounds, run_id)
+
+
+def _headers(config: RolloutConfig) -> Mapping[str, str]:
+    if config.api_key_env is None:
+        return {}
+    if not (key := os.environ.get(config.api_key_env)):
+        raise ConfigError(f"rollout.api_key_env names {config.api_key_env}, which is not set in the environment")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _verify(config: RolloutConfig) -> Any:
+    if config.ca_file is None:
+        return config.verify_tls
+    try:
+        context = ssl.create_default_context()
+        context.load_verify_locations(Path(config.ca_file).expanduser())
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"rollout.ca_file {config.ca_file} cannot be read: {error}") from error
+    return context
+
+
+# --- servers that are started here ------------------------------------------------------------------------------------------
+
+
+def _server(base: Any, model: str, config: RolloutConfig, launch: LaunchConfig, wanted: Demand) -> _Server:
+    if shutil.which(os.path.expanduser(launch.python)) is None:
+        raise ConfigError(
+            f"rollout.launch.python is {launch.python!r}, which is no program; give the interpreter of the environment that "
+            f"has {DIALECTS[config.engine].name}"
+        )
+    if launch.colocate and launch.gpu_memory_utilization is None:
+        raise ConfigError(
+            "rollout.launch.colocate needs gpu_memory_utilization, so that the trainer has room beside it"
+        )
+    rank = launch.max_rank or next(rank for rank in VLLM_RANKS if rank >= wanted.rank)
+    return _Server(
+        model=model,
+        dtype=str(base.dtype).removeprefix("torch.") if launch.dtype == "auto" else launch.dtype,
+        port=free_port(),
+        rows=config.rows,
+        positions=launch.max_positions or base.max_positions,
+        loras=launch.max_loras or min(wanted.adapters, _MOST_LORAS),
+        cpu_loras=launch.max_cpu_loras or wanted.versions + (config.keep_versions or 0) * wanted.adapters,
+        rank=rank,
+        targets=tuple(sorted({path.rpartition(".")[2] for path in base.linears})),
+        on_cpu=base.device.type == "cpu",
+        launch=launch,
+    )
+
+
+def _model(name: str, launch: LaunchConfig, files: VersionFiles) -> str:
+    """What the server is given as its base; in memory where that is wanted."""
+    from motet.model.load import find_base
+
+    source, gguf = find_base(name)
+    if gguf is not None:
+        raise ConfigError("rollout.launch cannot serve a .gguf file; use a model directory or a hub id as the base")
+    if launch.preload is None:
+        return source
+    copy = Path(launch.preload).expanduser().resolve() / f"{files.directory.name}-base"
+    try:
+        shutil.rmtree(copy, ignore_errors=True)  # of an attempt that was killed
+        shutil.copytree(_in_a_directory(source), copy)
+    except OSError as error:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise ConfigError(f"the base cannot be copied to rollout.launch.preload={launch.preload}: {error}") from error
+    files.own(copy)
+    return str(copy)
+
+
+def _in_a_directory(source: str) -> str:
+    if Path(source).is_dir():
+        return source
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(source)
+
+
+def _environment(server: _Server, number: int, key: str) -> dict[str, str]:
+    found = {
+        **os.environ,
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_API_KEY": key,
+        "DO_NOT_TRACK": "1",
+    }
+    if server.on_cpu:
+        found.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+    if server.launch.devices:
+        found["CUDA_VISIBLE_DEVICES"] = server.launch.devices[number % len(server.launch.devices)]
+    return {**found, **server.launch.env}
+
+
+def _vllm(server: _Server) -> list[str]:
+    options = {
+        "--model": server.model,
+        "--dtype": server.dtype,
+        "--host": "127.0.0.1",
+        "--port": server.port,
+        "--max-model-len": server.positions,
+        "--max-num-seqs": server.rows,
+        "--max-loras": server.loras,
+        "--max-cpu-loras": max(server.cpu_loras, server.loras),
+        "--max-lora-rank": server.rank,
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
+        "--stream-interval": server.launch.stream_interval,
+        "--tensor-parallel-size": server.launch.tensor_parallel,
+    }
+    if server.launch.gpu_memory_utilization is not None:
+        options["--gpu-memory-utilization"] = server.launch.gpu_memory_utilization
+    # without a list vLLM adapts the head too: that costs time, and on a CPU prompt logprobs then end the engine
+    switches = [
+        "--enable-lora",
+        "--lora-target-modules",
+        *server.targets,
+        *(["--enforce-eager"] if server.on_cpu else []),
+    ]
+    return _command(server, "vllm.entrypoints.openai.api_server", options, switches)
+
+
+def _sglang(server: _Server) -> list[str]:
+    options = {
+        "--model-path": server.model,
+        "--dtype": server.dtype,
+        "--host": "127.0.0.1",
+        "--port": server.port,
+        "--context-length": server.positions,
+        "--max-running-requests": server.rows,
+        "--max-loras-per-batch": server.loras + 1,  # the base counts as one
+        "--max-loaded-loras": max(server.cpu_loras, server.loras + 1),
+        "--max-lora-rank": server.rank,
+        "--lora-backend": server.launch.lora_backend,
+        "--stream-interval": server.launch.stream_interval,
+        "--tp-size": server.launch.tensor_parallel,
+    }
+    if server.launch.gpu_memory_utilization is not None:
+        options["--mem-fraction-static"] = server.launch.gpu_memory_utilization
+    return _command(
+        server, "sglang.launch_server", options, ["--enable-lora", "--lora-target-modules", *server.targets]
+    )
+
+
+def _command(server: _Server, module: str, options: Mapping[str, Any], switches: Sequence[str]) -> list[str]:
+    spelled = [part for option, value in options.items() for part in (option, str(value))]
+    return [os.path.expanduser(server.launch.python), "-m", module, *spelled, *switches, *server.launch.args]
+
+
+COMMANDS: Mapping[str, Callable[[_Server], list[str]]] = {"vllm": _vllm, "sglang": _sglang}
+"""How each kind of server is started."""
