@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
 from motet.model.distribution import Distribution, draw
+from motet.training import torch_trainer
 from motet.training.arena import OPTIMIZER
 from motet.training.torch_trainer import HEAD_ROWS, TorchTrainer
 from motet.types import Batch, LossSpec, Sample, SamplingParams, Segment, shared_prompts
@@ -286,6 +288,22 @@ def test_optimizer_state_before_the_first_step(tmp_path):
     first.save_adapter("a", tmp_path, optimizer=True)
     second.load_adapter("a", tmp_path, optimizer=True)
     assert run_steps(second, [batch]) == run_steps(first, [batch])
+
+
+def test_saving_beside_the_device_takes_one_torch_thread(tmp_path, monkeypatch):
+    """A new thread takes over the device's number of threads, and OpenMP would keep a second team for it."""
+    trainer, seen = make_trainer(tiny.base("llama"), "a"), []
+
+    def watched(*args: Any) -> None:
+        seen.append(torch.get_num_threads())
+
+    monkeypatch.setattr(torch_trainer, "write_adapter", watched)
+    torch.set_num_threads(2)  # as the device does while it trains
+    saving = threading.Thread(target=lambda: trainer.save_adapter("a", tmp_path, optimizer=True))
+    saving.start()
+    saving.join()
+    assert seen == [1]
+    assert torch.get_num_threads() == 2, "it is another thread's number"
 
 
 def test_optimizer_state_that_does_not_fit(tmp_path):

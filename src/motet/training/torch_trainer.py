@@ -8,6 +8,8 @@ Legend: T packed rows, N trainable tokens of a segment, D model width, V vocabul
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,11 +124,12 @@ class TorchTrainer:
         return self._arena(name).step(lr)
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
-        """Write PEFT files, and the optimizer's state where asked; the directory exists."""
+        """Write PEFT files, and the optimizer's state where asked; the directory exists. May run beside the device."""
         arena, shape = self._arena(name), self._shapes[name]
-        write_adapter(directory, self.base, arena.layout, shape.alpha, shape.target_modules, arena.masters)
-        if optimizer:
-            arena.save_optimizer(directory)
+        with _no_openmp_team():
+            write_adapter(directory, self.base, arena.layout, shape.alpha, shape.target_modules, arena.masters)
+            if optimizer:
+                arena.save_optimizer(directory)
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""
@@ -172,6 +175,21 @@ class TorchTrainer:
             proximal_logprobs_N=rows.gather_optional(segment, "proximal_logprobs"),
         )
         return loss_and_stats(segment.loss, segment.denominator, inputs)
+
+
+@contextlib.contextmanager
+def _no_openmp_team() -> Iterator[None]:
+    """One torch thread in the thread that this runs in.
+
+    A thread takes over, at its first operation, the number that any thread has set last: that of the device, while it trains.
+    OpenMP would keep a second team for it, and where there are more threads than cores every team waits by sleeping.
+    """
+    before = torch.get_num_threads()  # the number is taken over here, not inside
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
