@@ -52,15 +52,14 @@ def test_weights_are_packed_where_the_operators_are_there() -> None:
     weights = [frozen(shape, bias) for shape in SHAPES for bias in (False, True)]
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         pytest.fail("this build of torch cannot pack: is that so wherever Motet runs?")
-    n_shapes = pack_all(weights)
-    assert n_shapes == sum(weight._packed is not None for weight in weights)
+    pack_all(weights)
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        assert n_shapes == len(weights)
+        assert all(weight._packed is not None for weight in weights)
 
 
 def test_fp32_is_left_alone() -> None:
     weight = frozen((64, 32), False, torch.float32)
-    assert pack_all([weight]) == 0
+    pack_all([weight])
     assert weight._packed is None
     base = tiny.base("llama", "float32")
     assert all(layer.siblings.weight._packed is None for layer in base.linears.values())
@@ -83,7 +82,7 @@ def test_a_weight_whose_product_disagrees_stays_plain(monkeypatch: pytest.Monkey
     """For any of the numbers of rows tried; weights of another shape are packed all the same."""
     monkeypatch.setattr(packed, "_packed_linear", spoilt(lambda x: x.shape == (rows, 64)))
     bad, good, same_shape = frozen((192, 64), True), frozen((96, 576), True), frozen((192, 64), True)
-    assert pack_all([bad, good, same_shape]) == 1
+    pack_all([bad, good, same_shape])
     assert bad._packed is same_shape._packed is None
     assert good._packed is not None
     x = torch.ones(rows, 64).bfloat16()
@@ -96,8 +95,9 @@ def test_without_the_operators_everything_stays_plain(monkeypatch: pytest.Monkey
         raise error("no such operator")
 
     monkeypatch.setattr(FrozenWeight, "pack", missing)
-    weight = frozen((64, 32), True)
-    assert pack_all([weight, frozen((64, 32), True)]) == 0
+    weight, same_shape = (frozen((64, 32), True) for _ in range(2))
+    pack_all([weight, same_shape])
+    assert weight._packed is same_shape._packed is None
     assert weight(torch.ones(4, 32).bfloat16()).shape == (4, 64)
 
 

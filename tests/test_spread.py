@@ -271,6 +271,22 @@ def test_nothing_is_sampled_while_held_and_unloading_waits_for_nobody(
     asyncio.run(run())
 
 
+def test_a_process_that_gets_ready_while_held_rests_at_once(base: Any, links: list[SamplerLink]) -> None:
+    links.append(SamplerLink(HELLO, base.fingerprint(), BusyTime(), 0.5, None))
+    (link,) = links
+    link.hold()
+    wait_for(link)
+
+    async def run() -> None:
+        task = asyncio.create_task(collect(link, request("early", None)))
+        await asyncio.sleep(0.3)
+        assert not task.done(), "it was sampled while the device trained"
+        link.go()
+        assert len(await task) == 2
+
+    asyncio.run(run())
+
+
 def test_the_process_is_out_of_reach_of_the_terminal(link: SamplerLink) -> None:
     assert os.getsid(link.pid) == link.pid != os.getsid(0), "Ctrl-C would end it before the run has saved"
 

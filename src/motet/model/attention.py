@@ -226,11 +226,8 @@ class _PackedAttention(torch.autograd.Function):
         queries, keys, values = [], [], []
         for index, group in enumerate(layout.groups):
             query, grad, common = (_fold(states, group, call) for states in (query_THE, grad_THE, common_TH1))
-            assert group.padding_SQ is not None
-            padding = group.padding_SQ.repeat_interleave(call.fold, dim=1)
-            padding = torch.nn.functional.pad(padding, (0, query.shape[2] - padding.shape[1]), value=True)
             for states in (grad, common):
-                states.masked_fill_(padding[:, None, :, None], 0)
+                states.masked_fill_(layout.padding_SR(index, call.fold), 0)
             key, value = (_blocks(states, group, layout.block_size) for states in (key_TKE, value_TKE))
             grad_query, grad_keys, grad_values = _attend_backward(
                 query, grad, common, log_sums[index], key, value, index, call

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from motet.errors import AdapterError, BaseModelError
 from motet.model import attention
 from motet.model.layout import ROWS, AttentionLayout, packed_layout
-from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, Routing, make_layout, walk_linears
+from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.norm import speed_up_norms
 from motet.model.packed import FrozenWeight, pack_all
-from motet.model.routing import TrainerRouting
+
+_LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 @dataclass
@@ -42,6 +43,8 @@ class BaseModel:
     linears: dict[str, LoraLinear]
     max_positions: int
     """Longest sequence the model's position encoding was made for."""
+    block_size: int = 64
+    """Keys that attention reads at a time, as in the proof."""
     notes: list[str] = field(default_factory=list)
     """What a person should know: excluded experts, exactness that does not hold."""
     exact: bool = True
@@ -98,17 +101,21 @@ class BaseModel:
         """What the head's product gives, in the base's dtype [N, V]."""
         return self._head(hidden_ND)
 
+    @functools.cached_property
+    def _logit_changes(self) -> tuple[Any, Any, Any]:
+        """What the model does to its logits: scale, divide, soft-cap; None where it does not."""
+        config = self.model.config.get_text_config()
+        scale, divide, cap = (getattr(config, name, None) for name in _LOGIT_CHANGES)
+        return scale, divide, cap
+
     def finish_logits(self, raw_NV: Tensor) -> Tensor:
         """fp32 logits [N, V]: the model's own scale and soft-cap applied."""
         logits_NV = raw_NV.float()
-        config = self.model.config.get_text_config()
-        scale = getattr(config, "logit_scale", None)
+        scale, divide, cap = self._logit_changes
         if scale is not None:
             logits_NV = logits_NV * scale
-        divide = getattr(config, "logits_scaling", None)
         if divide is not None:
             logits_NV = logits_NV / divide
-        cap = getattr(config, "final_logit_softcapping", None)
         if cap is not None:
             logits_NV = torch.tanh(logits_NV / cap) * cap
         return logits_NV
@@ -129,8 +136,8 @@ class BaseModel:
         """A digest of the logits of a few fixed tokens: equal only where every bit is."""
         tokens_T = torch.arange(16, device=self.device) * 97 % self.vocab_size
         positions_T = torch.arange(16, device=self.device)
-        with self.routed(TrainerRouting([], self.device, backward=False)):
-            hidden_TD = self.hidden(tokens_T, positions_T, packed_layout([16], 64, self.device))
+        with self.routed(NoAdapters()):
+            hidden_TD = self.hidden(tokens_T, positions_T, packed_layout([16], self.block_size, self.device))
         return hashlib.sha256(self.logits(hidden_TD).cpu().numpy().tobytes()).hexdigest()
 
     def adapter_layout(self, target_modules: str | Sequence[str], rank: int) -> AdapterLayout:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from motet.model.kv_cache import KVCache
 
 ROWS = 4
 """Every product and reduction gets a multiple of this many rows."""
-
 
 _LEAST_FILL = 0.75
 """Shortest sequence of a group, as a share of its longest: more groups are more calls, fewer are more padding."""
@@ -93,6 +93,7 @@ class AttentionLayout:
     calls: list[tuple[int, int | None]] = field(default_factory=list)
     """Layers that asked, and their sliding windows, for the proof at load."""
     _masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
+    _paddings: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def hidden_SRC(self, index: int, block: int, window: int | None, fold: int) -> Tensor | None:
         """True where a folded query row must not see a key of a block: [S, 1, R, C]; each query makes `fold` rows.
@@ -103,6 +104,17 @@ class AttentionLayout:
             return None
         hidden = self._hidden_SRL(index, window, fold)
         return hidden[..., block * self.block_size : (block + 1) * self.block_size]
+
+    def padding_SR(self, index: int, fold: int) -> Tensor:
+        """True for folded query rows that only repeat a sequence's last query: [S, 1, R, 1]."""
+        found = self._paddings.get((index, fold))
+        if found is None:
+            padding_SQ = self.groups[index].padding_SQ
+            assert padding_SQ is not None
+            found = padding_SQ.repeat_interleave(fold, dim=1)
+            found = F.pad(found, (0, -found.shape[1] % ROWS), value=True)[:, None, :, None]
+            self._paddings[(index, fold)] = found
+        return found
 
     def _hidden_SRL(self, index: int, window: int | None, fold: int) -> Tensor:
         found = self._masks.get((index, window, fold))

@@ -7,7 +7,8 @@ the copy that is multiplied with, A carries the scaling alpha / rank.
 Layers that read the same input (queries, keys and values; gate and up) are siblings: one product with their stacked weights,
 and one with their adapters' A side by side, serves them all.
 
-Legend: T packed rows, K inputs, N outputs, R rank, I siblings with an adapter, A adapters in a batch, M padded rows of each.
+Legend: T packed rows, K inputs, N outputs, R rank, I siblings with an adapter, W width of their A side by side, A adapters in a
+batch, M padded rows of each.
 """
 
 from __future__ import annotations
@@ -195,6 +196,14 @@ class Siblings:
         """Where a sibling's outputs lie in the joint product."""
         start = sum(self.sizes[:index])
         return slice(start, start + self.sizes[index])
+
+
+class NoAdapters:
+    """The routing of a pass over the base alone."""
+
+    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply the base to x [1, T, K] → [1, T, N] each."""
+        return tuple(siblings.weight(x).split(siblings.sizes, dim=-1))
 
 
 class LoraContext:

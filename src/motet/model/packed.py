@@ -25,7 +25,7 @@ class FrozenWeight:
         self._packed: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """X [..., K] → x Wᵀ + b [..., N]; without a gradient."""
+        """Multiply x [..., K] → x Wᵀ + b [..., N]; without a gradient."""
         if self._packed is None:
             return F.linear(x, self.plain, self.bias)
         return _packed_linear(x, self._packed, self.bias)
@@ -53,8 +53,8 @@ class FrozenWeight:
         return True
 
 
-def pack_all(weights: Iterable[FrozenWeight]) -> int:
-    """Pack the bfloat16 weights on the CPU whose shape passes the trial; returns how many shapes did."""
+def pack_all(weights: Iterable[FrozenWeight]) -> None:
+    """Pack the bfloat16 weights on the CPU whose shape passes the trial."""
     passed: dict[tuple[int, ...], bool] = {}
     for weight in weights:
         if weight.plain.device.type != "cpu" or weight.plain.dtype != torch.bfloat16:
@@ -69,7 +69,6 @@ def pack_all(weights: Iterable[FrozenWeight]) -> int:
             passed[weight.shape] = False
         if not passed[weight.shape]:
             weight.unpack()
-    return sum(passed.values())
 
 
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

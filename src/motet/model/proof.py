@@ -38,6 +38,7 @@ def prove(
         stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
         try:
             base = wrapper()
+            base.block_size = block_size
             watch = _Watch()
             with base.routed(watch):
                 packed, calls = _packed_logits(base, sequences, block_size)

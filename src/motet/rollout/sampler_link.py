@@ -52,7 +52,7 @@ class SamplerLink:
         self._keys = itertools.count()
         self._files = tempfile.TemporaryDirectory(prefix="motet-", dir=_MEMORY if _MEMORY.is_dir() else None)
         self._n_files = 0
-        self._closing = False
+        self._closing = self._held = False
         self.ready = False
         self.note = ""
         """Why the process does not take part, for a person."""
@@ -92,14 +92,18 @@ class SamplerLink:
                 self._outbox.put(wire.line(do="unload", ref=wire.ref_out(ref)))
 
     def hold(self) -> None:
-        """Let the process rest after the tokens under way: its core is wanted for something else."""
-        if self.ready:
-            self._outbox.put(wire.line(do="hold"))
+        """Let the process rest after the tokens under way, or as soon as it is ready: its core is wanted for something else."""
+        self._rest(held=True)
 
     def go(self) -> None:
         """Let it go on."""
-        if self.ready:
-            self._outbox.put(wire.line(do="go"))
+        self._rest(held=False)
+
+    def _rest(self, *, held: bool) -> None:
+        with self._lock:
+            self._held = held
+            if self.ready:
+                self._outbox.put(wire.line(do="hold" if held else "go"))
 
     def abort(self, name: str) -> None:
         """End one request, or every request of a job."""
@@ -216,6 +220,8 @@ class SamplerLink:
                 if not self.note:
                     self._outbox.put((ref, weights))
             self.ready = not self.note
+            if self.ready and self._held:
+                self._outbox.put(wire.line(do="hold"))
 
     def _deliver(self, message: dict[str, Any]) -> None:
         if "refused" in message:
