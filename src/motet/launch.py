@@ -52,6 +52,8 @@ class Workshop:
     notes: list[str] = field(default_factory=list)
     probe_tolerance: float = 0.0
     """Largest difference between the engine's and the trainer's logprobs at a publish."""
+    keep_versions: int | None = None
+    """Versions that the engine keeps besides those that are needed."""
     inexact: tuple[str, ...] = ()
     """Why the bytes of every job may depend on more than the job."""
 
@@ -156,6 +158,7 @@ def _build_on_servers(base: Any, config: RunConfig, directory: RunDirectory) -> 
         config.engine,
         list(base.notes),
         probe_tolerance=servers.tolerance(config.rollout, base),
+        keep_versions=config.rollout.keep_versions,
         inexact=(told,),
     )
 
@@ -338,6 +341,7 @@ def services(workshop: Workshop, directory: RunDirectory) -> Services:
         rewards=RewardPool(config.reward_workers),
         micro_batch_tokens=config.micro_batch_tokens,
         probe_tolerance=workshop.probe_tolerance,
+        keep_versions=workshop.keep_versions,
         engine_suffix=f"{directory.run_id}.{directory.attempt}",
         threads=_threads(config),
     )

@@ -139,6 +139,12 @@ class AlgorithmConfig(Config):
     """Problems of one step."""
     max_off_policy_steps: int = Field(0, ge=0)
     """Step s samples from version max(0, s − this); 0 is on-policy."""
+    in_flight: Literal["finish", "continue"] = "finish"
+    """What becomes of rollouts under way when a newer version is there: they finish under the version they began with, or go on
+    under the new one, each token with its version (the job is then not exact). Needs max_off_policy_steps."""
+    over_provision: float = Field(1.0, ge=1, le=4)
+    """Start this many times the groups of a step, train on those that are done first and resume the rest in the next step, so
+    that a step does not wait for its slowest answers (the job is then not exact)."""
     updates_per_batch: int = Field(1, ge=1)
     """Optimizer updates on one rollout batch; each goes over all of it."""
     clip_low: float | None = Field(None, ge=0)
@@ -157,6 +163,15 @@ class AlgorithmConfig(Config):
     """Leave answers that ran into max_tokens out of the loss."""
     max_failed_fraction: float = Field(0.25, ge=0, le=1)
     """The job fails when more of a step's rollouts than this have no reward."""
+
+    @model_validator(mode="after")
+    def _has_newer_versions(self) -> AlgorithmConfig:
+        if self.in_flight == "continue" and self.max_off_policy_steps == 0:
+            raise ValueError(
+                "algorithm.in_flight: continue needs max_off_policy_steps of 1 or more: on-policy, no version comes while a "
+                "step is sampled"
+            )
+        return self
 
 
 class OptimizerConfig(Config):

@@ -46,6 +46,10 @@ class Committed:
     """Newest version whose evaluation is in the metrics."""
     tokens_sampled: int = 0
     tokens_trained: int = 0
+    position: int = 0
+    """The next problem that was never begun, where steps do not take a window each."""
+    pending: tuple[int, ...] = ()
+    """Problems before it that were begun and not trained."""
     metrics_bytes: int = 0
     timings_bytes: int = 0
     threads: int = 0
@@ -119,7 +123,8 @@ class JobDirectory:
         path = self.path / "state" / str(steps[-1]) / "state.json"
         try:
             values = json.loads(path.read_text())
-            return Committed(**{**values, "inexact": tuple(values["inexact"])})
+            lists = {name: tuple(values[name]) for name in ("inexact", "pending")}
+            return Committed(**{**values, **lists})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RunError(
                 f"{path} is damaged ({error}); remove that directory to go on from the commit before it"

@@ -51,6 +51,8 @@ class Services:
     """Largest logprob difference between engine and trainer at a publish; 0 where they share tensors and are exact."""
     engine_suffix: str
     """`{run id}.{attempt}`, so that engine-side names never repeat."""
+    keep_versions: int | None = None
+    """Versions that an engine keeps besides those that are needed; 0 keeps all."""
     threads: int = 0
     """Torch threads; 0 where there is no torch."""
 

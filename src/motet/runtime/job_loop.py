@@ -19,7 +19,7 @@ from motet.runtime.job import Job, Services
 from motet.runtime.learning import JobLearning
 from motet.runtime.metrics import evaluation_record, rollout_records, step_record, timing_record
 from motet.runtime.probe import Probe
-from motet.runtime.sampling import JobSampler, SampledStep
+from motet.runtime.sampling import JobSampler, SampledStep, Supply
 from motet.runtime.scheduler import weight_of
 from motet.runtime.step_batch import check_failures
 from motet.runtime.versions import Versions
@@ -36,8 +36,9 @@ class JobLoop:
         self._resumed = committed is not None
         job.starts += 1  # a version trained again after a pause or a failure is another one, as it is after a crash
         engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
-        self._versions = Versions(job.name, engine_name, services.engine, services.sync)
-        self._sampler = JobSampler(job, services, self._versions)
+        self._versions = Versions(job.name, engine_name, services.engine, services.sync, services.keep_versions)
+        supply = Supply(self._done.position, set(self._done.pending))
+        self._sampler = JobSampler(job, services, self._versions, supply)
         self._learning = JobLearning(job, services)
         self._probe = Probe(job.name, job.chat.prompt_ids(job.data.train[0]), services.probe_tolerance)
         self._steps: dict[int, asyncio.Task[SampledStep]] = {}
@@ -156,7 +157,8 @@ class JobLoop:
         record = step_record(sampled, learned)
         if evaluation is not None:
             record["eval"] = evaluation
-        tokens = learned.tokens
+        tokens, supply = learned.tokens, self._sampler.supply
+        supply.pending.difference_update(sampled.positions)
         skipped = self._done.skipped_in_row + 1 if learned.optim is not None and learned.optim.skipped else 0
         done = replace(
             _with_evaluation(self._done, step, evaluation),
@@ -164,6 +166,8 @@ class JobLoop:
             skipped_in_row=skipped,
             tokens_sampled=self._done.tokens_sampled + sampled.tokens,
             tokens_trained=self._done.tokens_trained + tokens,
+            position=supply.position,
+            pending=tuple(sorted(supply.pending)),
             threads=services.threads,
             inexact=tuple(job.inexact),
         )

@@ -17,7 +17,7 @@ from motet.runtime.step_batch import group_metrics
 STEP_FIELDS: Mapping[str, str] = {
     "step": "the step, from 0; the last line has the number of steps and only the final evaluation",
     "version": "the adapter version that was sampled",
-    "staleness": "step − version",
+    "staleness": "step − the oldest version that sampled a token of it",
     "reward": "mean over scored rollouts",
     "reward_std": "standard deviation over scored rollouts",
     "reward_parts": "mean of each reward",
@@ -52,7 +52,7 @@ def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
     return {
         "step": sampled.step,
         "version": sampled.version,
-        "staleness": sampled.step - sampled.version,
+        "staleness": sampled.step - sampled.oldest,
         **group_metrics(groups),
         "groups": batch.groups,
         "no_signal": sum(not group.has_signal for group in groups) / max(len(groups), 1),

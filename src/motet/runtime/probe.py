@@ -1,7 +1,9 @@
 """The probe at each publish: the adapter that answers is the adapter that was trained.
 
-A fixed probe text is scored three ways at temperature 1: by the engine under the new version, by the trainer, and by the engine
-without an adapter. The first two must agree; and where the trainer's adapter does something, the engine's must do it too.
+A fixed probe text is scored at temperature 1 by the engine and by the trainer, each with the new version and without an
+adapter. With the version they must agree. Where they cannot agree to the bit, a second question is asked: does the engine's
+answer move away from its own base as the trainer's does? An engine that answers with the base, or with somebody else's adapter,
+shows none of that move.
 """
 
 from __future__ import annotations
@@ -13,16 +15,20 @@ from motet.protocols import RolloutEngine, Trainer
 from motet.types import AdapterRef, Batch, FloatArray, IntArray, LossSpec, Sample, Segment
 
 PROBE_TOKENS = 32
+CLEAR = 4.0
+"""An adapter's effect is visible from this many times the norm of what sets engine and trainer apart without it. By the
+triangle inequality the share of the effect that a right engine shows is then at least a half, and that of a base at most."""
 
 
 class Probe:
-    """Probes one job's adapter; the base's answer is computed once."""
+    """Probes one job's adapter; what the base answers is asked once."""
 
     def __init__(self, job: str, token_ids: IntArray, tolerance: float) -> None:
         self._job = job
         self._token_ids = token_ids[:PROBE_TOKENS]
         self._tolerance = tolerance
         self._base: FloatArray | None = None
+        self._trainers_base: FloatArray | None = None
 
     def trained(self, trainer: Trainer) -> FloatArray:
         """The trainer's logprobs [T] of the probe; runs on the device."""
@@ -31,6 +37,8 @@ class Probe:
         nothing = np.zeros(n_tokens, np.float32)
         sample = Sample(self._token_ids, mask, nothing, nothing, np.zeros(n_tokens, np.int32))
         batch = Batch((Segment(self._job, (sample,), LossSpec(), 1.0),))
+        if self._trainers_base is None and self._tolerance > 0:
+            ((self._trainers_base,),) = trainer.forward(batch, base=True)
         ((logprobs,),) = trainer.forward(batch)
         return logprobs
 
@@ -48,15 +56,26 @@ class Probe:
             raise ProbeError(f"adapter {self._job!r} gives logprobs that are not finite; lower optimizer.lr")
         answered = await engine.score(self._token_ids, ref)
         gap = float(np.abs(answered - trained).max())
-        moved = float(np.abs(trained - self._base).max())
-        if np.array_equal(answered, self._base) and moved > max(self._tolerance, 0.0):
-            raise ProbeError(
-                f"the engine answers version {ref.version} of {self._job!r} with the base model: the adapter was not applied "
-                f"(the trained adapter differs from the base by {moved:.3g})"
-            )
         if not gap <= self._tolerance:
-            raise ProbeError(
-                f"the engine's version {ref.version} of {self._job!r} is not what was trained: logprobs of the probe differ by "
-                f"{gap:.3g}, allowed {self._tolerance:.3g}"
-            )
+            if np.array_equal(answered, self._base):
+                told = "with the base model: the adapter was not applied"
+                told = f"the engine answers version {ref.version} of {self._job!r} {told}"
+            else:
+                told = f"the engine's version {ref.version} of {self._job!r} is not what was trained"
+            raise ProbeError(f"{told}; logprobs of the probe differ by {gap:.3g}, allowed {self._tolerance:.3g}")
+        self._follows(ref, answered, trained, self._base)
         return gap
+
+    def _follows(self, ref: AdapterRef, answered: FloatArray, trained: FloatArray, base: FloatArray) -> None:
+        """Within the tolerance, too, the engine has to show what training changed, as soon as that can be seen."""
+        trainers_base = base if self._trainers_base is None else self._trainers_base
+        wanted, shown = trained - trainers_base, answered - base
+        size, apart = float(np.linalg.norm(wanted)), float(np.linalg.norm(base - trainers_base))
+        if size == 0.0 or size < CLEAR * apart:
+            return
+        share = float(np.dot(shown, wanted)) / size**2
+        if share < 0.5:
+            raise ProbeError(
+                f"the engine answers version {ref.version} of {self._job!r} with the base model or with another adapter: of "
+                f"what training changed in the logprobs of the probe (up to {np.abs(wanted).max():.3g}) it shows {share:.0%}"
+            )

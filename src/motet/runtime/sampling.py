@@ -1,12 +1,14 @@
 """The sample loop's half of a job: problems of a step become groups of scored rollouts.
 
-What is sampled is a function of the job's seed, the step, the problem's place in it and the version; never of when.
+What is sampled is a function of the job's seed, the step, the problem's place in it and the version; never of when. Two
+options give that up for speed, and the job says so: rollouts that go on under newer versions, and steps that take the groups
+that are done first (`algorithm.in_flight`, `algorithm.over_provision`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,14 +17,13 @@ import numpy as np
 
 from motet import seeds
 from motet.errors import EngineError
+from motet.runtime.generation import Generation, PutAside
 from motet.runtime.job import Job, Services
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
 from motet.tasks.episode import ENVIRONMENTS
 from motet.tasks.reward_pool import Scored
-from motet.types import AdapterRef, Chunk, GenerateRequest, Group, IntArray, Problem, Rollout, SamplingParams
-
-_request_numbers = itertools.count()
+from motet.types import Chunk, Group, IntArray, Problem, Rollout, SamplingParams
 
 
 @dataclass
@@ -36,79 +37,188 @@ class SampledStep:
     reward_seconds: float
     tokens: int
     """Tokens that were sampled."""
+    positions: tuple[int, ...] = ()
+    """The groups' positions in the sequence of problems, where they are not a window of it."""
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that sampled a token."""
+        rollouts = (rollout for group in self.groups for rollout in group.rollouts if rollout.loss_mask.any())
+        return min((int(rollout.versions[rollout.loss_mask].min()) for rollout in rollouts), default=self.version)
 
 
 @dataclass
 class _Cost:
     tokens: int = 0
     reward_seconds: float = 0.0
-    requests: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Task:
+    """One group on its way; a group that is put aside is taken up again with what it has."""
+
+    problem: Problem
+    place: int
+    """In the step's window; over-provisioned, in the whole sequence of problems."""
+    step: int
+    """The step that it was begun for; seeds depend on it."""
+    generation: Generation
+    rollouts: tuple[Rollout, ...] | None = None
+    """Once it is whole."""
+
+
+@dataclass(frozen=True)
+class _Purpose:
+    """Why something is sampled, and how."""
+
+    name: str
+    """`train` or `eval`: seeds depend on it."""
+    n: int
+    """Completions of each problem."""
+    sampling: SamplingParams
+    renew: bool = False
+    can_stop: bool = False
+
+
+@dataclass
+class Supply:
+    """How far the sequence of problems is used up, where steps do not take a window each."""
+
+    position: int = 0
+    """The next problem that was never begun."""
+    pending: set[int] = field(default_factory=set)
+    """Begun and not trained."""
 
 
 class JobSampler:
     """Samples the steps and evaluations of one job."""
 
-    def __init__(self, job: Job, services: Services, versions: Versions) -> None:
+    def __init__(self, job: Job, services: Services, versions: Versions, supply: Supply | None = None) -> None:
         self._job = job
         self._services = services
         self._versions = versions
+        self.supply = supply or Supply()
+        self._unfinished = sorted(self.supply.pending)
+        """Positions that an earlier process began."""
+        self._aside: list[_Task] = []
 
     async def step(self, step: int) -> SampledStep:
-        """Wait until the step may be sampled, then sample and score all its groups."""
+        """Wait until the step may be sampled, then sample and score its groups."""
         job, algorithm = self._job, self._job.config.algorithm
         version = max(0, step - algorithm.max_off_policy_steps)
         await self._versions.wait_for(version)
-        width = round(algorithm.groups_per_step * algorithm.oversampling)
-        problems = data_window(job.data.train, step, width, job.seed, job.config.data.shuffle)
+        width, over = round(algorithm.groups_per_step * algorithm.oversampling), algorithm.over_provision
         job.progress.phase, job.progress.rollouts_done = "sampling", 0
         job.progress.rollouts_wanted = width * algorithm.group_size
-        return await self._sample(problems, step, version, "train", algorithm.group_size, job.sampling())
+        purpose = _Purpose("train", algorithm.group_size, job.sampling(), algorithm.in_flight == "continue", over > 1)
+        if purpose.renew:
+            job.note_inexact("rollouts under way go on under newer versions (algorithm.in_flight)")
+        if over > 1:
+            return await self._first_done(step, version, width, math.ceil(width * over), purpose)
+        problems = data_window(job.data.train, step, width, job.seed, job.config.data.shuffle)
+        return await self._all(problems, step, version, purpose)
 
     async def evaluation(self, version: int) -> SampledStep:
         """Sample and score the held-out problems from a published version."""
         job = self._job
-        return await self._sample(
-            job.data.holdout, version, version, "eval", job.config.eval.n, job.evaluation_sampling()
-        )
+        purpose = _Purpose("eval", job.config.eval.n, job.evaluation_sampling())
+        return await self._all(job.data.holdout, version, version, purpose)
 
-    async def _sample(
-        self, problems: Sequence[Problem], step: int, version: int, purpose: str, n: int, sampling: SamplingParams
-    ) -> SampledStep:
+    # --- which groups -----------------------------------------------------------------------------------------------------
+
+    async def _all(self, problems: Sequence[Problem], step: int, version: int, purpose: _Purpose) -> SampledStep:
         cost, started = _Cost(), time.monotonic()
-        with self._versions.hold(version) as ref:
+        with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._group(problem, place, step, purpose, n, sampling, ref, cost))
+                    tasks.create_task(self._sample(self._task(problem, place, step, purpose), version, purpose, cost))
                     for place, problem in enumerate(problems)
                 ]
         await self._versions.collect()
-        groups = [Group(problem, step, version, task.result()) for problem, task in zip(problems, running, strict=True)]
+        groups = [
+            Group(problem, step, version, task.result() or ()) for problem, task in zip(problems, running, strict=True)
+        ]
         return SampledStep(step, version, groups, time.monotonic() - started, cost.reward_seconds, cost.tokens)
 
-    async def _group(
-        self,
-        problem: Problem,
-        place: int,
-        step: int,
-        purpose: str,
-        n: int,
-        sampling: SamplingParams,
-        ref: AdapterRef,
-        cost: _Cost,
-    ) -> tuple[Rollout, ...]:
-        job, services = self._job, self._services
+    async def _first_done(self, step: int, version: int, width: int, begin: int, purpose: _Purpose) -> SampledStep:
+        """Begin more groups than a step trains, take those that are done first, and put the rest aside.
+
+        A group that was put aside is waited for, so none is put aside twice.
+        """
+        self._job.note_inexact("steps take the groups that are done first (algorithm.over_provision)")
+        cost, started = _Cost(), time.monotonic()
+        due = [*self._aside, *(self._task_at(position, step, purpose) for position in self._unfinished)]
+        self._aside, self._unfinished = [], []
+        due, later = due[:width], due[width:]
+        fresh = [self._next_task(step, purpose) for _ in range(max(0, begin - len(due) - len(later)))]
+        with self._versions.hold(version):
+            running = {
+                asyncio.create_task(self._sample(task, version, purpose, cost)): task for task in (*due, *later, *fresh)
+            }
+            try:
+                await _until_done(running, due, width)
+            finally:
+                for task in running.values():
+                    task.generation.stop.set()
+                await asyncio.gather(*running, return_exceptions=True)
+        for one in running:
+            one.result()  # a fault of the job leaves here
+        await self._versions.collect()
+        done = sorted(
+            (task for task in running.values() if task.rollouts is not None), key=lambda task: task not in due
+        )
+        taken = sorted(done[:width], key=lambda task: task.place)
+        self._aside = [task for task in running.values() if task not in taken]
+        groups = [Group(task.problem, step, version, task.rollouts or ()) for task in taken]
+        seconds, positions = time.monotonic() - started, tuple(task.place for task in taken)
+        return SampledStep(step, version, groups, seconds, cost.reward_seconds, cost.tokens, positions)
+
+    def _next_task(self, step: int, purpose: _Purpose) -> _Task:
+        position = self.supply.position
+        self.supply.position += 1
+        self.supply.pending.add(position)
+        return self._task_at(position, step, purpose)
+
+    def _task_at(self, position: int, step: int, purpose: _Purpose) -> _Task:
+        job = self._job
+        (problem,) = data_window(job.data.train, position, 1, job.seed, job.config.data.shuffle)
+        return self._task(problem, position, step, purpose)
+
+    def _task(self, problem: Problem, place: int, step: int, purpose: _Purpose) -> _Task:
+        job = self._job
+        generation = Generation(
+            job=job.name,
+            name=f"{job.name}/{purpose.name}/{step}/{place}",
+            engine=self._services.engine,
+            versions=self._versions,
+            chat=job.chat,
+            sampling=purpose.sampling,
+            renew=purpose.renew,
+            can_stop=purpose.can_stop,
+        )
+        return _Task(problem, place, step, generation)
+
+    # --- one group --------------------------------------------------------------------------------------------------------
+
+    async def _sample(self, task: _Task, version: int, purpose: _Purpose, cost: _Cost) -> tuple[Rollout, ...] | None:
+        """Sample and score one group; None where it was put aside."""
+        job, services, problem = self._job, self._services, task.problem
+        task.generation.stop.clear()
 
         async def generate(prompt_ids: IntArray, indices: tuple[int, ...], turn: int) -> list[Chunk]:
-            keys = tuple(seeds.key(job.seed, purpose, step, place, problem.id, index, turn) for index in indices)
-            name = f"{job.name}/{purpose}/{step}/{place}/{turn}/{next(_request_numbers)}"
-            request = GenerateRequest(name, job.name, prompt_ids, ref, sampling, keys)
+            keys = {
+                index: seeds.key(job.seed, purpose.name, task.step, task.place, problem.id, index, turn)
+                for index in indices
+            }
+            before = task.generation.sampled
             async with services.scheduler.permit(job.name, len(indices)):
-                chunks = [chunk async for chunk in services.engine.generate(request)]
-                tokens = sum(len(chunk.token_ids) for chunk in chunks)
-                services.scheduler.spend(job.name, tokens)  # before whoever is next is chosen
-            cost.tokens += tokens
-            job.progress.tokens += tokens
-            return sorted(chunks, key=lambda chunk: chunk.index)
+                try:
+                    return await task.generation.complete(prompt_ids, keys, turn, version)
+                finally:
+                    tokens = task.generation.sampled - before
+                    services.scheduler.spend(job.name, tokens)  # before whoever is next is chosen
+                    cost.tokens += tokens
+                    job.progress.tokens += tokens
 
         async def score(problem: Problem, completions: list[str]) -> list[Scored]:
             started = time.monotonic()
@@ -118,13 +228,31 @@ class JobSampler:
                 job.note_inexact("a reward ran into its wall-clock limit")
             return scored
 
-        try:
-            rollouts = await ENVIRONMENTS[job.config.environment].run(problem, job.chat, n, generate, score)
-        except EngineError as error:
-            rollouts = tuple(_failed(problem, index, str(error)) for index in range(n))
-        if purpose == "train":
-            job.progress.rollouts_done += n
-        return rollouts
+        if task.rollouts is None:
+            try:
+                run = ENVIRONMENTS[job.config.environment].run
+                task.rollouts = await run(problem, job.chat, purpose.n, generate, score)
+            except EngineError as error:
+                task.rollouts = tuple(_failed(problem, index, str(error)) for index in range(purpose.n))
+            except PutAside:
+                return None
+        if purpose.name == "train":
+            job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
+        return task.rollouts
+
+
+async def _until_done(
+    running: dict[asyncio.Task[tuple[Rollout, ...] | None], _Task], due: list[_Task], width: int
+) -> None:
+    """Wait until as many groups are done as a step wants, and all that are due."""
+    waiting = set(running)
+    while waiting:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        waiting = {one for one in waiting if not one.done()}
+        if any(one.done() and one.exception() is not None for one in running):
+            return
+        if len(running) - len(waiting) >= width and not any(running[one] in due for one in waiting):
+            return
 
 
 def _failed(problem: Problem, index: int, reason: str) -> Rollout:

@@ -18,11 +18,15 @@ from motet.types import AdapterRef
 class Versions:
     """The published versions of one job's adapter."""
 
-    def __init__(self, job: str, engine_name: str, engine: RolloutEngine, sync: WeightSync) -> None:
+    def __init__(
+        self, job: str, engine_name: str, engine: RolloutEngine, sync: WeightSync, keep: int | None = None
+    ) -> None:
+        """`keep` is how many versions stay besides those that are needed; 0 keeps all, also after the job has left."""
         self._job = job
         self._engine_name = engine_name
         self._engine = engine
         self._sync = sync
+        self._keep = keep
         self._holds: dict[int, int] = {}
         self._oldest = 0
         self._arrived = asyncio.Condition()
@@ -66,14 +70,19 @@ class Versions:
 
     async def collect(self) -> None:
         """Drop what nobody holds and no admission can ask for."""
-        gone = [version for version, holds in self._holds.items() if holds == 0 and version < self._oldest]
+        if self._keep == 0:
+            return
+        oldest = self._oldest - (self._keep or 0)
+        gone = [version for version, holds in self._holds.items() if holds == 0 and version < oldest]
         for version in gone:  # all at once: another collection may run while this one waits for the engine
             del self._holds[version]
         for version in gone:
             await self._engine.unload_adapter(self.ref(version))
 
     async def drop_all(self) -> None:
-        """The job left: unload everything."""
+        """The job left: unload everything, unless all is kept."""
+        if self._keep == 0:
+            return
         for version in list(self._holds):
             del self._holds[version]
             await self._engine.unload_adapter(self.ref(version))

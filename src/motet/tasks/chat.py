@@ -97,6 +97,10 @@ class Chat:
         rows = zip(range(len(token_ids)), token_ids.tolist(), mask.tolist(), strict=True)
         return "\n".join(f"{at:>6} {'*' if on else ' '} {token:>7} {self._decode([token])!r}" for at, token, on in rows)
 
+    def completion_text(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled tokens, without special tokens: what rewards see."""
+        return str(self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True))
+
     def _render(self, messages: Sequence[Message]) -> str:
         if not self.chat_template:
             return "\n\n".join(message.content for message in messages)

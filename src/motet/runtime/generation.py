@@ -1,0 +1,171 @@
+"""Completions of one group while versions come and go: asked of the engine, continued under a newer version, or put aside.
+
+A draft is a completion so far. One that is interrupted keeps its tokens, each with the version that sampled it, and goes on
+as prompt and partial, with random numbers of their own for the draws that follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from motet import seeds
+from motet.protocols import RolloutEngine
+from motet.runtime.versions import Versions
+from motet.tasks.chat import Chat
+from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
+
+_numbers = itertools.count()
+
+
+class PutAside(Exception):
+    """A group was told to stop; what it has so far stays in its drafts."""
+
+
+@dataclass
+class Draft:
+    """One completion so far, of one version or several."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    text: str = ""
+    pieces: int = 0
+    """How often it was begun or continued."""
+    finish: FinishReason | None = None
+    error: str = ""
+
+    def take(self, chunk: Chunk) -> None:
+        """Add what an engine sampled; an abort does not finish it."""
+        self.tokens.extend(chunk.token_ids.tolist())
+        self.logprobs.extend(chunk.logprobs.tolist())
+        self.versions.extend(chunk.versions.tolist())
+        self.text += chunk.text
+        self.error = chunk.error
+        if chunk.finish_reason is not FinishReason.ABORT:
+            self.finish = chunk.finish_reason
+
+    def settle(self, sampling: SamplingParams, chat: Chat) -> None:
+        """End one that was continued where it should have ended: engines see only what they added to it."""
+        if self.pieces < 2:
+            return
+        if self.finish is None and len(self.tokens) >= sampling.max_tokens:
+            self.finish = FinishReason.LENGTH
+        self.text = chat.completion_text(self.tokens)
+        cuts = [self.text.index(stop) for stop in sampling.stop if stop in self.text]
+        if not cuts:
+            return
+        n_tokens = len(self.tokens)
+        while n_tokens > 1 and any(stop in chat.completion_text(self.tokens[: n_tokens - 1]) for stop in sampling.stop):
+            n_tokens -= 1
+        del self.tokens[n_tokens:], self.logprobs[n_tokens:], self.versions[n_tokens:]
+        self.text, self.finish = self.text[: min(cuts)], FinishReason.STOP
+
+    def chunk(self, index: int) -> Chunk:
+        """The whole completion."""
+        return Chunk(
+            index,
+            np.array(self.tokens, np.int32),
+            np.array(self.logprobs, np.float32),
+            np.array(self.versions, np.int32),
+            self.text,
+            self.finish,
+            self.error,
+        )
+
+
+@dataclass
+class Generation:
+    """What one group asks of an engine, from its first admission to its last token."""
+
+    job: str
+    name: str
+    """Names the group in requests."""
+    engine: RolloutEngine
+    versions: Versions
+    chat: Chat
+    sampling: SamplingParams
+    renew: bool
+    """Whether completions under way go on under a newer version as soon as there is one."""
+    can_stop: bool
+    """Whether the group may be put aside."""
+    drafts: dict[tuple[int, int], Draft] = field(default_factory=dict)
+    """By turn and index; those that are whole are not sampled again."""
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    sampled: int = 0
+    """Tokens so far."""
+
+    async def complete(self, prompt_ids: IntArray, keys: dict[int, int], turn: int, version: int) -> list[Chunk]:
+        """Complete a prompt once for each index of `keys`, whose values seed the draws.
+
+        Raises:
+            PutAside: the group was stopped before all were whole.
+            EngineError: the engine cannot serve the request.
+        """
+        drafts = {index: self.drafts.setdefault((turn, index), Draft()) for index in keys}
+        while open_ := {index: draft for index, draft in drafts.items() if draft.finish is None}:
+            if self.stop.is_set():
+                raise PutAside
+            fresh = {index: draft for index, draft in open_.items() if not draft.pieces}
+            asked = [{index: draft} for index, draft in open_.items() if draft.pieces] + ([fresh] if fresh else [])
+            with self.versions.hold(version) as ref:
+                requests = [self._request(prompt_ids, some, keys, turn, ref) for some in asked]
+                reading = [
+                    self._read(request, list(some.values())) for request, some in zip(requests, asked, strict=True)
+                ]
+                await self._interruptibly(reading, [request.id for request in requests], version)
+            for draft in open_.values():
+                draft.settle(self.sampling, self.chat)
+            version = max(version, self.versions.latest) if self.renew else version
+        return [drafts[index].chunk(index) for index in keys]
+
+    def _request(
+        self, prompt_ids: IntArray, drafts: dict[int, Draft], keys: dict[int, int], turn: int, ref: AdapterRef
+    ) -> GenerateRequest:
+        """Fresh completions of one prompt together, or one that is continued."""
+        so_far = next(iter(drafts.values())).tokens
+        return GenerateRequest(
+            id=f"{self.name}/{turn}/{next(_numbers)}",
+            job=self.job,
+            prompt_ids=np.concatenate([prompt_ids, np.array(so_far, np.int32)]),
+            adapter=ref,
+            sampling=replace(self.sampling, max_tokens=self.sampling.max_tokens - len(so_far)),
+            seeds=tuple(
+                seeds.key(keys[index], "continued", len(so_far)) if so_far else keys[index] for index in drafts
+            ),
+            stream=self.renew or self.can_stop,
+        )
+
+    async def _read(self, request: GenerateRequest, drafts: list[Draft]) -> None:
+        for draft in drafts:
+            draft.pieces += 1
+        async for chunk in self.engine.generate(request):
+            drafts[chunk.index].take(chunk)
+            self.sampled += len(chunk.token_ids)
+
+    async def _interruptibly(self, reading: list[Coroutine[Any, Any, None]], ids: list[str], version: int) -> None:
+        """Read to the end, or until a newer version or the word to stop ends the requests."""
+        tasks = [asyncio.create_task(one) for one in reading]
+        watching = [asyncio.create_task(self._abort_when(event, ids)) for event in self._interruptions(version)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in (*tasks, *watching):
+                task.cancel()
+            await asyncio.gather(*tasks, *watching, return_exceptions=True)
+
+    def _interruptions(self, version: int) -> list[Coroutine[Any, Any, Any]]:
+        return [
+            *([self.versions.wait_for(version + 1)] if self.renew else []),
+            *([self.stop.wait()] if self.can_stop else []),
+        ]
+
+    async def _abort_when(self, event: Coroutine[Any, Any, Any], ids: list[str]) -> None:
+        await event
+        for name in ids:
+            await self.engine.abort(name)
