@@ -51,7 +51,7 @@ class Workshop:
     config: EngineConfig
     notes: list[str] = field(default_factory=list)
     probe_tolerance: float = 0.0
-    """Largest difference between the engine's and the trainer's logprobs at a publish."""
+    """Largest mean difference between the engine's and the trainer's logprobs of a probe."""
     keep_versions: int | None = None
     """Versions that the engine keeps besides those that are needed."""
     inexact: tuple[str, ...] = ()

@@ -20,8 +20,9 @@ from motet.rollout.server import Bounds, Demand, ServerEngine
 from motet.rollout.server_process import ServerProcess, free_port
 from motet.rollout.version_files import VersionFiles
 
-TOLERANCE = {"float32": 0.01, "bfloat16": 0.25}
-"""Largest difference between a server's and the trainer's logprobs of a probe, by the base's type."""
+TOLERANCE = {"float32": 0.005, "bfloat16": 0.2}
+"""Largest mean difference between a server's and the trainer's logprobs of a probe, by the base's type. Measured with vLLM 0.32
+and SmolLM2-135M: 0.00 and 0.03 to 0.11."""
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM's --max-lora-rank takes."""

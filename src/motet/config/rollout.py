@@ -63,8 +63,8 @@ class RolloutConfig(Config):
     keep_versions: int | None = Field(None, ge=0)
     """Versions that stay loaded besides those still needed; 0 never unloads any."""
     tolerance: float | None = Field(None, gt=0)
-    """Largest difference between a server's and the trainer's logprobs of the probe at each publish; by default 0.01 in float32
-    and 0.25 in bfloat16."""
+    """Largest mean difference between a server's and the trainer's logprobs of the probe at each publish; by default 0.005 in
+    float32 and 0.2 in bfloat16."""
     publish_seconds: float = Field(60.0, gt=0)
     """How long a server may take to load a version before that job's publish fails."""
     request_seconds: float = Field(1800.0, gt=0)

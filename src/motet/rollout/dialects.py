@@ -81,6 +81,8 @@ class Dialect:
     """How one kind of server is spoken to."""
 
     name: str
+    health_seconds: float
+    """How long a healthy server may take to say so."""
     about: tuple[str, ...]
     """Paths that are read for facts; one that is not there is passed over."""
     facts: Callable[[Mapping[str, Any]], Facts]
@@ -191,7 +193,7 @@ def _sglang_generate(ask: Ask, base: str | None) -> Call:
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k or -1,
                 "min_p": sampling.min_p,
-                "sampling_seed": ask.seed,
+                "sampling_seed": ask.seed % (1 << 31),  # 32 bits in older versions
                 "stop": list(sampling.stop),
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": True,
@@ -233,7 +235,7 @@ def _sglang_scores(answer: Json, token_ids: list[int]) -> list[float]:
 
 
 def _sglang_facts(told: Mapping[str, Any]) -> Facts:
-    info = told.get("/get_server_info") or told.get("/server_info") or {}
+    info = told.get("/server_info") or told.get("/get_server_info") or {}
     cards = (told.get("/v1/models") or {}).get("data", [])
     per_batch = info.get("max_loras_per_batch")
     return Facts(
@@ -248,6 +250,7 @@ def _sglang_facts(told: Mapping[str, Any]) -> Facts:
 DIALECTS: Mapping[str, Dialect] = {
     "vllm": Dialect(
         name="vLLM",
+        health_seconds=5.0,
         about=("/v1/models", "/server_info?config_format=json"),
         facts=_vllm_facts,
         generate=_vllm_generate,
@@ -263,7 +266,8 @@ DIALECTS: Mapping[str, Dialect] = {
     ),
     "sglang": Dialect(
         name="SGLang",
-        about=("/get_server_info", "/v1/models"),
+        health_seconds=20.0,  # it samples a token first
+        about=("/server_info", "/get_server_info", "/v1/models"),
         facts=_sglang_facts,
         generate=_sglang_generate,
         piece=_sglang_piece,
@@ -272,7 +276,9 @@ DIALECTS: Mapping[str, Dialect] = {
         scores=_sglang_scores,
         load=lambda name, path: Call("/load_lora_adapter", {"lora_name": name, "lora_path": path, "pinned": False}),
         unload=lambda name: Call("/unload_lora_adapter", {"lora_name": name}),
-        unknown=lambda status, told: "not loaded" in told or "never been loaded" in told,
+        unknown=lambda status, told: any(
+            words in told for words in ("not loaded", "never been loaded", "implicitly load")
+        ),
         known=lambda status, told: "already" in told,
         settings=Settings("--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"),
     ),

@@ -109,7 +109,7 @@ class Replica:
             ServerGone: no answer, or not in time.
         """
         try:
-            async with asyncio.timeout(self.clocks.health):
+            async with asyncio.timeout(max(self.clocks.health, self.dialect.health_seconds)):
                 answer = await self._open().get("/health")
         except (*_GONE, TimeoutError) as error:
             raise ServerGone(f"{self.url} does not answer: {_words(error)}") from error

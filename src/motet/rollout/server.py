@@ -50,7 +50,7 @@ class Bounds:
     max_positions: int
     wanted: Demand
     tolerance: float
-    """Largest difference between two replicas' logprobs of one probe."""
+    """Largest mean difference between two replicas' logprobs of one probe."""
     patience: float
     """Seconds to wait for a replica when none is there."""
 
@@ -238,8 +238,10 @@ class ServerEngine:
             await asyncio.sleep(self.fleet.replicas[0].clocks.retry * 2**attempt)
         first = next(iter(answers.values()))
         for url, answer in answers.items():
-            if not (gap := float(np.abs(answer - first).max())) <= self._bounds.tolerance:
-                raise ServerFault(f"servers disagree on {name or 'the base'}: {url} differs by {gap:.3g} in a logprob")
+            if not (gap := float(np.abs(answer - first).mean())) <= self._bounds.tolerance:
+                raise ServerFault(
+                    f"servers disagree on {name or 'the base'}: {url} differs by {gap:.3g} in the mean of a logprob"
+                )
         if adapter is not None:
             self._versions.probed(adapter, token_ids, first)
         return first

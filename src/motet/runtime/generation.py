@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from motet.protocols import RolloutEngine
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
+
+Result = TypeVar("Result")
 
 _numbers = itertools.count()
 
@@ -37,6 +39,8 @@ class Draft:
     text: str = ""
     pieces: int = 0
     """How often it was begun or continued."""
+    sampled: int = 0
+    """Tokens that were sampled for it, those behind a stop string included."""
     finish: FinishReason | None = None
     error: str = ""
 
@@ -45,26 +49,31 @@ class Draft:
         self.tokens.extend(chunk.token_ids.tolist())
         self.logprobs.extend(chunk.logprobs.tolist())
         self.versions.extend(chunk.versions.tolist())
+        self.sampled += len(chunk.token_ids)
         self.text += chunk.text
         self.error = chunk.error
         if chunk.finish_reason is not FinishReason.ABORT:
             self.finish = chunk.finish_reason
 
     def settle(self, sampling: SamplingParams, chat: Chat) -> None:
-        """End one that was continued where it should have ended: engines see only what they added to it."""
-        if self.pieces < 2:
+        """End one where it should have ended: engines see only what they added, and may be stopped before they say so."""
+        if self.finish is None and self.tokens:
+            if self.tokens[-1] in sampling.stop_token_ids:
+                self.finish = FinishReason.STOP
+            elif len(self.tokens) >= sampling.max_tokens:
+                self.finish = FinishReason.LENGTH
+        elif self.pieces < 2:
             return
-        if self.finish is None and len(self.tokens) >= sampling.max_tokens:
-            self.finish = FinishReason.LENGTH
         self.text = chat.completion_text(self.tokens)
-        cuts = [self.text.index(stop) for stop in sampling.stop if stop in self.text]
-        if not cuts:
+        if not any(stop in self.text for stop in sampling.stop):
             return
         n_tokens = len(self.tokens)
         while n_tokens > 1 and any(stop in chat.completion_text(self.tokens[: n_tokens - 1]) for stop in sampling.stop):
             n_tokens -= 1
         del self.tokens[n_tokens:], self.logprobs[n_tokens:], self.versions[n_tokens:]
-        self.text, self.finish = self.text[: min(cuts)], FinishReason.STOP
+        text = chat.completion_text(self.tokens)
+        self.text = text[: min(text.index(stop) for stop in sampling.stop if stop in text)]
+        self.finish = FinishReason.STOP
 
     def chunk(self, index: int) -> Chunk:
         """The whole completion."""
@@ -97,8 +106,25 @@ class Generation:
     drafts: dict[tuple[int, int], Draft] = field(default_factory=dict)
     """By turn and index; those that are whole are not sampled again."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    sampled: int = 0
-    """Tokens so far."""
+
+    def sampled(self, turn: int, indices: Iterable[int]) -> int:
+        """Tokens so far of some completions."""
+        return sum(self.drafts[turn, index].sampled for index in indices if (turn, index) in self.drafts)
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for something that a group needs before it can go on.
+
+        Raises:
+            PutAside: the group was stopped meanwhile.
+        """
+        working, stopped = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait((working, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise PutAside
+            return working.result()
+        finally:
+            await ended((working, stopped))
 
     async def complete(self, prompt_ids: IntArray, keys: dict[int, int], turn: int, version: int) -> list[Chunk]:
         """Complete a prompt once for each index of `keys`, whose values seed the draws.
@@ -111,17 +137,20 @@ class Generation:
         while open_ := {index: draft for index, draft in drafts.items() if draft.finish is None}:
             if self.stop.is_set():
                 raise PutAside
-            fresh = {index: draft for index, draft in open_.items() if not draft.pieces}
-            asked = [{index: draft} for index, draft in open_.items() if draft.pieces] + ([fresh] if fresh else [])
+            version = max(version, self.versions.latest) if self.renew else version
+            fresh = {index: draft for index, draft in open_.items() if not draft.tokens}
+            asked = [{index: draft} for index, draft in open_.items() if draft.tokens] + ([fresh] if fresh else [])
             with self.versions.hold(version) as ref:
                 requests = [self._request(prompt_ids, some, keys, turn, ref) for some in asked]
                 reading = [
                     self._read(request, list(some.values())) for request, some in zip(requests, asked, strict=True)
                 ]
                 await self._interruptibly(reading, [request.id for request in requests], version)
+            interrupted = self.stop.is_set() or (self.renew and self.versions.latest > version)
             for draft in open_.values():
                 draft.settle(self.sampling, self.chat)
-            version = max(version, self.versions.latest) if self.renew else version
+                if draft.finish is None and not interrupted:  # somebody else aborted it, and may do so again
+                    draft.finish = FinishReason.ABORT
         return [drafts[index].chunk(index) for index in keys]
 
     def _request(
@@ -146,7 +175,6 @@ class Generation:
             draft.pieces += 1
         async for chunk in self.engine.generate(request):
             drafts[chunk.index].take(chunk)
-            self.sampled += len(chunk.token_ids)
 
     async def _interruptibly(self, reading: list[Coroutine[Any, Any, None]], ids: list[str], version: int) -> None:
         """Read to the end, or until a newer version or the word to stop ends the requests."""
@@ -155,9 +183,7 @@ class Generation:
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in (*tasks, *watching):
-                task.cancel()
-            await asyncio.gather(*tasks, *watching, return_exceptions=True)
+            await ended((*tasks, *watching))
 
     def _interruptions(self, version: int) -> list[Coroutine[Any, Any, Any]]:
         return [
@@ -169,3 +195,11 @@ class Generation:
         await event
         for name in ids:
             await self.engine.abort(name)
+
+
+async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they are gone."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -48,7 +48,7 @@ class Services:
     rewards: RewardPool
     micro_batch_tokens: int
     probe_tolerance: float
-    """Largest logprob difference between engine and trainer at a publish; 0 where they share tensors and are exact."""
+    """Largest mean logprob difference between engine and trainer at a publish; 0 where they share tensors and are exact."""
     engine_suffix: str
     """`{run id}.{attempt}`, so that engine-side names never repeat."""
     keep_versions: int | None = None

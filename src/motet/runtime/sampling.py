@@ -8,6 +8,7 @@ that are done first (`algorithm.in_flight`, `algorithm.over_provision`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import numpy as np
 
 from motet import seeds
 from motet.errors import EngineError
-from motet.runtime.generation import Generation, PutAside
+from motet.runtime.generation import Generation, PutAside, ended
 from motet.runtime.job import Job, Services
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
@@ -114,7 +115,7 @@ class JobSampler:
         if purpose.renew:
             job.note_inexact("rollouts under way go on under newer versions (algorithm.in_flight)")
         if over > 1:
-            return await self._first_done(step, version, width, math.ceil(width * over), purpose)
+            return await self._first_done(step, version, width, math.ceil(round(width * over, 6)), purpose)
         problems = data_window(job.data.train, step, width, job.seed, job.config.data.shuffle)
         return await self._all(problems, step, version, purpose)
 
@@ -143,7 +144,7 @@ class JobSampler:
     async def _first_done(self, step: int, version: int, width: int, begin: int, purpose: _Purpose) -> SampledStep:
         """Begin more groups than a step trains, take those that are done first, and put the rest aside.
 
-        A group that was put aside is waited for, so none is put aside twice.
+        Groups that were put aside are waited for in that order, so that each is trained within a few steps.
         """
         self._job.note_inexact("steps take the groups that are done first (algorithm.over_provision)")
         cost, started = _Cost(), time.monotonic()
@@ -157,18 +158,17 @@ class JobSampler:
             }
             try:
                 await _until_done(running, due, width)
-            finally:
                 for task in running.values():
                     task.generation.stop.set()
-                await asyncio.gather(*running, return_exceptions=True)
-        for one in running:
-            one.result()  # a fault of the job leaves here
+                await asyncio.gather(*running)
+            finally:
+                await ended(running)
         await self._versions.collect()
         done = sorted(
             (task for task in running.values() if task.rollouts is not None), key=lambda task: task not in due
         )
         taken = sorted(done[:width], key=lambda task: task.place)
-        self._aside = [task for task in running.values() if task not in taken]
+        self._aside += [task for task in running.values() if task not in taken]
         groups = [Group(task.problem, step, version, task.rollouts or ()) for task in taken]
         seconds, positions = time.monotonic() - started, tuple(task.place for task in taken)
         return SampledStep(step, version, groups, seconds, cost.reward_seconds, cost.tokens, positions)
@@ -202,23 +202,31 @@ class JobSampler:
 
     async def _sample(self, task: _Task, version: int, purpose: _Purpose, cost: _Cost) -> tuple[Rollout, ...] | None:
         """Sample and score one group; None where it was put aside."""
-        job, services, problem = self._job, self._services, task.problem
-        task.generation.stop.clear()
+        job, services, problem, generation = self._job, self._services, task.problem, task.generation
+        generation.stop.clear()
+        calls: set[asyncio.Task[list[Chunk]]] = set()
 
-        async def generate(prompt_ids: IntArray, indices: tuple[int, ...], turn: int) -> list[Chunk]:
+        async def complete(prompt_ids: IntArray, indices: tuple[int, ...], turn: int) -> list[Chunk]:
             keys = {
                 index: seeds.key(job.seed, purpose.name, task.step, task.place, problem.id, index, turn)
                 for index in indices
             }
-            before = task.generation.sampled
-            async with services.scheduler.permit(job.name, len(indices)):
+            async with contextlib.AsyncExitStack() as admitted:
+                permit = services.scheduler.permit(job.name, len(indices))
+                await generation.unless_stopped(admitted.enter_async_context(permit))
+                before = generation.sampled(turn, indices)
                 try:
-                    return await task.generation.complete(prompt_ids, keys, turn, version)
+                    return await generation.complete(prompt_ids, keys, turn, version)
                 finally:
-                    tokens = task.generation.sampled - before
+                    tokens = generation.sampled(turn, indices) - before
                     services.scheduler.spend(job.name, tokens)  # before whoever is next is chosen
                     cost.tokens += tokens
                     job.progress.tokens += tokens
+
+        async def generate(prompt_ids: IntArray, indices: tuple[int, ...], turn: int) -> list[Chunk]:
+            call = asyncio.create_task(complete(prompt_ids, indices, turn))
+            calls.add(call)
+            return await call
 
         async def score(problem: Problem, completions: list[str]) -> list[Scored]:
             started = time.monotonic()
@@ -235,7 +243,10 @@ class JobSampler:
             except EngineError as error:
                 task.rollouts = tuple(_failed(problem, index, str(error)) for index in range(purpose.n))
             except PutAside:
+                await asyncio.wait(calls)  # second turns run side by side, and each keeps what it has
                 return None
+            finally:
+                await ended(calls)
         if purpose.name == "train":
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts
@@ -247,10 +258,9 @@ async def _until_done(
     """Wait until as many groups are done as a step wants, and all that are due."""
     waiting = set(running)
     while waiting:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        waiting = {one for one in waiting if not one.done()}
-        if any(one.done() and one.exception() is not None for one in running):
-            return
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for one in done:
+            one.result()  # a fault of the job leaves here
         if len(running) - len(waiting) >= width and not any(running[one] in due for one in waiting):
             return
 
