@@ -51,9 +51,17 @@ smollm2: $(VENV)/.installed-reasoning  ## bring SmolLM2-135M-Instruct into the l
 
 # ---- development -------------------------------------------------------------------------------------------------
 
+.PHONY: vllm
+vllm: $(VENV)/.installed-dev  ## make .envs/vllm with a vLLM for CPUs, which tests and benches sample on (a few minutes)
+	@$(BIN)/python -m bench.speed.envs vllm
+
 .PHONY: test
-test: lint  ## lint, then every test that this machine can run, in parallel (WORKERS=2)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -rs --durations 12 $(PYTEST_ARGS)
+test: lint vllm  ## lint, then every test that this machine can run, in parallel (WORKERS=2)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -rs --durations 12 $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: $(VENV)/.installed-dev vllm  ## the long tests: a thousand publishes on a real vLLM without growth (several minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev  ## ruff (rules and format) and mypy

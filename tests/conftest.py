@@ -55,6 +55,11 @@ def smollm2_dir() -> Path:
     return directory
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share one slow server begin first, so that they do not come to lie behind all others."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked `gpu` where there is no CUDA device."""
     if item.get_closest_marker("gpu") is not None:

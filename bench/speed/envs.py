@@ -1,6 +1,7 @@
 """Makes the peers' environments, each with pinned versions, under .envs/ (or $MOTET_BENCH_ENVS, where they are ready-made).
 
     python -m bench.speed.envs              # what is missing or out of date; a peer that cannot be installed is left out
+    python -m bench.speed.envs vllm         # this one only
 
 With pip's own settings choose where packages come from: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gets the
 smaller CPU build of torch.
@@ -98,7 +99,7 @@ def main() -> None:
         return
     envs = directory()
     envs.mkdir(exist_ok=True)
-    for peer in PEERS:
+    for peer in [peer for peer in PEERS if not sys.argv[1:] or peer.name in sys.argv[1:]]:
         note = envs / f"{peer.name}.failed"
         note.unlink(missing_ok=True)
         try:

@@ -27,9 +27,9 @@ from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.dataset import load_dataset
 from motet.tasks.episode import ENVIRONMENTS
 from motet.tasks.reward_pool import RewardPool
+from motet.types import ServerLoad
 
 if TYPE_CHECKING:
-    from motet.rollout.replica import Load
     from motet.rollout.sampler_link import SamplerLink
 
 SMALL_MODEL = 500_000_000
@@ -73,9 +73,9 @@ class Workshop:
         finally:
             await self.engine.close()
 
-    def loads(self) -> Sequence[Load]:
+    def loads(self) -> Sequence[ServerLoad]:
         """What each server is doing; empty where there is none."""
-        found: Sequence[Load] = self.engine.loads() if hasattr(self.engine, "loads") else ()
+        found: Sequence[ServerLoad] = self.engine.loads() if hasattr(self.engine, "loads") else ()
         return found
 
     def close(self) -> None:

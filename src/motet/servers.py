@@ -80,26 +80,41 @@ def build_servers(base: Any, config: RolloutConfig, wanted: Demand, run_id: str,
         Path(config.directory).expanduser() if config.directory else MEMORY if MEMORY.is_dir() else Path(gettempdir())
     )
     files = VersionFiles(directory.resolve() / f"motet-{run_id}")
-    replicas, processes = [], {}
-    for url in config.urls:
-        replicas.append(Replica(url, dialect, clocks, headers, verify))
+    replicas = [Replica(url, dialect, clocks, headers, verify) for url in config.urls]
+    processes = {}
     if config.launch is not None:
         model = _model(base.name, config.launch, files)
-        for number in range(config.launch.replicas):
-            key = secrets.token_urlsafe(24)
-            server = _server(base, model, config, config.launch, wanted)
-            replica = Replica(f"http://127.0.0.1:{server.port}", dialect, clocks, {"Authorization": f"Bearer {key}"})
-            processes[replica.url] = ServerProcess(
-                COMMANDS[config.engine](server),
-                _environment(server, number, key),
-                log_directory / f"server-{number}.log",
-            )
-            replicas.append(replica)
+        for started in launched(base, model, config, config.launch, wanted, log_directory):
+            replicas.append(Replica(started.url, dialect, clocks, {"Authorization": f"Bearer {started.key}"}))
+            processes[started.url] = started.process
     bounds = Bounds(
         config.rows, base.vocab_size, base.max_positions, wanted, tolerance(config, base), config.patience_seconds
     )
     decode: Callable[[list[int]], str] = lambda tokens: base.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
     return ServerEngine(replicas, processes, files, decode, bounds, run_id)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A server that can be started."""
+
+    url: str
+    key: str
+    """Requests have to bring it."""
+    process: ServerProcess
+
+
+def launched(
+    base: Any, model: str, config: RolloutConfig, launch: LaunchConfig, wanted: Demand, log_directory: Path
+) -> list[Launched]:
+    """The servers of a launch setting, each with a port and a key of its own; none is started yet."""
+    found = []
+    for number in range(launch.replicas):
+        key, server = secrets.token_urlsafe(24), _server(base, model, config, launch, wanted)
+        command, log = COMMANDS[config.engine](server), log_directory / f"server-{number}.log"
+        process = ServerProcess(command, _environment(server, number, key), log)
+        found.append(Launched(f"http://127.0.0.1:{server.port}", key, process))
+    return found
 
 
 def _headers(config: RolloutConfig) -> Mapping[str, str]:

@@ -90,6 +90,21 @@ class AdapterRef:
 
 
 @dataclass(frozen=True)
+class ServerLoad:
+    """What a server that samples is doing."""
+
+    url: str
+    up: bool
+    requests: int
+    tokens: int
+    """Outstanding: prompts, and what may still be sampled."""
+    versions: int
+    """Loaded there."""
+    note: str
+    """Why it is away."""
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How a completion is drawn from the model."""
 

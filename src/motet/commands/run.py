@@ -53,6 +53,7 @@ def run_file(
         rates = sorted({f"{job.base_rate:.2g}" for job in jobs if job.config.optimizer.lr == "auto"})
         if rates:
             console.print(f"learning rate (auto): {', '.join(rates)}")
+        view.watch(workshop.loads)
         view.start()
 
     with _tensorboard(Path(config.run), tensorboard) as export:

@@ -38,7 +38,7 @@ class Fleet:
             back: called with a replica that has been greeted, before it gets requests.
         """
         self.replicas = tuple(replicas)
-        self._processes = processes
+        self.processes = processes
         self._patience = patience
         self._back = back
         self._watches: list[asyncio.Task[None]] = []
@@ -85,7 +85,7 @@ class Fleet:
         for replica in self.replicas:
             replica.up = False
             await replica.close()
-        await asyncio.gather(*(asyncio.to_thread(process.close) for process in self._processes.values()))
+        await asyncio.gather(*(asyncio.to_thread(process.close) for process in self.processes.values()))
 
     def _watch_all(self) -> None:
         if not self._watches:
@@ -93,7 +93,7 @@ class Fleet:
             self._watches = [asyncio.create_task(self._watch(replica)) for replica in self.replicas]
 
     async def _watch(self, replica: Replica) -> None:
-        process, doubted = self._processes.get(replica.url), self._doubted[replica.url]
+        process, doubted = self.processes.get(replica.url), self._doubted[replica.url]
         while await self._take_back(replica, process):
             misses, rested = 0, 0.0
             while replica.up:
@@ -129,7 +129,8 @@ class Fleet:
                 break
             except EngineError as error:
                 replica.up = False
-                replica.note = str(error)
+                starting = process is not None and process.alive and isinstance(error, ServerGone)
+                replica.note = "starting" if starting else str(error)
                 if isinstance(error, ServerUnfit) or (process is not None and process.hopeless):
                     self._hopeless[replica.url] = replica.note
                     await self._tell()

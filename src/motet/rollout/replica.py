@@ -19,7 +19,7 @@ import numpy as np
 
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused
 from motet.rollout.dialects import Ask, Call, Dialect, Facts, Json, Piece
-from motet.types import FloatArray, IntArray
+from motet.types import FloatArray, IntArray, ServerLoad
 
 Result = TypeVar("Result")
 
@@ -39,20 +39,6 @@ class Clocks:
     """For one completion: a wide backstop."""
     retry: float = 0.5
     """Before the first repetition; it doubles each time."""
-
-
-@dataclass
-class Load:
-    """What a replica is doing, for whoever shows it."""
-
-    name: str
-    up: bool
-    requests: int
-    tokens: int
-    """Outstanding: prompts and what may still be sampled."""
-    loaded: int
-    """Versions."""
-    note: str
 
 
 @dataclass
@@ -77,9 +63,9 @@ class Replica:
         self._client: httpx2.AsyncClient | None = None
         self._gone: asyncio.Event | None = None
 
-    def load_now(self) -> Load:
+    def load_now(self) -> ServerLoad:
         """What it is doing."""
-        return Load(self.url, self.up, self.requests, self.tokens, len(self.loaded), self.note)
+        return ServerLoad(self.url, self.up, self.requests, self.tokens, len(self.loaded), self.note)
 
     # --- whether it is there ----------------------------------------------------------------------------------------------
 

@@ -19,11 +19,11 @@ from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, Se
 from motet.protocols import Trainer
 from motet.rollout.completion import Completion, Decode
 from motet.rollout.fleet import Fleet
-from motet.rollout.replica import Load, Replica
+from motet.rollout.replica import Replica
 from motet.rollout.served_versions import ServedVersions, copy_adapter
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
-from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray
+from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray, ServerLoad
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class ServerEngine:
         """Completions in flight on all replicas."""
         return self._bounds.rows * len(self.fleet.replicas)
 
-    def loads(self) -> list[Load]:
+    def loads(self) -> list[ServerLoad]:
         """What each replica is doing."""
         return [replica.load_now() for replica in self.fleet.replicas]
 

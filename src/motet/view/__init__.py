@@ -10,12 +10,13 @@ console.print(summary_table(jobs, run=Path("runs/default"), seconds=view.seconds
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from rich.console import Console
 
 from motet.runtime.progress import JobProgress
+from motet.types import ServerLoad
 from motet.view.live import LiveView
 from motet.view.log import LogView
 from motet.view.summary import summary_table
@@ -30,6 +31,9 @@ class View(Protocol):
     @property
     def seconds(self) -> Mapping[str, float]:
         """How long each job ran, as far as this view saw."""
+
+    def watch(self, servers: Callable[[], Sequence[ServerLoad]]) -> None:
+        """Show, besides jobs, what these servers do."""
 
     def start(self) -> None:
         """Begin to show."""

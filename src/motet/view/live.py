@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from motet.runtime.progress import JobProgress
-from motet.types import JobState
+from motet.types import JobState, ServerLoad
 from motet.view.clock import RunClock
 from motet.view.text import (
     STATE_STYLES,
@@ -33,6 +33,7 @@ from motet.view.text import (
 _MAX_NAME, _GOOD_NAME, _MIN_NAME = 24, 12, 8
 _MAX_BAR = 24
 _REASON_LINES = 2
+_MAX_SERVERS = 4
 _ORDER = (  # who is shown when not all jobs fit
     JobState.RUNNING,
     JobState.FAILED,
@@ -80,13 +81,16 @@ class Frame:
     rate: float
     glyphs: Glyphs
     seconds: Mapping[str, float] = field(default_factory=dict)
+    servers: Sequence[ServerLoad] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, then a line for each job that fits."""
         width = max(options.max_width - 1, 20)  # the last column stays free: some terminals wrap when it is written
         height = max(options.height or console.size.height, 4)
         yield self._title(width)
-        yield from self._body(width, height - 1)
+        servers = self._server_lines(width)[: max(height - 3, 0)]
+        yield from self._body(width, height - 1 - len(servers))
+        yield from servers
 
     # --- what is shown -----------------------------------------------------------------------------------------------
 
@@ -129,6 +133,27 @@ class Frame:
             states = [f"{counts[state]} {state}" for state in _ORDER if counts[state]]
             told = ", ".join(states).replace(" ", " more ", 1)
             lines.append(Text(f"  +{told}", style="bright_black", no_wrap=True))
+        return lines
+
+    def _server_lines(self, width: int) -> list[Text]:
+        """What each server does; many are told in sum."""
+        lines = []
+        for server in self.servers[:_MAX_SERVERS]:
+            state = JobState.RUNNING if server.up else JobState.FAILED
+            host = server.url.partition("://")[2]
+            told = (
+                f"{server.requests:>3} requests  {count_text(server.tokens):>6} tokens  {server.versions} versions"
+                if server.up
+                else f"away: {server.note}"
+            )
+            line = Text(f"{self.glyphs.states[state]} ", style=STATE_STYLES[state], no_wrap=True)
+            line.append(f"{self.glyphs.plain(host)}  {self.glyphs.plain(told)}", style="bright_black")
+            line.truncate(width)
+            lines.append(line)
+        if rest := self.servers[_MAX_SERVERS:]:
+            up, tokens = sum(server.up for server in rest), count_text(sum(server.tokens for server in rest))
+            told = f"  +{len(rest)} more servers, {up} of them up, {tokens} tokens"
+            lines.append(Text(told, style="bright_black", no_wrap=True))
         return lines
 
     def _reason(self, job: JobProgress, width: int) -> list[Text]:
@@ -231,12 +256,17 @@ class LiveView:
         self._glyphs = glyphs_of(console)
         self._base = base
         self._clock = RunClock(clock) if clock else RunClock()
+        self._servers: Callable[[], Sequence[ServerLoad]] = tuple
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
     @property
     def seconds(self) -> Mapping[str, float]:
         """How long each job ran, as far as this view saw."""
         return self._clock.seconds
+
+    def watch(self, servers: Callable[[], Sequence[ServerLoad]]) -> None:
+        """Show, below the jobs, what these servers do."""
+        self._servers = servers
 
     def start(self) -> None:
         """Begin to draw. Other output through the console appears above."""
@@ -255,4 +285,5 @@ class LiveView:
     def frame(self, jobs: Sequence[JobProgress]) -> Frame:
         """The picture of these jobs."""
         clock = self._clock
-        return Frame(tuple(jobs), self._base, clock.elapsed, clock.rate, self._glyphs, dict(clock.seconds))
+        seconds, servers = dict(clock.seconds), self._servers()
+        return Frame(tuple(jobs), self._base, clock.elapsed, clock.rate, self._glyphs, seconds, servers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from motet.runtime.progress import JobProgress
-from motet.types import JobState
+from motet.types import JobState, ServerLoad
 from motet.view.clock import RunClock
 from motet.view.text import Glyphs, count_text, duration_text, evaluation_text, glyphs_of, reward_text
 
@@ -30,11 +30,17 @@ class LogView:
         self._clock = RunClock(clock) if clock else RunClock()
         self._told: dict[str, _Told] = {}
         self._last: tuple[JobProgress, ...] = ()
+        self._servers: Callable[[], Sequence[ServerLoad]] = tuple
+        self._up: dict[str, bool] = {}
 
     @property
     def seconds(self) -> Mapping[str, float]:
         """How long each job ran, as far as this view saw."""
         return self._clock.seconds
+
+    def watch(self, servers: Callable[[], Sequence[ServerLoad]]) -> None:
+        """Tell when one of these servers comes or goes."""
+        self._servers = servers
 
     def start(self) -> None:
         """Nothing to do: lines come with updates."""
@@ -43,6 +49,10 @@ class LogView:
         """Print what is new."""
         self._clock.see(jobs)
         self._last = tuple(jobs)
+        for server in self._servers():
+            if server.up is not self._up.get(server.url, False):
+                self._print(f"server {server.url} {'answers' if server.up else f'is away: {server.note}'}")
+            self._up[server.url] = server.up
         width = min(max((len(job.name) for job in jobs), default=0), 24)
         for job in jobs:
             for line in self._news(job):

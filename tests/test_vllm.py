@@ -1,0 +1,140 @@
+"""Rollouts on a real vLLM: jobs learn, the gap is what the type explains, and a killed server costs time and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from motet.config import EngineConfig, RunConfig
+from motet.launch import Workshop, load
+from motet.running import run_config
+from motet.runtime.job import Job
+from motet.runtime.progress import JobProgress
+from motet.servers import Launched
+from tests.vllm_server import launch, vllm_python, vllm_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+KEY = "MOTET_TEST_VLLM_KEY"
+FLOAT32_GAP = 5e-4
+"""Largest |trainer − sampler| logprob in float32: sums of a few hundred terms in another order, through 30 layers."""
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    vllm_python()
+    return load("small", EngineConfig(dtype="float32", threads=1))
+
+
+@pytest.fixture(scope="module")
+def server(small: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    with vllm_server(small, tmp_path_factory.mktemp("server")) as found:
+        os.environ[KEY] = found.key
+        yield found
+        del os.environ[KEY]
+
+
+def config(directory: Path, rollout: dict[str, Any], jobs: list[dict[str, Any]], **fields: Any) -> RunConfig:
+    tree = {
+        "base": "small",
+        "engine": {"dtype": "float32", "threads": 1},
+        "rollout": {"engine": "vllm", "directory": str(directory / "served"), **rollout},
+        "jobs": jobs,
+        "run": str(directory / "run"),
+        **fields,
+    }
+    return RunConfig.model_validate(tree)
+
+
+def job(name: str, source: str, rank: int, **fields: Any) -> dict[str, Any]:
+    algorithm = {"group_size": 8, "groups_per_step": 4, **fields.pop("algorithm", {})}
+    return {
+        "name": name,
+        "data": {"source": source, "holdout": 32},
+        "rewards": ["exact"],
+        "adapter": {"rank": rank},
+        "sampling": {"max_tokens": 16},
+        "algorithm": algorithm,
+        "steps": 8,
+        "eval": {"every": 0},
+        **fields,
+    }
+
+
+def lines(directory: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "run" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_three_jobs_learn_at_once(lag: int, small: Any, server: Launched, tmp_path: Path) -> None:
+    sources = {"sort": ("toy:sort_letters", 8), "reverse": ("toy:reverse", 16), "count": ("toy:count_letters", 4)}
+    jobs = [
+        job(name, source, rank, algorithm={"max_off_policy_steps": lag, "correct_sampler": lag > 0})
+        for name, (source, rank) in sources.items()
+    ]
+    result = run_config(config(tmp_path, {"urls": [server.url], "api_key_env": KEY}, jobs), base=small)
+    for name, found in result.jobs.items():
+        assert found.state == "succeeded", found.message
+        (_, before), (_, after) = found.evaluations
+        assert after > before + 0.05, f"{name} went from {before} to {after}"
+        assert found.inexact, "tokens of a server depend on its company, and the job has to say so"
+        steps = [line for line in lines(tmp_path, name) if "reward" in line]
+        assert [line["version"] for line in steps] == [max(0, step - lag) for step in range(8)]
+        if lag == 0:
+            assert max(line["logprob_gap"] for line in steps) < FLOAT32_GAP
+    told = httpx2.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {server.key}"}).json()
+    assert [card["id"] for card in told["data"] if card["parent"]] == [], "versions stayed loaded"
+    assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
+
+
+def test_a_killed_server_costs_time_and_nothing_else(small: Any, tmp_path: Path) -> None:
+    jobs = [job("sort", "toy:sort_letters", 8, steps=5), job("count", "toy:count_letters", 4, steps=5)]
+    killed: list[int] = []
+    parts: list[Workshop] = []
+
+    def observe(progress: Sequence[JobProgress]) -> None:
+        if not killed and min(one.step for one in progress) >= 2:
+            (process,) = parts[0].engine.fleet.processes.values()
+            children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
+            killed.extend(int(word) for word in children.stdout.split())
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    def started(workshop: Workshop, jobs: Sequence[Job]) -> None:
+        parts.append(workshop)
+
+    rollout = {"launch": launch().model_dump()}
+    result = run_config(config(tmp_path, rollout, jobs), base=small, observe=observe, started=started)
+    (process,) = parts[0].engine.fleet.processes.values()
+    assert killed, "the test killed nothing"
+    assert process.starts == 2
+    for name, found in result.jobs.items():
+        assert found.state == "succeeded", found.message
+        steps = [line["step"] for line in lines(tmp_path, name) if "reward" in line]
+        assert steps == [0, 1, 2, 3, 4], "every step is trained once"
+    assert not process.alive
+
+
+@pytest.mark.smollm2
+def test_the_gap_of_smollm2_over_fifty_publishes(smollm2_dir: Path, tmp_path: Path) -> None:
+    vllm_python()
+    base = load(str(smollm2_dir), EngineConfig(dtype="float32", threads=1))
+    few = {"group_size": 4, "groups_per_step": 1}
+    (tmp_path / "rewards.py").write_text(
+        "def vowels(problem, completion):\n    return sum(c in 'aeiou' for c in completion)\n"
+    )
+    one = job("gap", "toy:reverse", 16, steps=50, algorithm=few, sampling={"max_tokens": 8})
+    one |= {"rewards": [f"{tmp_path}/rewards.py:vowels"], "data": {"source": "toy:reverse", "holdout": 0}}
+    result = run_config(config(tmp_path, {"launch": launch().model_dump()}, [one], base=str(smollm2_dir)), base=base)
+    assert result.ok, result.jobs["gap"].message
+    gaps = [line["logprob_gap"] for line in lines(tmp_path, "gap")]
+    print(f"largest gap over {len(gaps)} publishes: {max(gaps):.2e}")
+    assert len(gaps) == 50
+    assert 0 < max(gaps) < FLOAT32_GAP

@@ -1,0 +1,63 @@
+"""A real vLLM on this CPU for tests, from the environment that `make vllm` makes.
+
+with vllm_server(base, directory) as server: ...     # server.url, server.key, server.process
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from motet import servers
+from motet.config import LaunchConfig, RolloutConfig
+from motet.rollout.server import Demand
+from tests.conftest import IN_CI, ROOT
+
+WANTED = Demand(adapters=4, versions=16, rank=16)
+START_SECONDS = 240.0
+
+
+def vllm_python() -> str:
+    """The interpreter that has vLLM; skips the test where there is none."""
+    found = Path(os.environ.get("MOTET_VLLM_PYTHON") or ROOT / ".envs" / "vllm" / "bin" / "python")
+    if not found.is_file():
+        reason = f"vLLM is not installed in {found.parents[1]}: run `make vllm`"
+        if IN_CI:
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return str(found)
+
+
+def launch() -> LaunchConfig:
+    """How tests start a server: small."""
+    return LaunchConfig(python=vllm_python(), max_positions=512)
+
+
+@contextlib.contextmanager
+def vllm_server(base: Any, directory: Path) -> Iterator[servers.Launched]:
+    """A server that runs while the block does."""
+    config = RolloutConfig(engine="vllm", launch=launch())
+    (server,) = servers.launched(base, str(base.model.config.name_or_path), config, launch(), WANTED, directory)
+    server.process.start()
+    try:
+        _wait(server)
+        yield server
+    finally:
+        server.process.close()
+
+
+def _wait(server: servers.Launched) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and server.process.alive:
+        with contextlib.suppress(httpx2.TransportError):
+            if httpx2.get(f"{server.url}/health", timeout=5.0, trust_env=False).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise AssertionError(server.process.ending)
