@@ -121,7 +121,9 @@ class BaseModel:
         return logits_NV
 
     def logits_slope(self, raw_NV: Tensor, slope_NV: Tensor) -> Tensor:
-        """From a gradient with respect to `finish_logits(raw)` to one with respect to raw [N, V]."""
+        """From a gradient with respect to `finish_logits(raw)` to one with respect to raw [N, V], perhaps still in fp32."""
+        if self._logit_changes == (None, None, None):
+            return slope_NV
         with torch.enable_grad():
             leaf = raw_NV.detach().requires_grad_()
             (slope_raw_NV,) = torch.autograd.grad(self.finish_logits(leaf), leaf, slope_NV)

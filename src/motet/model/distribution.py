@@ -61,7 +61,7 @@ class Distribution:
 
     def entropy(self) -> Tensor:
         """Entropies [N] in nats; a token of probability 0 adds nothing."""
-        products_NV = (self.probs_NV * self.logits_NV).masked_fill_(self.probs_NV == 0, 0)
+        products_NV = (self.probs_NV * self.logits_NV).nan_to_num_(nan=0.0)  # 0 · −∞ (NaN logits show in the peak)
         return (self.peak_N1 - self.log_peak_N1)[:, 0] - products_NV.sum(-1)
 
 
