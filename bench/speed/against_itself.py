@@ -108,7 +108,8 @@ def at_once_block(completions: int, quick: bool) -> Block:
 
 def memory_block() -> Block:
     """Peak memory of eight jobs and of one, in fresh processes."""
-    job = {"each": 8, "max_tokens": 64, "steps": 2, "rank": RANK, "max_rows": 64}
+    budgets = {"max_rows": 64, "train_tokens": 1024}
+    job = {"each": 8, "max_tokens": 64, "steps": 2, "rank": RANK, "budgets": budgets}
     return Block(
         "memory",
         "The peak of resident memory of a fresh process, reward processes not included: eight jobs of 1 × 8 completions, or "

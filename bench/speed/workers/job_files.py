@@ -38,7 +38,7 @@ def read_steps(job: Path) -> list[Step]:
     return [{**timing, "trainable": metric["tokens"]} for timing, metric in zip(timings, metrics, strict=False)]
 
 
-def figures(jobs: Sequence[Sequence[Step]], args: dict[str, Any], batch_tokens: int) -> dict[str, Any]:
+def figures(jobs: Sequence[Sequence[Step]], args: dict[str, Any], max_rows: int, batch_tokens: int) -> dict[str, Any]:
     """Seconds, steps, and what was computed in them.
 
     With `after_first`, of one job, the first step is left out. Otherwise time runs from the first sampled token of the first
@@ -54,7 +54,7 @@ def figures(jobs: Sequence[Sequence[Step]], args: dict[str, Any], batch_tokens: 
     prompts = len(counted) * args["groups"] * prompt  # tokens of prompts, each group's counted once
     counts = {
         "decoded": sampled,
-        "passes": sampled / min(args.get("max_rows", 64), args["jobs"] * args["groups"] * args["each"]),
+        "passes": sampled / min(max_rows, args["jobs"] * args["groups"] * args["each"]),
         "prefilled": prompts,
         "trained": sampled + prompts,
         "headed": sum(step["trainable"] for step in counted),

@@ -19,16 +19,14 @@ START_SECONDS = 120.0
 _parts: dict[Any, Any] = {}
 
 
-def engine_fields(max_rows: int = 64, slots: int = 256) -> dict[str, Any]:
-    """The `engine` section of everything that is measured."""
+def engine_fields(**budgets: int) -> dict[str, Any]:
+    """The `engine` section of everything that is measured; budgets that are not given are Motet's own."""
     return {
         "device": OPTIONS["device"],
         "dtype": "bfloat16",
         "threads": OPTIONS["threads"],
-        "slots": slots,
-        "max_rows": max_rows,
-        "train_tokens": MICRO_BATCH_TOKENS,
         "micro_batch_tokens": MICRO_BATCH_TOKENS,
+        **budgets,
     }
 
 
@@ -58,7 +56,7 @@ def workshop(samplers: Any = "auto", *, wait: bool = True) -> Any:
 
     if _parts.get("samplers") != samplers:
         close_workshop()
-        config = EngineConfig(**engine_fields(), samplers=samplers)
+        config = EngineConfig(**engine_fields(slots=256, max_rows=64), samplers=samplers)
         _parts.update(samplers=samplers, workshop=build(base(), config, [Need(128, 128)]))
         if wait:
             wait_for_samplers(_parts["workshop"])
@@ -228,7 +226,7 @@ def run_jobs(args: dict[str, Any], scratch: Path, watch: Watch) -> None:
     from motet.jobfile import validate
     from motet.running import run_config
 
-    engine = engine_fields(args.get("max_rows", 64), slots=args["jobs"])
+    engine = engine_fields(slots=args["jobs"], **args.get("budgets", {}))
     tree = {"base": OPTIONS["model"], "run": str(scratch), "engine": engine, "jobs": job_fields(args, scratch)}
     result = run_config(
         validate(tree, "bench"),
@@ -239,6 +237,14 @@ def run_jobs(args: dict[str, Any], scratch: Path, watch: Watch) -> None:
     )
     if not result.ok:
         raise RuntimeError("; ".join(f"{job.name} {job.state}: {job.message}" for job in result.jobs.values()))
+
+
+def job_budgets(args: dict[str, Any]) -> tuple[int, int]:
+    """Rows of a decode batch and tokens of a training batch when jobs run."""
+    from motet.config import EngineConfig
+
+    config = EngineConfig(**engine_fields(**args.get("budgets", {})))
+    return config.max_rows, config.train_tokens
 
 
 class Watch:

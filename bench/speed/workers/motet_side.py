@@ -22,12 +22,12 @@ from typing import Any
 from bench.speed.workers.fresh import PeakMemory, last_number, motet_help, wall_time
 from bench.speed.workers.job_files import figures, job_fields, read_steps
 from bench.speed.workers.motet_parts import (
-    MICRO_BATCH_TOKENS,
     OPTIONS,
     Watch,
     base,
     batches_of,
     close_workshop,
+    job_budgets,
     links,
     new_number,
     on_device,
@@ -147,7 +147,7 @@ def jobs(args: dict[str, Any]) -> Iterator[Repeat]:
             watch = Watch()
             run_jobs(args, Path(scratch), watch)
             steps = [read_steps(Path(scratch) / job["name"]) for job in job_fields(args, Path(scratch))]
-            return {**figures(steps, args, MICRO_BATCH_TOKENS), "occupancy": watch.occupancy()}
+            return {**figures(steps, args, *job_budgets(args)), "occupancy": watch.occupancy()}
 
     yield repeat
 

@@ -25,17 +25,18 @@ class EngineConfig(Config):
     """On CPU in bfloat16, keep a second copy of the base in the layout that its kernels want: the same bits, sooner."""
     slots: int = Field(16, ge=1)
     """Adapters that train at once; further jobs wait in the queue."""
-    max_rows: int = Field(128, ge=4)
-    """Completions decoded in one batch."""
+    max_rows: int = Field(256, ge=4)
+    """Completions decoded at a time, in all processes that sample together."""
     kv_tokens: int = Field(0, ge=0)
-    """Size of the KV cache in tokens; 0 derives it from max_rows and the jobs' lengths within kv_memory_fraction."""
+    """Size of the KV cache in tokens, in each process that samples; 0 derives it from max_rows and the jobs' lengths within
+    kv_memory_fraction."""
     kv_memory_fraction: float = Field(0.3, gt=0, lt=1)
     """Share of free memory that the KV cache may take."""
     block_size: int = Field(64, ge=16)
     """Tokens of a KV block; attention adds blocks in a fixed order, so results depend on it, for all jobs alike."""
     prefill_tokens: int = Field(2048, ge=64)
     """Prompt tokens prefilled in one forward pass."""
-    train_tokens: int = Field(1024, ge=64)
+    train_tokens: int = Field(2048, ge=64)
     """Tokens of a packed training batch; several jobs' micro-batches share one."""
     micro_batch_tokens: int = Field(1024, ge=64)
     """Tokens of a job's micro-batch; where it is cut depends on the job's own samples only."""
