@@ -272,7 +272,8 @@ def test_the_page_about_runs_has_every_field() -> None:
     text = page_text("runs")
     about_metrics, about_timings = text.split("## metrics.jsonl")[1], text.split("## timings.jsonl")[1]
     assert {row[0]: row[1] for row in table(about_metrics, "field")} == STEP_FIELDS
-    record = timing_record(0, {"sample": 0.0, "reward": 0.0, "train": 0.0}, 0, 0, BusyTime())
+    seconds = dict.fromkeys(("sample", "reward", "train", "publish"), 0.0)
+    record = timing_record(0, seconds, 0, 0, BusyTime())
     nested = (
         [f"{name}.{inner}" for inner in value] if isinstance(value, dict) else [name] for name, value in record.items()
     )

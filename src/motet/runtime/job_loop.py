@@ -45,6 +45,7 @@ class JobLoop:
         self._evaluation: asyncio.Task[SampledStep] | None = None
         self._pause = False
         self._resident = False
+        self._publish_seconds = 0.0
 
     def pause(self) -> None:
         """Stop after the step under way."""
@@ -107,9 +108,11 @@ class JobLoop:
     async def _publish(self) -> None:
         """Publish the version just committed, probe it, and let sampling have it."""
         job, services, version = self._job, self._services, self._done.step
+        started = time.monotonic()
         await self._versions.publish(version)
         trained = await services.on_device(lambda: self._probe.trained(services.trainer))
         await self._probe.check(services.engine, self._versions.ref(version), trained)
+        self._publish_seconds = time.monotonic() - started
         await self._versions.announce(version, self._oldest_needed())
         if job.evaluates(version) and self._done.evaluated < version:
             self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
@@ -171,7 +174,12 @@ class JobLoop:
             threads=services.threads,
             inexact=tuple(job.inexact),
         )
-        seconds = {"sample": sampled.seconds, "reward": sampled.reward_seconds, "train": trained_seconds}
+        seconds = {
+            "sample": sampled.seconds,
+            "reward": sampled.reward_seconds,
+            "train": trained_seconds,
+            "publish": self._publish_seconds,
+        }
         await self._record(sampled, record, timing_record(step, seconds, sampled.tokens, tokens, services.device.busy))
         if skipped >= job.config.optimizer.max_skipped:
             raise JobFailed(
