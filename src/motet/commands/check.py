@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.jobfile import load_jobs
-from motet.launch import build, load, prepare_all, services
+from motet.launch import Workshop, assemble, load, prepare_all, services
 from motet.runtime.job import Job, Services
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler, SampledStep
@@ -35,43 +35,49 @@ def check_file(path: Path, overrides: Sequence[str], rollouts: int) -> None:
         for note in base.notes:
             console.print(f"note: {note}")
         prepared = prepare_all(config.jobs, base, directory)
-        workshop = build(base, config.engine.model_copy(update={"samplers": 0}), [need for _, need in prepared])
+        alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
+        workshop = assemble(base, alone, [need for _, need in prepared], directory)
         try:
             shared = services(workshop, directory)
-            asyncio.run(_check_all(console, [job for job, _ in prepared], shared, rollouts))
+            asyncio.run(_check_all(console, [job for job, _ in prepared], workshop, shared, rollouts))
         finally:
             workshop.close()
             directory.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    kv = workshop.engine.cache
-    console.print(
-        f"KV cache: {kv.n_blocks * kv.block_size:,} tokens · peak memory so far: {peak:.1f} GiB · nothing was trained"
-    )
+    kv = getattr(workshop.engine, "cache", None)  # servers have their own
+    held = f"KV cache: {kv.n_blocks * kv.block_size:,} tokens · " if kv is not None else ""
+    console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
 
 
-async def _check_all(console: Console, jobs: Sequence[Job], shared: Services, rollouts: int) -> None:
+async def _check_all(
+    console: Console, jobs: Sequence[Job], workshop: Workshop, shared: Services, rollouts: int
+) -> None:
     table = Table(
         "job", "train / held out", "reward", "groups with signal", "answer length", "truncated", "a step", "all steps"
     )
     try:
-        for job in jobs:
-            sampled, step_seconds = await _check_job(console, job, shared, rollouts)
-            figures = group_metrics(sampled.groups)
-            signal = sum(group.has_signal for group in sampled.groups)
-            table.add_row(
-                job.name,
-                f"{len(job.data.train)} / {len(job.data.holdout)}",
-                f"{figures['reward']:.3g}",
-                f"{signal} of {len(sampled.groups)}",
-                f"{figures['length']:.0f} tokens",
-                f"{figures['truncated']:.0%}",
-                f"≈ {step_seconds:.1f} s",
-                f"≈ {step_seconds * job.config.steps / 60:.0f} min",
-            )
+        async with workshop.open():
+            for job in jobs:
+                sampled, step_seconds = await _check_job(console, job, shared, rollouts)
+                table.add_row(*_row(job, sampled, step_seconds))
     finally:
         await shared.rewards.close()
     console.print(table)
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
+
+
+def _row(job: Job, sampled: SampledStep, step_seconds: float) -> tuple[str, ...]:
+    figures = group_metrics(sampled.groups)
+    return (
+        job.name,
+        f"{len(job.data.train)} / {len(job.data.holdout)}",
+        f"{figures['reward']:.3g}",
+        f"{sum(group.has_signal for group in sampled.groups)} of {len(sampled.groups)}",
+        f"{figures['length']:.0f} tokens",
+        f"{figures['truncated']:.0%}",
+        f"≈ {step_seconds:.1f} s",
+        f"≈ {step_seconds * job.config.steps / 60:.0f} min",
+    )
 
 
 async def _check_job(console: Console, job: Job, shared: Services, rollouts: int) -> tuple[SampledStep, float]:
@@ -83,7 +89,7 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     await shared.on_device(lambda: shared.trainer.add_adapter(job.name, config.adapter, config.optimizer, job.seed))
     if config.adapter.init is not None:
         await shared.on_device(lambda: shared.trainer.load_adapter(job.name, job.init_directory(), optimizer=False))
-    versions = Versions(job.name, f"{job.name}.check", shared.engine, shared.sync)
+    versions = Versions(job.name, f"{job.name}.{shared.engine_suffix}.check", shared.engine, shared.sync)
     await versions.publish(0)
     await versions.announce(0, 0)
     sampled = await JobSampler(job, shared, versions).step(0)
