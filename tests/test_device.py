@@ -215,6 +215,18 @@ def test_a_turn_is_told_once_and_before_its_work() -> None:
     assert order[:9] == ["T", "call", "S", "tick", "tick", "tick", "T", "call", "S"]
 
 
+def test_a_light_call_takes_no_turn() -> None:
+    """What another process samples goes on beside it."""
+    order: list[str] = []
+    device = Device(lambda training: order.append("T" if training else "S"))
+    try:
+        for name, light in (("light", True), ("call", False), ("light", True), ("light", True)):
+            device.submit(lambda name=name: order.append(name), light=light).result(timeout=5)  # type: ignore[misc]
+    finally:
+        device.close()
+    assert order == ["S", "light", "T", "call", "S", "light", "light"]
+
+
 def test_a_turn_that_fails_is_told_to_who_waits() -> None:
     def turn(training: bool) -> None:
         raise OSError("no such process")

@@ -29,16 +29,36 @@ class BusyTime:
     started: float = field(default_factory=time.monotonic)
 
 
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call that waits for its turn, and who waits for it."""
+
+    call: Callable[[], Any]
+    future: Future[Any]
+    light: bool
+
+    def settle(self) -> None:
+        """Run it, unless it was cancelled."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.call()
+        except BaseException as error:  # the caller gets whatever happened, the device goes on
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
 class Device:
     """One thread that runs training calls and decode ticks in turn."""
 
     def __init__(self, turn: Callable[[bool], None] | None = None) -> None:
-        """`turn` is called in the device's thread with True before calls run, and with False before ticks do."""
+        """`turn` is called in the device's thread: with True before calls run, with False before ticks and light calls do."""
         self.busy = BusyTime()
         self._turn = turn
         self._calling: bool | None = None
         self._held = False
-        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._calls: deque[_Call] = deque()
         self._ticks: list[Callable[[], bool]] = []
         self._wake = threading.Condition()
         self._closed = False
@@ -73,20 +93,20 @@ class Device:
             self._held = False
             self._wake.notify()
 
-    def submit(self, call: Callable[[], Result]) -> Future[Result]:
-        """Queue a call; calls run in the order they come."""
+    def submit(self, call: Callable[[], Result], *, light: bool = False) -> Future[Result]:
+        """Queue a call; calls run in the order they come. One that is light needs no other core, so no turn is taken for it."""
         future: Future[Result] = Future()
         with self._wake:
             if self._closed:
                 told = "is closed" if self._broken is None else f"broke down: {self._broken!r}"
                 raise RuntimeError(f"the device {told}") from self._broken
-            self._calls.append((call, future))
+            self._calls.append(_Call(call, future, light))
             self._wake.notify()
         return future
 
-    async def run(self, call: Callable[[], Result]) -> Result:
-        """Run a call on the device and wait for it without blocking the event loop."""
-        return await asyncio.wrap_future(self.submit(call))
+    async def run(self, call: Callable[[], Result], *, light: bool = False) -> Result:
+        """Run a call on the device and wait for it without blocking the event loop; see `submit`."""
+        return await asyncio.wrap_future(self.submit(call, light=light))
 
     def close(self) -> None:
         """Finish the call under way, drop the rest and end the thread."""
@@ -94,8 +114,8 @@ class Device:
             self._closed = True
             self._wake.notify()
         self._thread.join()
-        for _, future in self._calls:
-            future.cancel()
+        for call in self._calls:
+            call.future.cancel()
 
     def _loop(self) -> None:
         working = False
@@ -110,8 +130,8 @@ class Device:
                 ticks = list(self._ticks)
             try:
                 if call is not None:
-                    self._turn_to(calling=True)
-                    _settle(*call)
+                    self._turn_to(calling=not call.light)
+                    call.settle()
                 self._turn_to(calling=False)
                 working = _any_left(ticks)
             except BaseException as error:  # see add_tick
@@ -123,14 +143,14 @@ class Device:
             self._turn(calling)
         self._calling = calling
 
-    def _break_down(self, error: BaseException, call: tuple[Callable[[], Any], Future[Any]] | None) -> None:
+    def _break_down(self, error: BaseException, call: _Call | None) -> None:
         with self._wake:
             self._broken, self._closed = error, True
-            calls = [*([] if call is None or call[1].done() else [call]), *self._calls]
+            calls = [*([] if call is None or call.future.done() else [call]), *self._calls]
             self._calls.clear()
-        for _, future in calls:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(RuntimeError(f"the device broke down: {error!r}"))
+        for waiting in calls:
+            if waiting.future.set_running_or_notify_cancel():
+                waiting.future.set_exception(RuntimeError(f"the device broke down: {error!r}"))
 
 
 def _any_left(ticks: list[Callable[[], bool]]) -> bool:
@@ -139,14 +159,3 @@ def _any_left(ticks: list[Callable[[], bool]]) -> bool:
     for tick in ticks:
         left = tick() or left
     return left
-
-
-def _settle(call: Callable[[], Any], future: Future[Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = call()
-    except BaseException as error:  # the caller gets whatever happened, the device goes on
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -85,7 +85,7 @@ class EmbeddedEngine:
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Let go of a version; running requests keep their own pointer to it."""
         if self._versions.pop(ref, None) is not None:
-            await self._device.run(self.decoder.model.stacks.forget)
+            await self._device.run(self.decoder.model.stacks.forget, light=True)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
@@ -120,7 +120,7 @@ class EmbeddedEngine:
         if adapter is not None and adapter not in self._versions:
             raise EngineError(f"version {adapter.version} of adapter {adapter.name!r} is not loaded")
         weights = None if adapter is None else self._versions[adapter]
-        return await self._device.run(lambda: self._score(token_ids, weights))
+        return await self._device.run(lambda: self._score(token_ids, weights), light=True)
 
     @torch.no_grad()
     def _score(self, token_ids: IntArray, weights: AdapterWeights | None) -> FloatArray:
