@@ -171,6 +171,41 @@ def cancel(directory: RunDir, job: JobName) -> None:
     _control(directory, job, "cancel")
 
 
+@app.command(epilog="Example: motet serve --base small --directory served --no-keys")
+def serve(
+    base: Annotated[str, typer.Option(help="`small`, a hub id, a directory or a .gguf file.")],
+    directory: Annotated[Path, typer.Option(help="Jobs, files, logs, and the database unless it has a URL.")] = Path(
+        "served"
+    ),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8420,
+    database: Annotated[
+        str | None, typer.Option(help="postgresql://… or sqlite:///… [default: a file in the directory].")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML with `engine` and `rollout`, as in a job file.")] = None,
+    no_keys: Annotated[
+        bool, typer.Option("--no-keys", help="No key is needed; only on this machine's own address.")
+    ] = False,
+    hub: Annotated[bool, typer.Option("--hub", help="Let jobs read data from the hub.")] = False,
+) -> None:
+    """Serve one base to a team: its people submit jobs over HTTP and take adapters home."""
+    from motet.commands.serve import serve as serve_base
+    from motet.jobfile import load_service
+
+    engine, rollout = load_service(config)
+    serve_base(
+        base,
+        directory,
+        host=host,
+        port=port,
+        database=database,
+        no_keys=no_keys,
+        hub=hub,
+        engine=engine,
+        rollout=rollout,
+    )
+
+
 def main() -> None:
     """Entry point: errors meant for people are one message and exit code 2."""
     try:

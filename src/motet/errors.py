@@ -14,6 +14,7 @@ MotetError
 ├── DeviceError        the device failed under several jobs at once: they are taken up again from their last commits
 ├── JobFailed          a job stops for good; the others go on
 ├── ProbeError         the adapter that answers is not the adapter that was trained
+├── StoreError         the service's database refuses something
 └── RunError           a run directory cannot be used (locked, other job file, damaged)
 """
 
@@ -80,6 +81,10 @@ class JobFailed(MotetError):
 
 class ProbeError(JobFailed):
     """The adapter that answers is not the adapter that was trained."""
+
+
+class StoreError(MotetError):
+    """The service's database cannot be opened, or refuses something."""
 
 
 class RunError(MotetError):

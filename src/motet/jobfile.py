@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from motet.config import Config, DataConfig, JobConfig, RunConfig
+from motet.config import Config, DataConfig, EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -36,6 +36,25 @@ def load_jobs(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read the job file {file}: it is not UTF-8 text") from error
     return parse_jobs(text, str(file), overrides, directory=file.parent)
+
+
+def load_service(path: Path | None) -> tuple[EngineConfig, RolloutConfig]:
+    """The `engine` and `rollout` of a service's configuration file; defaults without one.
+
+    Raises:
+        ConfigError: the file is missing or wrong.
+    """
+    if path is None:
+        return EngineConfig(), RolloutConfig()
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(tree, dict) or set(tree) - {"engine", "rollout"}:
+        raise ConfigError(f"{path} must hold `engine` and `rollout`, as in a job file, and nothing else")
+    job = {"name": "none", "data": "toy:add", "reward": "exact"}
+    found = validate({"base": "small", "run": "none", **tree, "jobs": [job]}, str(path))
+    return found.engine, found.rollout
 
 
 def parse_jobs(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from motet.algorithms.presets import Algorithm
 from motet.config import JobConfig
@@ -22,6 +22,14 @@ from motet.tasks.reward_pool import RewardPool
 from motet.types import JobState, SamplingParams
 
 Result = TypeVar("Result")
+
+Tell = Callable[[str, Mapping[str, Any]], None]
+"""Hears of what happens to a job: `state` when it changes, `step` when one is committed or done."""
+
+
+def _nobody(kind: str, data: Mapping[str, Any]) -> None:
+    """Nobody listens."""
+
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.RUNNING, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED}),
@@ -78,6 +86,7 @@ class Job:
     """Why bytes may differ from a solo run; grows, never shrinks."""
     starts: int = 0
     """How often the job took a slot in this process: part of engine-side names."""
+    tell: Tell = _nobody
 
     @property
     def name(self) -> str:
@@ -105,6 +114,7 @@ class Job:
         self.progress.state = state
         self.progress.message = message
         self.progress.phase = ""
+        self.tell("state", {"state": state.value, "message": message, "inexact": list(self.inexact)})
         self.directory.write_status({"state": state.value, "message": message, "inexact": list(self.inexact)})
 
     def sampling(self) -> SamplingParams:

@@ -128,6 +128,7 @@ class JobLoop:
             version = self._done.step
             record = {"step": version, "version": version, "eval": evaluation}
             self._job.directory.append(self._job.directory.metrics, record)
+            self._job.tell("step", record)
             self._done = _with_evaluation(self._done, version, evaluation)
         await self._commit(self._done)
 
@@ -192,6 +193,7 @@ class JobLoop:
         job.progress.step = step + 1
         job.progress.tokens += tokens
         job.progress.rewards.append(float(record["reward"]))
+        job.tell("step", {**record, "tokens_sampled": sampled.tokens, "tokens_trained": tokens, "seconds": seconds})
         await self._publish()
 
     def _commits(self, version: int) -> bool:

@@ -26,7 +26,9 @@ MAX_RESTARTS = 3
 class Pipeline:
     """Runs jobs over shared services."""
 
-    def __init__(self, jobs: Sequence[Job], services: Services, slots: int) -> None:
+    def __init__(self, jobs: Sequence[Job], services: Services, slots: int, *, stays: bool = False) -> None:
+        """`stays` keeps running without jobs, for more to come, until `stop`."""
+        self._stays = stays
         self.jobs = {job.name: job for job in jobs}
         self._services = services
         self._slots = slots
@@ -39,13 +41,16 @@ class Pipeline:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until every job has ended, or is paused and nobody will resume it because the run is stopping."""
+        """Run until every job has ended, or is paused and nobody will resume it because the run is stopping.
+
+        One that stays goes on until it is stopped.
+        """
         poll = asyncio.create_task(self._poll_controls())
         try:
             while True:
                 self._changed.clear()
                 self._fill_slots()
-                if not self._tasks and not self._waiting():
+                if not self._tasks and (self._stopping or not (self._stays or self._waiting())):
                     return
                 await self._changed.wait()
         finally:
@@ -63,6 +68,22 @@ class Pipeline:
         for name in self.jobs:
             self.pause(name)
         self._changed.set()
+
+    def add(self, job: Job) -> None:
+        """Take another job, beside those that run.
+
+        Raises:
+            RunError: there is one of this name.
+        """
+        if job.name in self.jobs:
+            raise RunError(f"there is a job {job.name!r} already")
+        self.jobs[job.name] = job
+        self._changed.set()
+
+    def forget(self, name: str) -> None:
+        """Let go of a job that has no slot; what it saved stays."""
+        if name not in self._tasks:
+            self.jobs.pop(name, None)
 
     def pause(self, name: str) -> None:
         """Finish the job's step, save and give its slot away."""

@@ -1,0 +1,61 @@
+"""`motet serve`: one base as a service for a team."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+import uvicorn
+from rich.console import Console
+
+from motet.config import EngineConfig, RolloutConfig
+from motet.errors import ConfigError
+from motet.service.app import create_app
+from motet.service.desk import Settings
+from motet.service.store import Store
+
+
+def serve(
+    base: str,
+    directory: Path,
+    *,
+    host: str,
+    port: int,
+    database: str | None,
+    no_keys: bool,
+    hub: bool,
+    engine: EngineConfig,
+    rollout: RolloutConfig,
+) -> None:
+    """Serve until stopped.
+
+    Raises:
+        MotetError: it cannot start, and why.
+    """
+    console = Console(emoji=False)
+    if no_keys and not _loopback(host):
+        raise ConfigError(
+            f"--no-keys is for a service that this machine alone can reach, not for {host}; leave one of the two out"
+        )
+    settings = Settings(
+        base, directory.expanduser().resolve(), database or "", engine, rollout, open_to_all=no_keys, hub=hub
+    )
+    app = create_app(settings)
+    store: Store = app.state.desk.store
+    if not no_keys and not store.all_keys():
+        _, key = store.create_key("admin", "first", "admin")
+        console.print(
+            f"the first key, an admin's, shown this once: [bold]{key}[/bold]", soft_wrap=True, highlight=False
+        )
+    console.print(
+        f"motet serves {base} at http://{host}:{port} (API: /docs); engine log: {settings.directory / 'engine.log'}",
+        soft_wrap=True,
+    )
+    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,107 @@
+"""Who asks: the key of a request, and what it may do. Errors as answers, all of one shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from motet.errors import ConfigError, DataError, EngineError, MotetError, RewardError, StoreError
+from motet.service.desk import Desk
+from motet.service.store import Principal
+from motet.service.tables import StoredJob
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+TYPES |= {409: "conflict_error", 413: "invalid_request_error", 422: "invalid_request_error", 503: "unavailable_error"}
+
+
+class Refusal(Exception):
+    """An answer that is not a success."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+
+
+def desk_of(request: Request) -> Desk:
+    """The service's desk."""
+    found: Desk = request.app.state.desk
+    return found
+
+
+AtDesk = Annotated[Desk, Depends(desk_of)]
+
+
+def principal_of(request: Request, desk: AtDesk) -> Principal:
+    """Whose key the request brings."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key:
+        found = desk.store.who(key.strip())
+        if found is None:
+            raise Refusal(401, "this key is unknown, revoked or expired; `motet keys create` makes one")
+        return found
+    if desk.settings.open_to_all:
+        return Principal(desk.store.tenant("local").id, "local", "none", "admin")
+    raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
+
+
+Asker = Annotated[Principal, Depends(principal_of)]
+
+
+def admin_of(who: Asker) -> Principal:
+    """The asker, who has to be an admin."""
+    if not who.admin:
+        raise Refusal(403, "this needs an admin's key")
+    return who
+
+
+Admin = Annotated[Principal, Depends(admin_of)]
+
+
+def job_of(job: str, who: Asker, desk: AtDesk) -> StoredJob:
+    """The job that a path names, among the asker's."""
+    found = desk.store.job(who, job)
+    if found is None:
+        raise Refusal(404, f"there is no job {job!r}")
+    return found
+
+
+NamedJob = Annotated[StoredJob, Depends(job_of)]
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Give every error one shape, with words for a person."""
+
+    @app.exception_handler(Refusal)
+    async def _refused(_: Request, error: Refusal) -> JSONResponse:
+        return _body(error.status, error.message, error.param)
+
+    @app.exception_handler(HTTPException)
+    async def _http(_: Request, error: HTTPException) -> JSONResponse:
+        return _body(error.status_code, str(error.detail))
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        return _body(422, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
+
+    @app.exception_handler(MotetError)
+    async def _motet(_: Request, error: MotetError) -> JSONResponse:
+        status = 409 if isinstance(error, StoreError) else 503 if isinstance(error, EngineError) else 500
+        status = 400 if isinstance(error, ConfigError | DataError | RewardError) else status
+        return _body(status, str(error))
+
+
+def _body(status: int, message: str, param: str | None = None) -> JSONResponse:
+    detail: dict[str, Any] = {
+        "message": message,
+        "type": TYPES.get(status, "server_error"),
+        "param": param,
+        "code": None,
+    }
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse({"error": detail}, status, headers)

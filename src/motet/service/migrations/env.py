@@ -1,0 +1,11 @@
+"""Alembic's entry: runs the steps in `versions/` on the connection that `Store` hands over."""
+
+from alembic import context
+
+from motet.service.tables import Table
+
+context.configure(
+    connection=context.config.attributes["connection"], target_metadata=Table.metadata, render_as_batch=True
+)
+with context.begin_transaction():
+    context.run_migrations()

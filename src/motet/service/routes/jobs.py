@@ -1,0 +1,148 @@
+"""Jobs: submit, list, look, steer, watch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Header, Query, Request
+from fastapi.responses import StreamingResponse
+
+from motet.service.asking import Asker, AtDesk, NamedJob, Refusal
+from motet.service.desk import Desk
+from motet.service.schemas import Events, Job, JobEvent, Jobs
+from motet.service.store import Principal
+from motet.service.tables import Event, StoredJob
+from motet.types import JobState
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+_QUIET_SECONDS = 15.0
+_PAGE = 500
+
+
+def shown(desk: Desk, who: Principal, job: StoredJob) -> Job:
+    """A job as it is answered."""
+    return Job(
+        id=job.id, name=job.name, tenant=job.tenant_id if who.admin else None, state=job.state, message=job.message,
+        step=job.step, steps=job.steps, created=job.created, ended=job.ended, spec=job.spec,
+        progress=desk.link.progress.get(job.id),
+    )  # fmt: skip
+
+
+@router.post("", status_code=201)
+def submit(
+    who: Asker,
+    desk: AtDesk,
+    job: Annotated[dict[str, Any], Body(description="A job as it stands in a job file: name, data, reward, …")],
+    idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+) -> Job:
+    """Submit a job. A repeated request with the same Idempotency-Key gives the same job."""
+    found = desk.submit(who, job, idempotency_key)
+    desk.store.audit(who, "submit", found.id)
+    return shown(desk, who, found)
+
+
+@router.get("")
+def list_jobs(
+    who: Asker,
+    desk: AtDesk,
+    state: JobState | None = None,
+    after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+) -> Jobs:
+    """Jobs, newest first."""
+    found = desk.store.jobs(who, state=state, before=None if after is None else int(after), limit=limit + 1)
+    page = found[:limit]
+    more = str(page[-1].number) if len(found) > limit else None
+    return Jobs(data=[shown(desk, who, job) for job in page], next=more)
+
+
+@router.get("/{job}")
+def show(who: Asker, desk: AtDesk, job: NamedJob) -> Job:
+    """One job, by id or name."""
+    return shown(desk, who, job)
+
+
+@router.post("/{job}/{word}", status_code=202)
+def steer(who: Asker, desk: AtDesk, job: NamedJob, word: Literal["pause", "resume", "cancel"]) -> Job:
+    """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
+    desk.steer(job, word)
+    desk.store.audit(who, word, job.id)
+    return shown(desk, who, desk.store.job(who, job.id) or job)
+
+
+@router.delete("/{job}", status_code=204)
+def delete(who: Asker, desk: AtDesk, job: NamedJob) -> None:
+    """Forget a job that has ended, with its versions, rollouts and events."""
+    desk.delete(job)
+    desk.store.audit(who, "delete", job.id)
+
+
+@router.get("/{job}/rollouts")
+def rollouts(
+    desk: AtDesk,
+    job: NamedJob,
+    step: Annotated[int | None, Query(ge=0, description="Which step; the newest without one.")] = None,
+    min_reward: float | None = None,
+    max_reward: float | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> dict[str, Any]:
+    """What a step sampled, with rewards."""
+    directory = desk.directory(job.id).path / "rollouts"
+    steps = sorted(int(path.stem) for path in directory.glob("*.jsonl") if path.stem.isdecimal())
+    chosen = steps[-1] if step is None and steps else step
+    if chosen not in steps:
+        raise Refusal(
+            404, f"the rollouts of step {step} of job {job.name!r} are not there" if steps else "no step is done yet"
+        )
+    found = [json.loads(line) for line in (directory / f"{chosen}.jsonl").read_text().splitlines()]
+    low, high = min_reward, max_reward
+    found = [
+        one
+        for one in found
+        if (low is None or (one["reward"] is not None and one["reward"] >= low))
+        and (high is None or (one["reward"] is not None and one["reward"] <= high))
+    ]
+    return {"step": chosen, "steps": steps, "data": found[:limit]}
+
+
+@router.get("/{job}/events")
+def events(desk: AtDesk, job: NamedJob, after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Events:
+    """Events after one of them, at most 500."""
+    return Events(data=[_event(entry) for entry in desk.store.events(job.id, after, _PAGE)])
+
+
+@router.get("/{job}/events/stream", response_class=StreamingResponse)
+async def stream(
+    request: Request,
+    desk: AtDesk,
+    job: NamedJob,
+    after: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    last_event_id: Annotated[str | None, Header(pattern=r"^\d{1,15}$")] = None,
+) -> StreamingResponse:
+    """Events as they happen (server-sent events), from `after` or `Last-Event-ID` on; ends when the job has ended."""
+    start = int(last_event_id) if last_event_id is not None else after
+    return StreamingResponse(_stream(request, desk, job.id, start), media_type="text/event-stream")
+
+
+async def _stream(request: Request, desk: Desk, job_id: str, after: int) -> AsyncIterator[str]:
+    while not await request.is_disconnected():
+        waiting = asyncio.create_task(desk.news(job_id, _QUIET_SECONDS))  # before looking, so that nothing is missed
+        try:
+            found = await asyncio.to_thread(desk.store.events, job_id, after, _PAGE)
+            for entry in found:
+                after = entry.id
+                yield f"id: {entry.id}\nevent: {entry.kind}\ndata: {_event(entry).model_dump_json()}\n\n"
+            if found and found[-1].kind == "state" and JobState(found[-1].data["state"]).final:
+                return
+            if not found:
+                yield ": still here\n\n"
+                await waiting
+        finally:
+            waiting.cancel()
+
+
+def _event(entry: Event) -> JobEvent:
+    return JobEvent.model_validate({"id": entry.id, "kind": entry.kind, "time": entry.time, "data": entry.data})

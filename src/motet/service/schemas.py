@@ -1,0 +1,171 @@
+"""What the service answers, as documented in its OpenAPI description."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    """Base of all answers."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Job(Answer):
+    """A job and where it stands."""
+
+    id: str
+    name: str
+    tenant: str | None = None
+    """Whose it is; told to admins."""
+    state: str
+    """`queued`, `running`, `paused`, `succeeded`, `failed` or `cancelled`."""
+    message: str
+    """Why it failed, or what to know of it."""
+    step: int
+    """Steps done."""
+    steps: int
+    created: float
+    """Unix seconds."""
+    ended: float | None
+    spec: dict[str, Any]
+    """The job, as it was validated."""
+    progress: dict[str, Any] | None = None
+    """Of a running job: its phase, rollouts of the step under way, tokens per second, seconds left."""
+
+
+class Jobs(Answer):
+    """A page of jobs, newest first."""
+
+    data: list[Job]
+    next: str | None
+    """Give it as `after` for the next page; absent on the last."""
+
+
+class JobEvent(Answer):
+    """Something that happened to a job."""
+
+    id: int
+    """Grows; give the last one seen as `after`, or as `Last-Event-ID` of a stream."""
+    kind: Literal["state", "step"]
+    time: float
+    """Unix seconds."""
+    data: dict[str, Any]
+    """A `step` is a line of metrics.jsonl with tokens and seconds; a `state` has `state` and `message`."""
+
+
+class Events(Answer):
+    """Events in order."""
+
+    data: list[JobEvent]
+
+
+class Version(Answer):
+    """A saved version of a job's adapter."""
+
+    version: int
+    best: bool
+    """Whether it is the best by evaluation."""
+    latest: bool
+    model: str
+    """How requests for completions name it."""
+    bytes: int
+
+
+class Versions(Answer):
+    """Versions that are kept, oldest first."""
+
+    data: list[Version]
+
+
+class File(Answer):
+    """An uploaded file of rows."""
+
+    id: str
+    filename: str
+    bytes: int
+    rows: int
+    created: float
+
+
+class Files(Answer):
+    """Files, newest first."""
+
+    data: list[File]
+
+
+class ApiKey(Answer):
+    """An API key, without its text."""
+
+    id: str
+    tenant: str
+    name: str
+    role: str
+    created: float
+    expires: float | None
+    revoked: float | None
+
+
+class NewKey(ApiKey):
+    """A key that was just made."""
+
+    key: str
+    """Shown this once."""
+
+
+class Keys(Answer):
+    """Keys, oldest first."""
+
+    data: list[ApiKey]
+
+
+class KeyRequest(BaseModel):
+    """A key to make."""
+
+    model_config = ConfigDict(extra="forbid")
+    tenant: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str = Field("", max_length=100)
+    role: Literal["admin", "member"] = "member"
+    expires_days: float | None = Field(None, gt=0, le=36500)
+
+
+class Health(Answer):
+    """How the service is."""
+
+    status: str
+    base: str | None = None
+    message: str = ""
+
+
+class Model(Answer):
+    """Something that can be asked for completions."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "motet"
+
+
+class Models(Answer):
+    """The base and the versions of the tenant's adapters."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class ErrorDetail(Answer):
+    """What went wrong."""
+
+    message: str
+    """For a person: what is wrong and what to do."""
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class Error(Answer):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail

@@ -1,0 +1,69 @@
+"""From what a tenant asks for to a job that the engine may run: nothing of the server's disk or code is theirs to name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from motet.config import JobConfig
+from motet.errors import ConfigError
+from motet.jobfile import normal_job, validate
+from motet.tasks.rewards import BUILTIN
+
+GENERATED = ("toy:", "reasoning-gym:")
+Find = Callable[[str], Path | None]
+"""A path for the name of an uploaded file, or of a version; None where the tenant has none."""
+
+
+def validated(tree: Mapping[str, Any], *, hub: bool, installed: frozenset[str]) -> JobConfig:
+    """Check a job that a tenant submits.
+
+    Args:
+        tree: as a job stands in a job file.
+        hub: whether data may come from the hub.
+        installed: rewards that the operator offers, besides the built-in ones.
+
+    Raises:
+        ConfigError: what is wrong, or not allowed here.
+    """
+    config = validate({"base": "small", "run": "x", "jobs": [normal_job(dict(tree))]}, "the job").jobs[0]
+    for source in filter(None, (config.data.source, config.data.eval_source)):
+        uploaded = source.startswith("file-")
+        local = source.startswith((".", "/", "~")) or source.endswith((".jsonl", ".json", ".parquet", ".csv"))
+        if not uploaded and not source.startswith(GENERATED) and (local or not hub):
+            raise ConfigError(
+                f"data.source {source!r} cannot be used here: upload the file and give its id (file-…), or use toy:NAME or "
+                "reasoning-gym:NAME"
+            )
+    for reward in config.rewards:
+        if reward.name not in {*BUILTIN, "scorer", *installed}:
+            raise ConfigError(
+                f"reward {reward.name!r} cannot be used here: code does not run on the server. There are "
+                f"{', '.join(sorted({*BUILTIN, 'scorer', *installed}))}"
+            )
+    return config
+
+
+def for_engine(config: JobConfig, job_id: str, find_file: Find, find_version: Find) -> dict[str, Any]:
+    """The job under its engine-side name, with paths for what it names.
+
+    Raises:
+        ConfigError: a file or version is not there.
+    """
+    found = config.model_dump(mode="json")
+    found["seed"] = config.effective_seed  # of the name that its owner gave it
+    found["name"] = job_id
+    for field in ("source", "eval_source"):
+        name = found["data"][field]
+        if name is not None and name.startswith("file-"):
+            if (path := find_file(name)) is None:
+                raise ConfigError(f"data.{field}: there is no file {name}")
+            found["data"][field] = str(path)
+    if (start := found["adapter"]["init"]) is not None:
+        if (path := find_version(start)) is None:
+            raise ConfigError(
+                f"adapter.init: there is no version {start!r}; name one as job@best, job@latest or job@12"
+            )
+        found["adapter"]["init"] = str(path)
+    return found

@@ -1,0 +1,303 @@
+"""The service's memory: tenants, keys, jobs, events and files in a database. SQLite by default, PostgreSQL by URL.
+
+Every call is one short transaction. What is asked for on behalf of a tenant is looked up among that tenant's objects, so
+another tenant's object is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sqlalchemy import Engine, create_engine, event, func, select
+from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.orm import Session, sessionmaker
+
+from motet.errors import StoreError
+from motet.service.tables import AuditEntry, Event, Key, StoredFile, StoredJob, Tenant, now
+from motet.types import JobState
+
+Role = Literal["admin", "member"]
+PREFIX = "mk-"
+"""What API keys begin with."""
+OPEN = tuple(state.value for state in JobState if not state.final)
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who asks."""
+
+    tenant_id: str
+    tenant: str
+    key_id: str
+    role: str
+
+    @property
+    def admin(self) -> bool:
+        """Whether every tenant's objects are theirs."""
+        return self.role == "admin"
+
+
+def digest(key: str) -> str:
+    """What is stored of a key. Keys are random, so a plain hash is enough."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def new_id(kind: str) -> str:
+    """A name for an object."""
+    return f"{kind}-{secrets.token_hex(8)}"
+
+
+class Store:
+    """One database."""
+
+    def __init__(self, url: str) -> None:
+        """Open it and bring it to the newest shape.
+
+        Raises:
+            StoreError: it cannot be opened, and why.
+        """
+        self.url = url
+        self._engine = _engine(url)
+        self._session = sessionmaker(self._engine, expire_on_commit=False)
+        try:
+            _migrate(self._engine)
+        except OperationalError as error:
+            raise StoreError(f"the database {_public(url)} cannot be opened: {error.orig}") from error
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._engine.dispose()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[Session]:
+        with self._session.begin() as session:
+            yield session
+
+    def alive(self) -> bool:
+        """Whether the database answers."""
+        try:
+            with self._transaction() as session:
+                session.execute(select(1))
+        except OperationalError:
+            return False
+        return True
+
+    # --- tenants and keys ---------------------------------------------------------------------------------------------------
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant of this name, made where there is none."""
+        with self._transaction() as session:
+            found = session.scalar(select(Tenant).where(Tenant.name == name))
+            if found is None:
+                found = Tenant(id=new_id("tenant"), name=name)
+                session.add(found)
+            return found
+
+    def create_key(self, tenant: str, name: str, role: Role, expires: float | None = None) -> tuple[Key, str]:
+        """A new key of a tenant, and its text, which is shown once."""
+        owner, text = self.tenant(tenant), PREFIX + secrets.token_urlsafe(32)
+        with self._transaction() as session:
+            key = Key(id=new_id("key"), tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires)
+            session.add(key)
+        return key, text
+
+    def all_keys(self, tenant_id: str | None = None) -> list[tuple[Key, str]]:
+        """Keys and the names of their tenants, oldest first; all tenants' unless one is given."""
+        query = select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).order_by(Key.created, Key.id)
+        with self._transaction() as session:
+            rows = session.execute(query if tenant_id is None else query.where(Key.tenant_id == tenant_id)).all()
+            return [(key, tenant) for key, tenant in rows]
+
+    def revoke_key(self, key_id: str, tenant_id: str | None = None) -> bool:
+        """End a key; False where there is none."""
+        with self._transaction() as session:
+            key = session.get(Key, key_id)
+            if key is None or (tenant_id is not None and key.tenant_id != tenant_id):
+                return False
+            key.revoked = key.revoked or now()
+            return True
+
+    def who(self, text: str) -> Principal | None:
+        """Whose key this is; None where it is unknown, revoked or expired."""
+        with self._transaction() as session:
+            row = session.execute(
+                select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).where(Key.digest == digest(text))
+            ).first()
+        if row is None:
+            return None
+        key, tenant = row
+        if key.revoked is not None or (key.expires is not None and key.expires <= now()):
+            return None
+        return Principal(key.tenant_id, tenant, key.id, key.role)
+
+    def audit(self, who: Principal, action: str, thing: str) -> None:
+        """Remember who changed what."""
+        with self._transaction() as session:
+            session.add(AuditEntry(tenant_id=who.tenant_id, key_id=who.key_id, action=action, object=thing))
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, who: Principal, name: str, spec: Mapping[str, Any], steps: int, idempotency: str | None
+    ) -> StoredJob:
+        """Queue a job. The same idempotency key gives the same job again.
+
+        Raises:
+            StoreError: the tenant has a job of this name.
+        """
+        with self._transaction() as session:
+            if idempotency is not None:
+                same = select(StoredJob).where(
+                    StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key == idempotency
+                )
+                if (found := session.scalar(same)) is not None:
+                    return found
+        job = StoredJob(
+            id=new_id("job"), tenant_id=who.tenant_id, name=name, spec=dict(spec), steps=steps,
+            state=JobState.QUEUED.value, wanted="run", idempotency_key=idempotency,
+        )  # fmt: skip
+        try:
+            with self._transaction() as session:
+                session.add(job)
+        except IntegrityError as error:
+            raise StoreError(f"there is a job {name!r} already; give this one another name") from error
+        return job
+
+    def jobs(
+        self, who: Principal, *, state: str | None = None, before: int | None = None, limit: int = 50
+    ) -> list[StoredJob]:
+        """A tenant's jobs (an admin's: all), newest first; `before` is the number of the last one of the page before."""
+        query = select(StoredJob).order_by(StoredJob.number.desc()).limit(limit)
+        if not who.admin:
+            query = query.where(StoredJob.tenant_id == who.tenant_id)
+        if state is not None:
+            query = query.where(StoredJob.state == state)
+        if before is not None:
+            query = query.where(StoredJob.number < before)
+        with self._transaction() as session:
+            return list(session.scalars(query))
+
+    def job(self, who: Principal, name: str) -> StoredJob | None:
+        """A job by its id, or by its name among the tenant's own."""
+        query = select(StoredJob).where((StoredJob.id == name) | (StoredJob.name == name))
+        with self._transaction() as session:
+            found = list(session.scalars(query))
+        own = [job for job in found if job.tenant_id == who.tenant_id]
+        return next(iter(own or (found if who.admin else [])), None)
+
+    def open_jobs(self) -> list[StoredJob]:
+        """Jobs that have not ended, in the order they came: what a service that starts takes up again."""
+        with self._transaction() as session:
+            return list(session.scalars(select(StoredJob).where(StoredJob.state.in_(OPEN)).order_by(StoredJob.number)))
+
+    def change_job(self, job_id: str, **fields: Any) -> None:
+        """Set columns of a job."""
+        with self._transaction() as session:
+            if (job := session.scalar(select(StoredJob).where(StoredJob.id == job_id))) is not None:
+                for name, value in fields.items():
+                    setattr(job, name, value)
+
+    def delete_job(self, job_id: str) -> None:
+        """Forget a job and its events."""
+        with self._transaction() as session:
+            for row in session.scalars(select(Event).where(Event.job_id == job_id)):
+                session.delete(row)
+            if (job := session.scalar(select(StoredJob).where(StoredJob.id == job_id))) is not None:
+                session.delete(job)
+
+    def counts(self) -> dict[str, int]:
+        """Jobs by state."""
+        with self._transaction() as session:
+            rows = session.execute(select(StoredJob.state, func.count()).group_by(StoredJob.state)).all()
+            return {str(row[0]): int(row[1]) for row in rows}
+
+    # --- events -------------------------------------------------------------------------------------------------------------
+
+    def tell(self, job_id: str, kind: str, key: str, data: Mapping[str, Any]) -> int | None:
+        """Keep an event; None where it was kept before."""
+        entry = Event(job_id=job_id, kind=kind, key=key, data=dict(data))
+        try:
+            with self._transaction() as session:
+                session.add(entry)
+        except IntegrityError:
+            return None
+        return entry.id
+
+    def events(self, job_id: str, after: int = 0, limit: int = 500) -> Sequence[Event]:
+        """Events of a job after one of them, in order."""
+        query = select(Event).where(Event.job_id == job_id, Event.id > after).order_by(Event.id).limit(limit)
+        with self._transaction() as session:
+            return list(session.scalars(query))
+
+    # --- files --------------------------------------------------------------------------------------------------------------
+
+    def add_file(self, who: Principal, file_id: str, filename: str, size: int, rows: int) -> StoredFile:
+        """Remember an uploaded file."""
+        found = StoredFile(id=file_id, tenant_id=who.tenant_id, filename=filename, bytes=size, rows=rows)
+        with self._transaction() as session:
+            session.add(found)
+        return found
+
+    def files(self, who: Principal) -> list[StoredFile]:
+        """A tenant's files, newest first."""
+        query = select(StoredFile).where(StoredFile.tenant_id == who.tenant_id).order_by(StoredFile.created.desc())
+        with self._transaction() as session:
+            return list(session.scalars(query))
+
+    def file(self, who: Principal, file_id: str) -> StoredFile | None:
+        """One of a tenant's files."""
+        with self._transaction() as session:
+            found = session.get(StoredFile, file_id)
+        return found if found is not None and found.tenant_id == who.tenant_id else None
+
+    def delete_file(self, file_id: str) -> None:
+        """Forget a file."""
+        with self._transaction() as session:
+            if (found := session.get(StoredFile, file_id)) is not None:
+                session.delete(found)
+
+
+def _engine(url: str) -> Engine:
+    if url.startswith("postgresql://"):
+        url = url.replace("postgresql://", "postgresql+psycopg://", 1)
+    try:
+        engine = create_engine(url, pool_pre_ping=True)
+    except Exception as error:  # a malformed URL, or a driver that is not installed
+        raise StoreError(f"the database URL {_public(url)} cannot be used: {error}") from error
+    if engine.dialect.name == "sqlite":
+
+        @event.listens_for(engine, "connect")
+        def _careful(connection: Any, _: Any) -> None:
+            cursor = connection.cursor()
+            for line in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=10000"):
+                cursor.execute(f"PRAGMA {line}")
+            cursor.close()
+
+    return engine
+
+
+def _public(url: str) -> str:
+    """A URL without its password."""
+    from sqlalchemy.engine import make_url
+
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except Exception:  # not a URL at all
+        return repr(url)
+
+
+def _migrate(engine: Engine) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
