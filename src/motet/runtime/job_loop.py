@@ -110,7 +110,7 @@ class JobLoop:
         job, services, version = self._job, self._services, self._done.step
         started = time.monotonic()
         await self._versions.publish(version)
-        trained = await services.on_device(lambda: self._probe.trained(services.trainer))
+        trained = await services.device.run(lambda: self._probe.trained(services.trainer), light=True)
         await self._probe.check(services.engine, self._versions.ref(version), trained)
         self._publish_seconds = time.monotonic() - started
         await self._versions.announce(version, self._oldest_needed())
