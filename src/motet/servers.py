@@ -75,7 +75,7 @@ def build_servers(base: Any, config: RolloutConfig, wanted: Demand, run_id: str,
         ConfigError: the settings cannot work for these jobs.
     """
     clocks = Clocks(health=config.health_seconds, load=config.publish_seconds, request=config.request_seconds)
-    dialect, headers, verify = DIALECTS[config.engine], _headers(config), _verify(config)
+    dialect, headers, verify = DIALECTS[config.engine], _headers(config), trust(config)
     directory = (
         Path(config.directory).expanduser() if config.directory else MEMORY if MEMORY.is_dir() else Path(gettempdir())
     )
@@ -125,7 +125,12 @@ def _headers(config: RolloutConfig) -> Mapping[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _verify(config: RolloutConfig) -> Any:
+def trust(config: RolloutConfig) -> Any:
+    """What https connections are checked against: True, False or an SSL context.
+
+    Raises:
+        ConfigError: the file of certificates cannot be read.
+    """
     if config.ca_file is None:
         return config.verify_tls
     try:
