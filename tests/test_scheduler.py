@@ -78,6 +78,18 @@ def test_service_per_weight_converges(shapes: list[tuple[int, int, int]], capaci
     assert min(shares) > 0
 
 
+@pytest.mark.parametrize("capacity", [1, 2, 4])
+def test_long_answers_get_no_more_tokens_than_short_ones(capacity: int) -> None:
+    """Two jobs of equal weight share a narrow engine by tokens, not by requests, and the short ones never starve."""
+    short, long = Tenant("short", tokens=10, streams=8), Tenant("long", tokens=100, streams=8)
+    turns = 40_000
+    asyncio.run(_play(FairScheduler(capacity), {0: [short, long]}, turns))
+    ratio = tokens(long) / tokens(short)
+    assert abs(ratio - 1) <= 0.1, f"long answers got {ratio:.2f} times the tokens of short ones"
+    assert tokens(long) + tokens(short) > 0.85 * capacity * turns, "the engine stood idle"
+    assert longest_wait(short, 0, turns) <= 120, "the short ones waited for more than one long answer"
+
+
 def longest_wait(tenant: Tenant, since: int, until: int) -> int:
     times = [since, *(time for time in tenant.served if since <= time <= until), until]
     return max(b - a for a, b in itertools.pairwise(times))

@@ -20,10 +20,10 @@ from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 
 
-def make(jitter: int | None = None) -> tuple[Versions, FakeEngine]:
+def make(jitter: int | None = None, keep: int | None = None) -> tuple[Versions, FakeEngine]:
     engine = FakeEngine(jitter=jitter)
     sync = FakeSync(engine, lambda name: FakeAdapter.fresh(4, 4.0, seed=1))
-    return Versions("a", "a.run.0", engine, sync), engine
+    return Versions("a", "a.run.0", engine, sync, keep), engine
 
 
 def loaded(engine: FakeEngine) -> set[int]:
@@ -69,6 +69,38 @@ def test_a_version_that_admissions_may_ask_for_stays() -> None:
             await versions.publish(version)
             await versions.announce(version, max(0, version - 2))
         assert loaded(engine) == {1, 2, 3}
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("keep", "stay"), [(None, {5}), (1, {4, 5}), (2, {3, 4, 5}), (0, {0, 1, 2, 3, 4, 5})])
+def test_more_versions_are_kept_where_that_is_asked_for(keep: int | None, stay: set[int]) -> None:
+    """Besides those that are needed, and 0 keeps all: also what was held, and also after the job left."""
+    versions, engine = make(keep=keep)
+
+    async def scene() -> None:
+        for version in range(6):
+            await versions.publish(version)
+            with versions.hold(version):
+                await versions.announce(version, version)
+            assert loaded(engine) == {one for one in range(version + 1) if keep == 0 or one >= version - (keep or 0)}
+        await versions.collect()
+        assert loaded(engine) == stay
+        await versions.drop_all()
+        assert loaded(engine) == (stay if keep == 0 else set())
+
+    play(scene)
+    assert set(engine.unloads.values()) <= {1}
+
+
+def test_kept_versions_come_on_top_of_those_that_are_needed() -> None:
+    versions, engine = make(keep=2)
+
+    async def scene() -> None:
+        for version in range(8):
+            await versions.publish(version)
+            await versions.announce(version, max(0, version - 3))
+        assert loaded(engine) == {2, 3, 4, 5, 6, 7}
 
     play(scene)
 

@@ -115,7 +115,7 @@ class JobSampler:
         if purpose.renew:
             job.note_inexact("rollouts under way go on under newer versions (algorithm.in_flight)")
         if over > 1:
-            return await self._first_done(step, version, width, math.ceil(round(width * over, 6)), purpose)
+            return await self._first_done(step, version, width, math.ceil(width * over), purpose)
         problems = data_window(job.data.train, step, width, job.seed, job.config.data.shuffle)
         return await self._all(problems, step, version, purpose)
 
@@ -144,11 +144,12 @@ class JobSampler:
     async def _first_done(self, step: int, version: int, width: int, begin: int, purpose: _Purpose) -> SampledStep:
         """Begin more groups than a step trains, take those that are done first, and put the rest aside.
 
-        Groups that were put aside are waited for in that order, so that each is trained within a few steps.
+        Those that were put aside are waited for, the oldest first, so that each is trained within a few steps.
         """
         self._job.note_inexact("steps take the groups that are done first (algorithm.over_provision)")
         cost, started = _Cost(), time.monotonic()
         due = [*self._aside, *(self._task_at(position, step, purpose) for position in self._unfinished)]
+        due.sort(key=lambda task: task.place)
         self._aside, self._unfinished = [], []
         due, later = due[:width], due[width:]
         fresh = [self._next_task(step, purpose) for _ in range(max(0, begin - len(due) - len(later)))]
@@ -164,10 +165,10 @@ class JobSampler:
             finally:
                 await ended(running)
         await self._versions.collect()
-        done = sorted(
-            (task for task in running.values() if task.rollouts is not None), key=lambda task: task not in due
-        )
-        taken = sorted(done[:width], key=lambda task: task.place)
+        done = [
+            task for task in running.values() if task.rollouts is not None
+        ]  # in data order, those that were due first
+        taken = done[:width]
         self._aside += [task for task in running.values() if task not in taken]
         groups = [Group(task.problem, step, version, task.rollouts or ()) for task in taken]
         seconds, positions = time.monotonic() - started, tuple(task.place for task in taken)

@@ -1,0 +1,70 @@
+"""Parts of a fake run that remember: the weights of every version, the samples of every step, the tokens that were sampled."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from motet.config import AdapterConfig, OptimizerConfig
+from motet.model.fake import FakeAdapter, FakePolicy
+from motet.rollout.fake import FakeEngine
+from motet.training.fake import FakeTrainer
+from motet.types import AdapterRef, Batch, Chunk, GenerateRequest, LossStats, OptimStats, Sample
+from tests.fake_run import metrics
+
+
+class RememberingEngine(FakeEngine):
+    """Keeps every version's weights, and counts the tokens of each job's training rollouts."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.adapters: dict[AdapterRef, FakeAdapter] = {}
+        self.sampled: Counter[str] = Counter()
+        """Tokens of each job's training rollouts."""
+
+    def install(self, ref: AdapterRef, adapter: FakeAdapter) -> None:
+        super().install(ref, adapter)
+        self.adapters[ref] = adapter
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        async for chunk in super().generate(request):
+            self.sampled[request.job] += len(chunk.token_ids) * ("/train/" in request.id)
+            yield chunk
+
+
+class RememberingTrainer(FakeTrainer):
+    """Keeps the samples of each job's steps."""
+
+    def __init__(self, *, slots: int = 16) -> None:
+        super().__init__(slots=slots)
+        self.samples: dict[str, list[list[Sample]]] = {}
+
+    def add_adapter(self, name: str, shape: AdapterConfig, optimizer: OptimizerConfig, seed: int) -> None:
+        super().add_adapter(name, shape, optimizer, seed)
+        self.samples.setdefault(name, []).append([])
+
+    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
+        for segment in batch.segments:
+            self.samples[segment.adapter][-1].extend(segment.samples)
+        return super().forward_backward(batch)
+
+    def optim_step(self, name: str, lr: float) -> OptimStats:
+        self.samples[name].append([])
+        return super().optim_step(name, lr)
+
+
+def check_samples(samples: Sequence[Sample], engine: RememberingEngine, name: str) -> None:
+    """Each trained token has the logprob that the version which is written at it gives it, exactly."""
+    kept = {ref.version: adapter for ref, adapter in engine.adapters.items() if ref.name.startswith(f"{name}.")}
+    policies = {version: FakePolicy(adapter).logprobs for version, adapter in kept.items()}
+    for sample in samples:
+        for version in set(sample.versions[sample.loss_mask].tolist()):
+            places = sample.loss_mask & (sample.versions == version)
+            assert policies[version](sample.token_ids)[places].tolist() == sample.logprobs[places].tolist()
+
+
+def records(path: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in metrics(path, name).splitlines()]
