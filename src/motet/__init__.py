@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from motet.client import AsyncClient, Client
     from motet.config import EngineConfig, JobConfig, RunConfig
     from motet.errors import MotetError
     from motet.jobfile import load_jobs
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from motet.types import Problem
 
 _HOMES = {
+    "AsyncClient": "motet.client",
+    "Client": "motet.client",
     "EngineConfig": "motet.config",
     "JobConfig": "motet.config",
     "JobResult": "motet.running",
@@ -26,6 +29,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "AsyncClient",
+    "Client",
     "EngineConfig",
     "JobConfig",
     "JobResult",

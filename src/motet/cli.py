@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -49,7 +49,21 @@ Override = Annotated[
     typer.Option("--set", metavar="PATH=VALUE", help="Override a field, e.g. steps=10 or jobs.add.optimizer.lr=1e-4."),
 ]
 RunDir = Annotated[Path, typer.Argument(help="The run directory.", show_default=False)]
-JobName = Annotated[str, typer.Argument(help="The job's name.", show_default=False)]
+Steered = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[DIRECTORY] JOB", help="A job of a run directory; without one, of the service.", show_default=False
+    ),
+]
+ServedJob = Annotated[str, typer.Argument(help="The job's name or id.", show_default=False)]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", envvar="MOTET_URL", help="The service's address.", show_default="http://127.0.0.1:8420"),
+]
+Key = Annotated[
+    str | None, typer.Option("--key", envvar="MOTET_API_KEY", help="Your key of the service.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _version(wanted: bool) -> None:
@@ -147,28 +161,35 @@ def report(directory: RunDir) -> None:
     typer.echo(write_report(directory))
 
 
-def _control(directory: Path, job: str, word: str) -> None:
-    from motet.commands.control import send
+def _steer(words: list[str], word: str, url: str | None, key: str | None) -> None:
+    if len(words) == 2:
+        from motet.commands.control import send
 
-    typer.echo(send(directory, job, word))
+        typer.echo(send(Path(words[0]), words[1], word))
+    elif len(words) == 1:
+        from motet.commands import remote
 
-
-@app.command()
-def pause(directory: RunDir, job: JobName) -> None:
-    """Let one job of a running run finish its step, save, and give its slot away; the others go on."""
-    _control(directory, job, "pause")
-
-
-@app.command()
-def resume(directory: RunDir, job: JobName) -> None:
-    """Let a paused or failed job of a running run go on."""
-    _control(directory, job, "resume")
+        remote.steer(remote.Where(url, key), words[0], word)
+    else:
+        raise typer.BadParameter(f"give a job of the service, or a run directory and a job: motet {word} runs/jobs add")
 
 
-@app.command()
-def cancel(directory: RunDir, job: JobName) -> None:
-    """End one job of a running run; what it saved stays."""
-    _control(directory, job, "cancel")
+@app.command(epilog="Example: motet pause sort; of a run on this machine: motet pause runs/jobs sort")
+def pause(job: Steered, url: Url = None, key: Key = None) -> None:
+    """Let one job finish its step, save, and give its slot away; the others go on."""
+    _steer(job, "pause", url, key)
+
+
+@app.command(epilog="Example: motet resume sort; of a run on this machine: motet resume runs/jobs sort")
+def resume(job: Steered, url: Url = None, key: Key = None) -> None:
+    """Let a paused or failed job go on."""
+    _steer(job, "resume", url, key)
+
+
+@app.command(epilog="Example: motet cancel sort; of a run on this machine: motet cancel runs/jobs sort")
+def cancel(job: Steered, url: Url = None, key: Key = None) -> None:
+    """End one job; what it saved stays."""
+    _steer(job, "cancel", url, key)
 
 
 @app.command(epilog="Example: motet serve --base small --directory served --no-keys")
@@ -204,6 +225,116 @@ def serve(
         engine=engine,
         rollout=rollout,
     )
+
+
+# --- speaking to a service ----------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="Example: motet submit jobs.yaml --set steps=100 --follow")
+def submit(
+    jobs: JobFile,
+    overrides: Override = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show steps until all jobs have ended.")] = False,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Submit all jobs of a file to a service. Its data files are uploaded; the exit code is 1 where a followed job failed."""
+    from motet.commands import remote
+
+    raise typer.Exit(remote.submit(remote.Where(url, key), jobs, overrides or [], follow=follow, as_json=as_json))
+
+
+@app.command(epilog="Example: motet ls --state running")
+def ls(
+    state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="How many of the newest; 0 shows all.")] = 50,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Show the jobs of a service, newest first."""
+    from motet.commands import remote
+
+    remote.ls(remote.Where(url, key), state, limit, as_json=as_json)
+
+
+@app.command(epilog="Example: motet show sort")
+def show(job: ServedJob, as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
+    """Show one job of a service and the versions of its adapter."""
+    from motet.commands import remote
+
+    remote.show(remote.Where(url, key), job, as_json=as_json)
+
+
+@app.command(epilog="Example: motet logs sort -f")
+def logs(
+    job: ServedJob,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each event.")] = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Show what happened to a job of a service, a line each. The exit code is 1 where a followed job failed."""
+    from motet.commands import remote
+
+    raise typer.Exit(remote.logs(remote.Where(url, key), job, follow=follow, as_json=as_json))
+
+
+@app.command(epilog="Example: motet pull sort --version latest --to adapters")
+def pull(
+    job: ServedJob,
+    version: Annotated[str, typer.Option(help="`best`, `latest` or a number.")] = "best",
+    to: Annotated[Path, typer.Option(help="Where to put the directory.")] = Path("."),
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Take a job's adapter home: the PEFT directory <job>-v<version>."""
+    from motet.commands import remote
+
+    remote.pull(remote.Where(url, key), job, version, to)
+
+
+keys = typer.Typer(help="Make, show and end the API keys of a service.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(keys, name="keys", epilog="Example: motet keys create team-a --name laptop")
+
+
+@keys.command("create", epilog="Example: motet keys create team-a --name laptop --expires-days 90")
+def create_key(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is; made where there is none of the name.")],
+    name: Annotated[str, typer.Option(help="What the key is for.")] = "",
+    role: Annotated[
+        Literal["admin", "member"], typer.Option(help="Admins see the jobs of all tenants and make keys.")
+    ] = "member",
+    expires_days: Annotated[float | None, typer.Option(help="Days until it ends; never unless given.")] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Make a key and print it, this once; needs an admin's key."""
+    from motet.commands import remote
+
+    remote.create_key(remote.Where(url, key), tenant, name, role, expires_days, as_json=as_json)
+
+
+@keys.command("ls", epilog="Example: motet keys ls")
+def list_keys(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
+    """Show all keys, without their texts; needs an admin's key."""
+    from motet.commands import remote
+
+    remote.list_keys(remote.Where(url, key), as_json=as_json)
+
+
+@keys.command("revoke", epilog="Example: motet keys revoke key-0123456789abcdef")
+def revoke_key(
+    key_id: Annotated[str, typer.Argument(help="The key's id, as `motet keys ls` shows it.", show_default=False)],
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """End a key; it is refused from now on. Needs an admin's key."""
+    from motet.commands import remote
+
+    remote.revoke_key(remote.Where(url, key), key_id)
 
 
 def main() -> None:

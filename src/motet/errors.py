@@ -15,6 +15,7 @@ MotetError
 ├── JobFailed          a job stops for good; the others go on
 ├── ProbeError         the adapter that answers is not the adapter that was trained
 ├── StoreError         the service's database refuses something
+├── ServiceError       a service does not answer its client, or refuses something
 └── RunError           a run directory cannot be used (locked, other job file, damaged)
 """
 
@@ -85,6 +86,15 @@ class ProbeError(JobFailed):
 
 class StoreError(MotetError):
     """The service's database cannot be opened, or refuses something."""
+
+
+class ServiceError(MotetError):
+    """A service does not answer, or refuses what its client asks."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        """`status` is HTTP's; 0 where there was no answer."""
+        super().__init__(message)
+        self.status = status
 
 
 class RunError(MotetError):

@@ -1,0 +1,49 @@
+"""From the archive that a service sends to a PEFT directory: two files are taken from it, and nothing else is allowed in it."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import tarfile
+import zlib
+from pathlib import Path
+
+from motet.errors import ServiceError
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*-v\d+")
+
+
+def unpack(content: bytes, directory: Path) -> Path:
+    """Write the adapter in a .tar.gz to `directory/<job>-v<version>`.
+
+    Raises:
+        ServiceError: it is not the archive of an adapter.
+    """
+    try:
+        name, found = _read(content)
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        raise ServiceError(f"what the service sent is not a whole .tar.gz ({error}); try again") from error
+    target = directory.expanduser() / name
+    target.mkdir(parents=True, exist_ok=True)
+    for file, text in found.items():
+        part = target / f".{file}.part"
+        part.write_bytes(text)
+        os.replace(part, target / file)
+    return target
+
+
+def _read(content: bytes) -> tuple[str, dict[str, bytes]]:
+    found: dict[str, bytes] = {}
+    top = ""
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
+        for member in archive:
+            name, _, file = member.name.partition("/")
+            if not member.isreg() or file not in FILES or file in found or top not in ("", name):
+                raise ServiceError(f"the service sent an archive with {member.name!r}, which no adapter has")
+            top, source = name, archive.extractfile(member)
+            found[file] = source.read() if source is not None else b""
+    if set(found) != set(FILES) or not _NAME.fullmatch(top):
+        raise ServiceError(f"the service sent an archive that is not an adapter's: {top or 'empty'}")
+    return top, found

@@ -1,0 +1,132 @@
+"""What the client does where there is no service, another server, or an archive that is not an adapter."""
+
+from __future__ import annotations
+
+import http.server
+import inspect
+import io
+import tarfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import motet
+from motet.client import archive, calls, connection
+from motet.errors import ConfigError, ServiceError
+from tests.client_service import speaker
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def methods(kind: type) -> dict[str, list[str]]:
+        found = inspect.getmembers(kind, inspect.isfunction)
+        return {name: list(inspect.signature(each).parameters) for name, each in found if not name.startswith("_")}
+
+    assert methods(motet.Client) == methods(motet.AsyncClient)
+    assert set(methods(motet.Client)) >= {name for name in vars(calls.Calls) if not name.startswith("_")}
+    assert str(inspect.signature(motet.Client.job)) == "(self, /, job: 'str') -> 'Job'"
+    assert str(motet.Client.pause.__doc__).startswith("Let a job finish its step")
+
+
+def test_following_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with motet.Client("http://127.0.0.1:1") as client, pytest.raises(ServiceError, match="nothing answers at"):
+        next(client.events("any", follow=True))
+    following = connection.Following("any", 0)
+    lost = ServiceError("lost")
+    following.read(": still here")
+    waits = [following.wait(lost) for _ in range(6)]
+    assert waits == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0]
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", -1.0)
+    with pytest.raises(ServiceError, match="lost"):
+        following.wait(lost)
+
+
+class _Stranger(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b"<h1>hello</h1>"
+        self.send_response(404 if "jobs" in self.path else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_no_service_there(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MOTET_URL", "http://127.0.0.1:1")
+    code, _, err = speaker(monkeypatch, capfd)("ls")
+    assert code == 2
+    assert "nothing answers at http://127.0.0.1:1 " in err
+    assert "start a service with `motet serve --base small --no-keys`, or set MOTET_URL" in err
+    with pytest.raises(ServiceError) as gone, motet.Client() as client:
+        client.models()
+    assert gone.value.status == 0
+    for url in ("127.0.0.1:8420", "ftp://there", "http://"):
+        with pytest.raises(ConfigError, match="is not the address of a service"):
+            motet.Client(url)
+    with pytest.raises(ConfigError, match="not an API key"):
+        motet.Client(key="schlüssel")
+    monkeypatch.setenv("MOTET_URL", "")
+    with motet.Client() as client:
+        assert client.url == "http://127.0.0.1:8420"
+
+
+def test_another_server_there() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), _Stranger) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with motet.Client(f"http://127.0.0.1:{server.server_port}/") as client:
+                with pytest.raises(ServiceError, match=r"/v1/jobs/x answered 404: <h1>hello"):
+                    client.job("x")
+                with pytest.raises(ServiceError, match="does not answer as `motet serve` does"):
+                    client.models()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def packed(*members: tuple[str, bytes | None]) -> bytes:
+    """A .tar.gz; None makes a link."""
+    found = io.BytesIO()
+    with tarfile.open(fileobj=found, mode="w:gz") as written:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            if content is None:
+                member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            member.size = len(content or b"")
+            written.addfile(member, io.BytesIO(content or b""))
+    return found.getvalue()
+
+
+GOOD = [(f"sort-v3/{name}", b"x" * 100) for name in archive.FILES]
+BAD: dict[str, bytes] = {
+    "upwards": packed(*GOOD, ("../../evil", b"x")),
+    "from the root": packed(*GOOD, ("/tmp/evil", b"x")),
+    "one file more": packed(*GOOD, ("sort-v3/evil.py", b"x")),
+    "a directory below": packed(*GOOD, ("sort-v3/a/adapter_config.json", b"x")),
+    "two directories": packed(GOOD[0], ("sort-v4/adapter_model.safetensors", b"x")),
+    "a hidden way up": packed(*((f"../{name}", b"x") for name in archive.FILES)),
+    "twice the same": packed(*GOOD, GOOD[0]),
+    "a link": packed(GOOD[0], (GOOD[1][0], None)),
+    "one missing": packed(GOOD[0]),
+    "nothing": packed(),
+    "cut off": packed(*GOOD)[:60],
+    "not an archive": b"hello",
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_an_archive_that_is_not_an_adapter_is_refused(fault: str, tmp_path: Path) -> None:
+    home = tmp_path / "a" / "b" / "home"
+    with pytest.raises(ServiceError, match=r"what the service sent is not|the service sent an archive"):
+        archive.unpack(BAD[fault], home)
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
+
+
+def test_an_adapter_is_unpacked(tmp_path: Path) -> None:
+    found = archive.unpack(packed(*GOOD), tmp_path / "home")
+    assert found == tmp_path / "home" / "sort-v3"
+    assert sorted(item.name for item in found.iterdir()) == sorted(archive.FILES)
