@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from motet import seeds
-from motet.errors import ServerFault
 from motet.rollout.dialects import SEED_BITS, Ask, Piece
 from motet.types import Chunk, FinishReason, GenerateRequest
 
@@ -23,41 +22,63 @@ class Completion:
     request: GenerateRequest
     index: int
     decode: Decode
+    vocabulary: int
+    owner: str
+    """Begins the ids that servers know: those of two runs may otherwise be the same."""
     finish: FinishReason | None = None
     _tokens: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
     _sent_tokens: int = 0
     _sent_text: int = 0
+    _continued: bool = False
 
     def ask(self, attempt: int) -> Ask:
         """What is still wanted: a completion that broke off goes on after its tokens, with another seed."""
         request, seed = self.request, self.request.seeds[self.index]
-        if self._tokens:
+        self._continued = bool(self._tokens)
+        if self._continued:
             seed = seeds.key(seed, "continued", len(self._tokens))
         return Ask(
-            id=f"{request.id}/{self.index}/{attempt}",
+            id=f"{self.owner}/{request.id}/{self.index}/{attempt}",
             model=None if request.adapter is None else request.adapter.served_name,
             token_ids=[*request.prompt_ids.tolist(), *self._tokens],
             sampling=request.sampling,
             max_tokens=request.sampling.max_tokens - len(self._tokens),
             seed=seed % (1 << SEED_BITS),
             stream=request.stream,
+            vocabulary=self.vocabulary,
         )
 
     def take(self, piece: Piece) -> None:
-        """Add tokens, and the end where they have one.
-
-        Raises:
-            ServerFault: the server stopped for no reason that it was given.
-        """
-        sampling = self.request.sampling
-        last = piece.token_ids[-1:] or self._tokens[-1:]
-        if piece.finish == "stop" and not sampling.stop and (not last or last[0] not in sampling.stop_token_ids):
-            raise ServerFault(f"a server stopped request {self.request.id} at token {last}, which ends nothing")
+        """Add tokens, and the end where they have one."""
         self._tokens.extend(piece.token_ids)
         self._logprobs.extend(float(logprob) for logprob in piece.logprobs if logprob is not None)
         if piece.finish in ("stop", "length"):
             self.finish = FinishReason(piece.finish)
+        if self._continued:
+            self._cut()
+
+    def settle(self) -> None:
+        """One that broke off may be whole all the same."""
+        if self.finish is None and self._tokens:
+            if self._tokens[-1] in self.request.sampling.stop_token_ids:
+                self.finish = FinishReason.STOP
+            elif len(self._tokens) >= self.request.sampling.max_tokens:
+                self.finish = FinishReason.LENGTH
+
+    def _cut(self) -> None:
+        """End at a stop string that began before the completion broke off: the server sees only the rest of it."""
+        n_tokens = len(self._tokens)
+        if not self._stops(n_tokens):
+            return
+        while n_tokens > 1 and self._stops(n_tokens - 1):
+            n_tokens -= 1
+        del self._tokens[n_tokens:], self._logprobs[n_tokens:]
+        self.finish = FinishReason.STOP
+
+    def _stops(self, n_tokens: int) -> bool:
+        stops = self.request.sampling.stop
+        return bool(stops) and any(stop in self.decode(self._tokens[:n_tokens]) for stop in stops)
 
     def mark(self) -> int:
         """A place to come back to."""

@@ -30,6 +30,8 @@ class Ask:
     max_tokens: int
     seed: int
     stream: bool
+    vocabulary: int
+    """Token ids are below this."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Facts:
     """Versions kept in memory."""
     max_rank: int | None = None
     adapters: frozenset[str] = frozenset()
+    cumulative: bool = False
+    """Whether each event of a stream repeats all tokens so far."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,7 @@ class Dialect:
     """From what those paths answered."""
     generate: Callable[[Ask, str | None], Call]
     piece: Callable[[Json], Piece | None]
-    """None for an event without tokens. Where `cumulative`, all tokens so far."""
-    cumulative: bool
+    """None for an event without tokens."""
     score: Callable[[list[int], str | None, str | None], Call]
     scores: Callable[[Json, list[int]], list[float]]
     """Logprobs [T − 1] of all tokens but the first."""
@@ -146,7 +149,7 @@ def _vllm_piece(answer: Json) -> Piece | None:
 
 
 def _vllm_score(token_ids: list[int], model: str | None, base: str | None) -> Call:
-    ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False)
+    ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False, vocabulary=0)
     body = {**(_vllm_generate(ask, base).body or {}), "prompt_logprobs": 0}
     del body["request_id"]
     return Call("/v1/completions", body)
@@ -221,7 +224,7 @@ def _sglang_piece(answer: Json) -> Piece | None:
 
 
 def _sglang_score(token_ids: list[int], model: str | None, base: str | None) -> Call:
-    ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False)
+    ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False, vocabulary=0)
     body = {**(_sglang_generate(ask, base).body or {}), "logprob_start_len": 0}
     del body["rid"]
     return Call("/generate", body)
@@ -243,6 +246,7 @@ def _sglang_facts(told: Mapping[str, Any]) -> Facts:
         max_loras=None if per_batch is None else int(per_batch) - 1,  # the base counts as one
         max_cpu_loras=info.get("max_loaded_loras"),
         max_rank=info.get("max_lora_rank"),
+        cumulative=not info.get("incremental_streaming_output"),
         adapters=frozenset(str(card["id"]) for card in cards if card.get("parent")),
     )
 
@@ -255,7 +259,6 @@ DIALECTS: Mapping[str, Dialect] = {
         facts=_vllm_facts,
         generate=_vllm_generate,
         piece=_vllm_piece,
-        cumulative=False,
         score=_vllm_score,
         scores=_vllm_scores,
         load=lambda name, path: Call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
@@ -271,13 +274,12 @@ DIALECTS: Mapping[str, Dialect] = {
         facts=_sglang_facts,
         generate=_sglang_generate,
         piece=_sglang_piece,
-        cumulative=True,
         score=_sglang_score,
         scores=_sglang_scores,
         load=lambda name, path: Call("/load_lora_adapter", {"lora_name": name, "lora_path": path, "pinned": False}),
         unload=lambda name: Call("/unload_lora_adapter", {"lora_name": name}),
         unknown=lambda status, told: any(
-            words in told for words in ("not loaded", "never been loaded", "implicitly load")
+            words in told for words in ("not loaded", "never been loaded", "implicitly load", "does not exist")
         ),
         known=lambda status, told: "already" in told,
         settings=Settings("--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 
 from motet.errors import EngineError, ServerGone, ServerUnfit
 from motet.rollout.replica import Replica
@@ -13,8 +13,6 @@ from motet.rollout.server_process import ServerProcess
 
 _log = logging.getLogger(__name__)
 
-_POLL = 0.5
-"""Seconds between two looks at a replica that is away, and at whether a process lives."""
 _MISSES = 2
 """Times in a row that a busy server may not answer for its health."""
 
@@ -51,14 +49,17 @@ class Fleet:
         """Those that answer."""
         return [replica for replica in self.replicas if replica.up]
 
-    async def choose(self) -> Replica:
+    async def choose(self, last: Container[str] = ()) -> Replica:
         """The replica with the fewest outstanding tokens; waits for one where none is there.
+
+        Args:
+            last: URLs of those that are chosen only where there are no others: one that fails at once is always idle.
 
         Raises:
             EngineError: none came within the patience, and what each said last.
         """
         await self.wait()
-        return min(self.up, key=lambda replica: replica.tokens)
+        return min(self.up, key=lambda replica: (replica.url in last, replica.tokens))
 
     async def wait(self) -> None:
         """Wait until a replica is up; see `choose`."""
@@ -67,7 +68,10 @@ class Fleet:
             async with asyncio.timeout(self._patience), self._changed:
                 await self._changed.wait_for(lambda: self.up or len(self._hopeless) == len(self.replicas))
         if not self.up:
-            said = "; ".join(f"{replica.url}: {replica.note}" for replica in self.replicas)
+            said = "; ".join(
+                replica.note if replica.url in replica.note else f"{replica.url}: {replica.note}"
+                for replica in self.replicas
+            )
             told = "" if self._hopeless else f" within rollout.patience_seconds={self._patience:g}"
             raise EngineError(f"no server can be used{told}: {said}")
 
@@ -98,9 +102,9 @@ class Fleet:
             misses, rested = 0, 0.0
             while replica.up:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_POLL):
+                    async with asyncio.timeout(replica.clocks.look):
                         await doubted.wait()
-                rested += _POLL
+                rested += replica.clocks.look
                 if process is not None and not process.alive:
                     replica.leave(f"its process ended ({process.ending})")
                 elif doubted.is_set() or misses or rested >= replica.clocks.health:
@@ -128,14 +132,13 @@ class Fleet:
                 await self._back(replica)
                 break
             except EngineError as error:
-                replica.up = False
                 starting = process is not None and process.alive and isinstance(error, ServerGone)
-                replica.note = "starting" if starting else str(error)
+                replica.leave("starting" if starting else str(error))
                 if isinstance(error, ServerUnfit) or (process is not None and process.hopeless):
                     self._hopeless[replica.url] = replica.note
                     await self._tell()
                     return False
-                await asyncio.sleep(_POLL)
+                await asyncio.sleep(replica.clocks.look)
         await self._tell()
         return True
 

@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx2
 import numpy as np
 
-from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused
+from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
 from motet.rollout.dialects import Ask, Call, Dialect, Facts, Json, Piece
 from motet.types import FloatArray, IntArray, ServerLoad
 
 Result = TypeVar("Result")
 
-_GONE = (httpx2.TransportError, httpx2.StreamError, OSError)
+_GONE = (httpx2.RequestError, httpx2.StreamError, OSError)
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,8 @@ class Clocks:
     """For one completion: a wide backstop."""
     retry: float = 0.5
     """Before the first repetition; it doubles each time."""
+    look: float = 0.5
+    """Between two looks at a server that is away, and at whether its process lives."""
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self._client: httpx2.AsyncClient | None = None
-        self._gone: asyncio.Event | None = None
+        self._waiting: set[asyncio.Timeout] = set()
 
     def load_now(self) -> ServerLoad:
         """What it is doing."""
@@ -73,19 +74,24 @@ class Replica:
         """Ask for its health and what it serves; it is up when this returns.
 
         Raises:
+            ServerUnfit: it does not take this key.
             EngineError: it does not answer, or not as such a server would.
         """
         await self.healthy()
         told = {}
         for path in self.dialect.about:
-            with contextlib.suppress(ServerRefused):
+            try:
                 told[path] = await self.call(Call(path), self.clocks.load)
+            except ServerRefused as error:
+                if error.status == 401:
+                    raise ServerUnfit(str(error)) from error
+                if error.status not in (403, 404):
+                    raise
         try:
             self.facts = self.dialect.facts(told)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerFault(f"{self.url} does not answer as {self.dialect.name} does: {error!r}") from error
         self.loaded = set(self.facts.adapters)
-        self._gone = asyncio.Event()
         self.up, self.note = True, ""
 
     async def healthy(self) -> None:
@@ -106,8 +112,9 @@ class Replica:
         """It is gone: requests under way are told, and none is sent until it has been greeted again."""
         self.up, self.note = False, reason
         self.loaded.clear()
-        if self._gone is not None:
-            self._gone.set()
+        for limit in self._waiting:
+            if not limit.expired():
+                limit.reschedule(0.0)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -124,12 +131,10 @@ class Replica:
             ServerGone: no answer in time.
             ServerRefused: an error, with what was said.
         """
+        method, begun = "GET" if call.body is None else "POST", asyncio.get_running_loop().time()
+        asking = self._open().request(method, call.path, json=call.body)
         try:
-            async with asyncio.timeout(seconds):
-                method = "GET" if call.body is None else "POST"
-                answer = await self._open().request(method, call.path, json=call.body)
-        except TimeoutError as error:
-            raise ServerGone(f"{self.url}{call.path} has not answered within {seconds:g} s") from error
+            answer = await self._in_time(asking, call, begun, seconds)
         except _GONE as error:
             raise ServerGone(f"{self.url}{call.path} does not answer: {_words(error)}") from error
         self._check(call, answer.status_code, answer.text)
@@ -177,11 +182,11 @@ class Replica:
             found = self.dialect.scores(answer, wanted)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFault(f"{self.url} scored a prompt with something else: {error!r}") from error
-        if len(found) != len(wanted) - 1 or not all(map(math.isfinite, found)):
+        if len(found) != len(wanted) - 1 or not all(map(_is_logprob, found)):
             raise ServerFault(f"{self.url} scored {len(wanted)} tokens with {found}")
         return np.array([0.0, *found], np.float32)
 
-    async def complete(self, ask: Ask) -> AsyncIterator[Piece]:
+    async def complete(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         """One completion: its tokens as they come where `ask.stream`, otherwise at once.
 
         Raises:
@@ -194,46 +199,49 @@ class Replica:
         self.requests, self.tokens = self.requests + 1, self.tokens + size
         try:
             if ask.stream:
-                async for event in self._events(call):
-                    if (piece := reading.take(event)) is not None:
-                        yield piece
-            elif (piece := reading.take(await self._unless_gone(self.call(call, self.clocks.request)))) is not None:
+                async with contextlib.aclosing(self._events(call)) as events:
+                    async for event in events:
+                        if (piece := reading.take(event)) is not None:
+                            yield piece
+            elif (piece := reading.take(await self.call(call, self.clocks.request))) is not None:
                 yield piece
             reading.end()
         finally:
             self.requests, self.tokens = self.requests - 1, self.tokens - size
 
-    async def _events(self, call: Call) -> AsyncIterator[Any]:
+    async def _events(self, call: Call) -> AsyncGenerator[Json, None]:
+        seconds, begun = self.clocks.request, asyncio.get_running_loop().time()
+        client = self._open()
+        asking = client.send(client.build_request("POST", call.path, json=call.body), stream=True)
         try:
-            async with self._open().stream("POST", call.path, json=call.body) as answer:
+            answer = await self._in_time(asking, call, begun, seconds)
+            try:
                 if answer.status_code != 200:
-                    self._check(call, answer.status_code, (await answer.aread()).decode(errors="replace"))
+                    text = await self._in_time(answer.aread(), call, begun, seconds)
+                    self._check(call, answer.status_code, text.decode(errors="replace"))
                 lines = answer.aiter_lines()
-                line: str | None
-                while (line := await self._unless_gone(anext(lines, None))) is not None:
-                    if not line.startswith("data:"):
-                        continue
+                while (line := await self._in_time(anext(lines, None), call, begun, seconds)) is not None:
                     data = line.removeprefix("data:").strip()
-                    if data == "[DONE]":
-                        return
-                    yield _parsed(self, data)
+                    if line.startswith("data:") and data != "[DONE]":
+                        yield _parsed(self, data)
+            finally:
+                await answer.aclose()
         except _GONE as error:
             raise ServerGone(f"{self.url}{call.path} broke off: {_words(error)}") from error
 
-    async def _unless_gone(self, waiting: Coroutine[Any, Any, Result] | Any) -> Result:
-        """Wait for an answer, and no longer than the server is there."""
-        assert self._gone is not None
-        answer, gone = asyncio.ensure_future(waiting), asyncio.ensure_future(self._gone.wait())
+    async def _in_time(self, answer: Awaitable[Result], call: Call, begun: float, seconds: float) -> Result:
+        """Wait for an answer, only so long, and no longer than the server is there."""
         try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise ServerGone(f"{self.url} went away: {self.note}")
-            result: Result = answer.result()
-            return result
-        finally:
-            for task in (answer, gone):
-                task.cancel()
-            await asyncio.gather(answer, gone, return_exceptions=True)
+            async with asyncio.timeout_at(begun + seconds) as limit:
+                self._waiting.add(limit)
+                try:
+                    return await answer
+                finally:
+                    self._waiting.discard(limit)
+        except TimeoutError as error:
+            if asyncio.get_running_loop().time() < begun + seconds:
+                raise ServerGone(f"{self.url} went away: {self.note or _words(error)}") from error
+            raise ServerGone(f"{self.url}{call.path} has not answered within {seconds:g} s") from error
 
     def _open(self) -> httpx2.AsyncClient:
         if self._client is None:
@@ -267,7 +275,7 @@ class _Reading:
 
     def __init__(self, replica: Replica, ask: Ask) -> None:
         self._replica, self._ask = replica, ask
-        self._n = 0
+        self._n, self._last = 0, -1
         self._finish: str | None = None
 
     def take(self, answer: Any) -> Piece | None:
@@ -277,27 +285,38 @@ class _Reading:
             return None
         if piece.prompt_ids is not None and piece.prompt_ids != self._ask.token_ids:
             raise self._fault("read another prompt than it was sent")
-        if self._replica.dialect.cumulative and self._ask.stream:
+        if self._replica.facts.cumulative and self._ask.stream:
             piece = Piece(piece.token_ids[self._n :], piece.logprobs[self._n :], piece.finish)
         if len(piece.token_ids) != len(piece.logprobs):
             raise self._fault(f"gave {len(piece.token_ids)} tokens with {len(piece.logprobs)} logprobs")
-        for logprob in piece.logprobs:
-            if logprob is None or not -9990.0 < logprob <= 1e-4:  # vLLM says -9999 where it has none
+        for token, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
+            if not _is_token(token, self._ask.vocabulary):
+                raise self._fault(f"gave a token {token!r} that the base does not have")
+            if not _is_logprob(logprob):
                 raise self._fault(f"gave a token the logprob {logprob}")
+        if piece.finish not in (None, "stop", "length", "abort"):
+            raise self._fault(f"ended a completion for {piece.finish!r}")
         self._n += len(piece.token_ids)
-        if self._n > self._ask.max_tokens:
-            raise self._fault(f"gave {self._n} tokens where {self._ask.max_tokens} were allowed")
+        self._last = piece.token_ids[-1] if piece.token_ids else self._last
         self._finish = piece.finish or self._finish
+        self._check_end()
         return piece
 
     def end(self) -> None:
-        """Check that the completion is whole."""
-        if self._finish not in ("stop", "length", "abort"):
+        """Check that there was an end."""
+        if self._finish not in ("stop", "length"):
             raise ServerGone(f"{self._replica.url} broke off a completion after {self._n} tokens ({self._finish})")
-        if self._finish == "length" and self._n < self._ask.max_tokens:
-            raise self._fault(f"ended a completion for its length after {self._n} of {self._ask.max_tokens} tokens")
-        if self._n == 0 and self._finish != "abort":
+
+    def _check_end(self) -> None:
+        wanted, sampling = self._ask.max_tokens, self._ask.sampling
+        if self._n > wanted:
+            raise self._fault(f"gave {self._n} tokens where {wanted} were allowed")
+        if self._finish == "length" and self._n < wanted:
+            raise self._fault(f"ended a completion for its length after {self._n} of {wanted} tokens")
+        if self._finish in ("stop", "length") and self._n == 0:
             raise self._fault("gave a completion without a token")
+        if self._finish == "stop" and not sampling.stop and self._last not in sampling.stop_token_ids:
+            raise self._fault(f"stopped at token {self._last}, which ends nothing")
 
     def _read(self, answer: Any) -> Piece | None:
         if isinstance(answer, dict) and "error" in answer:
@@ -310,6 +329,14 @@ class _Reading:
 
     def _fault(self, what: str) -> ServerFault:
         return ServerFault(f"{self._replica.url} {what} (request {self._ask.id})")
+
+
+def _is_token(value: Any, vocabulary: int) -> bool:
+    return isinstance(value, int) and 0 <= value < vocabulary
+
+
+def _is_logprob(value: Any) -> bool:
+    return isinstance(value, int | float) and -9990.0 < value <= 1e-4  # vLLM says −9999 where it has none
 
 
 def _parsed(replica: Replica, data: str) -> Json:
@@ -335,7 +362,10 @@ def _words(error: BaseException) -> str:
 
 
 async def again(
-    attempt: Callable[[], Coroutine[Any, Any, Result]], times: int, wait: float, give_up: type[EngineError]
+    attempt: Callable[[], Coroutine[Any, Any, Result]],
+    times: int,
+    wait: float,
+    give_up: tuple[type[EngineError], ...] = (),
 ) -> Result:
     """Repeat what fails, waiting twice as long each time; what `give_up` names is not repeated."""
     for number in range(times):

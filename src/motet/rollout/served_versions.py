@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 """How often a server that refuses is asked to load or unload a version."""
+_LOSSES = 5
+"""How often a version is handed over when connections are lost; waiting for a server that is away does not count."""
 
 
 @dataclass
@@ -65,19 +68,40 @@ class ServedVersions:
             with self._files.stage(ref) as directory:
                 write(directory)
 
-        await asyncio.to_thread(staged)
+        writing = asyncio.create_task(asyncio.to_thread(staged))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            self._later(self._forget(ref, writing))
+            raise
         self._versions[ref] = _Version(self._files.path(ref))
         try:
-            await fleet.wait()
-            handed = (self.hand(replica, ref) for replica in fleet.up)
-            outcomes = await asyncio.gather(*handed, return_exceptions=True)
-            failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-            refused = [error for error in failed if not isinstance(error, ServerGone)]
-            if refused or len(failed) == len(outcomes):
-                raise (refused or failed)[0]
+            await self._hand_to_all(ref, fleet)
         except BaseException:
             self.drop(ref, fleet)
             raise
+
+    async def _hand_to_all(self, ref: AdapterRef, fleet: Fleet) -> None:
+        """One server that has it is enough: the others are handed it before their first request for it."""
+        clock = asyncio.get_running_loop().time
+        for loss in range(_LOSSES):
+            await fleet.wait()
+            replicas, begun = fleet.up, clock()
+            handed = (self.hand(replica, ref) for replica in replicas)
+            outcomes = await asyncio.gather(*handed, return_exceptions=True)
+            failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+            refused = [error for error in failed if not isinstance(error, ServerGone)]
+            if refused:
+                raise refused[0]
+            for replica, outcome in zip(replicas, outcomes, strict=True):
+                if isinstance(outcome, ServerGone):
+                    fleet.doubt(replica)
+            if len(failed) < len(outcomes):
+                return
+            clocks = replicas[0].clocks
+            if loss == _LOSSES - 1 or clock() - begun >= clocks.load:
+                raise failed[0]
+            await asyncio.sleep(clocks.retry * 2**loss)
 
     async def hand(self, replica: Replica, ref: AdapterRef) -> None:
         """See that a replica has a version, and answers it as the others did, before it is asked for it.
@@ -91,7 +115,7 @@ class ServedVersions:
         async with self._loading.setdefault((replica.url, name), asyncio.Lock()):
             if name in replica.loaded:
                 return
-            await again(lambda: replica.load(name, str(version.path)), _ATTEMPTS, replica.clocks.retry, ServerGone)
+            await again(lambda: replica.load(name, str(version.path)), _ATTEMPTS, replica.clocks.retry, (ServerGone,))
             if version.probe is not None:
                 token_ids, expected = version.probe
                 gap = float(np.abs(await replica.logprobs(token_ids, name) - expected).mean())
@@ -111,32 +135,47 @@ class ServedVersions:
     def drop(self, ref: AdapterRef, fleet: Fleet) -> None:
         """Let go of a version: in the background, and a server that does not is no reason to stop."""
         if self._versions.pop(ref, None) is not None:
-            task = asyncio.create_task(self._unload(ref, fleet))
-            self._unloading.add(task)
-            task.add_done_callback(self._unloading.discard)
+            self._later(self._unload(ref, fleet))
 
-    async def tidy(self, replica: Replica) -> None:
+    async def tidy(self, replica: Replica, *perhaps: str) -> None:
         """Unload what of this run nobody asks for any more: also what an earlier attempt left, or what would not go before.
+
+        Args:
+            replica: where.
+            perhaps: names that may be there although nobody knows, because a load was not answered.
 
         Raises:
             EngineError: something stays, and why.
         """
         current = {ref.served_name for ref in self._versions}
-        for name in sorted(replica.loaded - current):
-            if f".{self._run}." in name:
-                await again(lambda name=name: replica.unload(name), _ATTEMPTS, replica.clocks.retry, ServerGone)  # type: ignore[misc]
+        for name in sorted(replica.loaded.union(perhaps) - current):
+            if f".{self._run}." in name or name in perhaps:
+                await again(lambda name=name: replica.unload(name), _ATTEMPTS, replica.clocks.retry)  # type: ignore[misc]
 
     async def close(self) -> None:
         """Finish unloading and remove the files that are not kept."""
         if self._unloading:
-            await asyncio.wait(self._unloading, timeout=10.0)
+            _, late = await asyncio.wait(self._unloading, timeout=10.0)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         await asyncio.to_thread(self._files.close)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
+
+    async def _forget(self, ref: AdapterRef, writing: asyncio.Task[None]) -> None:
+        """A publish was cancelled, but its thread cannot be: what it writes goes when it is there."""
+        await asyncio.gather(writing, return_exceptions=True)
+        self._files.retire(ref)
 
     async def _unload(self, ref: AdapterRef, fleet: Fleet) -> None:
         for replica in fleet.up:
             self._loading.pop((replica.url, ref.served_name), None)
             try:
-                await self.tidy(replica)
+                await self.tidy(replica, ref.served_name)
             except EngineError as error:
                 _log.warning("%s stays loaded for now: %s", ref.served_name, error)
         self._files.retire(ref)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 5
 """How often a completion is asked for when answers fail; waiting for a replica that is away does not count."""
+_BUSY = (408, 425, 429)
+"""Refusals that pass."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class _Open:
     replica: Replica | None = None
     tasks: tuple[asyncio.Task[None], ...] = ()
     aborted: bool = False
+    failed: set[str] = field(default_factory=set)
+    """Replicas that failed it: others come first."""
 
 
 class ServerEngine:
@@ -90,6 +96,7 @@ class ServerEngine:
         self.fleet = Fleet(replicas, processes, bounds.patience, self._welcome)
         self._versions = ServedVersions(files, bounds.tolerance, run)
         self._decode, self._bounds = decode, bounds
+        self._owner = f"{run}.{secrets.token_hex(4)}"
         self._open: set[_Open] = set()
 
     @property
@@ -121,7 +128,10 @@ class ServerEngine:
                 raise ServerUnfit(
                     f"{replica.url} has room for {has} {what}, and these jobs need {needed}: raise its {setting}"
                 )
-        await self._versions.tidy(replica)
+        try:
+            await self._versions.tidy(replica)
+        except EngineError as error:
+            _log.warning("something of an earlier attempt stays loaded: %s", error)
 
     # --- versions ---------------------------------------------------------------------------------------------------------
 
@@ -142,14 +152,14 @@ class ServerEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
         self._refuse(request)
-        opened, chunks = _Open(request), asyncio.Queue[Chunk | EngineError]()
+        opened, chunks = _Open(request), asyncio.Queue[Chunk | BaseException]()
         self._open.add(opened)
         left = len(request.seeds)
-        opened.tasks = tuple(asyncio.create_task(self._complete(opened, index, chunks)) for index in range(left))
+        opened.tasks = tuple(self._begin(opened, index, chunks) for index in range(left))
         try:
             while left:
                 item = await chunks.get()
-                if isinstance(item, EngineError):
+                if isinstance(item, BaseException):
                     raise item
                 left -= item.finish_reason is not None
                 yield item
@@ -159,49 +169,70 @@ class ServerEngine:
                 task.cancel()
             await asyncio.gather(*opened.tasks, return_exceptions=True)
 
-    async def _complete(self, opened: _Open, index: int, chunks: asyncio.Queue[Chunk | EngineError]) -> None:
-        completion = Completion(opened.request, index, self._decode)
-        try:
-            await self._sample(opened, completion, chunks)
-        except asyncio.CancelledError:
-            if not opened.aborted:
-                raise
-            completion.finish = completion.finish or FinishReason.ABORT
-        except EngineError as error:
-            chunks.put_nowait(error)
-            return
-        chunks.put_nowait(completion.chunk())
+    def _begin(self, opened: _Open, index: int, chunks: asyncio.Queue[Chunk | BaseException]) -> asyncio.Task[None]:
+        """Sample one completion; however that ends, its last chunk or the reason comes."""
+        completion = Completion(opened.request, index, self._decode, self._bounds.vocabulary, self._owner)
 
-    async def _sample(self, opened: _Open, completion: Completion, chunks: asyncio.Queue[Chunk | EngineError]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled():  # perhaps before it began
+                if not opened.aborted:
+                    return
+                completion.finish = completion.finish or FinishReason.ABORT
+            elif (error := task.exception()) is not None:
+                chunks.put_nowait(error)
+                return
+            chunks.put_nowait(completion.chunk())
+
+        task = asyncio.create_task(self._sample(opened, completion, chunks))
+        task.add_done_callback(ended)
+        return task
+
+    async def _sample(
+        self, opened: _Open, completion: Completion, chunks: asyncio.Queue[Chunk | BaseException]
+    ) -> None:
         """Ask until the completion is whole."""
         request, failures = opened.request, 0
         while completion.finish is None:
             replica, mark = await self._place(opened), completion.mark()
+            failure: EngineError
             try:
-                if request.adapter is not None:
-                    await self._versions.hand(replica, request.adapter)
-                async for piece in replica.complete(completion.ask(failures)):
-                    completion.take(piece)
-                    if request.stream and completion.finish is None:
-                        chunks.put_nowait(completion.chunk())
+                await self._read(replica, completion, failures, chunks)
                 continue
             except (ServerGone, ServerRefused) as error:  # what came is good
                 self._trouble(replica, request.adapter, error)
-                failure: EngineError = error
+                completion.settle()
+                failure = error
             except ServerFault as error:
                 if not completion.back(mark):
                     raise
                 failure = error
             failures += 1
-            if failures >= _ATTEMPTS:
+            if failures >= _ATTEMPTS and completion.finish is None:
                 raise EngineError(f"request {request.id} failed {failures} times: {failure}") from failure
+            opened.failed.add(replica.url)
             if opened.replica is replica:
                 opened.replica = None
-            await asyncio.sleep(replica.clocks.retry * 2 ** (failures - 1))
+            if completion.finish is None:
+                await asyncio.sleep(replica.clocks.retry * 2 ** (failures - 1))
+
+    async def _read(
+        self, replica: Replica, completion: Completion, failures: int, chunks: asyncio.Queue[Chunk | BaseException]
+    ) -> None:
+        """Ask a replica for what is wanted, and tell what comes where that is streamed."""
+        request = completion.request
+        if request.adapter is not None:
+            await self._versions.hand(replica, request.adapter)
+        async with aclosing(replica.complete(completion.ask(failures))) as pieces:
+            async for piece in pieces:
+                completion.take(piece)
+                if completion.finish is not None and piece.finish is None:
+                    return  # the server does not know that this is the end
+                if request.stream and completion.finish is None:
+                    chunks.put_nowait(completion.chunk())
 
     def _trouble(self, replica: Replica, adapter: AdapterRef | None, error: ServerGone | ServerRefused) -> None:
         """Do what a failed request asks for; raises what will not get better."""
-        if isinstance(error, ServerRefused) and error.status < 500:
+        if isinstance(error, ServerRefused) and error.status < 500 and error.status not in _BUSY:
             if adapter is None or not replica.dialect.unknown(error.status, error.told):
                 raise error
             replica.loaded.discard(adapter.served_name)  # it is handed over again
@@ -210,7 +241,7 @@ class ServerEngine:
 
     async def _place(self, opened: _Open) -> Replica:
         if opened.replica is None or not opened.replica.up:
-            chosen = await self.fleet.choose()
+            chosen = await self.fleet.choose(opened.failed)
             if opened.replica is None or not opened.replica.up:  # another completion of the request may have chosen
                 opened.replica = chosen
         return opened.replica

@@ -41,12 +41,13 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
         self._quick = 0
+        self._swept = False
         self.starts = 0
 
     @property
     def alive(self) -> bool:
         """Whether it runs."""
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._status() is None
 
     @property
     def pid(self) -> int:
@@ -62,7 +63,7 @@ class ServerProcess:
     @property
     def ending(self) -> str:
         """How it ended, and the last lines that it wrote."""
-        status = None if self._process is None else self._process.poll()
+        status = None if self._process is None else self._status()
         lines: list[str] = []
         with contextlib.suppress(OSError):
             lines = [line for line in self._log.read_text(errors="replace").splitlines()[-200:] if line.strip()]
@@ -82,11 +83,16 @@ class ServerProcess:
                 raise EngineError(self.ending)
         self.starts += 1
         self._started = time.monotonic()
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(__file__).with_name("server_guard.py")), *self._command],
-                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=self._env, start_new_session=True,
-            )  # fmt: skip
+        guard = Path(__file__).with_name("server_guard.py")
+        try:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", str(guard), *self._command],
+                    stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=self._env, start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            raise EngineError(f"the server's guard cannot be started, its log is to be {self._log}: {error}") from error
+        self._swept = False
 
     def close(self) -> None:
         """End it, and wait until it has."""
@@ -104,5 +110,17 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # whatever of its group outlived the guard
-            os.killpg(process.pid, signal.SIGKILL)
+        self._status()
+
+    def _status(self) -> int | None:
+        """Exit status of the guard, if it has ended.
+
+        What is left of its group ends at that moment and not later, when the group's number may be somebody else's.
+        """
+        assert self._process is not None
+        status = self._process.poll()
+        if status is not None and not self._swept:
+            self._swept = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        return status
