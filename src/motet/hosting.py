@@ -11,6 +11,8 @@ import json
 import os
 import sys
 import threading
+import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -19,10 +21,11 @@ from typing import Any, BinaryIO
 from motet import seeds
 from motet.budgets import Need
 from motet.config import DataConfig, JobConfig, RunConfig
-from motet.errors import EngineError, MotetError
+from motet.errors import MotetError, RunError
 from motet.jobfile import validate
 from motet.launch import Workshop, assemble, identity, load, prepare, services
 from motet.rollout import wire
+from motet.runtime.job import Job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
@@ -35,6 +38,7 @@ SHELF = 8
 USUAL = Need(512, 512)
 """What the KV cache is sized for: jobs come later, and nobody knows their lengths yet."""
 _LOOK_SECONDS = 0.5
+_LOCK_SECONDS = 60.0
 
 
 class Host:
@@ -43,7 +47,7 @@ class Host:
     def __init__(self, config: RunConfig, out: BinaryIO) -> None:
         self._config, self._out = config, out
         self._lock = threading.Lock()
-        self.directory = RunDirectory(Path(config.run))
+        self.directory = _run_directory(Path(config.run))
         self.base = load(config.base, config.engine)
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory)
         self._shared = services(self.workshop, self.directory)
@@ -55,6 +59,8 @@ class Host:
         self._shelf: OrderedDict[str, AdapterRef] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self._answers: dict[int, asyncio.Task[None]] = {}
+        self._wanted: dict[str, str] = {}  # of jobs that are being prepared: what was asked for last
+        self._preparing = asyncio.Lock()  # one after another, so that jobs queue in the order they came
         self._numbers = 0
 
     def say(self, **message: Any) -> None:
@@ -92,10 +98,12 @@ class Host:
         """Begin what one message asks."""
         match message["do"]:
             case "add":
-                self._begin(self._add(message["job"], message["wanted"]))
+                name = str(message["job"]["name"])
+                if name not in self.pipeline.jobs and name not in self._wanted:  # it comes twice while this starts
+                    self._wanted[name] = message["wanted"]
+                    self._begin(self._add(name, message["job"]))
             case "pause" | "resume" | "cancel":
-                if message["job"] in self.pipeline.jobs:
-                    getattr(self.pipeline, message["do"])(message["job"])
+                self._steer(message["job"], message["do"])
             case "forget":
                 self.pipeline.forget(message["job"])
             case "answer":
@@ -112,29 +120,41 @@ class Host:
 
     # --- jobs -------------------------------------------------------------------------------------------------------------
 
-    async def _add(self, tree: Mapping[str, Any], wanted: str) -> None:
-        name = str(tree["name"])
+    async def _add(self, name: str, tree: Mapping[str, Any]) -> None:
         try:
-            config = JobConfig.model_validate(tree)
-            job, _ = await asyncio.to_thread(prepare, config, self.base, self.directory)
-            job.directory.open(identity(job, self.base, self._config), accept_changes=True)
-            for reason in self.workshop.inexact:
-                job.note_inexact(reason)
-            job.tell = lambda kind, data: self.say(job=name, event=kind, data=data)
-            if (committed := job.directory.newest()) is not None:
-                job.progress.step = committed.step
-                for record in job.directory.read_metrics(committed):  # one may have got lost with the last process
-                    job.tell("step", record)
+            async with self._preparing:
+                job = await asyncio.to_thread(self._prepared, tree)
+        except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
+            self._wanted.pop(name)
+            self.say(job=name, event="state", data={"state": JobState.FAILED.value, "message": _reason(error)})
+        else:
             self.pipeline.add(job)
-            if wanted == "pause":
-                self.pipeline.pause(name)
-        except (MotetError, OSError) as error:
-            self.say(job=name, event="state", data={"state": JobState.FAILED.value, "message": str(error)})
+            self._steer(name, self._wanted.pop(name))
+
+    def _prepared(self, tree: Mapping[str, Any]) -> Job:
+        job, _ = prepare(JobConfig.model_validate(tree), self.base, self.directory)
+        job.directory.open(identity(job, self.base, self._config), accept_changes=True)
+        for reason in self.workshop.inexact:
+            job.note_inexact(reason)
+        job.tell = lambda kind, data: self.say(job=job.name, event=kind, data=data)
+        if (committed := job.directory.newest()) is not None:
+            job.progress.step = committed.step
+            for record in job.directory.read_metrics(committed):  # one may have got lost with the last process
+                job.tell("step", record)
+        return job
+
+    def _steer(self, name: str, word: str) -> None:
+        if name in self._wanted:
+            self._wanted[name] = word
+        elif name in self.pipeline.jobs and word in ("pause", "resume", "cancel"):
+            getattr(self.pipeline, word)(name)
 
     async def _watch(self) -> None:
-        """Tell now and then how jobs stand."""
+        """Tell now and then how jobs stand, and let go of those that have ended."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
+            for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
+                self.pipeline.forget(job.name)
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             self.say(
@@ -166,8 +186,8 @@ class Host:
                 )
                 self.say(key=key, chunk=wire.chunk_out(chunk), texts=texts)
             self.say(key=key, done=True)
-        except (MotetError, OSError) as error:
-            self.say(key=key, refused=str(error))
+        except Exception as error:  # whoever asked has to hear of it
+            self.say(key=key, refused=_reason(error))
         finally:
             self._answers.pop(key, None)
 
@@ -184,6 +204,25 @@ class Host:
                 await self.workshop.engine.unload_adapter(gone)
         self._shelf.move_to_end(name)
         return self._shelf[name]
+
+
+def _run_directory(path: Path) -> RunDirectory:
+    """Locked; the engine of a service that was killed may still be in its last turn."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return RunDirectory(path)
+        except RunError:
+            if not os.access(path, os.W_OK) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MotetError | OSError):
+        return str(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}; this is a fault of Motet, please report it"
 
 
 def _problem(message: Mapping[str, Any]) -> Problem:
@@ -212,7 +251,8 @@ def main() -> None:
         host = Host(config, out)
         asyncio.run(host.serve(lines))
         host.workshop.close()
-    except (MotetError, EngineError) as error:
+    except MotetError as error:
+        sys.stderr.write(f"{error}\n")
         out.write(json.dumps({"failed": str(error)}).encode() + b"\n")
         out.flush()
     os._exit(0)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
 from motet.errors import ConfigError, DataError, EngineError, MotetError, RewardError, StoreError
 from motet.service.desk import Desk
 from motet.service.store import Principal
 from motet.service.tables import StoredJob
+
+_log = logging.getLogger(__name__)
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 TYPES |= {409: "conflict_error", 413: "invalid_request_error", 422: "invalid_request_error", 503: "unavailable_error"}
@@ -40,9 +44,10 @@ def principal_of(request: Request, desk: AtDesk) -> Principal:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key:
         found = desk.store.who(key.strip())
-        if found is None:
+        if found is not None:
+            return found
+        if not desk.settings.open_to_all:  # else any key will do: clients such as openai's always send one
             raise Refusal(401, "this key is unknown, revoked or expired; `motet keys create` makes one")
-        return found
     if desk.settings.open_to_all:
         return Principal(desk.store.tenant("local").id, "local", "none", "admin")
     raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
@@ -88,6 +93,15 @@ def answer_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
         return _body(422, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
+
+    @app.exception_handler(OperationalError)
+    async def _database(_: Request, error: OperationalError) -> JSONResponse:
+        _log.error("the database does not answer: %s", error.orig)
+        return _body(503, "the database does not answer; try again in a moment")
+
+    @app.exception_handler(Exception)
+    async def _fault(_: Request, error: Exception) -> JSONResponse:
+        return _body(500, f"{type(error).__name__}; this is a fault of Motet, its log has the whole story")
 
     @app.exception_handler(MotetError)
     async def _motet(_: Request, error: MotetError) -> JSONResponse:

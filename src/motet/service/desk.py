@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy.exc import OperationalError
+
 from motet.config import EngineConfig, JobConfig, RolloutConfig
 from motet.errors import ConfigError, MotetError, StoreError
 from motet.runtime.checkpoint import JobDirectory
@@ -19,6 +21,8 @@ from motet.service.host_link import HostLink
 from motet.service.store import Principal, Store
 from motet.service.tables import StoredJob, now
 from motet.types import JobState
+
+_AWAY_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,6 @@ class Desk:
         spec = config.model_dump(mode="json")
         job = self.store.submit(who, config.name, spec, config.steps, idempotency)
         if job.state == JobState.QUEUED.value and job.step == 0:
-            self.store.tell(job.id, "state", "0", {"state": job.state, "message": ""})
             self._send(do="add", **self._message(who, job))
         return job
 
@@ -96,7 +99,7 @@ class Desk:
             raise StoreError(f"job {job.name!r} has {state.value}; it cannot be asked to {word}")
         self.store.change_job(job.id, wanted={"pause": "pause", "resume": "run", "cancel": "cancel"}[word])
         if state is JobState.FAILED:  # the engine may have started since, and not know it
-            self.store.change_job(job.id, state=JobState.QUEUED.value, message="")
+            self.store.change_job(job.id, state=JobState.QUEUED.value, message="", ended=None)
             job.state = JobState.QUEUED.value
             self._send(do="forget", job=job.id)
             self._send(do="add", **self._message_of(job))
@@ -130,7 +133,7 @@ class Desk:
             "latest": versions[-1],
             "best": versions[-1] if committed.best_version is None else committed.best_version,
         }
-        chosen = number.get(wanted) if wanted in number else int(wanted) if wanted.isdecimal() else None
+        chosen = number.get(wanted, next((one for one in versions if str(one) == wanted), None))
         return None if chosen not in versions else (chosen, directory.path / "versions" / f"v{chosen}")
 
     def versions(self, job_id: str) -> list[int]:
@@ -150,17 +153,32 @@ class Desk:
 
     def _hear(self, job_id: str, event: str, data: Mapping[str, Any]) -> None:
         """Keep what the engine tells of a job; runs in a worker thread, one event after another."""
+        fields: dict[str, Any]
         if event == "step":
-            key = f"{data['step']}"
-            self.store.change_job(job_id, step=min(int(data["step"]) + ("loss" in data), 1 << 30))
+            key, fields = f"{data['step']}", {"step": int(data["step"]) + ("loss" in data)}
         else:
             state = JobState(data["state"])
-            key = f"{time.time_ns()}"
-            ended = now() if state.final else None
-            self.store.change_job(job_id, state=state.value, message=data.get("message", ""), ended=ended)
-        self.store.tell(job_id, event, key, data)
+            key, ended = f"{time.time_ns()}", now() if state.final else None
+            message = str(data.get("message", ""))
+            for place in ("files", "run", ""):  # where things lie on this machine is nobody's business
+                message = message.replace(f"{self.settings.directory / place}/", "")
+            data = {**data, "message": message}
+            fields = {"state": state.value, "message": message, "ended": ended}
+        self._keep(job_id, event, key, data, fields)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake, job_id)
+
+    def _keep(self, job_id: str, event: str, key: str, data: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+        """Write it down; a database that is away for a while comes back."""
+        deadline = time.monotonic() + _AWAY_SECONDS
+        while True:
+            try:
+                self.store.tell(job_id, event, key, data, **fields)
+                return
+            except OperationalError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
 
     def _wake(self, job_id: str) -> None:
         self._news.pop(job_id, asyncio.Event()).set()

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from motet.errors import EngineError, MotetError
+from motet.errors import EngineError
 from motet.rollout import wire
 from motet.types import Chunk
 
@@ -122,10 +122,12 @@ class HostLink:
                 )
                 _log.error("%s", self.failure)
                 return
-            _log.warning("the engine ended; it is started again")
+            if not self._closing:
+                _log.warning("the engine ended; it is started again")
 
     async def _run_once(self) -> None:
         self.starts += 1
+        self._stopped.clear()
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "motet.hosting",
@@ -166,7 +168,7 @@ class HostLink:
             return  # it goes on with the next start
         try:
             self._hear(message["job"], message["event"], message["data"])
-        except MotetError:
+        except Exception:  # whatever it is, this process has to go on listening
             _log.exception("an event of job %s was not kept", message["job"])
 
 

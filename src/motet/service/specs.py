@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from motet.jobfile import normal_job, validate
 from motet.tasks.rewards import BUILTIN
 
 GENERATED = ("toy:", "reasoning-gym:")
+HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
+FILE_ENDINGS = re.compile(r"\.(jsonl?|parquet|csv)$", re.IGNORECASE)
+MOST_STEPS = 1_000_000
 Find = Callable[[str], Path | None]
 """A path for the name of an uploaded file, or of a version; None where the tenant has none."""
 
@@ -27,11 +32,17 @@ def validated(tree: Mapping[str, Any], *, hub: bool, installed: frozenset[str]) 
     Raises:
         ConfigError: what is wrong, or not allowed here.
     """
+    try:
+        json.dumps(tree, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise ConfigError(f"the job holds what cannot be kept as JSON in UTF-8: {error}") from error
     config = validate({"base": "small", "run": "x", "jobs": [normal_job(dict(tree))]}, "the job").jobs[0]
+    if config.steps > MOST_STEPS:
+        raise ConfigError(f"steps: {config.steps} is more than {MOST_STEPS}, the most here")
     for source in filter(None, (config.data.source, config.data.eval_source)):
         uploaded = source.startswith("file-")
-        local = source.startswith((".", "/", "~")) or source.endswith((".jsonl", ".json", ".parquet", ".csv"))
-        if not uploaded and not source.startswith(GENERATED) and (local or not hub):
+        on_hub = hub and HUB_NAME.fullmatch(source) and not FILE_ENDINGS.search(source) and not Path(source).exists()
+        if not uploaded and not source.startswith(GENERATED) and not on_hub:
             raise ConfigError(
                 f"data.source {source!r} cannot be used here: upload the file and give its id (file-…), or use toy:NAME or "
                 "reasoning-gym:NAME"

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import Engine, create_engine, event, func, select
-from sqlalchemy.exc import IntegrityError, OperationalError
+from alembic.util.exc import CommandError
+from sqlalchemy import Engine, create_engine, event, func, select, update
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
 from motet.errors import StoreError
@@ -67,8 +68,10 @@ class Store:
         self._session = sessionmaker(self._engine, expire_on_commit=False)
         try:
             _migrate(self._engine)
-        except OperationalError as error:
-            raise StoreError(f"the database {_public(url)} cannot be opened: {error.orig}") from error
+        except (SQLAlchemyError, CommandError) as error:
+            self._engine.dispose()
+            reason = error.orig if isinstance(error, DBAPIError) else error
+            raise StoreError(f"the database {_public(url)} cannot be opened: {reason}") from error
 
     def close(self) -> None:
         """Close the connections."""
@@ -92,12 +95,15 @@ class Store:
 
     def tenant(self, name: str) -> Tenant:
         """The tenant of this name, made where there is none."""
+        query = select(Tenant).where(Tenant.name == name)
         with self._transaction() as session:
-            found = session.scalar(select(Tenant).where(Tenant.name == name))
-            if found is None:
-                found = Tenant(id=new_id("tenant"), name=name)
-                session.add(found)
-            return found
+            if (found := session.scalar(query)) is not None:
+                return found
+        # another may make it at the same time
+        with contextlib.suppress(IntegrityError), self._transaction() as session:
+            session.add(Tenant(id=new_id("tenant"), name=name))
+        with self._transaction() as session:
+            return session.scalars(query).one()
 
     def create_key(self, tenant: str, name: str, role: Role, expires: float | None = None) -> tuple[Key, str]:
         """A new key of a tenant, and its text, which is shown once."""
@@ -151,13 +157,8 @@ class Store:
         Raises:
             StoreError: the tenant has a job of this name.
         """
-        with self._transaction() as session:
-            if idempotency is not None:
-                same = select(StoredJob).where(
-                    StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key == idempotency
-                )
-                if (found := session.scalar(same)) is not None:
-                    return found
+        if (found := self._submitted(who, idempotency)) is not None:
+            return found
         job = StoredJob(
             id=new_id("job"), tenant_id=who.tenant_id, name=name, spec=dict(spec), steps=steps,
             state=JobState.QUEUED.value, wanted="run", idempotency_key=idempotency,
@@ -165,9 +166,20 @@ class Store:
         try:
             with self._transaction() as session:
                 session.add(job)
+                session.flush()
+                session.add(Event(job_id=job.id, kind="state", key="0", data={"state": job.state, "message": ""}))
         except IntegrityError as error:
+            if (found := self._submitted(who, idempotency)) is not None:  # by another, at the same time
+                return found
             raise StoreError(f"there is a job {name!r} already; give this one another name") from error
         return job
+
+    def _submitted(self, who: Principal, idempotency: str | None) -> StoredJob | None:
+        if idempotency is None:
+            return None
+        same = select(StoredJob).where(StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key == idempotency)
+        with self._transaction() as session:
+            return session.scalar(same)
 
     def jobs(
         self, who: Principal, *, state: str | None = None, before: int | None = None, limit: int = 50
@@ -219,12 +231,15 @@ class Store:
 
     # --- events -------------------------------------------------------------------------------------------------------------
 
-    def tell(self, job_id: str, kind: str, key: str, data: Mapping[str, Any]) -> int | None:
-        """Keep an event; None where it was kept before."""
+    def tell(self, job_id: str, kind: str, key: str, data: Mapping[str, Any], **fields: Any) -> int | None:
+        """Keep an event and set columns of its job, both or none; None where it was kept before, or the job is gone."""
         entry = Event(job_id=job_id, kind=kind, key=key, data=dict(data))
         try:
             with self._transaction() as session:
                 session.add(entry)
+                session.flush()
+                if fields:
+                    session.execute(update(StoredJob).where(StoredJob.id == job_id).values(**fields))
         except IntegrityError:
             return None
         return entry.id
@@ -234,6 +249,11 @@ class Store:
         query = select(Event).where(Event.job_id == job_id, Event.id > after).order_by(Event.id).limit(limit)
         with self._transaction() as session:
             return list(session.scalars(query))
+
+    def last_event(self, job_id: str) -> Event | None:
+        """The newest event of a job."""
+        with self._transaction() as session:
+            return session.scalar(select(Event).where(Event.job_id == job_id).order_by(Event.id.desc()).limit(1))
 
     # --- files --------------------------------------------------------------------------------------------------------------
 
@@ -269,7 +289,7 @@ def _engine(url: str) -> Engine:
     try:
         engine = create_engine(url, pool_pre_ping=True)
     except Exception as error:  # a malformed URL, or a driver that is not installed
-        raise StoreError(f"the database URL {_public(url)} cannot be used: {error}") from error
+        raise StoreError(f"the database URL {_public(url)} cannot be used: {type(error).__name__}") from None
     if engine.dialect.name == "sqlite":
 
         @event.listens_for(engine, "connect")
@@ -289,7 +309,7 @@ def _public(url: str) -> str:
     try:
         return make_url(url).render_as_string(hide_password=True)
     except Exception:  # not a URL at all
-        return repr(url)
+        return "that was given"
 
 
 def _migrate(engine: Engine) -> None:

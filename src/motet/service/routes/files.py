@@ -26,7 +26,7 @@ async def upload(
     who: Asker, desk: AtDesk, file: Annotated[UploadFile, FormFile(description=".jsonl or .parquet")]
 ) -> File:
     """Upload rows; every one is read before the file is taken."""
-    file_id, name = new_id("file"), file.filename or "rows.jsonl"
+    file_id, name = new_id("file"), (file.filename or "rows.jsonl").replace("\0", "")[-255:]
     path, limit = desk.file_path(file_id, name), int(desk.settings.max_upload_mb * 2**20)
     path.parent.mkdir(parents=True, exist_ok=True)
     size = 0

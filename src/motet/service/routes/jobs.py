@@ -135,13 +135,20 @@ async def _stream(request: Request, desk: Desk, job_id: str, after: int) -> Asyn
             for entry in found:
                 after = entry.id
                 yield f"id: {entry.id}\nevent: {entry.kind}\ndata: {_event(entry).model_dump_json()}\n\n"
-            if found and found[-1].kind == "state" and JobState(found[-1].data["state"]).final:
+            if found and _ends(found[-1]):
                 return
             if not found:
+                last = await asyncio.to_thread(desk.store.last_event, job_id)
+                if last is None or (last.id <= after and _ends(last)):
+                    return
                 yield ": still here\n\n"
                 await waiting
         finally:
             waiting.cancel()
+
+
+def _ends(entry: Event) -> bool:
+    return entry.kind == "state" and JobState(entry.data["state"]).final
 
 
 def _event(entry: Event) -> JobEvent:

@@ -1,0 +1,359 @@
+"""The service's memory on SQLite and on a real PostgreSQL: shape, keys, jobs, events, and many writers at once."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, inspect, text
+from sqlalchemy.exc import OperationalError
+
+import motet.service.store
+from motet.errors import StoreError
+from motet.service.store import Principal, Role, Store
+from motet.service.tables import Table, now
+from tests.conftest import IN_CI
+from tests.service_run import free_port
+
+Found = TypeVar("Found")
+
+
+# --- databases --------------------------------------------------------------------------------------------------------------
+
+
+def _as_postgres(directory: Path) -> dict[str, Any]:
+    """PostgreSQL refuses to run as root; its directories are then those of another user."""
+    if os.geteuid() != 0:
+        return {}
+    names = {entry.pw_name for entry in pwd.getpwall()}
+    user = pwd.getpwnam("postgres" if "postgres" in names else "nobody")
+    os.chown(directory, user.pw_uid, user.pw_gid)
+    return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": [], "cwd": directory}
+
+
+def _programs() -> Path:
+    """Where initdb and postgres are; skips the test where they are not."""
+    places = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    if (found := shutil.which("initdb")) is not None:
+        places.append(Path(found).resolve().parent)
+    for place in places:
+        if (place / "postgres").is_file():
+            return place
+    reason = "PostgreSQL is not installed: `apt-get install postgresql`"
+    if IN_CI:
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The URL of a cluster of its own, while the tests run; not below pytest's directory, which other users cannot enter."""
+    programs, port = _programs(), free_port()
+    with tempfile.TemporaryDirectory(prefix="motet-postgres-") as place:
+        directory = Path(place)
+        rights = _as_postgres(directory)
+        made = [str(programs / "initdb"), "-D", str(directory / "data"), "-U", "motet", "-A", "trust", "--no-sync"]
+        subprocess.run(made, check=True, capture_output=True, **rights)
+        line = [str(programs / "postgres"), "-D", str(directory / "data"), "-p", str(port), "-k", str(directory)]
+        line += ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"]
+        with (directory / "log").open("wb") as log:
+            server = subprocess.Popen(line, stdout=log, stderr=log, **rights)
+        try:
+            url = f"postgresql://motet@127.0.0.1:{port}"
+            _wait_for(f"{url.replace('postgresql', 'postgresql+psycopg')}/postgres", directory / "log")
+            yield url
+        finally:
+            server.send_signal(signal.SIGINT)  # "fast": does not wait for clients
+            server.wait(30)
+
+
+def _wait_for(url: str, log: Path) -> None:
+    engine = create_engine(url)
+    for _ in range(300):
+        try:
+            engine.connect().close()
+        except OperationalError:  # not there yet
+            time.sleep(0.1)
+        else:
+            engine.dispose()
+            return
+    raise AssertionError(log.read_text())
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty database."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'motet.db'}"
+        return
+    server = request.getfixturevalue("postgres")
+    admin = create_engine(
+        f"{server.replace('postgresql', 'postgresql+psycopg')}/postgres", isolation_level="AUTOCOMMIT"
+    )
+    name = f"t{time.time_ns()}"
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    yield f"{server}/{name}"
+    with admin.connect() as connection:
+        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+    admin.dispose()
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    """A store on it."""
+    found = Store(url)
+    yield found
+    found.close()
+
+
+def person(store: Store, tenant: str, role: Role = "member") -> Principal:
+    """Someone of a tenant, with a key."""
+    _, key = store.create_key(tenant, "key", role)
+    found = store.who(key)
+    assert found is not None
+    return found
+
+
+def at_once(work: Callable[[int], Found], n: int) -> list[Found | Exception]:
+    """What n threads get that begin together."""
+    found: list[Found | Exception] = []
+    together = threading.Barrier(n)
+
+    def one(number: int) -> None:
+        together.wait()
+        try:
+            found.append(work(number))
+        except Exception as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+# --- shape ------------------------------------------------------------------------------------------------------------------
+
+
+def test_migrations_make_the_tables_and_can_be_run_again(url: str) -> None:
+    Store(url).close()
+    store = Store(url)
+    person(store, "us")
+    store.close()
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, Table.metadata) == []
+        assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
+        assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
+        config = Config()
+        config.set_main_option("script_location", str(Path(motet.service.store.__file__).with_name("migrations")))
+        config.attributes["connection"] = connection
+        command.downgrade(config, "base")
+        assert inspect(connection).get_table_names() == ["alembic_version"]
+    engine.dispose()
+    Store(url).close()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "postgresql://motet:secret-word@127.0.0.1:1/none",
+        "postgresql://motet:secret-word@127.0.0.1:port/none",
+        "nonsense://motet:secret-word@127.0.0.1/none",
+        "secret-word",
+        "sqlite:////proc/nowhere/secret.db",
+    ],
+)
+def test_a_database_that_cannot_be_opened_is_told_without_its_password(bad: str) -> None:
+    with pytest.raises(StoreError, match="database") as error:
+        Store(bad)
+    assert "secret-word" not in str(error.value)
+    assert "secret-word" not in str(error.value.__cause__ or "")
+
+
+def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
+    (tmp_path / "motet.db").write_bytes(b"not a database, " * 100)
+    with pytest.raises(StoreError, match="not a database"):
+        Store(f"sqlite:///{tmp_path / 'motet.db'}")
+
+
+def test_a_database_of_a_newer_version_is_told(url: str) -> None:
+    Store(url).close()
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+    with pytest.raises(StoreError, match="9999"):
+        Store(url)
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_opens_until_it_is_revoked_or_expires(store: Store, url: str) -> None:
+    key, words = store.create_key("us", "laptop", "admin")
+    who = store.who(words)
+    assert who is not None
+    assert (who.tenant, who.key_id, who.admin) == ("us", key.id, True)
+    assert store.who(words[:-1]) is None
+    assert store.who("") is None
+    later, _ = store.create_key("us", "later", "member", now() + 60)
+    _, past = store.create_key("us", "past", "member", now() - 1)
+    assert store.who(past) is None
+    assert [(one.name, tenant) for one, tenant in store.all_keys()] == [
+        ("laptop", "us"),
+        ("later", "us"),
+        ("past", "us"),
+    ]
+    assert not store.revoke_key(key.id, person(store, "them").tenant_id)
+    assert store.who(words) == who
+    assert store.revoke_key(key.id)
+    assert store.revoke_key(key.id)  # as often as one likes
+    assert store.who(words) is None
+    assert not store.revoke_key("key-none")
+    assert later.tenant_id == key.tenant_id
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.connect() as connection:
+        everything = str(connection.execute(text("SELECT * FROM keys")).all())
+    engine.dispose()
+    assert key.id in everything
+    assert words.removeprefix("mk-") not in everything
+
+
+def test_a_tenant_is_made_once_by_many_at_once(store: Store) -> None:
+    found = at_once(lambda _: store.tenant("us").id, 8)
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert isinstance(found[0], str)
+
+
+# --- jobs and files ---------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_are_their_tenants(store: Store) -> None:
+    us, them, admin = person(store, "us"), person(store, "them"), person(store, "staff", "admin")
+    ours = store.submit(us, "sort", {"a": [1, None]}, 3, None)
+    theirs = store.submit(them, "sort", {}, 5, None)
+    with pytest.raises(StoreError, match="'sort'"):
+        store.submit(us, "sort", {}, 3, None)
+    for who, mine in ((us, ours), (them, theirs)):
+        assert [job.id for job in store.jobs(who)] == [mine.id]
+        found = store.job(who, "sort")
+        assert found is not None
+        assert found.id == mine.id
+    assert store.job(us, theirs.id) is None
+    assert store.job(us, "none") is None
+    assert {job.id for job in store.jobs(admin)} == {ours.id, theirs.id}
+    assert store.job(admin, theirs.id) is not None
+    kept = store.job(us, ours.id)
+    assert kept is not None
+    assert (kept.spec, kept.steps, kept.state, kept.wanted, kept.step) == ({"a": [1, None]}, 3, "queued", "run", 0)
+    assert [event.data["state"] for event in store.events(ours.id)] == ["queued"]
+    store.change_job(ours.id, state="succeeded", step=3)
+    assert [job.id for job in store.open_jobs()] == [theirs.id]
+    assert store.counts() == {"succeeded": 1, "queued": 1}
+    store.delete_job(ours.id)
+    assert store.job(admin, ours.id) is None
+    assert store.events(ours.id) == []
+    assert store.submit(us, "sort", {}, 3, None).id != ours.id
+
+
+def test_an_idempotency_key_is_one_job_also_at_once(store: Store) -> None:
+    us, them = person(store, "us"), person(store, "them")
+    found = at_once(lambda _: store.submit(us, "sort", {}, 3, "once").id, 8)
+    assert len(set(map(str, found))) == 1
+    assert len(store.jobs(us)) == 1
+    assert store.submit(us, "other", {}, 3, "once").id == found[0]
+    assert store.submit(them, "sort", {}, 3, "once").id != found[0]
+    assert [event.kind for event in store.events(str(found[0]))] == ["state"]
+
+
+def test_pages_hold_every_job_once_newest_first(store: Store) -> None:
+    us = person(store, "us")
+    ids = [store.submit(us, f"job{number}", {}, 1, None).id for number in range(11)]
+    store.submit(person(store, "them"), "other", {}, 1, None)
+    store.change_job(ids[4], state="failed")
+    found: list[str] = []
+    before: int | None = None
+    while len(found) < 20 and (page := store.jobs(us, before=before, limit=4)):
+        assert len(page) <= 4
+        found += [job.id for job in page]
+        before = page[-1].number
+    assert found == ids[::-1]
+    assert [job.id for job in store.jobs(us, state="failed")] == [ids[4]]
+
+
+def test_files_are_their_tenants(store: Store) -> None:
+    us, them, admin = person(store, "us"), person(store, "them"), person(store, "staff", "admin")
+    store.add_file(us, "file-1", "rows.jsonl", 2**40, 3)
+    assert [(file.id, file.bytes) for file in store.files(us)] == [("file-1", 2**40)]
+    assert store.file(us, "file-1") is not None
+    for other in (them, admin):
+        assert store.file(other, "file-1") is None
+        assert store.files(other) == []
+    store.delete_file("file-1")
+    assert store.file(us, "file-1") is None
+
+
+# --- events -----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_event_is_kept_once_with_what_it_says_of_its_job(store: Store) -> None:
+    us = person(store, "us")
+    job, other = (store.submit(us, name, {}, 3, None).id for name in ("sort", "other"))
+    assert store.tell(job, "step", "0", {"reward": 0.5}, step=1) is not None
+    assert store.tell(job, "step", "1", {"reward": None}, step=2) is not None
+    assert store.tell(job, "step", "0", {"reward": 9.0}, step=1) is None  # told again by an engine that starts
+    assert store.tell(job, "state", "1", {"state": "failed"}, state="failed") is not None
+    assert store.tell(other, "step", "0", {"reward": 7.0}) is not None
+    assert store.tell("job-none", "step", "0", {}) is None
+    found = store.events(job)
+    assert [event.key for event in found] == ["0", "0", "1", "1"]
+    assert [event.data.get("reward") for event in found] == [None, 0.5, None, None]
+    assert [event.id for event in store.events(job, found[1].id)] == [event.id for event in found[2:]]
+    assert len(store.events(job, limit=2)) == 2
+    last = store.last_event(job)
+    assert last is not None
+    assert last.id == found[-1].id
+    kept = store.job(us, job)
+    assert kept is not None
+    assert (kept.step, kept.state) == (2, "failed")
+
+
+def test_many_writers_at_once_lose_nothing(store: Store) -> None:
+    us = person(store, "us")
+    jobs = [store.submit(us, f"job{number}", {}, 3, None).id for number in range(4)]
+
+    def write(number: int) -> int:
+        job = jobs[number % 4]
+        for step in range(15):
+            assert store.tell(job, "step", f"{number}.{step}", {"step": step}) is not None
+            store.change_job(job, **({"message": "m"} if number < 4 else {"wanted": "pause"}))
+            store.jobs(us)
+        return number
+
+    assert sorted(map(str, at_once(write, 8))) == sorted(map(str, range(8)))
+    for job in jobs:
+        told = [event for event in store.events(job) if event.kind == "step"]
+        assert len({event.key for event in told}) == 30
+        kept = store.job(us, job)
+        assert kept is not None
+        assert (kept.message, kept.wanted) == ("m", "pause")
