@@ -92,6 +92,25 @@ def test_jobs_share_batches(tmp_path: Path) -> None:
     assert any(len(set(names)) > 1 for names in run.trainer.batches), "the test of company never saw company"
 
 
+def test_a_job_that_is_resumed_before_it_has_paused_goes_on(tmp_path: Path) -> None:
+    config = job("a", steps=6)
+    seen: list[JobState] = []
+
+    async def change_of_mind(run: FakeRun) -> None:
+        await until(lambda: run.jobs["a"].progress.step >= 2)
+        run.pipeline.pause("a")
+        run.pipeline.resume("a")
+        while not run.state("a").final:
+            seen.append(run.state("a"))
+            await asyncio.sleep(0.001)
+
+    run = run_jobs(tmp_path / "changed", [config], script=change_of_mind)
+    assert run.state("a") is JobState.SUCCEEDED
+    assert JobState.PAUSED not in seen
+    assert run.jobs["a"].starts == 1
+    assert result(tmp_path / "changed", "a", 6) == alone(tmp_path, config)
+
+
 def test_pause_resume_and_cancel_leave_the_others_alone(tmp_path: Path) -> None:
     long: dict[str, Any] = {"steps": 12, "checkpoint": {"every": 5, "keep": 20}, "eval": {"every": 0}}
     configs = [job("paused", **long), job("cancelled", **long), job("other", **long)]

@@ -51,6 +51,10 @@ class JobLoop:
         """Stop after the step under way."""
         self._pause = True
 
+    def go_on(self) -> None:
+        """Do not stop after all."""
+        self._pause = False
+
     async def run(self) -> JobState:
         """Train until done or paused; cancellation and failure leave by exception. The slot is free afterwards."""
         job, services = self._job, self._services

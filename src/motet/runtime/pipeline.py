@@ -97,8 +97,12 @@ class Pipeline:
         self._changed.set()
 
     def resume(self, name: str) -> None:
-        """Put a paused or failed job back into the queue; any other stays where it is."""
-        if name not in self._tasks and self.jobs[name].state in (JobState.PAUSED, JobState.FAILED):
+        """Put a paused or failed job back into the queue; one that was to pause goes on; any other stays where it is."""
+        if name in self._pauses:
+            self._pauses.discard(name)
+            if name in self._loops:
+                self._loops[name].go_on()
+        elif name not in self._tasks and self.jobs[name].state in (JobState.PAUSED, JobState.FAILED):
             self.jobs[name].move(JobState.QUEUED)
         self._changed.set()
 
