@@ -32,7 +32,9 @@ from motet.types import AdapterRef, Batch, GenerateRequest, LossSpec, Sample, Sa
 from tests.protocol_server import ProtocolServer
 
 RUN = "run"
-CLOCKS = Clocks(connect=1.0, health=0.2, load=2.0, request=5.0, retry=0.01, look=0.02)
+CLOCKS = Clocks(connect=1.0, health=1.0, load=2.0, request=5.0, retry=0.01, look=0.02)
+IMPATIENT = replace(CLOCKS, health=0.15)
+"""For servers that hang; a machine that is busy may drain others too."""
 BOUNDS = Bounds(rows=8, vocabulary=VOCABULARY, max_positions=4096, wanted=Demand(1, 2, 4), tolerance=1e-6, patience=3.0)
 PROMPT = tuple(FakeTokenizer().encode("ab? "))
 PROBE = np.array(FakeTokenizer().encode("a probe of many letters"), np.int32)
@@ -92,9 +94,9 @@ def drive(engine: ServerEngine, test: Test, seconds: float = 20.0) -> None:
 # --- adapters ---------------------------------------------------------------------------------------------------------------
 
 
-def trainer_of(*names: str, rank: int = 4) -> FakeTrainer:
+def trainer_of(*names: str, rank: int = 4, kind: type[FakeTrainer] = FakeTrainer) -> FakeTrainer:
     """A trainer with fresh adapters, which answer as the base does."""
-    trainer = FakeTrainer(slots=len(names))
+    trainer = kind(slots=len(names))
     for name in names:
         trainer.add_adapter(
             name, AdapterConfig(rank=rank, alpha=2.0 * rank), OptimizerConfig(), seed=sum(map(ord, name))

@@ -17,7 +17,7 @@ from motet.training.fake import FakeTrainer
 from motet.types import JobState
 from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
 from tests.protocol_server import ProtocolServer
-from tests.server_run import engine_on
+from tests.server_run import IMPATIENT, engine_on
 
 STEPS = 6
 Act = Callable[[FakeRun], Awaitable[None]]
@@ -29,7 +29,7 @@ def run_on(servers: list[ProtocolServer], path: Path, act: Act | None = None) ->
     trainers: list[FakeTrainer] = []
     directory = RunDirectory(path / "run")
     directory.close()
-    engine = engine_on(servers, path, run=directory.run_id, patience=10.0)
+    engine = engine_on(servers, path, run=directory.run_id, patience=10.0, clocks=IMPATIENT)
 
     def trainer(**options: Any) -> FakeTrainer:
         trainers.append(FakeTrainer(**options))

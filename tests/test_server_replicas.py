@@ -15,6 +15,7 @@ from motet.rollout.server import ServerEngine
 from tests.protocol_server import FOREVER, ProtocolServer
 from tests.server_run import (
     CLOCKS,
+    IMPATIENT,
     PROBE,
     PROMPT,
     asking,
@@ -248,7 +249,7 @@ def test_a_server_that_hangs_is_drained(dialect: Any, stream: bool, tmp_path: Pa
     trainer = trainer_of("job")
     learn(trainer, "job")
     with ProtocolServer(dialect) as first, ProtocolServer(dialect) as second:
-        drive(engine_on([first, second], tmp_path), test)
+        drive(engine_on([first, second], tmp_path, clocks=IMPATIENT), test)
 
 
 @either_way
@@ -284,7 +285,7 @@ def test_a_publish_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None
     trainer = trainer_of("job")
     learn(trainer, "job")
     with ProtocolServer() as first, ProtocolServer() as second:
-        drive(engine_on([first, second], tmp_path, clocks=replace(CLOCKS, load=60.0, request=60.0)), test)
+        drive(engine_on([first, second], tmp_path, clocks=replace(IMPATIENT, load=60.0, request=60.0)), test)
 
 
 @both
