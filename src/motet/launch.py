@@ -31,6 +31,7 @@ from motet.types import ServerLoad
 
 if TYPE_CHECKING:
     from motet.rollout.sampler_link import SamplerLink
+    from motet.rollout.server import ServerEngine
 
 SMALL_MODEL = 500_000_000
 """Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
@@ -54,6 +55,8 @@ class Workshop:
     """Largest mean difference between the engine's and the trainer's logprobs of a probe."""
     keep_versions: int | None = None
     """Versions that the engine keeps besides those that are needed."""
+    servers: ServerEngine | None = None
+    """The engine, where it asks servers."""
     inexact: tuple[str, ...] = ()
     """Why the bytes of every job may depend on more than the job."""
 
@@ -64,19 +67,18 @@ class Workshop:
         Raises:
             MotetError: no server can be used.
         """
-        if not hasattr(self.engine, "ready"):
+        if self.servers is None:
             yield
             return
         try:
-            await self.engine.ready()
+            await self.servers.ready()
             yield
         finally:
-            await self.engine.close()
+            await self.servers.close()
 
     def loads(self) -> Sequence[ServerLoad]:
         """What each server is doing; empty where there is none."""
-        found: Sequence[ServerLoad] = self.engine.loads() if hasattr(self.engine, "loads") else ()
-        return found
+        return () if self.servers is None else self.servers.loads()
 
     def close(self) -> None:
         """End the device's thread and the sampling processes."""
@@ -159,6 +161,7 @@ def _build_on_servers(base: Any, config: RunConfig, directory: RunDirectory) -> 
         list(base.notes),
         probe_tolerance=servers.tolerance(config.rollout, base),
         keep_versions=config.rollout.keep_versions,
+        servers=engine,
         inexact=(told,),
     )
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from motet import seeds
 from motet.rollout.dialects import SEED_BITS, Ask, Piece
+from motet.stops import Decode, certain, ending, until_stop
 from motet.types import Chunk, FinishReason, GenerateRequest
-
-Decode = Callable[[list[int]], str]
-"""Text of completion tokens, without special tokens."""
 
 
 @dataclass
@@ -61,24 +58,14 @@ class Completion:
     def settle(self) -> None:
         """One that broke off may be whole all the same."""
         if self.finish is None and self._tokens:
-            if self._tokens[-1] in self.request.sampling.stop_token_ids:
-                self.finish = FinishReason.STOP
-            elif len(self._tokens) >= self.request.sampling.max_tokens:
-                self.finish = FinishReason.LENGTH
+            self.finish = ending(self._tokens, self.request.sampling)
 
     def _cut(self) -> None:
         """End at a stop string that began before the completion broke off: the server sees only the rest of it."""
-        n_tokens = len(self._tokens)
-        if not self._stops(n_tokens):
-            return
-        while n_tokens > 1 and self._stops(n_tokens - 1):
-            n_tokens -= 1
-        del self._tokens[n_tokens:], self._logprobs[n_tokens:]
-        self.finish = FinishReason.STOP
-
-    def _stops(self, n_tokens: int) -> bool:
-        stops = self.request.sampling.stop
-        return bool(stops) and any(stop in self.decode(self._tokens[:n_tokens]) for stop in stops)
+        n_tokens = until_stop(self._tokens, self.request.sampling.stop, self.decode)
+        if n_tokens is not None:
+            del self._tokens[n_tokens:], self._logprobs[n_tokens:]
+            self.finish = FinishReason.STOP
 
     def mark(self) -> int:
         """A place to come back to."""
@@ -96,10 +83,10 @@ class Completion:
         """What has not been told; text that may turn out to begin a stop string waits for the end."""
         request = self.request
         version = -1 if request.adapter is None else request.adapter.version
-        text, end = told(self._tokens, request.sampling.stop, self.finish is not None, self.decode)
-        piece = text[self._sent_text : end]
+        text = certain(self.decode(self._tokens), request.sampling.stop, ended=self.finish is not None)
+        piece = text[self._sent_text :]
         new = slice(self._sent_tokens, len(self._tokens))
-        self._sent_tokens, self._sent_text = len(self._tokens), max(self._sent_text, end)
+        self._sent_tokens, self._sent_text = len(self._tokens), max(self._sent_text, len(text))
         return Chunk(
             index=self.index,
             token_ids=np.array(self._tokens[new], np.int32),
@@ -108,13 +95,3 @@ class Completion:
             text=piece,
             finish_reason=self.finish,
         )
-
-
-def told(tokens: list[int], stops: tuple[str, ...], ended: bool, decode: Decode) -> tuple[str, int]:
-    """Text of a completion's tokens, and how much of it is certain: text before a stop string, and none that may begin one."""
-    text = decode(tokens)
-    if ended:
-        cuts = [text.index(stop) for stop in stops if stop in text]
-        return text, min(cuts, default=len(text))
-    held = max((len(stop) for stop in stops), default=1) - 1
-    return text, max(0, len(text) - held - text.endswith("�"))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from motet.model.lora import AdapterWeights
+from motet.stops import certain, ending
 from motet.types import Chunk, FinishReason, GenerateRequest
 
 Emit = Callable[[Chunk | Exception], None]
@@ -63,10 +64,9 @@ class Sequence:
             return
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if token in sampling.stop_token_ids or self._stopped(decode):
+        self.finish = ending(self.tokens, sampling)
+        if self.finish is not FinishReason.STOP and self._stopped(decode):
             self.finish = FinishReason.STOP
-        elif len(self.tokens) >= sampling.max_tokens:
-            self.finish = FinishReason.LENGTH
 
     def _stopped(self, decode: Callable[[list[int]], str]) -> bool:
         stops = self.prompt.request.sampling.stop
@@ -80,18 +80,10 @@ class Sequence:
         request = self.prompt.request
         version = -1 if request.adapter is None else request.adapter.version
         new = slice(self.sent_tokens, len(self.tokens))
-        text = decode(self.tokens)
-        stops = request.sampling.stop
-        if self.finish is not None:
-            cuts = [text.index(stop) for stop in stops if stop in text]
-            text = text[: min(cuts)] if cuts else text
-            end = len(text)
-        else:
-            held = max((len(stop) for stop in stops), default=1) - 1
-            end = len(text) - held - (1 if text.endswith("�") else 0)
-        piece = text[self.sent_text : end] if end > self.sent_text else ""
+        text = certain(decode(self.tokens), request.sampling.stop, ended=self.finish is not None)
+        piece = text[self.sent_text :]
         self.sent_tokens = len(self.tokens)
-        self.sent_text = max(self.sent_text, end)
+        self.sent_text = max(self.sent_text, len(text))
         return Chunk(
             index=self.index,
             token_ids=np.array(self.tokens[new], np.int32),

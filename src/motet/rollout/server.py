@@ -19,12 +19,13 @@ import numpy as np
 
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
 from motet.protocols import Trainer
-from motet.rollout.completion import Completion, Decode
+from motet.rollout.completion import Completion
 from motet.rollout.fleet import Fleet
 from motet.rollout.replica import Replica
 from motet.rollout.served_versions import ServedVersions, copy_adapter
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
+from motet.stops import Decode
 from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray, ServerLoad
 
 _log = logging.getLogger(__name__)

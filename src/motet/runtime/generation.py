@@ -17,6 +17,7 @@ import numpy as np
 from motet import seeds
 from motet.protocols import RolloutEngine
 from motet.runtime.versions import Versions
+from motet.stops import certain, ending, until_stop
 from motet.tasks.chat import Chat
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
 
@@ -58,22 +59,15 @@ class Draft:
     def settle(self, sampling: SamplingParams, chat: Chat) -> None:
         """End one where it should have ended: engines see only what they added, and may be stopped before they say so."""
         if self.finish is None and self.tokens:
-            if self.tokens[-1] in sampling.stop_token_ids:
-                self.finish = FinishReason.STOP
-            elif len(self.tokens) >= sampling.max_tokens:
-                self.finish = FinishReason.LENGTH
+            self.finish = ending(self.tokens, sampling)
         elif self.pieces < 2:
             return
         self.text = chat.completion_text(self.tokens)
-        if not any(stop in self.text for stop in sampling.stop):
-            return
-        n_tokens = len(self.tokens)
-        while n_tokens > 1 and any(stop in chat.completion_text(self.tokens[: n_tokens - 1]) for stop in sampling.stop):
-            n_tokens -= 1
-        del self.tokens[n_tokens:], self.logprobs[n_tokens:], self.versions[n_tokens:]
-        text = chat.completion_text(self.tokens)
-        self.text = text[: min(text.index(stop) for stop in sampling.stop if stop in text)]
-        self.finish = FinishReason.STOP
+        n_tokens = until_stop(self.tokens, sampling.stop, chat.completion_text)
+        if n_tokens is not None:
+            del self.tokens[n_tokens:], self.logprobs[n_tokens:], self.versions[n_tokens:]
+            self.text = certain(chat.completion_text(self.tokens), sampling.stop, ended=True)
+            self.finish = FinishReason.STOP
 
     def chunk(self, index: int) -> Chunk:
         """The whole completion."""

@@ -40,8 +40,6 @@ class Settings:
     """No key is needed: only for a service that this machine alone can reach."""
     hub: bool = False
     """Whether jobs may read data from the hub."""
-    rewards: frozenset[str] = frozenset()
-    """Rewards of the operator that jobs may name, as `module:function`."""
     max_upload_mb: float = 64.0
 
 
@@ -80,7 +78,7 @@ class Desk:
         Raises:
             MotetError: it cannot be taken, and why.
         """
-        config = specs.validated(tree, hub=self.settings.hub, installed=self.settings.rewards)
+        config = specs.validated(tree, hub=self.settings.hub)
         self._for_engine(who, config, "job")  # what it names has to be there now
         spec = config.model_dump(mode="json")
         job = self.store.submit(who, config.name, spec, config.steps, idempotency)

@@ -21,13 +21,12 @@ Find = Callable[[str], Path | None]
 """A path for the name of an uploaded file, or of a version; None where the tenant has none."""
 
 
-def validated(tree: Mapping[str, Any], *, hub: bool, installed: frozenset[str]) -> JobConfig:
+def validated(tree: Mapping[str, Any], *, hub: bool) -> JobConfig:
     """Check a job that a tenant submits.
 
     Args:
         tree: as a job stands in a job file.
         hub: whether data may come from the hub.
-        installed: rewards that the operator offers, besides the built-in ones.
 
     Raises:
         ConfigError: what is wrong, or not allowed here.
@@ -48,10 +47,10 @@ def validated(tree: Mapping[str, Any], *, hub: bool, installed: frozenset[str]) 
                 "reasoning-gym:NAME"
             )
     for reward in config.rewards:
-        if reward.name not in {*BUILTIN, "scorer", *installed}:
+        if reward.name not in {*BUILTIN, "scorer"}:
             raise ConfigError(
                 f"reward {reward.name!r} cannot be used here: code does not run on the server. There are "
-                f"{', '.join(sorted({*BUILTIN, 'scorer', *installed}))}"
+                f"{', '.join(sorted({*BUILTIN, 'scorer'}))}"
             )
     return config
 

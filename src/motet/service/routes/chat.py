@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -85,7 +86,7 @@ def models(who: Asker, desk: AtDesk) -> Models:
 async def chat(who: Asker, desk: AtDesk, wanted: ChatRequest) -> Response:
     """Go on with a conversation."""
     question = {
-        "adapter": _adapter(desk, who, wanted.model),
+        "adapter": await asyncio.to_thread(_adapter, desk, who, wanted.model),
         "messages": [message.plain() for message in wanted.messages],
         "n": wanted.n or 1,
         "seed": wanted.seed if wanted.seed is not None else time.time_ns(),

@@ -1,0 +1,40 @@
+"""Where a completion ends, and how much of its text is certain: one definition for all engines and whoever goes on for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from motet.types import FinishReason, SamplingParams
+
+Decode = Callable[[list[int]], str]
+"""Text of completion tokens, without special tokens."""
+
+
+def ending(tokens: Sequence[int], sampling: SamplingParams) -> FinishReason | None:
+    """Why tokens are a whole completion, their text aside; None where they are not."""
+    if tokens and tokens[-1] in sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(tokens) >= sampling.max_tokens else None
+
+
+def until_stop(tokens: list[int], stops: Sequence[str], decode: Decode) -> int | None:
+    """How many tokens there are up to the one that completes a stop string; None where no string is in their text."""
+
+    def stopped(n_tokens: int) -> bool:
+        text = decode(tokens[:n_tokens])
+        return any(stop in text for stop in stops)
+
+    n_tokens = len(tokens)
+    if not stops or not stopped(n_tokens):
+        return None
+    while n_tokens > 1 and stopped(n_tokens - 1):
+        n_tokens -= 1
+    return n_tokens
+
+
+def certain(text: str, stops: Sequence[str], *, ended: bool) -> str:
+    """The part of a completion's text that may be told: none behind a stop string, and none that may yet begin one."""
+    if ended:
+        return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+    held = max((len(stop) for stop in stops), default=1) - 1 + text.endswith("�")
+    return text[: max(0, len(text) - held)]
