@@ -19,8 +19,8 @@ from motet.model.kv_cache import KVCache
 ROWS = 4
 """Every product and reduction gets a multiple of this many rows."""
 
-_LEAST_FILL = 0.75
-"""Shortest sequence of a group, as a share of its longest: more groups are more calls, fewer are more padding."""
+LEAST_FILL = 0.75
+"""Shortest member of a group, as a share of its longest: more groups are more calls, fewer are more padding."""
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -196,7 +196,7 @@ def _alike(lengths: Sequence[int], reach: Sequence[int]) -> list[tuple[int, list
     found: list[tuple[int, list[int]]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda index: (reach[index], -lengths[index])):
-        if found and found[-1][0] == reach[index] and lengths[index] >= _LEAST_FILL * longest:
+        if found and found[-1][0] == reach[index] and lengths[index] >= LEAST_FILL * longest:
             found[-1][1].append(index)
         else:
             found.append((reach[index], [index]))

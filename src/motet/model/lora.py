@@ -163,9 +163,9 @@ class AdapterWeights:
     @classmethod
     def from_masters(cls, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype) -> AdapterWeights:
         """A compute copy of fp32 masters."""
-        flat = masters.detach().clone()
-        flat[: layout.size_a].mul_(scaling)
-        flat = flat.to(dtype)
+        source, flat = masters.detach(), torch.empty_like(masters, dtype=dtype, requires_grad=False)
+        torch.mul(source[: layout.size_a], scaling, out=flat[: layout.size_a])  # in fp32, and rounded once
+        flat[layout.size_a :].copy_(source[layout.size_a :])
         return cls(layout, scaling, flat, layout.products(flat))
 
 

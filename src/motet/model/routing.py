@@ -1,24 +1,28 @@
 """Which rows of a packed batch belong to which adapter, while sampling and while training.
 
-Sampling puts adapters of equal layout into one batched product. Training gives each segment products of its own, so that no
-reduction ever meets another tenant's rows. Both give a row the same bits.
+Adapters of equal layout share one batched product. Sums over rows, which only gradients have, are made for each segment alone
+(or side by side in one call), so that no reduction ever meets another tenant's rows. A row has the same bits in any company.
 
-Legend: T packed rows, K inputs, N outputs, R rank, W width of siblings' A side by side, A adapters in a batch, M padded rows.
+Legend: T packed rows, K inputs, N outputs, R rank, W width of siblings' A side by side, A adapters in a batch, M padded rows of
+each, S segments of a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from motet.model.layout import ROWS, round_up
-from motet.model.lora import AdapterWeights, Products, Siblings
+from motet.model.layout import LEAST_FILL, ROWS, round_up
+from motet.model.lora import AdapterLayout, AdapterWeights, Products, Siblings
 
-# --- sampling: adapters of equal layout share one batched product -----------------------------------------------------
+Run = tuple[AdapterWeights | None, int, int]
+"""Rows of one adapter that follow each other: weights (None for the base), first row, number of rows."""
+
+# --- a batched product for adapters of equal layout -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -32,37 +36,56 @@ class _Bucket:
     """Row of each product row; None where the covered rows are just those."""
     source: Tensor | None
     """Place of each covered row among the product rows; None where they agree."""
+    padded: int
+    """M."""
 
+    def gather(self, x_TK: Tensor) -> Tensor:
+        """The rows of the products: [T, K] → [A·M, K]."""
+        return x_TK[self.covers] if self.rows_AM is None else x_TK.index_select(0, self.rows_AM)
 
-class SamplerRouting:
-    """Rows of a decode or prefill batch; each adapter's rows are contiguous."""
-
-    def __init__(self, buckets: Sequence[_Bucket]) -> None:
-        self._buckets = buckets
-
-    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
-        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
-        y = siblings.weight(x)
-        for bucket in self._buckets:
-            products = bucket.products.get(siblings.leader)
-            if products is None:
-                continue
-            rows = x[0, bucket.covers] if bucket.rows_AM is None else x[0].index_select(0, bucket.rows_AM)
-            inner = _product(rows, products.a)
-            rank = products.bs[0][1].shape[-2]
-            for column, (index, b) in enumerate(products.bs):
-                update = _product(inner[:, column * rank : (column + 1) * rank], b)
-                if bucket.source is not None:
-                    update = update.index_select(0, bucket.source)
-                self._add(y[0], bucket.covers, siblings.columns(index), update)
-        return tuple(y.split(siblings.sizes, dim=-1))
-
-    @staticmethod
-    def _add(y_TN: Tensor, covers: slice | Tensor, columns: slice, update: Tensor) -> None:
-        if isinstance(covers, slice):
-            y_TN[covers, columns].add_(update)  # `+=` would copy the result onto itself once more
+    def add(self, y_TN: Tensor, columns: slice, update: Tensor) -> None:
+        """Add [A·M, N] to columns of the covered rows."""
+        if self.source is not None:
+            update = update.index_select(0, self.source)
+        if isinstance(self.covers, slice):
+            y_TN[self.covers, columns].add_(update)  # `+=` would copy the result onto itself once more
         else:
-            y_TN[covers, columns] += update
+            y_TN[self.covers, columns] += update
+
+    def apply(self, siblings: Siblings, x_TK: Tensor, y_TN: Tensor) -> Tensor | None:
+        """Add the adapters of siblings to y; returns the products with A, [A·M, W], where there are any."""
+        products = self.products.get(siblings.leader)
+        if products is None:
+            return None
+        inner = _product(self.gather(x_TK), products.a)
+        rank = products.bs[0][1].shape[-2]
+        for column, (index, b) in enumerate(products.bs):
+            self.add(y_TN, siblings.columns(index), _product(inner[:, column * rank : (column + 1) * rank], b))
+        return inner
+
+
+def _bucket(
+    members: Sequence[tuple[AdapterWeights, int, int]], products: dict[str, Products], device: torch.device
+) -> _Bucket:
+    """Runs of adapters of one layout, with their stacked weights."""
+    longest = max(length for _, _, length in members)
+    padded = max(round_up(longest, ROWS), members[0][0].layout.least_rows)
+    rows: list[int] = []
+    covers: list[int] = []
+    source: list[int] = []
+    for place, (_, start, length) in enumerate(members):
+        rows.extend(start + min(row, length - 1) for row in range(padded))
+        covers.extend(range(start, start + length))
+        source.extend(range(place * padded, place * padded + length))
+    contiguous = covers[-1] - covers[0] == len(covers) - 1
+    whole = contiguous and rows == covers
+    return _Bucket(
+        products,
+        slice(covers[0], covers[-1] + 1) if contiguous else torch.tensor(covers, device=device),
+        None if whole else torch.tensor(rows, device=device),
+        None if whole else torch.tensor(source, device=device),
+        padded,
+    )
 
 
 def _product(rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
@@ -88,6 +111,23 @@ def _stack(adapters: Sequence[dict[str, Products]]) -> dict[str, Products]:
     return found
 
 
+# --- sampling -----------------------------------------------------------------------------------------------------------
+
+
+class SamplerRouting:
+    """Rows of a decode or prefill batch; each adapter's rows are contiguous."""
+
+    def __init__(self, buckets: Sequence[_Bucket]) -> None:
+        self._buckets = buckets
+
+    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
+        y = siblings.weight(x)
+        for bucket in self._buckets:
+            bucket.apply(siblings, x[0], y[0])
+        return tuple(y.split(siblings.sizes, dim=-1))
+
+
 class AdapterStacks:
     """Adapters of a batch stacked for batched products; the last compositions are kept, so a steady batch copies nothing."""
 
@@ -110,35 +150,25 @@ class AdapterStacks:
         """Drop every stack (a version was unloaded)."""
         self._made.clear()
 
-    def routing(self, runs: Sequence[tuple[AdapterWeights | None, int, int]], device: torch.device) -> SamplerRouting:
-        """Routing of runs (weights, first row, number of rows) that each belong to one adapter."""
-        by_layout: dict[int, list[tuple[AdapterWeights, int, int]]] = {}
-        for weights, start, length in runs:
-            if weights is not None:  # a base makes each layout once, so equal ones are the same object
-                by_layout.setdefault(id(weights.layout), []).append((weights, start, length))
-        return SamplerRouting([self._bucket(members, device) for members in by_layout.values()])
-
-    def _bucket(self, members: list[tuple[AdapterWeights, int, int]], device: torch.device) -> _Bucket:
-        longest = max(length for _, _, length in members)
-        padded = max(round_up(longest, ROWS), members[0][0].layout.least_rows)
-        rows: list[int] = []
-        covers: list[int] = []
-        source: list[int] = []
-        for place, (_, start, length) in enumerate(members):
-            rows.extend(start + min(row, length - 1) for row in range(padded))
-            covers.extend(range(start, start + length))
-            source.extend(range(place * padded, place * padded + length))
-        contiguous = covers[-1] - covers[0] == len(covers) - 1
-        whole = contiguous and rows == covers
-        return _Bucket(
-            self.products(tuple(weights for weights, _, _ in members)),
-            slice(covers[0], covers[-1] + 1) if contiguous else torch.tensor(covers, device=device),
-            None if whole else torch.tensor(rows, device=device),
-            None if whole else torch.tensor(source, device=device),
+    def routing(self, runs: Sequence[Run], device: torch.device) -> SamplerRouting:
+        """Routing of runs that each belong to one adapter."""
+        return SamplerRouting(
+            [
+                _bucket(members, self.products(tuple(weights for weights, _, _ in members)), device)
+                for members in _by_layout(runs)
+            ]
         )
 
 
-# --- training: each segment has products of its own, so that reductions never meet another tenant's rows ---------------
+def _by_layout(runs: Iterable[Run]) -> list[list[tuple[AdapterWeights, int, int]]]:
+    found: dict[int, list[tuple[AdapterWeights, int, int]]] = {}
+    for weights, start, length in runs:
+        if weights is not None:  # a base makes each layout once, so equal ones are the same object
+            found.setdefault(id(weights.layout), []).append((weights, start, length))
+    return list(found.values())
+
+
+# --- training -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -152,17 +182,77 @@ class TrainSegment:
     """fp32 views that gradients are added to; None where there is no backward pass."""
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """A bucket and its segments, in the order of their rows."""
+
+    bucket: _Bucket
+    segments: tuple[TrainSegment, ...]
+    spans: tuple[tuple[int, int], ...]
+    """Rows of each segment among the product rows."""
+    equal: bool
+    """Whether the segments divide the product rows evenly, so that their sums can be made in one call."""
+
+    @classmethod
+    def of(cls, segments: Sequence[TrainSegment], device: torch.device) -> _Trained:
+        runs: list[tuple[AdapterWeights, int, int]] = []
+        spans = []
+        for segment in segments:
+            length = segment.stop - segment.start
+            if runs and runs[-1][0] is segment.weights and runs[-1][1] + runs[-1][2] == segment.start:
+                runs[-1] = (segment.weights, runs[-1][1], runs[-1][2] + length)
+            else:
+                runs.append((segment.weights, segment.start, length))
+            spans.append((len(runs) - 1, runs[-1][2] - length, runs[-1][2]))
+        bucket = _bucket(runs, _stack([weights.products for weights, _, _ in runs]), device)
+        rows = tuple((run * bucket.padded + first, run * bucket.padded + last) for run, first, last in spans)
+        lengths = {last - first for first, last in rows}
+        equal = bucket.rows_AM is None and len(lengths) == 1 and min(lengths) >= runs[0][0].layout.least_rows
+        return cls(bucket, tuple(segments), rows, equal)
+
+    def sums(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
+        """leftᵀ · right of each segment's rows: [A·M, K], [A·M, N] → [K, N] each, with the bits of the segment alone."""
+        if self.equal and len(self.spans) > 1:
+            parts = (each.unflatten(0, (len(self.spans), -1)) for each in (left, right))
+            return torch.bmm(next(parts).transpose(1, 2), next(parts)).unbind()
+        return [torch.mm(left[first:last].t(), right[first:last]) for first, last in self.spans]
+
+
 class TrainerRouting:
     """Rows of a packed training batch; gradients of the adapters are added as the backward pass meets each layer."""
 
     def __init__(self, segments: Sequence[TrainSegment], device: torch.device, *, backward: bool) -> None:
-        self.segments = tuple(segments)
+        self.trained = [_Trained.of(members, device) for members in _alike(segments)]
         self._anchor = torch.zeros((), device=device, requires_grad=backward)
 
     def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
         """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
         found: tuple[Tensor, ...] = _TrainedLinears.apply(x, self._anchor, siblings, self)  # type: ignore[no-untyped-call]
         return found
+
+
+def _alike(segments: Sequence[TrainSegment]) -> list[list[TrainSegment]]:
+    """Segments of one layout, and none much shorter than the longest: shorter ones would be mostly padding.
+
+    An adapter's segments stay together, so that its gradients are added up in their order.
+    """
+    runs: dict[int, list[TrainSegment]] = {}
+    for segment in segments:
+        runs.setdefault(id(segment.weights), []).append(segment)
+    found: list[tuple[AdapterLayout, int, list[TrainSegment]]] = []
+    for own in sorted(runs.values(), key=_rows_of, reverse=True):
+        layout = own[0].weights.layout
+        for other, longest, members in found:
+            if other is layout and _rows_of(own) >= LEAST_FILL * longest:
+                members.extend(own)
+                break
+        else:
+            found.append((layout, _rows_of(own), list(own)))
+    return [sorted(members, key=lambda segment: segment.start) for _, _, members in found]
+
+
+def _rows_of(segments: Sequence[TrainSegment]) -> int:
+    return sum(segment.stop - segment.start for segment in segments)
 
 
 class _TrainedLinears(torch.autograd.Function):
@@ -172,16 +262,7 @@ class _TrainedLinears(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, anchor: Tensor, siblings: Siblings, routing: TrainerRouting) -> tuple[Tensor, ...]:
         ctx.siblings, ctx.routing = siblings, routing
         y = siblings.weight(x)
-        inners = []
-        for segment in routing.segments:
-            products = segment.weights.products.get(siblings.leader)
-            if products is None:
-                continue
-            rows, rank = slice(segment.start, segment.stop), segment.weights.layout.rank
-            inner = torch.mm(x[0, rows], products.a)
-            inners.append(inner)
-            for column, (index, b) in enumerate(products.bs):
-                y[0, rows, siblings.columns(index)].add_(torch.mm(inner[:, column * rank : (column + 1) * rank], b))
+        inners = [trained.bucket.apply(siblings, x[0], y[0]) for trained in routing.trained]
         ctx.save_for_backward(x, *inners)
         return tuple(y.split(siblings.sizes, dim=-1))
 
@@ -191,22 +272,35 @@ class _TrainedLinears(torch.autograd.Function):
         x, *inners = ctx.saved_tensors
         grad_y = torch.cat(grads, dim=-1) if len(grads) > 1 else grads[0]
         grad_x = torch.matmul(grad_y, siblings.weight.plain) if ctx.needs_input_grad[0] else None
-        remaining = iter(inners)
-        for segment in routing.segments:
-            products = segment.weights.products.get(siblings.leader)
-            if products is None:
-                continue
-            rows, rank, inner = slice(segment.start, segment.stop), segment.weights.layout.rank, next(remaining)
-            own = [grad_y[0, rows, siblings.columns(index)] for index, _ in products.bs]
-            parts = [torch.mm(grad, b.t()) for grad, (_, b) in zip(own, products.bs, strict=True)]
-            pad = inner.shape[-1] - rank * len(parts)
-            parts.extend([inner.new_zeros(len(inner), pad)] if pad else [])
-            grad_inner = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-            if segment.gradients is not None:
-                sums = segment.gradients[siblings.leader]
-                sums.a.add_(torch.mm(x[0, rows].t(), grad_inner), alpha=segment.weights.scaling)
-                for column, (grad, (_, total)) in enumerate(zip(own, sums.bs, strict=True)):
-                    total.add_(torch.mm(inner[:, column * rank : (column + 1) * rank].t(), grad))
-            if grad_x is not None:
-                grad_x[0, rows].add_(torch.mm(grad_inner, products.a.t()))
+        for trained, inner in zip(routing.trained, inners, strict=True):
+            if inner is not None:
+                grad_inner = _backward(trained, siblings, x[0], inner, grad_y[0])
+                if grad_x is not None:
+                    a = trained.bucket.products[siblings.leader].a
+                    trained.bucket.add(grad_x[0], slice(None), _product(grad_inner, a.transpose(-1, -2)))
         return grad_x, None, None, None
+
+
+def _backward(trained: _Trained, siblings: Siblings, x_TK: Tensor, inner: Tensor, grad_TN: Tensor) -> Tensor:
+    """Add up the gradients of a bucket's adapters; returns the gradient of the products with A, [A·M, W]."""
+    products = trained.bucket.products[siblings.leader]
+    rank = products.bs[0][1].shape[-2]
+    gradients = [
+        None if segment.gradients is None else segment.gradients[siblings.leader] for segment in trained.segments
+    ]
+    parts = []
+    for column, (index, b) in enumerate(products.bs):
+        grad = trained.bucket.gather(grad_TN[:, siblings.columns(index)])
+        parts.append(_product(grad, b.transpose(-1, -2)))
+        for sums, own in zip(gradients, trained.sums(inner[:, column * rank : (column + 1) * rank], grad), strict=True):
+            if sums is not None:
+                sums.bs[column][1].add_(own)
+    pad = inner.shape[-1] - rank * len(parts)
+    parts.extend([inner.new_zeros(len(inner), pad)] if pad else [])
+    grad_inner = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+    for segment, sums, own in zip(
+        trained.segments, gradients, trained.sums(trained.bucket.gather(x_TK), grad_inner), strict=True
+    ):
+        if sums is not None:
+            sums.a.add_(own, alpha=segment.weights.scaling)
+    return grad_inner
