@@ -60,7 +60,7 @@ test: lint vllm  ## lint, then every test that this machine can run, in parallel
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.installed-dev vllm  ## the long tests: a thousand publishes on a real vLLM without growth (several minutes)
+soak: $(VENV)/.installed-dev vllm  ## the long tests: ten thousand requests to a service, a thousand publishes on a real vLLM (several minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s $(PYTEST_ARGS)
 
 .PHONY: lint
@@ -93,7 +93,7 @@ gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu -rs $(PYTEST_ARGS)
 
 .PHONY: docs
-docs: $(VENV)/.installed-dev  ## write docs/configuration.md and docs/cli.md anew
+docs: $(VENV)/.installed-dev  ## write the reference pages anew: docs/configuration.md, docs/cli.md, docs/http.md
 	$(BIN)/python scripts/make_reference.py
 
 .PHONY: small-base

@@ -1,9 +1,10 @@
-"""Write the reference pages from what they describe: docs/configuration.md and docs/cli.md.
+"""Write the reference pages from what they describe: docs/configuration.md, docs/cli.md and docs/http.md.
 
     python scripts/make_reference.py           # write (make docs)
     python scripts/make_reference.py --check   # fail when a page is stale
 
-Configuration comes from the pydantic models of `motet.config`, the command line from the typer app in `motet.cli`.
+Configuration comes from the pydantic models of `motet.config`, the command line from the typer app in `motet.cli`, HTTP from
+the service's OpenAPI document (`http_reference.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from http_reference import http
 from motet.config import Config, RunConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -140,7 +142,12 @@ def command_line() -> str:
     return NOTICE + "\n".join(lines) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "cli.md": command_line}
+def over_http() -> str:
+    """The page about every route."""
+    return NOTICE + http()
+
+
+PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "cli.md": command_line, "http.md": over_http}
 
 
 def stale_pages(docs: Path = DOCS) -> list[str]:
@@ -154,7 +161,7 @@ def stale_pages(docs: Path = DOCS) -> list[str]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Write docs/configuration.md and docs/cli.md.")
+    parser = argparse.ArgumentParser(description="Write the reference pages of docs/.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a page is stale")
     if parser.parse_args().check:
         stale = stale_pages()

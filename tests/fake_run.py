@@ -23,6 +23,7 @@ from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.scheduler import FairScheduler
+from motet.runtime.slots import Rule
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset
 from motet.tasks.reasoning import ScorerSpec
@@ -120,6 +121,12 @@ class Setting:
     trainer: Callable[..., FakeTrainer] = FakeTrainer
     rewards: Callable[[], RewardPool] = InlineRewards
     identity: Mapping[str, Any] = field(default_factory=dict)
+    tenants: Mapping[str, str] = field(default_factory=dict)
+    """Of jobs, by name."""
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    """Of tenants."""
+    late: frozenset[str] = frozenset()
+    """Jobs that the pipeline does not get at first."""
 
 
 Script = Callable[[FakeRun], Awaitable[None]]
@@ -139,8 +146,9 @@ def make_job(config: JobConfig, directory: RunDirectory, setting: Setting) -> Jo
         base_rate=rate,
         stop_token_ids=(END,),
         progress=JobProgress(config.name, config.steps),
+        tenant=setting.tenants.get(config.name, ""),
     )
-    made.directory.open({"job": config.model_dump(mode="json"), **setting.identity})
+    made.directory.open({"job": config.model_dump(mode="json", exclude={"budget"}), **setting.identity})
     return made
 
 
@@ -157,7 +165,7 @@ async def _run(
         sync=setting.sync(engine, trainer.weights),
         device=device,
         scheduler=scheduler,
-        learner=Learner(trainer, device, setting.train_tokens, scheduler.consumed),
+        learner=Learner(trainer, device, setting.train_tokens, scheduler.standing),
         rewards=setting.rewards(),
         micro_batch_tokens=setting.micro_batch_tokens,
         probe_tolerance=setting.tolerance,
@@ -165,7 +173,10 @@ async def _run(
         threads=setting.threads,
     )
     made = [make_job(config, directory, setting) for config in configs]
-    run = FakeRun(Pipeline(made, services, setting.slots), {one.name: one for one in made}, services, engine, trainer)
+    pipeline = Pipeline([one for one in made if one.name not in setting.late], services, setting.slots)
+    for tenant, rule in setting.rules.items():
+        pipeline.rule(tenant, rule)
+    run = FakeRun(pipeline, {one.name: one for one in made}, services, engine, trainer)
     acting = asyncio.create_task(_act(run, script))
     try:
         async with asyncio.timeout(60):

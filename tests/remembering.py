@@ -17,13 +17,13 @@ from tests.fake_run import metrics
 
 
 class RememberingEngine(FakeEngine):
-    """Keeps every version's weights, and counts the tokens of each job's training rollouts."""
+    """Keeps every version's weights, and counts the tokens of each job's rollouts."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         self.adapters: dict[AdapterRef, FakeAdapter] = {}
         self.sampled: Counter[str] = Counter()
-        """Tokens of each job's training rollouts."""
+        """Tokens of each job's rollouts, those of evaluations included."""
 
     def install(self, ref: AdapterRef, adapter: FakeAdapter) -> None:
         super().install(ref, adapter)
@@ -31,7 +31,7 @@ class RememberingEngine(FakeEngine):
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         async for chunk in super().generate(request):
-            self.sampled[request.job] += len(chunk.token_ids) * ("/train/" in request.id)
+            self.sampled[request.job] += len(chunk.token_ids)
             yield chunk
 
 

@@ -33,7 +33,8 @@ from fastapi import FastAPI
 from motet.runtime.checkpoint import Committed
 from motet.service.app import create_app
 from motet.service.desk import Desk, Settings
-from motet.service.tables import now
+from motet.service.store import Principal, Store
+from motet.service.tables import Share, UploadedAdapter, now
 from motet.types import JobState
 
 ENGINE = "engine: {samplers: 0, threads: 1}\n"
@@ -280,6 +281,11 @@ class _Server(uvicorn.Server):
         self.config.app.state.desk._loop = asyncio.get_running_loop()  # type: ignore[union-attr]
         await super().startup(sockets)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Graders' processes end with their loop."""
+        await self.config.app.state.desk.grading.close()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
+
 
 @contextlib.contextmanager
 def open_house(directory: Path, **settings: Any) -> Iterator[House]:
@@ -307,11 +313,28 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
             file = http.post("/v1/files", headers=_bearer(keys["ours"]), files={"file": ("rows.jsonl", ROWS)}).json()
             job = http.post("/v1/jobs", headers=_bearer(keys["ours"]), json=tiny("ended")).json()
             _finish(app.state.desk, job["id"])
+            _bring(app.state.desk, store)
             yield House(app, http, keys, job, file)
     finally:
         server.should_exit = True
         thread.join()
         store.close()
+
+
+def _bring(desk: Desk, store: Store) -> None:
+    """Two adapters that `ours` uploaded, and a share of one of them with nobody's tenant."""
+    owner = store.tenant("us")
+    who = Principal(owner.id, owner.name, "key-none", "member")
+    for name in ("brought", "lent"):
+        row = UploadedAdapter(
+            id=f"adapter-{name}", tenant_id=owner.id, name=name, bytes=4, rank=32, alpha=32.0, target_modules=["q_proj"]
+        )
+        desk.adapters.add(who, row)
+        desk.adapters.path(row.id).mkdir(parents=True)
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            (desk.adapters.path(row.id) / file).write_text("{}")
+    nobody = store.tenant("nobody").id
+    desk.adapters.share(Share(id="share-1", tenant_id=owner.id, object="adapter-lent", with_tenant=nobody))
 
 
 def _finish(desk: Desk, job_id: str) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from motet.runtime.checkpoint import ADAPTER_FILES, Committed, JobDirectory, dif
 from motet.training.fake import FakeTrainer
 from motet.types import JobState
 from tests.fake_run import job, run_jobs
+from tests.small_disk import small_disk
 
 IDENTITY = {"base": "small", "job": {"steps": 5, "optimizer": {"lr": 0.1}}}
 Save = Callable[[Path], None]
@@ -224,23 +224,6 @@ def test_what_json_has_no_word_for_is_null() -> None:
 
 
 # --- a full disk -----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def small_disk(path: Path, size: str) -> Iterator[Path]:
-    """A file system of a few kilobytes; needs root, or sudo without a password."""
-    path.mkdir()
-    sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
-    options = f"size={size},uid={os.geteuid()}"
-    mount = [*sudo, "mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-    try:
-        subprocess.run(mount, capture_output=True, check=True)
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        pytest.skip("mounting a small file system needs root or sudo")
-    try:
-        yield path
-    finally:
-        subprocess.run([*sudo, "umount", path], check=True)
 
 
 def test_a_full_disk_fails_the_job_and_loses_nothing(tmp_path: Path) -> None:

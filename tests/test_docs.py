@@ -83,6 +83,11 @@ def test_command_line_page_is_fresh() -> None:
     assert written == make_reference.command_line(), "run `make docs`"
 
 
+def test_page_of_routes_is_fresh() -> None:
+    written = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    assert written == make_reference.over_http(), "run `make docs`"
+
+
 def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_reference, "PAGES", {"configuration.md": make_reference.configuration})
     page = tmp_path / "configuration.md"
@@ -141,6 +146,7 @@ def test_rewards_of_job_examples_load() -> None:
     """What an example names is there and takes the arguments it gives; files of the reader's own are left out."""
     from motet.cli import EXAMPLE
     from motet.jobfile import load_jobs, parse_jobs
+    from motet.tasks.reward_elsewhere import ELSEWHERE, check
     from motet.tasks.reward_loading import SCORER, resolve
 
     in_help = EXAMPLE.split("jobs.yaml):\n")[1].split("\n\n")[0]
@@ -153,6 +159,9 @@ def test_rewards_of_job_examples_load() -> None:
                 if ":" in reward.name or reward.name == SCORER:
                     continue
                 try:
+                    if reward.name in ELSEWHERE:
+                        check(reward)
+                        continue
                     resolve(reward)
                 except RewardError as error:
                     pytest.fail(f"{place}, job {job.name}: {error}")

@@ -157,7 +157,7 @@ def test_an_unknown_field_comes_with_the_fields_there_are() -> None:
         "jobs.yaml has 1 mistake:\n  job add: optimizer.learning_rate: there is no such field; there are betas, "
     )
     assert " lr, " in told
-    assert "there is no such field; there are adapter, algorithm, checkpoint" in wrong(stepps=3)
+    assert "there is no such field; there are adapter, algorithm, budget, checkpoint" in wrong(stepps=3)
     assert "data.colour: there is no such field; there are answer, chat_template" in wrong(
         data={"source": "x", "colour": 1}
     )

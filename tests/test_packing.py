@@ -123,3 +123,16 @@ def test_a_group_stays_together_where_it_fits():
     assert cut(lengths, 19, shared) == (range(3), range(3, 6)), "the second group would not fit whole"
     assert cut(lengths, 9, shared) == (range(2), range(2, 3), range(3, 5), range(5, 6)), "no group fits"
     assert cut(lengths, 10) == tuple(range(i, i + 1) for i in range(6)), "nothing is shared"
+
+
+def test_tenants_choose_in_turn_and_their_jobs_within() -> None:
+    crowd = [Waiting(f"a{number}", 4, tenant="a") for number in range(10)]
+    few = [Waiting("b", 4, tenant="b") for _ in range(5)]
+    chosen = merge([*crowd, *few], budget=40)
+    assert sum(index >= 10 for index in chosen) == 5  # half of the budget, as many as it has
+    ahead = [Waiting("a", 4, tenant="a", tenant_consumed=8.0), Waiting("a", 4, tenant="a", tenant_consumed=8.0), *few]
+    assert merge(ahead, budget=12) == (2, 3, 0)
+    heavy = [Waiting("a", 4, weight=2.0, tenant="a") for _ in range(9)]
+    assert sum(index < 9 for index in merge([*heavy, *few], budget=24)) == 4  # a token of such a job counts for half
+    wide = [Waiting("a", 4, tenant="a", share=2.0) for _ in range(9)]
+    assert sum(index < 9 for index in merge([*wide, *few], budget=24)) == 4

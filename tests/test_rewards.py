@@ -15,6 +15,7 @@ def problem(answer="42", conversational=False, **columns):
     return Problem(5, (Message("user", "What?"),), answer, columns, conversational)
 
 
+GRADER = {"type": "string_check", "input": "{{sample.output_text}}", "reference": "4"}
 CASES = [
     ("exact", "42", " 42\n", {}, 1),
     ("exact", "42", "It is 42", {}, 0),
@@ -47,6 +48,8 @@ CASES = [
     ("length", "", "a b c", {"target": 3}, 1),
     ("length", "", "a b c d e f", {"target": 3}, 0.5),
     ("length", "", "abcdef", {"target": 3, "unit": "characters"}, 0.5),
+    ("grader", "", "Is it 4?", {**GRADER, "operation": "like"}, 1),
+    ("grader", "", "Is it 4?", {**GRADER, "operation": "eq"}, 0),
 ]
 
 

@@ -66,6 +66,7 @@ def assert_frequencies(drawn: Counter[int], expected: dict[int, float], n: int) 
         SamplingParams(top_k=100),
         SamplingParams(top_p=0.7),
         SamplingParams(top_p=1e-6),
+        SamplingParams(top_p=5e-324),
         SamplingParams(min_p=0.2),
         SamplingParams(temperature=2.0, top_p=0.8, top_k=5, min_p=0.15),
     ],

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.runtime.scheduler import FairScheduler, next_job, weight_of
+from motet.runtime.scheduler import FairScheduler, Standing, next_job, weight_of
 
 
 @dataclass
@@ -56,8 +56,8 @@ def tokens(tenant: Tenant) -> int:
 
 
 def test_the_policy_is_least_tokens_per_weight() -> None:
-    assert next_job({"a": (10, 1), "b": (15, 2), "c": (8, 1)}) == "b"
-    assert next_job({"b": (10, 1), "a": (10, 1)}) == "a"
+    assert next_job({"a": Standing(10, 1), "b": Standing(15, 2), "c": Standing(8, 1)}) == "b"
+    assert next_job({"b": Standing(10, 1), "a": Standing(10, 1)}) == "a"
     assert weight_of(10) == 2 * weight_of(0) == 4 * weight_of(-10)
 
 
@@ -156,7 +156,7 @@ def test_no_permit_is_lost_and_nobody_waits_in_vain(requests: list[tuple[str, in
         accounts = {name: account for name, account in scheduler._accounts.items() if account.waiting}
         alive = {name: account for name, account in accounts.items() if not account.waiting[0][1].cancelled()}
         if alive and alive == accounts:
-            name = next_job({name: (account.consumed, account.weight) for name, account in accounts.items()})
+            name = next_job({name: scheduler.standing(name) for name in accounts})
             rows = accounts[name].waiting[0][0]
             assert scheduler.in_flight, "nobody runs although somebody waits"
             assert scheduler.in_flight + rows > capacity, "the next one would fit"
@@ -231,5 +231,83 @@ def test_leaving_ends_the_wait_and_lets_the_next_one_go() -> None:
             task.cancel()
         await asyncio.gather(running, waiting, return_exceptions=True)
         assert scheduler.in_flight == 0
+
+    asyncio.run(main())
+
+
+# --- tenants ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_counts_once_however_many_jobs_it_has() -> None:
+    had = {"a1": Standing(0, 1, "a", 30.0), "a2": Standing(9, 1, "a", 30.0), "b": Standing(20, 1, "b", 20.0)}
+    assert next_job(had) == "b"
+    assert next_job({name: one for name, one in had.items() if name != "b"}) == "a1"
+    assert next_job({**had, "b": Standing(20, 1, "b", 20.0, share=0.5)}) == "a1"
+
+
+@pytest.mark.parametrize("share", [1.0, 3.0])
+@pytest.mark.parametrize("priority", [0, 10])
+def test_ten_times_the_load_is_no_larger_share(share: float, priority: int) -> None:
+    """One tenant with two hungry jobs beside one with twenty, a job of high priority among them: weighted tokens by share."""
+    crowd = [Tenant(f"a{number}", tokens=5 + number, streams=2) for number in range(19)]
+    crowd.append(Tenant("a-high", priority=20, tokens=8, streams=2))
+    few = [Tenant("b0", priority=priority, tokens=12, streams=8), Tenant("b1", tokens=7, streams=8)]
+    scheduler = FairScheduler(3)
+    scheduler.share("b", share)
+
+    async def main() -> None:
+        clock = [0]
+        tasks = []
+        for one in (*crowd, *few):
+            scheduler.join(one.name, weight_of(one.priority), one.name[0])
+            tasks += [asyncio.create_task(_serve(scheduler, one, clock)) for _ in range(one.streams)]
+        for clock[0] in range(30_000):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def weighted(tenants: list[Tenant]) -> float:
+        return sum(tokens(one) / weight_of(one.priority) for one in tenants)
+
+    asyncio.run(main())
+    assert abs(weighted(few) / share / weighted(crowd) - 1) < 0.02
+    inside = [tokens(one) / weight_of(one.priority) for one in few]
+    assert abs(inside[0] / inside[1] - 1) < 0.02
+    inside = [tokens(one) / weight_of(one.priority) for one in crowd]
+    assert max(inside) / min(inside) < 1.1
+
+
+def test_a_tenant_that_was_away_comes_back_without_credit_and_a_job_that_trains_keeps_its_turn() -> None:
+    scheduler = FairScheduler(1)
+
+    async def serve(job: str, n: int) -> None:
+        for _ in range(n):
+            async with scheduler.permit(job, 1):
+                scheduler.spend(job, 10)
+
+    async def main() -> None:
+        for job, tenant in (("a1", "a"), ("a2", "a"), ("b", "b"), ("c", "c")):
+            scheduler.join(job, 1.0, tenant)
+        await serve("b", 1)
+        await serve("c", 1)
+        with scheduler.working("c"):
+            await serve("a1", 50)
+            await serve("b", 1)
+            had = {job: scheduler.standing(job).tenant_consumed for job in ("a1", "b", "c")}
+            assert had["b"] >= 490, "credit for a tenant that was away"
+            async with scheduler.permit("c", 1):
+                assert scheduler.standing("c").tenant_consumed == 10, "the turn of a job that trains was given away"
+        scheduler.leave("a1")
+        assert scheduler.standing("a2").tenant_consumed == had["a1"]
+        scheduler.charge("a", 7)
+        scheduler.charge("nobody", 7)
+        assert scheduler.standing("a2").tenant_consumed == had["a1"] + 7
+        scheduler.share("a", 2.0)
+        assert scheduler.standing("a2").tenant_consumed / 2 == had["a1"] + 7
+        before = scheduler.standing("b")
+        scheduler.reweigh("b", 4.0)
+        after = scheduler.standing("b")
+        assert before.consumed / before.weight == after.consumed / after.weight
 
     asyncio.run(main())

@@ -15,12 +15,12 @@ import httpx2
 import pytest
 
 from motet.commands.serve import serve
-from motet.config import EngineConfig, RolloutConfig
+from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
 from motet.types import JobState
 from tests.service_run import ROWS, House, Json, error_of, open_house, tiny
 
-OPEN = {"/healthz", "/readyz", "/metrics"}  # routes that need no key
+OPEN = {"/healthz", "/readyz"}  # routes that need no key
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,7 @@ def filled(house: House, path: str) -> str:
     """A path with the names of `ours`."""
     key = next(one for one, _ in house.desk.store.all_keys() if one.name == "revoked")
     known = {"job": house.job["id"], "file": house.file["id"], "key": key.id, "version": "latest", "word": "pause"}
+    known |= {"adapter": "brought", "share": "share-1", "tenant": "us", "worker": "w"}
     return path.format(**known)
 
 
@@ -63,7 +64,7 @@ def test_every_route_wants_a_key_that_is_good(house: House) -> None:
 
 def test_what_is_another_tenants_is_not_there(house: House) -> None:
     for method, path, _ in operations(house):
-        if path.startswith("/v1/keys"):
+        if path.startswith(("/v1/keys", "/v1/audit", "/v1/tenants")):
             body = {"tenant": "x"} if method == "POST" else None
             assert house.refused(403, method, filled(house, path), "theirs", json=body)["type"] == "permission_error"
         elif "{" in path:
@@ -125,7 +126,7 @@ def _ask_oddly(house: House) -> None:
         if path.endswith("/stream"):
             continue  # open for as long as its job; see below
         for _ in range(30 if method != "DELETE" else 5):
-            target, request = _odd(draw, path, told)
+            target, request = _odd(draw, house, path, told)
             answer = house.ask(method, target, draw.choice(["ours", "admin"]), **request)
             asked += 1
             expected = answer.status_code < 500 or answer.status_code == 503
@@ -145,7 +146,10 @@ JSONS: list[Any] = [
 ]  # fmt: skip
 
 
-def _odd(draw: random.Random, path: str, told: Json) -> tuple[str, Json]:
+GRADER: Json = {"type": "string_check", "name": "x", "input": "a", "reference": "b", "operation": "eq"}
+
+
+def _odd(draw: random.Random, house: House, path: str, told: Json) -> tuple[str, Json]:
     """A request that a person would not make."""
     names = [one["name"] for one in told.get("parameters", ()) if one["in"] == "path"]
     plain = [one for one in ODD if not any(0xD800 <= ord(letter) < 0xE000 for letter in one)]
@@ -161,6 +165,14 @@ def _odd(draw: random.Random, path: str, told: Json) -> tuple[str, Json]:
         base: Json = tiny(f"odd{draw.random()}")
         if "chat" in path:
             base = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
+        elif path.endswith("/completions"):
+            base = {"model": "small", "prompt": "a"}
+        elif "graders" in path:
+            base = {"grader": GRADER, "model_sample": "a", "item": {}}
+        elif "fine_tuning" in path:
+            tuned: Json = {"grader": GRADER, "hyperparameters": {"n_epochs": 1}}
+            base = {"model": "small", "training_file": house.file["id"], "suffix": "odd"}
+            base |= {"method": {"type": "reinforcement", "reinforcement": tuned}, "metadata": {}, "motet": {}}
         elif "keys" in path:
             base = {"tenant": "us", "name": "odd"}
         body = draw.choice([{**base, field: draw.choice(JSONS)}, draw.choice(JSONS), _deep(draw, base)])
@@ -363,7 +375,11 @@ def test_a_file_cannot_choose_where_it_lies(house: House) -> None:
         (path,) = [path for path in (directory / "files").iterdir() if path.stem == file["id"]]
         assert path.read_bytes() == ROWS
         assert (file["rows"], file["bytes"]) == (2, len(ROWS))
-        assert house.ask("DELETE", f"/v1/files/{file['id']}").status_code == 204
+        assert house.ask("DELETE", f"/v1/files/{file['id']}").json() == {
+            "id": file["id"],
+            "object": "file",
+            "deleted": True,
+        }
         assert not path.exists()
     assert not Path("/tmp/motet-out.jsonl").exists()
     assert not list(directory.parent.glob("*.jsonl"))
@@ -379,7 +395,7 @@ def test_a_service_without_keys_stays_on_this_machine(tmp_path: Path, host: str)
     with pytest.raises(ConfigError, match="--no-keys"):
         serve(
             "small", tmp_path / "x", host=host, port=1, database=None, no_keys=True, hub=False,
-            engine=EngineConfig(), rollout=RolloutConfig(),
+            config=ServiceConfig(),
         )  # fmt: skip
     assert not (tmp_path / "x").exists()
 

@@ -24,6 +24,7 @@ from sqlalchemy.exc import OperationalError
 
 import motet.service.store
 from motet.errors import StoreError
+from motet.service.scoring_units import ScoringUnits, key_of
 from motet.service.store import Principal, Role, Store
 from motet.service.tables import Table, now
 from tests.conftest import IN_CI
@@ -357,3 +358,81 @@ def test_many_writers_at_once_lose_nothing(store: Store) -> None:
         kept = store.job(us, job)
         assert kept is not None
         assert (kept.message, kept.wanted) == ("m", "pause")
+
+
+# --- rollouts that wait for a reward worker ---------------------------------------------------------------------------------
+
+
+def work_of(number: int, n: int = 2) -> dict[str, Any]:
+    """A piece of work like no other."""
+    return {
+        "reward": {"args": {}},
+        "problem": {"id": number},
+        "completions": [f"{number}.{i}\ud800é\0" for i in range(n)],
+    }
+
+
+def test_a_unit_is_asked_once_handed_out_on_lease_and_counted_once(store: Store) -> None:
+    units, us = ScoringUnits(store), person(store, "us")
+    job, other = (store.submit(us, name, {}, 3, None).id for name in ("sort", "other"))
+    keys = [key_of(work_of(number)) for number in range(3)]
+    for number, key in enumerate(keys):
+        assert units.ask(job, key, 0, work_of(number)) is None
+        assert units.ask(job, key, 0, work_of(number)) is None  # asked again after a crash: one unit
+    assert units.ask(other, keys[0], 0, work_of(0)) is None
+    first = units.lease(job, "a", 2, 60)
+    assert [unit.key for unit in first] == keys[:2]
+    assert [unit.work for unit in first] == [work_of(0), work_of(1)]
+    assert [unit.key for unit in units.lease(job, "b", 5, 60)] == keys[2:]
+    assert units.lease(job, "b", 5, 60) == []
+    units.give_back(job, "a")
+    again = units.lease(job, "b", 1, 60)
+    assert [(unit.key, unit.handed_out) for unit in again] == [(keys[0], 2)]
+    assert units.settle(job, keys[0], [0.5, "n\0\ud800o"])  # by whoever is first, also when its lease is over
+    assert not units.settle(job, keys[0], [9.0, 9.0])
+    assert not units.settle(job, "none", [1.0])
+    assert units.ask(job, keys[0], 1, work_of(0)) == [0.5, "n\0\ud800o"]
+    assert units.ask(other, keys[0], 0, work_of(0)) is None  # nothing of one job is another's
+    assert units.completions(job, [*keys, "none"]) == dict.fromkeys(keys, 2)
+    assert [unit.key for unit in units.lease(job, "c", 5, 60)] == [keys[1]]
+    units.forget(job, before_step=1)  # only what is scored
+    assert set(units.completions(job, keys)) == set(keys[1:])
+    store.delete_job(job)
+    assert units.completions(job, keys) == {}
+    assert units.ask(job, keys[0], 0, work_of(0)) is None  # a job that is gone: nothing is kept, nothing falls over
+    assert units.completions(job, keys) == {}
+
+
+def test_a_lease_that_runs_out_is_handed_out_again_unless_it_is_renewed(store: Store) -> None:
+    units = ScoringUnits(store)
+    job = store.submit(person(store, "us"), "sort", {}, 3, None).id
+    key = key_of(work_of(1))
+    units.ask(job, key, 0, work_of(1))
+    assert [unit.key for unit in units.lease(job, "a", 1, 0.3)] == [key]
+    for _ in range(4):
+        time.sleep(0.15)
+        assert units.lease(job, "a", 0, 0.3) == []  # renews
+        assert units.lease(job, "b", 1, 0.3) == []
+    time.sleep(0.4)
+    assert [(unit.key, unit.handed_out) for unit in units.lease(job, "b", 1, 60)] == [(key, 2)]
+    assert units.lease(job, "a", 1, 60) == []
+    assert units.settle(job, key, [1.0, 2.0])
+
+
+def test_many_workers_at_once_get_every_unit_once(store: Store) -> None:
+    units = ScoringUnits(store)
+    job = store.submit(person(store, "us"), "sort", {}, 3, None).id
+    keys = [key_of(work_of(number)) for number in range(40)]
+    for number, key in enumerate(keys):
+        units.ask(job, key, 0, work_of(number))
+
+    def take(number: int) -> list[str]:
+        found: list[str] = []
+        while some := units.lease(job, f"worker{number}", 3, 60):
+            found += [unit.key for unit in some]
+        return found
+
+    got = at_once(take, 6)
+    assert sorted(key for one in got if isinstance(one, list) for key in one) == sorted(keys)
+    counted = at_once(lambda number: [units.settle(job, key, [float(number)] * 2) for key in keys], 4)
+    assert sum(sum(one) for one in counted if isinstance(one, list)) == len(keys)

@@ -204,6 +204,29 @@ def test_equal_ids_of_two_jobs_are_kept_apart(base: Any, here: EmbeddedEngine, l
     asyncio.run(run())
 
 
+def test_what_the_process_did_is_told_by_job_and_once(
+    base: Any, here: EmbeddedEngine, links: list[SamplerLink]
+) -> None:
+    busy = BusyTime()
+    links.append(SamplerLink(HELLO, base.fingerprint(), busy, 0.5, None))
+    wait_for(links[0])
+    ref = new_version(base, here, links[0])
+
+    async def tokens(engine: Any, job: str, *seeds: int) -> int:
+        found = await collect(engine, request("told", ref, seeds, job=job))
+        return sum(len(chunk.token_ids) for chunks in found.values() for chunk in chunks)
+
+    wanted = {name: asyncio.run(tokens(links[0], name, *seeds)) for name, seeds in (("x", (1, 2, 3)), ("y", (4,)))}
+    wait_until(lambda: busy.read()[1] == wanted, "the tokens are not told")
+    seconds = busy.read()[0]
+    assert seconds > 0
+    wanted["x"] += asyncio.run(tokens(links[0], "x", 9))
+    wait_until(lambda: busy.read()[1] == wanted, "the tokens are not told again, or told twice")
+    assert busy.read()[0] > seconds
+    before = here._device.busy.read()[1].get("x", 0)
+    assert asyncio.run(tokens(here, "x", 1, 2)) == here._device.busy.read()[1]["x"] - before
+
+
 def test_a_request_that_the_process_refuses(here: EmbeddedEngine, link: SamplerLink) -> None:
     with pytest.raises(EngineError, match="version 3 of 'nobody' is not loaded"):
         asyncio.run(collect(link, request("r", AdapterRef("nobody", 3))))
@@ -506,7 +529,7 @@ def run(base: Any, directory: Path, jobs: Any, samplers: int, kill: bool = False
     used: list[SamplerLink] = []
 
     def kill_it() -> None:
-        wait_until(lambda: used[0]._told[0] > 0, "the process sampled nothing")
+        wait_until(lambda: used[0].seconds > 0, "the process sampled nothing")
         os.kill(used[0].pid, signal.SIGKILL)
 
     def started(workshop: Any, jobs: Any) -> None:
@@ -536,7 +559,7 @@ def alone(base: Any, jobs: Any, tmp_path_factory: pytest.TempPathFactory) -> dic
 def test_a_run_gives_the_same_bytes(base: Any, tmp_path: Path, jobs: Any, alone: Any, kill: bool) -> None:
     result, (link,) = run(base, tmp_path, jobs, 1, kill)
     assert result.ok, result
-    assert link._told[0] > 0, "the process sampled nothing"
+    assert link.seconds > 0, "the process sampled nothing"
     ended = "a sampling process ended unexpectedly; sampling goes on without it"
     assert (ended in result.notes) == kill, result.notes
     for name in result.jobs:

@@ -169,6 +169,28 @@ def test_segments_of_few_rows_equal_each_alone_bitwise(dtype):
         assert run_steps(make_trainer(base, name), [Batch((segment,))])[name] == together[name]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapters_with_equal_segments_equal_each_alone_bitwise(dtype):
+    """Equal lengths make one call of all their sums; unequal ones of the same layout share products, but not sums."""
+    base = tiny.base("llama", dtype)
+    names, shape = ("d", "e", "f", "g"), AdapterConfig(rank=8)
+    lengths = {"d": [(9, 11), (5, 15)], "e": [(7, 13), (8, 12)], "f": [(20, 20)], "g": [(16, 18)]}
+    segments = {
+        name: replace(make_segment("a"), adapter=name, samples=make_samples(lengths[name], ord(name))) for name in names
+    }
+
+    def trained(*chosen: str) -> dict[str, list[bytes]]:
+        trainer = TorchTrainer(base, block_size=tiny.BLOCK, slots=4)
+        for name in chosen:
+            trainer.add_adapter(name, shape, OptimizerConfig(lr=1e-2), ord(name))
+        return run_steps(trainer, [Batch(tuple(segments[name] for name in chosen))])
+
+    together, three = trained("f", "d", "e", "g"), trained("d", "e", "f")
+    for name in names:
+        assert together[name] == trained(name)[name]
+        assert name == "g" or together[name] == three[name]
+
+
 def overflow(trainer: TorchTrainer, name: str) -> None:
     arena = trainer._arena(name)
     arena.set_masters(torch.full_like(arena.masters, 1e30))

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from motet import __version__
+from motet.commands.jobs_cli import app as jobs
+from motet.commands.keys_cli import app as keys
+from motet.commands.options import JobFile, Key, Override, Url
+from motet.commands.scoring_cli import app as scoring
+from motet.commands.sharing_cli import app as sharing
+from motet.commands.usage_cli import app as spending
 from motet.errors import MotetError
 
 EXAMPLE = """\b
@@ -43,11 +49,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)]
-Override = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Override a field, e.g. steps=10 or jobs.add.optimizer.lr=1e-4."),
-]
 RunDir = Annotated[Path, typer.Argument(help="The run directory.", show_default=False)]
 Steered = Annotated[
     list[str],
@@ -55,15 +56,6 @@ Steered = Annotated[
         metavar="[DIRECTORY] JOB", help="A job of a run directory; without one, of the service.", show_default=False
     ),
 ]
-ServedJob = Annotated[str, typer.Argument(help="The job's name or id.", show_default=False)]
-Url = Annotated[
-    str | None,
-    typer.Option("--url", envvar="MOTET_URL", help="The service's address.", show_default="http://127.0.0.1:8420"),
-]
-Key = Annotated[
-    str | None, typer.Option("--key", envvar="MOTET_API_KEY", help="Your key of the service.", show_default=False)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _version(wanted: bool) -> None:
@@ -127,20 +119,34 @@ def check(
     check_file(jobs, overrides or [], rollouts)
 
 
-@app.command(epilog="Example: motet chat small --adapter runs/demo/sort/versions/v25")
+@app.command(
+    epilog="Example: motet chat small --adapter runs/demo/sort/versions/v25; on a service: motet chat sort@best"
+)
 def chat(
-    base: Annotated[str, typer.Argument(help="`small`, a hub id, a directory or a .gguf file.", show_default=False)],
-    adapter: Annotated[Path | None, typer.Option(help="A PEFT LoRA directory; without it the base answers.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.7,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A base (`small`, a hub id, a directory, a .gguf file), or JOB@VERSION of a service (`sort@best`).",
+            show_default=False,
+        ),
+    ],
+    adapter: Annotated[Path | None, typer.Option(help="A PEFT LoRA directory for a base on this machine.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.7,
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Nucleus sampling.")] = 0.95,
     max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 256,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the answers.")] = 0,
+    url: Url = None,
+    key: Key = None,
 ) -> None:
-    """Talk to the base or an adapter. An empty line or Ctrl-D ends; `/base`, `/adapter`: who answers; `/new`: start over."""
-    from motet.commands.chat import chat_with
+    """Talk to a base or an adapter. An empty line or Ctrl-D ends; `/base`, `/adapter`: who answers; `/new`: start over."""
+    from motet.commands.chat import Style, chat_over_http, chat_with
 
-    chat_with(base, adapter, temperature=temperature, top_p=top_p, max_tokens=max_tokens, system=system, seed=seed)
+    style = Style(temperature, top_p, max_tokens, seed)
+    if "@" in model and not Path(model).exists():
+        chat_over_http(url, key, model, style, system)
+    else:
+        chat_with(model, adapter, style, system)
 
 
 @app.command()
@@ -181,8 +187,21 @@ def pause(job: Steered, url: Url = None, key: Key = None) -> None:
 
 
 @app.command(epilog="Example: motet resume sort; of a run on this machine: motet resume runs/jobs sort")
-def resume(job: Steered, url: Url = None, key: Key = None) -> None:
+def resume(
+    job: Steered,
+    budget: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Give a job of the service this budget before.")
+    ] = None,
+    url: Url = None,
+    key: Key = None,
+) -> None:
     """Let a paused or failed job go on."""
+    if budget is not None and len(job) == 1:
+        from motet.commands import remote
+
+        remote.change(remote.Where(url, key), job[0], budget=budget)
+    elif budget is not None:
+        raise typer.BadParameter("--budget is for jobs of a service; set `budget` in the job file of a run")
     _steer(job, "resume", url, key)
 
 
@@ -203,17 +222,19 @@ def serve(
     database: Annotated[
         str | None, typer.Option(help="postgresql://… or sqlite:///… [default: a file in the directory].")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML with `engine` and `rollout`, as in a job file.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML with `engine`, `rollout`, `limits`, `rate`.")] = None,
     no_keys: Annotated[
         bool, typer.Option("--no-keys", help="No key is needed; only on this machine's own address.")
     ] = False,
     hub: Annotated[bool, typer.Option("--hub", help="Let jobs read data from the hub.")] = False,
+    rewards: Annotated[
+        Path | None, typer.Option(metavar="FILE.py", help="Let jobs use the reward functions of this file by name.")
+    ] = None,
 ) -> None:
     """Serve one base to a team: its people submit jobs over HTTP and take adapters home."""
     from motet.commands.serve import serve as serve_base
     from motet.jobfile import load_service
 
-    engine, rollout = load_service(config)
     serve_base(
         base,
         directory,
@@ -222,119 +243,13 @@ def serve(
         database=database,
         no_keys=no_keys,
         hub=hub,
-        engine=engine,
-        rollout=rollout,
+        config=load_service(config),
+        rewards=rewards,
     )
 
 
-# --- speaking to a service ----------------------------------------------------------------------------------------------
-
-
-@app.command(epilog="Example: motet submit jobs.yaml --set steps=100 --follow")
-def submit(
-    jobs: JobFile,
-    overrides: Override = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show steps until all jobs have ended.")] = False,
-    as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-) -> None:
-    """Submit all jobs of a file to a service. Its data files are uploaded; the exit code is 1 where a followed job failed."""
-    from motet.commands import remote
-
-    raise typer.Exit(remote.submit(remote.Where(url, key), jobs, overrides or [], follow=follow, as_json=as_json))
-
-
-@app.command(epilog="Example: motet ls --state running")
-def ls(
-    state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="How many of the newest; 0 shows all.")] = 50,
-    as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-) -> None:
-    """Show the jobs of a service, newest first."""
-    from motet.commands import remote
-
-    remote.ls(remote.Where(url, key), state, limit, as_json=as_json)
-
-
-@app.command(epilog="Example: motet show sort")
-def show(job: ServedJob, as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
-    """Show one job of a service and the versions of its adapter."""
-    from motet.commands import remote
-
-    remote.show(remote.Where(url, key), job, as_json=as_json)
-
-
-@app.command(epilog="Example: motet logs sort -f")
-def logs(
-    job: ServedJob,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each event.")] = False,
-    url: Url = None,
-    key: Key = None,
-) -> None:
-    """Show what happened to a job of a service, a line each. The exit code is 1 where a followed job failed."""
-    from motet.commands import remote
-
-    raise typer.Exit(remote.logs(remote.Where(url, key), job, follow=follow, as_json=as_json))
-
-
-@app.command(epilog="Example: motet pull sort --version latest --to adapters")
-def pull(
-    job: ServedJob,
-    version: Annotated[str, typer.Option(help="`best`, `latest` or a number.")] = "best",
-    to: Annotated[Path, typer.Option(help="Where to put the directory.")] = Path("."),
-    url: Url = None,
-    key: Key = None,
-) -> None:
-    """Take a job's adapter home: the PEFT directory <job>-v<version>."""
-    from motet.commands import remote
-
-    remote.pull(remote.Where(url, key), job, version, to)
-
-
-keys = typer.Typer(help="Make, show and end the API keys of a service.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(keys, name="keys", epilog="Example: motet keys create team-a --name laptop")
-
-
-@keys.command("create", epilog="Example: motet keys create team-a --name laptop --expires-days 90")
-def create_key(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is; made where there is none of the name.")],
-    name: Annotated[str, typer.Option(help="What the key is for.")] = "",
-    role: Annotated[
-        Literal["admin", "member"], typer.Option(help="Admins see the jobs of all tenants and make keys.")
-    ] = "member",
-    expires_days: Annotated[float | None, typer.Option(help="Days until it ends; never unless given.")] = None,
-    as_json: AsJson = False,
-    url: Url = None,
-    key: Key = None,
-) -> None:
-    """Make a key and print it, this once; needs an admin's key."""
-    from motet.commands import remote
-
-    remote.create_key(remote.Where(url, key), tenant, name, role, expires_days, as_json=as_json)
-
-
-@keys.command("ls", epilog="Example: motet keys ls")
-def list_keys(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
-    """Show all keys, without their texts; needs an admin's key."""
-    from motet.commands import remote
-
-    remote.list_keys(remote.Where(url, key), as_json=as_json)
-
-
-@keys.command("revoke", epilog="Example: motet keys revoke key-0123456789abcdef")
-def revoke_key(
-    key_id: Annotated[str, typer.Argument(help="The key's id, as `motet keys ls` shows it.", show_default=False)],
-    url: Url = None,
-    key: Key = None,
-) -> None:
-    """End a key; it is refused from now on. Needs an admin's key."""
-    from motet.commands import remote
-
-    remote.revoke_key(remote.Where(url, key), key_id)
+for part in (jobs, sharing, spending, scoring, keys):
+    app.add_typer(part)
 
 
 def main() -> None:

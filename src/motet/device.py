@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -27,6 +27,34 @@ class BusyTime:
     full: float = 0.0
     """Of these, seconds in which the decode batch or the micro-batch was full."""
     started: float = field(default_factory=time.monotonic)
+    _sampled: Counter[str] = field(default_factory=Counter)
+    _spent: dict[str, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def decoded(self, seconds: float, full: float, tokens: Mapping[str, int]) -> None:
+        """Add time in which tokens were sampled.
+
+        Args:
+            seconds: how long.
+            full: of these, how long the batch was full.
+            tokens: how many of whose.
+        """
+        with self._lock:
+            self.decode += seconds
+            self.full += full
+            self._sampled.update(tokens)
+
+    def called(self, seconds: float, owners: Mapping[str, float]) -> None:
+        """Add time of a training call to those it was for, by their parts of it; `train` and `full` are the caller's."""
+        whole = sum(owners.values())
+        with self._lock:
+            for name, part in owners.items():
+                self._spent[name] = self._spent.get(name, 0.0) + seconds * (part / whole if whole else 1 / len(owners))
+
+    def read(self) -> tuple[float, dict[str, int], dict[str, float]]:
+        """Seconds of decoding, tokens sampled in them by name, and seconds in training calls by name, all so far."""
+        with self._lock:
+            return self.decode, dict(self._sampled), dict(self._spent)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 MotetError
 ├── ConfigError        a job file, option or field is wrong: nothing has started
+│   └── GraderError    a field of a grader is wrong, or cannot be had here
 ├── DataError          a data source or row cannot be used
 ├── RewardError        a reward cannot be loaded (a reward that fails on a rollout is data, not an exception)
 ├── BaseModelError     the base model cannot be loaded or failed its proof
@@ -11,10 +12,12 @@ MotetError
 │   ├── ServerRefused  a server answers with an error
 │   ├── ServerFault    a server answers what cannot be right
 │   └── ServerUnfit    a server has no room for the jobs
+├── ScorerAway         nobody is there to score a job's rollouts, and the job is to rest
 ├── DeviceError        the device failed under several jobs at once: they are taken up again from their last commits
 ├── JobFailed          a job stops for good; the others go on
 ├── ProbeError         the adapter that answers is not the adapter that was trained
 ├── StoreError         the service's database refuses something
+├── LimitError         a limit of the service does not allow something
 ├── ServiceError       a service does not answer its client, or refuses something
 └── RunError           a run directory cannot be used (locked, other job file, damaged)
 """
@@ -28,6 +31,15 @@ class MotetError(Exception):
 
 class ConfigError(MotetError):
     """A job file, an option or a field is wrong."""
+
+
+class GraderError(ConfigError):
+    """A field of a grader is wrong, or asks for what cannot be had here."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        """`where` is the field's path, with dots."""
+        super().__init__(f"{where}: {reason}")
+        self.where = where
 
 
 class DataError(MotetError):
@@ -72,6 +84,14 @@ class ServerUnfit(EngineError):
     """A server has no room for the jobs; the message names the setting."""
 
 
+class ScorerAway(MotetError):
+    """Nobody is there to score a job's rollouts, and the job is to rest; nothing is lost, it goes on from its last commit."""
+
+
+OF_SERVERS = (ServerGone, ServerRefused, ServerFault, ServerUnfit)
+"""What servers are at fault for, or may not be an hour later; another EngineError is the request's."""
+
+
 class DeviceError(MotetError):
     """The device failed while it worked for several jobs, and it cannot be told whose fault it was."""
 
@@ -88,6 +108,15 @@ class StoreError(MotetError):
     """The service's database cannot be opened, or refuses something."""
 
 
+class LimitError(MotetError):
+    """A limit of the service does not allow something; the message names the limit, its use, and who can change it."""
+
+    def __init__(self, message: str, status: int) -> None:
+        """`status` is HTTP's: 403 for what will not fit later either, 429 for what may."""
+        super().__init__(message)
+        self.status = status
+
+
 class ServiceError(MotetError):
     """A service does not answer, or refuses what its client asks."""
 
@@ -99,3 +128,7 @@ class ServiceError(MotetError):
 
 class RunError(MotetError):
     """A run directory cannot be used: locked, damaged, or made from another job file."""
+
+
+class DiskFull(RunError):
+    """Something could not be written because the disk is full."""

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from motet.config import Config, DataConfig, EngineConfig, JobConfig, RolloutConfig, RunConfig
+from motet.config import Config, DataConfig, JobConfig, RunConfig
+from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -38,23 +39,43 @@ def load_jobs(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return parse_jobs(text, str(file), overrides, directory=file.parent)
 
 
-def load_service(path: Path | None) -> tuple[EngineConfig, RolloutConfig]:
-    """The `engine` and `rollout` of a service's configuration file; defaults without one.
+def load_service(path: Path | None) -> ServiceConfig:
+    """A service's configuration file; defaults without one.
 
     Raises:
         ConfigError: the file is missing or wrong.
     """
     if path is None:
-        return EngineConfig(), RolloutConfig()
+        return ServiceConfig()
     try:
         tree = yaml.safe_load(path.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(tree, dict) or set(tree) - {"engine", "rollout"}:
-        raise ConfigError(f"{path} must hold `engine` and `rollout`, as in a job file, and nothing else")
+    known = list(ServiceConfig.model_fields)
+    if not isinstance(tree, dict) or set(tree) - set(known):
+        raise ConfigError(
+            f"{path} must hold {', '.join(known)} and nothing else; engine and rollout are those of a job file"
+        )
     job = {"name": "none", "data": "toy:add", "reward": "exact"}
-    found = validate({"base": "small", "run": "none", **tree, "jobs": [job]}, str(path))
-    return found.engine, found.rollout
+    of_run = {name: tree[name] for name in ("engine", "rollout") if name in tree}
+    validate({"base": "small", "run": "none", **of_run, "jobs": [job]}, str(path))  # errors as for a job file
+    try:
+        found = ServiceConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join([f"{path}:", *map(_in_service, error.errors(include_url=False))])) from error
+    rewards = {
+        name: one.model_copy(update={"function": _resolve_rewards(one.function, path.parent)})
+        for name, one in found.rewards.items()
+    }
+    return found.model_copy(update={"rewards": rewards})
+
+
+def _in_service(item: Mapping[str, Any]) -> str:
+    """One mistake in a service's configuration in words."""
+    if item["type"] == "extra_forbidden":
+        fields = _fields_at(ServiceConfig, item["loc"][:-1])
+        return f"  {'.'.join(map(str, item['loc']))}: there is no such field; there are {', '.join(fields)}"
+    return f"  {'.'.join(map(str, item['loc']))}: {item['msg']} (got {item['input']!r})"
 
 
 def parse_jobs(

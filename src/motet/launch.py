@@ -26,6 +26,7 @@ from motet.runtime.scheduler import FairScheduler
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.dataset import load_dataset
 from motet.tasks.episode import ENVIRONMENTS
+from motet.tasks.reward_http import Addresses, HttpRewards
 from motet.tasks.reward_pool import RewardPool
 from motet.types import ServerLoad
 
@@ -271,7 +272,8 @@ def prepare(config: JobConfig, base: Any, directory: RunDirectory) -> tuple[Job,
         data=data,
         chat=chat,
         directory=directory.job(config.name),
-        base_rate=auto_learning_rate(text.hidden_size, text.model_type) if isinstance(rate, str) else rate,
+        base_rate=config.optimizer.lr_multiplier
+        * (auto_learning_rate(text.hidden_size, text.model_type) if isinstance(rate, str) else rate),
         stop_token_ids=stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None)),
         progress=JobProgress(config.name, config.steps),
         inexact=[] if base.exact else list(base.notes[-1:]),
@@ -318,7 +320,7 @@ def identity(job: Job, base: Any, config: RunConfig) -> dict[str, Any]:
         "seed": job.seed,
         "algorithm": asdict(job.algorithm),
         "functions": [_source(reward.function) for reward in job.config.rewards if reward.function is not None],
-        "job": job.config.model_dump(mode="json", exclude={"checkpoint", "priority"}),
+        "job": job.config.model_dump(mode="json", exclude={"checkpoint", "priority", "budget"}),
     }
 
 
@@ -330,8 +332,8 @@ def _source(function: Any) -> str:
         return ""
 
 
-def services(workshop: Workshop, directory: RunDirectory) -> Services:
-    """What the jobs of a run share."""
+def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | None = None) -> Services:
+    """What the jobs of a run share; rewards at HTTP addresses may be anywhere, unless `rewards` says otherwise."""
     config = workshop.config
     scheduler = FairScheduler(workshop.engine.capacity + workshop.engine.capacity // 2)
     return Services(
@@ -340,8 +342,8 @@ def services(workshop: Workshop, directory: RunDirectory) -> Services:
         sync=workshop.sync,
         device=workshop.device,
         scheduler=scheduler,
-        learner=Learner(workshop.trainer, workshop.device, config.train_tokens, scheduler.consumed),
-        rewards=RewardPool(config.reward_workers),
+        learner=Learner(workshop.trainer, workshop.device, config.train_tokens, scheduler.standing),
+        rewards=rewards or RewardPool(config.reward_workers, {"http": HttpRewards(Addresses(anywhere=True))}),
         micro_batch_tokens=config.micro_batch_tokens,
         probe_tolerance=workshop.probe_tolerance,
         keep_versions=workshop.keep_versions,

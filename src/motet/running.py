@@ -39,6 +39,8 @@ class JobResult:
     message: str
     inexact: tuple[str, ...] = ()
     """Why the job's bytes may depend on more than itself; empty when they do not."""
+    spent: bool = False
+    """Whether the job is paused because its budget is spent."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ def _result(job: Job) -> JobResult:
         evaluations=tuple(job.progress.evaluations),
         message=job.progress.message,
         inexact=tuple(job.inexact),
+        spent=job.progress.spent,
     )
 
 
@@ -253,7 +256,7 @@ def run(
     config = validate(tree, "motet.run")
     start = run_config if quiet else _run_shown
     result = start(config, sequential=sequential, accept_changes=accept_changes)
-    if any(job.state is JobState.PAUSED for job in result.jobs.values()):
+    if any(job.state is JobState.PAUSED and not job.spent for job in result.jobs.values()):
         raise KeyboardInterrupt(f"saved in {result.directory}; the same call goes on")
     return result
 

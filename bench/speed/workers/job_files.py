@@ -35,7 +35,11 @@ def read_steps(job: Path) -> list[Step]:
     """The steps of one job in their order."""
     metrics = [json.loads(line) for line in (job / "metrics.jsonl").read_text().splitlines()]
     timings = [json.loads(line) for line in (job / "timings.jsonl").read_text().splitlines()]
-    return [{**timing, "trainable": metric["tokens"]} for timing, metric in zip(timings, metrics, strict=False)]
+    return [
+        {**timing, "trainable": metric["tokens"]}
+        for timing, metric in zip(timings, metrics, strict=False)
+        if "tokens" in metric
+    ]
 
 
 def figures(jobs: Sequence[Sequence[Step]], args: dict[str, Any], max_rows: int, batch_tokens: int) -> dict[str, Any]:

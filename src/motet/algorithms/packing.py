@@ -7,7 +7,7 @@ Sequences lie end to end; there is no padding.
 
 from __future__ import annotations
 
-import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,15 +63,22 @@ class Waiting:
     consumed: float = 0.0
     """What the job has consumed before this batch, in tokens."""
     weight: float = 1.0
-    """The job's share; above 0."""
+    """The job's share among those of its tenant; above 0."""
+    tenant: str = ""
+    """Whose job it is."""
+    tenant_consumed: float = 0.0
+    """What all jobs of the tenant have consumed before this batch: tokens, each divided by the weight of its job."""
+    share: float = 1.0
+    """The tenant's share; above 0."""
 
 
 def merge(waiting: Sequence[Waiting], budget: int) -> tuple[int, ...]:
     """Choose the cuts of the next packed batch.
 
-    Again and again the job that has consumed least for its weight, cuts already chosen included, gives its oldest
-    waiting cut; ties go to the one that waits in front. A cut that does not fit makes its job sit out the rest of the
-    batch (its later cuts must not overtake) while others fill the budget. No job starves: the least served goes first.
+    Again and again the tenant that has consumed least for its share chooses, cuts already chosen included; of its jobs the
+    one that has consumed least for its weight gives its oldest waiting cut; ties go to the one that waits in front. A cut
+    that does not fit makes its job sit out the rest of the batch (its later cuts must not overtake) while others fill the
+    budget. No job starves: the least served goes first.
 
     Args:
         waiting: cuts of all jobs; those of one job in the order in which they must be trained.
@@ -80,26 +87,28 @@ def merge(waiting: Sequence[Waiting], budget: int) -> tuple[int, ...]:
     Returns:
         Indices into `waiting`, in the order chosen; at least one where anything waits.
     """
-    queues: dict[str, list[int]] = {}
+    queues: dict[str, deque[int]] = {}
     for index, item in enumerate(waiting):
-        queues.setdefault(item.job, []).append(index)
-    # Heap entries: (consumed / weight, oldest cut of the job, its place in the job's queue, consumed).
-    heap = [_entry(waiting, queue[0], 0, waiting[queue[0]].consumed) for queue in queues.values()]
-    heapq.heapify(heap)
+        queues.setdefault(item.job, deque()).append(index)
+    jobs = {job: waiting[queue[0]].consumed for job, queue in queues.items()}
+    tenants = {item.tenant: item.tenant_consumed for item in waiting}
+
+    def place(job: str) -> tuple[float, float, int]:
+        item = waiting[queues[job][0]]
+        return tenants[item.tenant] / item.share, jobs[job] / item.weight, queues[job][0]
+
     chosen: list[int] = []
     room = budget
-    while heap:
-        _, index, position, consumed = heapq.heappop(heap)
-        item, queue = waiting[index], queues[waiting[index].job]
+    while queues:
+        job = min(queues, key=place)
+        item = waiting[queues[job][0]]
         if chosen and item.tokens > room:
+            del queues[job]
             continue
-        chosen.append(index)
+        chosen.append(queues[job].popleft())
         room -= item.tokens
-        if position + 1 < len(queue):
-            following = _entry(waiting, queue[position + 1], position + 1, consumed + item.tokens)
-            heapq.heappush(heap, following)
+        jobs[job] += item.tokens
+        tenants[item.tenant] += item.tokens / item.weight
+        if not queues[job]:
+            del queues[job]
     return tuple(chosen)
-
-
-def _entry(waiting: Sequence[Waiting], index: int, position: int, consumed: float) -> tuple[float, int, int, float]:
-    return consumed / waiting[index].weight, index, position, consumed

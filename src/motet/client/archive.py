@@ -12,11 +12,11 @@ from pathlib import Path
 from motet.errors import ServiceError
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*-v\d+")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*")
 
 
 def unpack(content: bytes, directory: Path) -> Path:
-    """Write the adapter in a .tar.gz to `directory/<job>-v<version>`.
+    """Write the adapter in a .tar.gz to a directory below this one: `<job>-v<version>`, or an uploaded adapter's name.
 
     Raises:
         ServiceError: it is not the archive of an adapter.

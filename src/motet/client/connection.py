@@ -19,9 +19,12 @@ DEFAULT_URL = "http://127.0.0.1:8420"
 """Where `motet serve` listens unless told otherwise."""
 PATIENCE_SECONDS = 600.0
 """How long following a job waits for a service that went away."""
+_MOST_RETRIES = 8
+_LONGEST_WAIT = 30.0
 _TIMEOUT = httpx2.Timeout(120.0, connect=5.0)
 _QUIET = httpx2.Timeout(45.0, connect=5.0)  # a stream says every fifteen seconds that it is there
-_AWAY = (0, 502, 503, 504)  # statuses of a service that restarts, its proxy included
+AWAY = (0, 502, 503, 504)
+"""Statuses of a service that restarts, its proxy included."""
 
 
 @contextlib.contextmanager
@@ -36,6 +39,19 @@ def told(url: str) -> Iterator[None]:
         ) from error
     except (httpx2.TransportError, httpx2.StreamError) as error:
         raise ServiceError(f"the connection to {url} broke off ({error or type(error).__name__}); try again") from error
+
+
+def to_wait(response: httpx2.Response, attempt: int) -> float | None:
+    """Seconds after which a request that came too often is sent again, as the service tells; None where it is not.
+
+    Args:
+        response: what it was answered.
+        attempt: how often it was sent again already.
+    """
+    told = response.headers.get("retry-after", "")
+    if response.status_code != 429 or attempt >= _MOST_RETRIES or not told.isdecimal():
+        return None
+    return float(told) if float(told) <= _LONGEST_WAIT else None
 
 
 class Connection:
@@ -73,6 +89,8 @@ class Following:
         self._path = f"{path_of(job)}/events/stream"
         self._heard = 0.0
         self._wait = 0.25
+        self._refused = 0
+        """How often in a row it was asked too often."""
 
     @property
     def request(self) -> dict[str, Any]:
@@ -83,7 +101,7 @@ class Following:
 
     def read(self, line: str) -> JobEvent | None:
         """The event that a line of the stream holds."""
-        self._heard, self._wait = time.monotonic(), 0.25
+        self._heard, self._wait, self._refused = time.monotonic(), 0.25, 0
         if not line.startswith("data:"):
             return None
         event = JobEvent.model_validate_json(line.removeprefix("data:"))
@@ -96,7 +114,10 @@ class Following:
         Raises:
             ServiceError: there is no use in one.
         """
-        lost = error is not None and error.status in _AWAY
+        if error is not None and error.status == 429 and self._refused < _MOST_RETRIES:  # too often: later
+            self._refused += 1
+            return 2.0
+        lost = error is not None and error.status in AWAY
         if error is not None and (not lost or not self._heard or time.monotonic() - self._heard > PATIENCE_SECONDS):
             raise error
         self._wait = min(self._wait * 2, 5.0)

@@ -1,37 +1,42 @@
-"""`motet chat`: talk to a base or an adapter, streamed."""
+"""`motet chat`: talk to a base, an adapter, or a version of a service's job, streamed."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from motet import budgets, seeds
-from motet.config import DataConfig, EngineConfig
-from motet.device import Device
-from motet.launch import load
-from motet.protocols import RolloutEngine
-from motet.tasks.chat import Chat, stop_token_ids
-from motet.types import AdapterRef, GenerateRequest, Message, Problem, SamplingParams
+from motet.types import Message
+
+Answer = Callable[[Sequence[Message], bool], AsyncIterator[str]]
+"""(conversation, whether the base answers) → pieces of the answer."""
 
 
-def chat_with(
-    base_name: str,
-    adapter: Path | None,
-    *,
-    temperature: float,
-    top_p: float,
-    max_tokens: int,
-    system: str | None,
-    seed: int,
-) -> None:
-    """Read lines, stream answers; the conversation goes on until an empty line or Ctrl-D."""
-    console = Console(emoji=False)
-    config = EngineConfig()
-    base = load(base_name, config)
+@dataclass(frozen=True)
+class Style:
+    """How answers are drawn."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
+
+
+def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | None) -> None:
+    """Talk to a base on this machine, or to an adapter on it."""
+    from motet.config import EngineConfig
+    from motet.device import Device
+    from motet.launch import load
     from motet.rollout.embedded import EmbeddedEngine
 
+    config = EngineConfig()
+    base = load(base_name, config)
     device = Device()
     per_token = budgets.kv_bytes_per_token(base.model.config.get_text_config(), base.dtype.itemsize)
     room = int(budgets.available_memory() * config.kv_memory_fraction) // per_token
@@ -43,32 +48,69 @@ def chat_with(
         block_size=config.block_size,
         prefill_tokens=base.max_positions,
     )
-    chat = Chat.of(base.tokenizer, DataConfig(source="chat", chat_template=bool(base.tokenizer.chat_template)))
-    stops = stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None))
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, stop_token_ids=stops)
     try:
-        asyncio.run(_converse(console, engine, chat, params, adapter, system, seed))
+        asyncio.run(_here(base, engine, adapter, style, system))
     finally:
         device.close()
 
 
-async def _converse(
-    console: Console,
-    engine: RolloutEngine,
-    chat: Chat,
-    params: SamplingParams,
-    adapter: Path | None,
-    system: str | None,
-    seed: int,
-) -> None:
+async def _here(base: Any, engine: Any, adapter: Path | None, style: Style, system: str | None) -> None:
+    from motet.config import DataConfig
+    from motet.tasks.chat import Chat, stop_token_ids
+    from motet.types import AdapterRef, GenerateRequest, Problem, SamplingParams
+
+    chat = Chat.of(base.tokenizer, DataConfig(source="chat", chat_template=bool(base.tokenizer.chat_template)))
+    stops = stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None))
+    params = SamplingParams(
+        temperature=style.temperature, top_p=style.top_p, max_tokens=style.max_tokens, stop_token_ids=stops
+    )
     ref = None
     if adapter is not None:
         ref = AdapterRef("chat", 0)
         await engine.load_adapter(ref, adapter)
-    answering = ref
+    numbers = itertools.count()
+
+    async def answer(messages: Sequence[Message], plain: bool) -> AsyncIterator[str]:
+        keys = (seeds.key(style.seed, "chat", len(messages)),)
+        prompt_ids = chat.prompt_ids(Problem(0, tuple(messages), ""))
+        request = GenerateRequest(
+            f"chat/{next(numbers)}", "chat", prompt_ids, None if plain else ref, params, keys, stream=True
+        )
+        async for chunk in engine.generate(request):
+            yield chunk.text
+
+    await converse(answer, "" if adapter is None else f"adapter {adapter}", system)
+
+
+def chat_over_http(url: str | None, key: str | None, model: str, style: Style, system: str | None) -> None:
+    """Talk to a version of a service's job, also while it trains."""
+    from motet.client import AsyncClient
+
+    async def talk() -> None:
+        async with AsyncClient(url, key) as client:
+            base = (await client.health()).base
+
+            def answer(messages: Sequence[Message], plain: bool) -> AsyncIterator[str]:
+                return client.chat(
+                    str(base) if plain else model,
+                    [{"role": message.role, "content": message.content} for message in messages],
+                    temperature=style.temperature,
+                    top_p=style.top_p,
+                    max_tokens=style.max_tokens,
+                    seed=seeds.key(style.seed, "chat", len(messages)) >> 1,
+                )
+
+            await converse(answer, model, system)
+
+    asyncio.run(talk())
+
+
+async def converse(answer: Answer, adapter: str, system: str | None) -> None:
+    """Read lines, stream answers; the conversation goes on until an empty line or Ctrl-D."""
+    console = Console(emoji=False)
     opening = [Message("system", system)] if system else []
-    messages = list(opening)
-    console.print(f"[dim]{'adapter ' + str(adapter) if ref else 'base'}; an empty line ends, /new starts over[/dim]")
+    messages, plain = list(opening), not adapter
+    console.print(f"[dim]{adapter or 'base'}; an empty line ends, /new starts over[/dim]", highlight=False)
     while True:
         try:
             line = (await asyncio.to_thread(input, "> ")).strip()
@@ -77,17 +119,14 @@ async def _converse(
         if not line:
             return
         if line in ("/base", "/adapter", "/new"):
-            answering = None if line == "/base" else ref if line == "/adapter" else answering
+            plain = {"/base": True, "/adapter": not adapter}.get(line, plain)
             messages = list(opening)
-            console.print(f"[dim]{'adapter' if answering else 'base'} answers; a new conversation begins[/dim]")
+            console.print(f"[dim]{'base' if plain else 'adapter'} answers; a new conversation begins[/dim]")
             continue
         messages.append(Message("user", line))
-        prompt_ids = chat.prompt_ids(Problem(0, tuple(messages), ""))
-        keys = (seeds.key(seed, "chat", len(messages)),)
-        request = GenerateRequest(f"chat/{len(messages)}", "chat", prompt_ids, answering, params, keys, stream=True)
-        answer = ""
-        async for chunk in engine.generate(request):
-            console.print(chunk.text, end="", markup=False, highlight=False, soft_wrap=True)
-            answer += chunk.text
+        text = ""
+        async for piece in answer(messages, plain):
+            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            text += piece
         console.print()
-        messages.append(Message("assistant", answer))
+        messages.append(Message("assistant", text))

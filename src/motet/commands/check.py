@@ -86,9 +86,13 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     job.config = config.model_copy(update={"algorithm": few})
     await shared.rewards.register(job.name, config.rewards, job.data.scorer)
     shared.scheduler.join(job.name, 1.0)
-    await shared.on_device(lambda: shared.trainer.add_adapter(job.name, config.adapter, config.optimizer, job.seed))
+    await shared.on_device(
+        job.name, lambda: shared.trainer.add_adapter(job.name, config.adapter, config.optimizer, job.seed)
+    )
     if config.adapter.init is not None:
-        await shared.on_device(lambda: shared.trainer.load_adapter(job.name, job.init_directory(), optimizer=False))
+        await shared.on_device(
+            job.name, lambda: shared.trainer.load_adapter(job.name, job.init_directory(), optimizer=False)
+        )
     versions = Versions(job.name, f"{job.name}.{shared.engine_suffix}.check", shared.engine, shared.sync)
     await versions.publish(0)
     await versions.announce(0, 0)
@@ -97,7 +101,7 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     _show(console, job, sampled.groups[0])
     train_seconds = await _train_seconds(job, shared, sampled)
     await versions.drop_all()
-    await shared.on_device(lambda: shared.trainer.remove_adapter(job.name))
+    await shared.on_device(job.name, lambda: shared.trainer.remove_adapter(job.name))
     shared.scheduler.leave(job.name)
     wanted = config.algorithm.groups_per_step * config.algorithm.group_size * config.algorithm.oversampling
     scale = wanted / (PROBLEMS * rollouts)
@@ -127,5 +131,5 @@ async def _train_seconds(job: Job, shared: Services, sampled: SampledStep) -> fl
         return 0.0
     started = time.perf_counter()
     batch = Batch((Segment(job.name, samples, LossSpec(), 1.0),))
-    await shared.on_device(lambda: shared.trainer.forward(batch))
+    await shared.on_device(job.name, lambda: shared.trainer.forward(batch))
     return 3 * (time.perf_counter() - started)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,15 +15,16 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from motet.client import AsyncClient, Client
-from motet.commands.remote_view import JobLines, details, job_table, key_table, rewards_of
+from motet.client.reward_files import RewardFiles
+from motet.commands.remote_view import JobLines, details, job_table, key_table
 from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.errors import ConfigError
 from motet.jobfile import load_jobs
+from motet.service.adapter_archive import CONFIG
 from motet.service.schemas import Job
 from motet.types import JobState
 
 INTERRUPTED = 130
-_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,26 @@ class Where:
     key: str | None = None
 
 
-def submit(where: Where, path: Path, overrides: Sequence[str], *, follow: bool, as_json: bool) -> int:
-    """Submit every job of a file; the exit code: 0, or 1 where a job that was followed failed.
+def submit(
+    where: Where,
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    follow: bool,
+    as_json: bool,
+    after: Sequence[str] = (),
+    at: str | None = None,
+    rewards: Sequence[str] = (),
+) -> int:
+    """Submit every job of a file, and score them here where `rewards` are given.
+
+    The exit code: 0, or 1 where a job that was followed failed.
 
     Raises:
         MotetError: the file is wrong, or the service refuses a job; those before it are submitted.
     """
     config = load_jobs(path, overrides)
+    jobs = RewardFiles(rewards).for_service(config.jobs) if rewards else config.jobs
     console, aside = Console(emoji=False), Console(emoji=False, stderr=True)
     with Client(where.url, where.key) as client:
         _same_base(config, client.health().base or "")
@@ -50,16 +64,16 @@ def submit(where: Where, path: Path, overrides: Sequence[str], *, follow: bool, 
             )
         files: dict[str, str] = {}
         found = []
-        for job in config.jobs:
-            found.append(client.submit(_with_uploads(client, job, files)))
+        for job in jobs:
+            found.append(client.submit(_with_uploads(client, job, files), after=after, at=at))
             if not as_json:
                 console.print(f"{found[-1].name}  {found[-1].id}", markup=False, highlight=False, soft_wrap=True)
     try:
-        return _follow(where, found, aside if as_json else console) if follow else 0
+        return _follow(where, found, aside if as_json else console, rewards) if follow or rewards else 0
     finally:
         if as_json:
             with Client(where.url, where.key) as client:
-                _print([client.job(job.id) for job in found] if follow else found)
+                show_json([client.job(job.id) for job in found] if follow or rewards else found)
 
 
 def _same_base(config: RunConfig, served: str) -> None:
@@ -73,7 +87,7 @@ def _same_base(config: RunConfig, served: str) -> None:
 
 
 def _with_uploads(client: Client, job: JobConfig, files: dict[str, str]) -> JobConfig:
-    """The job with ids in the place of files, each of which is uploaded once."""
+    """The job with ids in the place of files and of a PEFT directory, each of which is uploaded once."""
     found = {}
     for name in ("source", "eval_source"):
         source = getattr(job.data, name)
@@ -81,11 +95,17 @@ def _with_uploads(client: Client, job: JobConfig, files: dict[str, str]) -> JobC
             if source not in files:
                 files[source] = client.upload(source)
             found[name] = files[source]
-    return job.model_copy(update={"data": job.data.model_copy(update=found)})
+    start = job.adapter.init
+    if start is not None and (Path(start) / CONFIG).is_file():
+        if start not in files:
+            files[start] = client.push(start).id
+        start = files[start]
+    adapter = job.adapter.model_copy(update={"init": start})
+    return job.model_copy(update={"data": job.data.model_copy(update=found), "adapter": adapter})
 
 
-def _follow(where: Where, jobs: Sequence[Job], console: Console) -> int:
-    """Show jobs until all have ended."""
+def _follow(where: Where, jobs: Sequence[Job], console: Console, rewards: Sequence[str]) -> int:
+    """Show jobs until all have ended, and score them meanwhile where there are rewards."""
     lines = JobLines(console, jobs)
 
     async def watch(client: AsyncClient, job: Job) -> None:
@@ -96,14 +116,19 @@ def _follow(where: Where, jobs: Sequence[Job], console: Console) -> int:
         async with AsyncClient(where.url, where.key) as client, asyncio.TaskGroup() as group:
             for job in jobs:
                 group.create_task(watch(client, job))
+            if rewards:
+                group.create_task(client.score(*(job.id for job in jobs), reward=rewards))
         async with AsyncClient(where.url, where.key) as client:
             return [await client.job(job.id) for job in jobs]
 
     try:
         ended = asyncio.run(_alone(all_of_them()))
     except KeyboardInterrupt:
-        names = " ".join(job.name for job in jobs[:1])
-        console.print(f"the service goes on; `motet logs {names} -f` follows again", markup=False, soft_wrap=True)
+        again = f"the service goes on; `motet logs {jobs[0].name} -f` follows again"
+        if rewards:
+            names = " ".join([job.name for job in jobs] + [f"--reward {reward}" for reward in rewards])
+            again = f"the service goes on when somebody scores: `motet score {names}`"
+        console.print(again, markup=False, soft_wrap=True)
         return INTERRUPTED
     return 1 if any(job.state == JobState.FAILED for job in ended) else 0
 
@@ -124,40 +149,17 @@ def ls(where: Where, state: str | None, limit: int, *, as_json: bool) -> None:
     """
     if state is not None and state not in list(JobState):
         raise ConfigError(f"there is no state {state!r}; there are {', '.join(JobState)}")
-    jobs, rewards, more = asyncio.run(_alone(_listed(where, state, limit, with_rewards=not as_json)))
+    with Client(where.url, where.key) as client:
+        listed = client.jobs(state)
+        jobs = list(itertools.islice(listed, limit or None))
+        more = bool(limit) and next(listed, None) is not None
     if as_json:
-        _print(jobs)
+        show_json(jobs)
         return
     console = Console(emoji=False)
-    console.print(job_table(jobs, rewards, console) if jobs else "no jobs")
+    console.print(job_table(jobs, console) if jobs else "no jobs")
     if more:
         console.print(f"the newest {limit}; --limit 0 shows all")
-
-
-async def _listed(
-    where: Where, state: str | None, limit: int, *, with_rewards: bool
-) -> tuple[list[Job], dict[str, list[float]], bool]:
-    jobs: list[Job] = []
-    rewards: dict[str, list[float]] = {}
-    gate = asyncio.Semaphore(_AT_ONCE)
-    async with AsyncClient(where.url, where.key) as client:
-
-        async def look(job: Job) -> None:
-            async with gate:
-                rewards[job.id] = rewards_of([event async for event in client.events(job.id)])
-
-        more = False
-        async with contextlib.aclosing(client.jobs(state)) as listed:
-            async for job in listed:
-                more = bool(limit) and len(jobs) == limit
-                if more:
-                    break
-                jobs.append(job)
-        async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                if with_rewards and job.step:
-                    group.create_task(look(job))
-    return jobs, rewards, more
 
 
 def show(where: Where, name: str, *, as_json: bool) -> None:
@@ -165,7 +167,7 @@ def show(where: Where, name: str, *, as_json: bool) -> None:
     with Client(where.url, where.key) as client:
         job, versions = client.job(name), client.versions(name)
         if as_json:
-            _print(
+            show_json(
                 {**job.model_dump(mode="json"), "versions": [version.model_dump(mode="json") for version in versions]}
             )
             return
@@ -190,10 +192,16 @@ def logs(where: Where, name: str, *, follow: bool, as_json: bool) -> int:
         return 1 if follow and client.job(job.id).state == JobState.FAILED else 0
 
 
-def pull(where: Where, name: str, version: str, directory: Path) -> None:
-    """Take a version home."""
+def pull(where: Where, name: str, version: str | None, directory: Path) -> None:
+    """Take an adapter home."""
     with Client(where.url, where.key) as client:
         print(client.pull(name, version, directory))
+
+
+def change(where: Where, name: str, **fields: int | str | None) -> None:
+    """Give a job another budget or priority."""
+    with Client(where.url, where.key) as client:
+        client.change(name, **fields)
 
 
 def steer(where: Where, name: str, word: str) -> None:
@@ -209,6 +217,13 @@ def steer(where: Where, name: str, word: str) -> None:
     print(f"asked {name} to {word}")
 
 
+def delete(where: Where, name: str) -> None:
+    """Forget a job that has ended."""
+    with Client(where.url, where.key) as client:
+        client.delete(name)
+    print(f"{name} is forgotten, with its files")
+
+
 def create_key(
     where: Where, tenant: str, name: str, role: Literal["admin", "member"], days: float | None, *, as_json: bool
 ) -> None:
@@ -216,7 +231,7 @@ def create_key(
     with Client(where.url, where.key) as client:
         found = client.create_key(tenant, name, role, days)
     if as_json:
-        _print(found)
+        show_json(found)
         return
     print(found.key)
     Console(emoji=False, stderr=True).print(
@@ -229,7 +244,7 @@ def list_keys(where: Where, *, as_json: bool) -> None:
     with Client(where.url, where.key) as client:
         found = client.keys()
     if as_json:
-        _print(found)
+        show_json(found)
     else:
         Console(emoji=False).print(key_table(found, time.time()) if found else "no keys")
 
@@ -241,7 +256,7 @@ def revoke_key(where: Where, key: str) -> None:
     print(f"{key} is refused from now on")
 
 
-def _print(found: BaseModel | Mapping[str, Any] | Iterable[BaseModel]) -> None:
+def show_json(found: BaseModel | Mapping[str, Any] | Iterable[BaseModel]) -> None:
     """JSON for other programs."""
     if isinstance(found, BaseModel):
         found = found.model_dump(mode="json")

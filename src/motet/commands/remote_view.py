@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 
 from rich import box
@@ -42,14 +42,6 @@ def progress_of(job: Job, events: Sequence[JobEvent]) -> JobProgress:
     return progress
 
 
-def rewards_of(events: Sequence[JobEvent]) -> list[float]:
-    """The mean reward of each step among events."""
-    progress = JobProgress("", 0)
-    for event in events:
-        take_in(progress, event)
-    return progress.rewards
-
-
 class JobLines:
     """The lines that `motet run` writes to a log, made from events."""
 
@@ -63,34 +55,27 @@ class JobLines:
         self._view.update(list(self._progress.values()))
 
 
-def _table(*headings: str, folds: Sequence[str], right: Sequence[str] = ()) -> Table:
+def table(*headings: str, folds: Sequence[str], right: Sequence[str] = ()) -> Table:
     """An empty table; `folds` are the columns that take several lines where there is no room."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in headings:
         justify: JustifyMethod = "right" if heading in right else "left"
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading not in folds)
-    return table
+        made.add_column(heading, justify=justify, overflow="fold", no_wrap=heading not in folds)
+    return made
 
 
-def job_table(jobs: Sequence[Job], rewards: Mapping[str, Sequence[float]], console: Console) -> Table:
-    """Jobs, a line each.
-
-    Args:
-        jobs: in the order of the table.
-        rewards: of the steps done, by job id.
-        console: where it will be printed.
-    """
-    table = _table("job", "state", "steps", "reward", "age", folds=("job",), right=("steps", "reward", "age"))
+def job_table(jobs: Sequence[Job], console: Console) -> Table:
+    """Jobs, a line each, for this console."""
+    found = table("job", "state", "steps", "reward", "age", folds=("job",), right=("steps", "reward", "age"))
     for job in jobs:
-        last = rewards.get(job.id, ())
-        table.add_row(
+        found.add_row(
             Text(glyphs_of(console).plain(job.name), style="bold"),
             Text(job.state, style=STATE_STYLES[JobState(job.state)]),
             f"{job.step}/{job.steps}",
-            reward_text(last[-1]) if last else "",
+            "" if job.reward is None else reward_text(job.reward),
             duration_text(time.time() - job.created),
         )
-    return table
+    return found
 
 
 def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent], console: Console) -> Text:
@@ -107,6 +92,7 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent], c
         "held-out": evaluation_text(told.evaluations, glyphs, gap=""),
         "data": str(job.spec["data"]["source"]),
         "rewards": ", ".join(str(reward["name"]) for reward in job.spec["rewards"]),
+        "budget": f"{job.spec['budget']:,} tokens" if job.spec.get("budget") else "",
         "submitted": f"{_day(job.created, '%Y-%m-%d %H:%M')}, {'took' if job.ended else 'since'} {spent}",
         "versions": ", ".join(_version(version) for version in versions),
     }
@@ -134,15 +120,15 @@ def _version(version: Version) -> str:
 
 def key_table(keys: Sequence[ApiKey], now: float) -> Table:
     """Keys, a line each."""
-    table = _table("id", "tenant", "name", "role", "made", "state", folds=("tenant", "name"))
+    found = table("id", "tenant", "name", "role", "made", "state", folds=("tenant", "name"))
     for key in keys:
         state = "in use"
         if key.revoked is not None:
             state = "revoked"
         elif key.expires is not None:
             state = "expired" if key.expires <= now else f"until {_day(key.expires)}"
-        table.add_row(*map(Text, (key.id, key.tenant, key.name, key.role, _day(key.created), state)))
-    return table
+        found.add_row(*map(Text, (key.id, key.tenant, key.name, key.role, _day(key.created), state)))
+    return found
 
 
 def _day(seconds: float, form: str = "%Y-%m-%d") -> str:

@@ -31,7 +31,7 @@ def run_file(
     tensorboard: Path | None,
     trust_remote_code: bool,
 ) -> int:
-    """Run a job file; returns the exit code: 0 all succeeded, 1 a job failed, 130 interrupted."""
+    """Run a job file; returns the exit code: 0 all succeeded or spent their budgets, 1 a job failed, 130 interrupted."""
     config = load_jobs(path, overrides)
     if directory is not None:
         config = config.model_copy(update={"run": str(directory)})
@@ -80,7 +80,10 @@ def _farewell(console: Console, result: RunResult) -> int:
     again = shlex.join(["motet", *sys.argv[1:]])
     told = result.report or "not written, the disk is full"
     console.print(f"report: {told}", soft_wrap=True, markup=False)
-    open_jobs = [job for job in result.jobs.values() if not job.state.final]
+    for job in result.jobs.values():
+        if job.spent:
+            console.print(f"{job.name} {job.message}", soft_wrap=True, markup=False)
+    open_jobs = [job for job in result.jobs.values() if not job.state.final and not job.spent]
     if open_jobs:
         console.print(f"{len(open_jobs)} job(s) saved; go on with: {again}", soft_wrap=True, markup=False)
         return 130

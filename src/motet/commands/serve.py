@@ -8,11 +8,12 @@ from pathlib import Path
 import uvicorn
 from rich.console import Console
 
-from motet.config import EngineConfig, RolloutConfig
+from motet.config.service import RateConfig, ServiceConfig
 from motet.errors import ConfigError
 from motet.service.app import create_app
 from motet.service.desk import Settings
 from motet.service.store import Store
+from motet.tasks.reward_installed import install
 
 
 def serve(
@@ -24,8 +25,8 @@ def serve(
     database: str | None,
     no_keys: bool,
     hub: bool,
-    engine: EngineConfig,
-    rollout: RolloutConfig,
+    config: ServiceConfig,
+    rewards: Path | None = None,
 ) -> None:
     """Serve until stopped.
 
@@ -37,9 +38,15 @@ def serve(
         raise ConfigError(
             f"--no-keys is for a service that this machine alone can reach, not for {host}; leave one of the two out"
         )
+    installed = {name: one.model_dump() for name, one in config.rewards.items()}
     settings = Settings(
-        base, directory.expanduser().resolve(), database or "", engine, rollout, open_to_all=no_keys, hub=hub
-    )
+        base, directory.expanduser().resolve(), database or "", config.engine, config.rollout, open_to_all=no_keys,
+        hub=hub, limits=config.limits, rate=config.rate or (None if no_keys else RateConfig()),
+        rewards=install(installed, rewards) if installed or rewards else {},
+        reward_hosts=None if config.reward_hosts is None else tuple(config.reward_hosts),
+        lease_seconds=config.lease_seconds, metrics_token=config.metrics_token,
+        max_upload_mb=config.max_upload_mb, max_adapter_mb=config.max_adapter_mb,
+    )  # fmt: skip
     app = create_app(settings)
     store: Store = app.state.desk.store
     if not no_keys and not store.all_keys():
@@ -48,7 +55,8 @@ def serve(
             f"the first key, an admin's, shown this once: [bold]{key}[/bold]", soft_wrap=True, highlight=False
         )
     console.print(
-        f"motet serves {base} at http://{host}:{port} (API: /docs); engine log: {settings.directory / 'engine.log'}",
+        f"motet serves {base} at http://{host}:{port} (the dashboard; the API is described at /docs); "
+        f"engine log: {settings.directory / 'engine.log'}",
         soft_wrap=True,
     )
     uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)

@@ -69,7 +69,8 @@ class RewardConfig(Config):
     """One reward. A plain string is the name."""
 
     name: str
-    """`exact`, `contains`, `numeric`, `math`, `regex`, `length`, `scorer`, `file.py:function` or `module:function`."""
+    """`exact`, `contains`, `numeric`, `math`, `regex`, `length`, `grader`, `scorer`, `http`, `file.py:function`,
+    `module:function`; on a service also `worker`, `judge`, and what its operator installed."""
     weight: float = 1.0
     """Factor in the weighted sum."""
     args: dict[str, Any] = {}
@@ -179,6 +180,8 @@ class OptimizerConfig(Config):
 
     lr: float | Literal["auto"] = "auto"
     """Learning rate; `auto` derives it from the base's width and family, and prints it."""
+    lr_multiplier: float = Field(1.0, gt=0, le=1000)
+    """Factor on the learning rate, for an `auto` that should be smaller or larger."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: float = Field(1e-8, gt=0)
@@ -255,6 +258,17 @@ def _one_reward(item: Any) -> Any:
     return item
 
 
+PRIORITIES = {"low": -10, "normal": 0, "high": 10}
+"""Classes of priority, by name."""
+
+
+def _priority(value: Any) -> Any:
+    """Accept the name of a class."""
+    if isinstance(value, str) and value not in PRIORITIES:
+        raise ValueError(f"priority must be a number or one of {', '.join(PRIORITIES)}, got {value!r}")
+    return PRIORITIES[value] if isinstance(value, str) else value
+
+
 class JobConfig(Config):
     """One job: which adapter to train, on which data, for which reward."""
 
@@ -282,8 +296,11 @@ class JobConfig(Config):
     """Evaluation on held-out problems."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is kept on disk."""
-    priority: int = Field(0, ge=-100, le=100)
-    """Jobs with a higher priority take free slots first; every 10 doubles a job's share of the device."""
+    priority: Annotated[int, BeforeValidator(_priority)] = Field(0, ge=-100, le=100)
+    """Jobs with a higher priority take free slots first; every 10 doubles a job's share of the device. `low` is -10, `normal` 0
+    and `high` 10."""
+    budget: int | None = Field(None, ge=1)
+    """Tokens sampled and trained after which the job pauses, at the end of a step; a larger budget lets it go on."""
 
     @model_validator(mode="before")
     @classmethod

@@ -123,5 +123,7 @@ def _truncate(weights_V: Tensor, param: SamplingParams) -> Tensor:
         ranked[param.top_k :] = 0
     if param.top_p < 1:
         before = torch.cumsum(ranked, 0) - ranked
-        ranked = ranked.masked_fill(before >= param.top_p * ranked.sum(), 0)
+        dropped = before >= param.top_p * ranked.sum()
+        dropped[0] = False  # also where so small a top_p is 0 in fp32
+        ranked = ranked.masked_fill(dropped, 0)
     return torch.zeros_like(kept).scatter_(0, order, ranked)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
 from motet.model.lora import AdapterLayout
@@ -189,3 +191,24 @@ def flatten(adapter: PeftAdapter, base: BaseModel, layout: AdapterLayout, source
     if left:
         raise AdapterError(f"{source} has a tensor that nothing asks for: {sorted(left)[0]} ({len(left)} in all)")
     return flat
+
+
+def examine(base: BaseModel, directory: Path) -> AdapterConfig:
+    """Whether a job over this base could start from an adapter: what the job's own adapter has to be.
+
+    Raises:
+        AdapterError: it could not, and why.
+    """
+    try:
+        adapter = read_adapter(directory)
+        targets = adapter.target_modules
+        shape = AdapterConfig(rank=adapter.rank, alpha=adapter.alpha, target_modules=targets)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise AdapterError(f"{CONFIG}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    except (OverflowError, RecursionError) as error:
+        raise AdapterError(f"{CONFIG} is damaged: {error}") from error
+    layout = base.adapter_layout(shape.target_modules, shape.rank)
+    flatten(adapter, base, layout, directory)
+    chosen = sorted({place.path.rsplit(".", 1)[-1] for place in layout.places})
+    return shape.model_copy(update={"target_modules": chosen})

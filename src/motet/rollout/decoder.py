@@ -8,7 +8,7 @@ Legend: T packed rows, N sampled rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as Seq
 
 import torch
@@ -31,6 +31,8 @@ class Decoder:
         self.prefills = 0
         """Prompts prefilled so far; preempted sequences count again."""
         self.preemptions = 0
+        self.sampled: Counter[str] = Counter()
+        """Tokens by job since somebody took the count away."""
         self._waiting: deque[Prompt] = deque()
         self._preempted: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -226,7 +228,8 @@ class Decoder:
         self.preemptions += 1
 
     def _settle(self, touched: Seq[Sequence]) -> None:
-        """Deliver what is due and take finished sequences out of the batch."""
+        """Deliver what is due of sequences that just got a token, and take finished ones out of the batch."""
+        self.sampled.update(sequence.prompt.request.job for sequence in touched)
         for sequence in touched:
             if sequence.finish is not None:
                 self._end(sequence, sequence.finish)

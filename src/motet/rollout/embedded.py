@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Protocol
@@ -175,8 +176,8 @@ class EmbeddedEngine:
             for prompt in self.decoder.fail_all():
                 prompt.emit(error)
         spent = (time.perf_counter() - started) * self._share
-        self._device.busy.decode += spent
-        self._device.busy.full += spent * full
+        tokens, self.decoder.sampled = self.decoder.sampled, Counter()
+        self._device.busy.decoded(spent, spent * full, tokens)
         return not self.decoder.idle
 
 

@@ -45,7 +45,6 @@ class SamplerLink:
             log: where its errors go; thrown away without one.
         """
         self._fingerprint, self._busy, self._share = fingerprint, busy, share
-        self._told = (0.0, 0.0)
         self._lock = threading.Lock()
         self._versions: dict[AdapterRef, AdapterWeights] = {}
         self._open: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Outcome]]] = {}
@@ -54,6 +53,8 @@ class SamplerLink:
         self._n_files = 0
         self._closing = self._held = False
         self.ready = False
+        self.seconds = 0.0
+        """Time in which the process sampled, as it told so far."""
         self.note = ""
         """Why the process does not take part, for a person."""
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -224,16 +225,17 @@ class SamplerLink:
                 self._outbox.put(wire.line(do="hold"))
 
     def _deliver(self, message: dict[str, Any]) -> None:
+        if "busy" in message:
+            decode, full, tokens = message["busy"]
+            self._busy.decoded(decode * self._share, full * self._share, tokens)
+            self.seconds += decode
+            return
         if "refused" in message:
             self._put(message["key"], EngineError(message["refused"]))
             return
         if "broken" in message:
             self._put(message["key"], DeviceError(message["broken"]))
             return
-        decode, full = message["busy"]
-        self._busy.decode += (decode - self._told[0]) * self._share
-        self._busy.full += (full - self._told[1]) * self._share
-        self._told = (decode, full)
         self._put(message["key"], wire.chunk_in(message["chunk"]))
 
     def _put(self, key: int, outcome: Outcome) -> None:

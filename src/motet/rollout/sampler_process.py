@@ -28,6 +28,8 @@ from motet.model.lora import AdapterWeights
 from motet.rollout import wire
 from motet.rollout.embedded import EmbeddedEngine
 
+_TELL_SECONDS = 0.5
+
 
 class SamplerProcess:
     """Answers the parent's messages in the order they come."""
@@ -46,6 +48,8 @@ class SamplerProcess:
         limits = {name: hello[name] for name in ("max_rows", "kv_tokens", "block_size", "prefill_tokens")}
         self.engine = EmbeddedEngine(self.base, self.device, **limits)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._told: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
+        """Seconds of decoding, with a full batch, and tokens by job, as far as the parent knows."""
 
     def say(self, **message: Any) -> None:
         """Send one message."""
@@ -76,12 +80,27 @@ class SamplerProcess:
     async def _generate(self, key: int, value: dict[str, Any]) -> None:
         try:
             async for chunk in self.engine.generate(wire.request_in(value)):
-                busy = self.device.busy
-                self.say(key=key, chunk=wire.chunk_out(chunk), busy=[busy.decode, busy.full])
+                self.say(key=key, chunk=wire.chunk_out(chunk))
+            self._tell()
         except EngineError as error:
             self.say(key=key, refused=str(error))
         except Exception as error:  # whatever went wrong here need not go wrong in the parent, which samples it then
             self.say(key=key, broken=f"{type(error).__name__}: {error}")
+
+    async def tell_busy(self) -> None:
+        """Say twice a second what was done; of short requests it is said when they end."""
+        while True:
+            await asyncio.sleep(_TELL_SECONDS)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Say what was done since the last time, where something was."""
+        decode, full, before = self._told
+        seconds, sampled, _ = self.device.busy.read()
+        if seconds > decode:
+            self._told = (seconds, self.device.busy.full, sampled)
+            new = {name: n - before.get(name, 0) for name, n in sampled.items() if n > before.get(name, 0)}
+            self.say(busy=[seconds - decode, self._told[1] - full, new])
 
     def _install(self, message: dict[str, Any]) -> None:
         path = Path(message["file"])
@@ -103,8 +122,10 @@ async def _serve(process: SamplerProcess, lines: BinaryIO) -> None:
         loop.call_soon_threadsafe(messages.put_nowait, None)
 
     threading.Thread(target=read, name="motet-messages", daemon=True).start()
+    telling = asyncio.create_task(process.tell_busy())
     while (message := await messages.get()) is not None:
         process.handle(message)
+    telling.cancel()
 
 
 def main() -> None:

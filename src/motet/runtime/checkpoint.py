@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from motet.errors import RunError
+from motet.errors import DiskFull, RunError
 from motet.tasks.plain_json import as_json
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -45,6 +45,7 @@ class Committed:
     evaluated: int = -1
     """Newest version whose evaluation is in the metrics."""
     tokens_sampled: int = 0
+    """Those of evaluations included."""
     tokens_trained: int = 0
     position: int = 0
     """The next problem that was never begun, where steps do not take a window each."""
@@ -56,6 +57,11 @@ class Committed:
     """Torch threads of the process that committed; sums of a whole gradient depend on it."""
     inexact: tuple[str, ...] = ()
     """Why the job's bytes may depend on the clock or on its company; empty when they do not."""
+
+    @property
+    def tokens(self) -> int:
+        """Sampled and trained: what a budget is about."""
+        return self.tokens_sampled + self.tokens_trained
 
 
 def dump_line(record: Mapping[str, Any]) -> bytes:
@@ -132,8 +138,13 @@ class JobDirectory:
 
     def read_metrics(self, committed: Committed) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that a commit covers."""
-        with self.metrics.open("rb") as file:
-            return [json.loads(line) for line in file.read(committed.metrics_bytes).splitlines()]
+        return _lines(self.metrics, committed.metrics_bytes)
+
+    def read_tokens(self, committed: Committed) -> dict[int, dict[str, int]]:
+        """`tokens_sampled` and `tokens_trained` of the steps that a commit covers."""
+        names = ("tokens_sampled", "tokens_trained")
+        lines = _lines(self.timings, committed.timings_bytes)
+        return {int(line["step"]): {name: int(line[name]) for name in names} for line in lines}
 
     def steps(self) -> list[int]:
         """Committed steps, in order. Anything in the directory that is not a number is left alone."""
@@ -245,6 +256,11 @@ class JobDirectory:
         return found
 
 
+def _lines(path: Path, length: int) -> list[dict[str, Any]]:
+    with path.open("rb") as file:
+        return [json.loads(line) for line in file.read(length).splitlines()]
+
+
 def differences(before: Any, after: Any, path: str = "") -> Iterable[str]:
     """Where two trees of plain values differ, one line each."""
     if isinstance(before, dict) and isinstance(after, dict):
@@ -258,7 +274,7 @@ def replace(path: Path, data: bytes) -> None:
     """Write a file so that it is there whole or not at all.
 
     Raises:
-        RunError: the disk is full.
+        DiskFull: the disk is full.
     """
     draft = path.with_name(f".tmp-{path.name}")
     try:
@@ -271,10 +287,10 @@ def replace(path: Path, data: bytes) -> None:
         raise disk_error(error, path) from error
 
 
-def disk_error(error: OSError, path: Path) -> Exception:
+def disk_error(error: OSError, path: Path | None) -> Exception:
     """A full disk in words; any other error as it is."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RunError(
+        return DiskFull(
             f"the disk is full: {path} could not be written. Nothing committed is lost; free some space and run the same "
             "command again"
         )

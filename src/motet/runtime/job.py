@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,9 +65,17 @@ class Services:
     threads: int = 0
     """Torch threads; 0 where there is no torch."""
 
-    async def on_device(self, call: Callable[[], Result]) -> Result:
-        """Run a trainer call in the device's turn."""
-        return await self.device.run(call)
+    async def on_device(self, job: str, call: Callable[[], Result]) -> Result:
+        """Run a trainer call of one job in the device's turn; its time is that job's."""
+
+        def timed() -> Result:
+            started = time.perf_counter()
+            try:
+                return call()
+            finally:
+                self.device.busy.called(time.perf_counter() - started, {job: 1.0})
+
+        return await self.device.run(timed)
 
 
 @dataclass
@@ -87,6 +96,8 @@ class Job:
     starts: int = 0
     """How often the job took a slot in this process: part of engine-side names."""
     tell: Tell = _nobody
+    tenant: str = ""
+    """Whose job it is; a run without a service has one tenant."""
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from motet.errors import JobFailed
+from motet.errors import JobFailed, ScorerAway
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import JobLearning
@@ -46,30 +46,46 @@ class JobLoop:
         self._pause = False
         self._resident = False
         self._publish_seconds = 0.0
+        self._moved = False
+        """Whether the trainer is ahead of what was done."""
 
     def pause(self) -> None:
-        """Stop after the step under way."""
+        """Stop after the step under way; at once where it waits for somebody to score, and nobody is there."""
         self._pause = True
+        self._services.rewards.rest(self._job.name, True)
 
     def go_on(self) -> None:
         """Do not stop after all."""
         self._pause = False
+        self._services.rewards.rest(self._job.name, False)
 
     async def run(self) -> JobState:
         """Train until done or paused; cancellation and failure leave by exception. The slot is free afterwards."""
         job, services = self._job, self._services
-        services.scheduler.join(job.name, weight_of(job.config.priority))
+        services.scheduler.join(job.name, weight_of(job.config.priority), job.tenant)
         try:
             await self._start()
             while self._done.step < job.config.steps:
-                if self._pause:
+                job.progress.spent = self._spent()
+                if self._pause or job.progress.spent:
                     await self._commit(self._done)
                     return JobState.PAUSED
                 await self._step(self._done.step)
             await self._finish()
             return JobState.SUCCEEDED
+        except (ScorerAway, ExceptionGroup) as error:
+            if not _only_away(error):
+                raise
+            if not self._moved:
+                await self._commit(self._done)
+            return JobState.PAUSED if self._pause else JobState.QUEUED
         finally:
             await self._leave()
+
+    def _spent(self) -> bool:
+        """Whether the job may not begin another step because its budget is used up."""
+        budget, done = self._job.config.budget, self._done
+        return budget is not None and done.tokens >= budget and done.step < self._job.config.steps
 
     # --- start and end -----------------------------------------------------------------------------------------------
 
@@ -81,12 +97,12 @@ class JobLoop:
             job.name, config.rewards, job.data.scorer, log=job.directory.path / "rewards.log"
         )
         await services.on_device(
-            lambda: services.trainer.add_adapter(config.name, config.adapter, config.optimizer, job.seed)
+            job.name, lambda: services.trainer.add_adapter(config.name, config.adapter, config.optimizer, job.seed)
         )
         self._resident = True
         if self._resumed:
             await services.on_device(
-                lambda: services.trainer.load_adapter(config.name, state / str(start), optimizer=True)
+                job.name, lambda: services.trainer.load_adapter(config.name, state / str(start), optimizer=True)
             )
             for reason in self._done.inexact:
                 job.note_inexact(reason)
@@ -99,7 +115,9 @@ class JobLoop:
         else:
             if config.adapter.init is not None:
                 source = job.init_directory()
-                await services.on_device(lambda: services.trainer.load_adapter(config.name, source, optimizer=False))
+                await services.on_device(
+                    job.name, lambda: services.trainer.load_adapter(config.name, source, optimizer=False)
+                )
             await self._commit(replace(self._done, threads=services.threads))
         job.progress.step = job.progress.first_step = start
         job.progress.started = time.monotonic()
@@ -118,6 +136,8 @@ class JobLoop:
         await self._probe.check(services.engine, self._versions.ref(version), trained)
         self._publish_seconds = time.monotonic() - started
         await self._versions.announce(version, self._oldest_needed())
+        if self._spent():
+            return
         if job.evaluates(version) and self._done.evaluated < version:
             self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
         last = min(job.config.steps, version + job.config.algorithm.max_off_policy_steps + 1)
@@ -127,13 +147,16 @@ class JobLoop:
 
     async def _finish(self) -> None:
         """Evaluate the last version and record it in a last line of the metrics."""
-        evaluation = await self._evaluated()
+        evaluation, tokens = await self._evaluated()
         if evaluation is not None:
-            version = self._done.step
+            version, directory = self._done.step, self._job.directory
             record = {"step": version, "version": version, "eval": evaluation}
-            self._job.directory.append(self._job.directory.metrics, record)
-            self._job.tell("step", record)
-            self._done = _with_evaluation(self._done, version, evaluation)
+            directory.append(directory.metrics, record)
+            seconds = {"sample": 0.0, "reward": 0.0, "train": 0.0, "publish": self._publish_seconds}
+            directory.append(directory.timings, timing_record(version, seconds, tokens, 0, self._services.device.busy))
+            self._job.tell("step", {**record, "tokens_sampled": tokens, "tokens_trained": 0})
+            done = replace(self._done, tokens_sampled=self._done.tokens_sampled + tokens)
+            self._done = _with_evaluation(done, version, evaluation)
         await self._commit(self._done)
 
     async def _leave(self) -> None:
@@ -147,7 +170,7 @@ class JobLoop:
         await services.rewards.unregister(name)
         await self._versions.drop_all()
         if self._resident:
-            await services.on_device(lambda: services.trainer.remove_adapter(name))
+            await services.on_device(name, lambda: services.trainer.remove_adapter(name))
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -159,21 +182,23 @@ class JobLoop:
         check_failures(sampled.groups, job.config.algorithm.max_failed_fraction)
         job.progress.phase = "training"
         started = time.monotonic()
+        self._moved = True
         learned = await self._learning.step(sampled)
         trained_seconds = time.monotonic() - started
-        evaluation = await self._evaluated()
+        evaluation, evaluated = await self._evaluated()
         record = step_record(sampled, learned)
         if evaluation is not None:
             record["eval"] = evaluation
-        tokens, supply = learned.tokens, self._sampler.supply
+        counts = {"tokens_sampled": sampled.tokens + evaluated, "tokens_trained": learned.tokens}
+        told, supply = (counts["tokens_sampled"], counts["tokens_trained"]), self._sampler.supply
         supply.pending.difference_update(sampled.positions)
         skipped = self._done.skipped_in_row + 1 if learned.optim is not None and learned.optim.skipped else 0
         done = replace(
             _with_evaluation(self._done, step, evaluation),
             step=step + 1,
             skipped_in_row=skipped,
-            tokens_sampled=self._done.tokens_sampled + sampled.tokens,
-            tokens_trained=self._done.tokens_trained + tokens,
+            tokens_sampled=self._done.tokens_sampled + counts["tokens_sampled"],
+            tokens_trained=self._done.tokens_trained + counts["tokens_trained"],
             position=supply.position,
             pending=tuple(sorted(supply.pending)),
             threads=services.threads,
@@ -185,19 +210,19 @@ class JobLoop:
             "train": trained_seconds,
             "publish": self._publish_seconds,
         }
-        await self._record(sampled, record, timing_record(step, seconds, sampled.tokens, tokens, services.device.busy))
+        await self._record(sampled, record, timing_record(step, seconds, *told, services.device.busy))
         if skipped >= job.config.optimizer.max_skipped:
             raise JobFailed(
                 f"the gradient was not finite in {skipped} steps in a row (optimizer.max_skipped); lower optimizer.lr, or look "
                 "at the rewards and the data of the last rollouts"
             )
-        self._done = done
+        self._done, self._moved = done, False
         if self._commits(step + 1):
             await self._commit(done)
         job.progress.step = step + 1
-        job.progress.tokens += tokens
+        job.progress.tokens += learned.tokens
         job.progress.rewards.append(float(record["reward"]))
-        job.tell("step", {**record, "tokens_sampled": sampled.tokens, "tokens_trained": tokens, "seconds": seconds})
+        job.tell("step", {**record, **counts, "seconds": seconds})
         await self._publish()
 
     def _commits(self, version: int) -> bool:
@@ -206,19 +231,19 @@ class JobLoop:
         wanted = version % config.checkpoint.every == 0 or version == config.steps or self._pause
         return wanted or self._job.evaluates(version) or config.algorithm.max_off_policy_steps > 0
 
-    async def _evaluated(self) -> dict[str, Any] | None:
-        """The record of the evaluation of the version that the step under way started from, once it is there."""
+    async def _evaluated(self) -> tuple[dict[str, Any] | None, int]:
+        """The evaluation of the version that the step under way started from, once it is there: its record and its tokens."""
         if self._evaluation is None:
-            return None
+            return None, 0
         self._job.progress.phase = "evaluating"
         evaluation = await self._evaluation
         self._evaluation = None
         check_failures(evaluation.groups, self._job.config.algorithm.max_failed_fraction)
-        lines = rollout_records(evaluation, "eval")
+        lines = rollout_records(evaluation, "eval", self._job.chat.token_texts)
         await asyncio.to_thread(self._job.directory.write_rollouts, f"eval-{evaluation.version}", lines)
         record = evaluation_record(evaluation)
         self._job.progress.evaluations.append((evaluation.version, record["reward"]))
-        return record
+        return record, evaluation.tokens
 
     # --- disk --------------------------------------------------------------------------------------------------------
 
@@ -226,7 +251,8 @@ class JobLoop:
         directory = self._job.directory
 
         def write() -> None:
-            directory.write_rollouts(str(sampled.step), rollout_records(sampled, "train"))
+            lines = rollout_records(sampled, "train", self._job.chat.token_texts)
+            directory.write_rollouts(str(sampled.step), lines)
             directory.append(directory.metrics, record)
             directory.append(directory.timings, timing)
 
@@ -255,3 +281,9 @@ def _with_evaluation(done: Committed, version: int, evaluation: Mapping[str, Any
     if math.isfinite(reward) and (done.best_reward is None or reward > done.best_reward):
         done = replace(done, best_reward=reward, best_version=version)
     return replace(done, evaluated=version)
+
+
+def _only_away(error: Exception) -> bool:
+    """Whether nothing is wrong but that nobody scores."""
+    rest = error.split(ScorerAway)[1] if isinstance(error, ExceptionGroup) else None
+    return rest is None

@@ -1,13 +1,14 @@
 """The learn loop's shared half: micro-batches of all jobs, packed together, one forward and backward pass after another.
 
 While the device is busy, cuts of several jobs gather; the next pass takes as many as the token budget holds, those of the
-jobs that have consumed least first.
+tenants that have consumed least first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from motet.algorithms.packing import Waiting, merge
 from motet.device import Device
 from motet.errors import DeviceError
 from motet.protocols import Trainer
+from motet.runtime.scheduler import Standing
 from motet.types import Batch, LossStats, Segment
 
 
@@ -28,9 +30,7 @@ class _Entry:
 class Learner:
     """Trains the segments of all jobs on one device."""
 
-    def __init__(
-        self, trainer: Trainer, device: Device, budget: int, account: Callable[[str], tuple[float, float]]
-    ) -> None:
+    def __init__(self, trainer: Trainer, device: Device, budget: int, account: Callable[[str], Standing]) -> None:
         self._trainer = trainer
         self._device = device
         self._budget = budget
@@ -85,8 +85,12 @@ class Learner:
     def _choose(self) -> list[_Entry]:
         waiting = []
         for entry in self._waiting:
-            consumed, weight = self._account(entry.job)
-            waiting.append(Waiting(entry.job, entry.segment.n_tokens, consumed, weight))
+            had = self._account(entry.job)
+            waiting.append(
+                Waiting(
+                    entry.job, entry.segment.n_tokens, had.consumed, had.weight, had.tenant, had.tenant_consumed, had.share
+                )
+            )  # fmt: skip
         chosen = [self._waiting[index] for index in merge(waiting, self._budget)]
         if self._apart:
             chosen = [entry for entry in chosen if entry.job == chosen[0].job]
@@ -97,6 +101,10 @@ class Learner:
         started = time.perf_counter()
         stats = self._trainer.forward_backward(batch)
         spent = time.perf_counter() - started
+        tokens: Counter[str] = Counter()
+        for segment in batch.segments:
+            tokens[segment.adapter] += segment.n_tokens
+        self._device.busy.called(spent, tokens)
         self._device.busy.train += spent
         self._device.busy.full += spent * (batch.n_tokens >= 0.5 * self._budget)
         return stats

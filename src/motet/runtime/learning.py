@@ -45,11 +45,12 @@ class JobLearning:
         segments, first, optim = self._segments(batch), LossStats(), None
         tokens = sum(sample.n_tokens for sample in batch.samples)
         updates = job.config.algorithm.updates_per_batch
-        for update in range(updates):
-            stats = await services.learner.train(job.name, segments)
-            services.scheduler.spend(job.name, tokens)
-            optim = await services.on_device(lambda: services.trainer.optim_step(job.name, rate))
-            first = stats if update == 0 else first
+        with services.scheduler.working(job.name):
+            for update in range(updates):
+                stats = await services.learner.train(job.name, segments)
+                services.scheduler.spend(job.name, tokens)
+                optim = await services.on_device(job.name, lambda: services.trainer.optim_step(job.name, rate))
+                first = stats if update == 0 else first
         return LearnedStep(batch, first, optim, tokens * updates)
 
     async def _with_logprobs(self, batch: StepBatch, field: str, *, base: bool) -> StepBatch:
@@ -57,7 +58,8 @@ class JobLearning:
         logprobs: list[FloatArray] = []
         for segment in self._segments(batch):
             (found,) = await self._services.on_device(
-                lambda segment=segment: self._services.trainer.forward(Batch((segment,)), base=base)  # type: ignore[misc]
+                self._job.name,
+                lambda segment=segment: self._services.trainer.forward(Batch((segment,)), base=base),  # type: ignore[misc]
             )
             logprobs.extend(found)
         return batch.with_logprobs(field, logprobs)

@@ -6,13 +6,14 @@ metrics.jsonl holds nothing that depends on time or company; seconds and rates a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from motet.device import BusyTime
 from motet.runtime.learning import LearnedStep
 from motet.runtime.sampling import SampledStep
 from motet.runtime.step_batch import group_metrics
+from motet.types import Rollout
 
 STEP_FIELDS: Mapping[str, str] = {
     "step": "the step, from 0; the last line has the number of steps and only the final evaluation",
@@ -96,8 +97,16 @@ def timing_record(
     }
 
 
-def rollout_records(sampled: SampledStep, purpose: str) -> Iterable[dict[str, Any]]:
-    """The lines of a rollout log, in data order."""
+def rollout_records(
+    sampled: SampledStep, purpose: str, texts: Callable[[Sequence[int]], Sequence[str]]
+) -> Iterable[dict[str, Any]]:
+    """The lines of a rollout log, in data order.
+
+    Args:
+        sampled: groups of a step or an evaluation.
+        purpose: `train` or `eval`.
+        texts: the text of each of some tokens.
+    """
     for group in sampled.groups:
         prompt = group.problem.messages[-1].content
         for rollout in group.rollouts:
@@ -115,4 +124,15 @@ def rollout_records(sampled: SampledStep, purpose: str) -> Iterable[dict[str, An
                 "finish_reason": rollout.finish_reason.value,
                 "tokens": int(rollout.loss_mask.sum()),
                 "error": rollout.error,
+                **_token_fields(rollout, texts),
             }
+
+
+def _token_fields(rollout: Rollout, texts: Callable[[Sequence[int]], Sequence[str]]) -> dict[str, Any]:
+    """Everything from the first sampled token on; what the model read in between has no logprob."""
+    start = int(rollout.loss_mask.argmax()) if rollout.loss_mask.any() else len(rollout.token_ids)
+    told = zip(rollout.logprobs[start:].tolist(), rollout.loss_mask[start:].tolist(), strict=True)
+    return {
+        "token_texts": list(texts(rollout.token_ids[start:].tolist())),
+        "logprobs": [round(logprob, 4) if own else None for logprob, own in told],
+    }

@@ -14,6 +14,9 @@ from motet.errors import DeviceError, MotetError, RunError
 from motet.runtime.checkpoint import disk_error
 from motet.runtime.job import Job, Services
 from motet.runtime.job_loop import JobLoop
+from motet.runtime.room import Room, is_full
+from motet.runtime.scheduler import weight_of
+from motet.runtime.slots import FREE, Claim, Rule, gives_way, taken
 from motet.types import JobState
 
 CONTROL = "control"
@@ -34,8 +37,15 @@ class Pipeline:
         self._slots = slots
         self._loops: dict[str, JobLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._pauses: set[str] = set()
+        self._pauses: dict[str, str] = {}
+        """Jobs that stop after the step under way, and why, where it was not asked for by a person."""
+        self._giving: set[str] = set()
+        """Of these, those that go back into the queue because their slot is another tenant's turn."""
+        self._rules: dict[str, Rule] = {}
+        self._held: set[str] = set()
+        """Jobs that were paused by the rule of their tenant and go on with it."""
         self._restarts: dict[str, int] = {}
+        self._room = Room()
         self._stopping = False
         self._closing = False
         self._changed = asyncio.Event()
@@ -78,32 +88,69 @@ class Pipeline:
         if job.name in self.jobs:
             raise RunError(f"there is a job {job.name!r} already")
         self.jobs[job.name] = job
+        self._obey(job)
         self._changed.set()
 
     def forget(self, name: str) -> None:
         """Let go of a job that has no slot; what it saved stays."""
         if name not in self._tasks:
             self.jobs.pop(name, None)
+            self._held.discard(name)
+            self._room.forget(name)
 
-    def pause(self, name: str) -> None:
+    def pause(self, name: str, reason: str = "") -> None:
         """Finish the job's step, save and give its slot away."""
         job = self.jobs[name]
+        self._held.discard(name)
+        self._giving.discard(name)
         if name in self._tasks:
-            self._pauses.add(name)  # read by the loop that its task is about to make
-            if name in self._loops:
-                self._loops[name].pause()
+            self._stop_after_step(name, reason)
         elif job.state is JobState.QUEUED:
-            job.move(JobState.PAUSED)
+            job.move(JobState.PAUSED, reason)
         self._changed.set()
+
+    def _stop_after_step(self, name: str, reason: str = "") -> None:
+        self._pauses[name] = reason  # read by the loop that its task is about to make
+        if name in self._loops:
+            self._loops[name].pause()
 
     def resume(self, name: str) -> None:
         """Put a paused or failed job back into the queue; one that was to pause goes on; any other stays where it is."""
+        self._held.discard(name)
         if name in self._pauses:
-            self._pauses.discard(name)
+            del self._pauses[name]
+            self._giving.discard(name)
             if name in self._loops:
                 self._loops[name].go_on()
         elif name not in self._tasks and self.jobs[name].state in (JobState.PAUSED, JobState.FAILED):
             self.jobs[name].move(JobState.QUEUED)
+        self._obey(self.jobs[name])
+        self._changed.set()
+
+    def rule(self, tenant: str, rule: Rule) -> None:
+        """Set what holds for a tenant's jobs. While it holds them they are paused, and they go on by themselves afterwards."""
+        self._rules[tenant] = rule
+        self._services.scheduler.share(tenant, rule.share)
+        for job in [job for job in self.jobs.values() if job.tenant == tenant]:
+            if rule.hold:
+                self._obey(job)
+            elif job.name in self._held and (job.name in self._pauses or job.state is JobState.PAUSED):
+                self.resume(job.name)
+        self._changed.set()
+
+    def _obey(self, job: Job) -> None:
+        """Pause a job whose tenant is held, unless a person paused it."""
+        reason = self._rules.get(job.tenant, FREE).hold
+        stays = job.name in self._pauses and job.name not in self._giving
+        if reason and not stays and job.state in (JobState.QUEUED, JobState.RUNNING):
+            self.pause(job.name, reason)
+            self._held.add(job.name)
+
+    def change(self, name: str, **fields: int | None) -> None:
+        """Give a job another `budget` or `priority`; it counts from the next step, or the next request, on."""
+        job = self.jobs[name]
+        job.config = job.config.model_copy(update=fields)
+        self._services.scheduler.reweigh(name, weight_of(job.config.priority))
         self._changed.set()
 
     def cancel(self, name: str) -> None:
@@ -117,36 +164,64 @@ class Pipeline:
     # --- slots -------------------------------------------------------------------------------------------------------
 
     def _waiting(self) -> bool:
-        states = {job.state for job in self.jobs.values()}
+        states = {job.state for job in self.jobs.values() if not job.progress.spent}
         return JobState.QUEUED in states or (JobState.PAUSED in states and not self._stopping)
 
     def _fill_slots(self) -> None:
-        queued = [job for job in self.jobs.values() if job.state is JobState.QUEUED]
-        queued.sort(key=lambda job: -job.config.priority)  # stable: the file's order among equals
-        for job in queued:
-            if self._stopping:
+        queued = [job for job in self.jobs.values() if job.state is JobState.QUEUED and not self._room.waits(job.name)]
+        if self._stopping:
+            for job in queued:
                 job.move(JobState.PAUSED)
-            elif len(self._tasks) < self._slots:
-                job.move(JobState.RUNNING)
-                task = self._tasks[job.name] = asyncio.create_task(self._run_job(job))
-                task.add_done_callback(lambda task, job=job: self._never_began(job, task))  # type: ignore[misc]
+            return
+        claims = [_claim(job) for job in queued]
+        running = [_claim(self.jobs[name]) for name in self._tasks if name not in self._giving]
+        slots = self._slots - len(self._giving)
+        for name in taken(claims, running, slots, self._rules):
+            job = self.jobs[name]
+            job.move(JobState.RUNNING)
+            task = self._tasks[name] = asyncio.create_task(self._run_job(job))
+            task.add_done_callback(lambda task, job=job: self._never_began(job, task))  # type: ignore[misc]
+            running.append(_claim(job))
+        claims = [claim for claim in claims if claim.job not in self._tasks]
+        poorer = None if self._giving else gives_way(claims, running, slots, self._rules)
+        if poorer is not None and poorer not in self._pauses:
+            self._giving.add(poorer)
+            self._stop_after_step(poorer)
 
     async def _run_job(self, job: Job) -> None:
         try:
             loop = self._loops[job.name] = JobLoop(job, self._services, job.directory.restore())
             if job.name in self._pauses:
                 loop.pause()
-            state = await loop.run()
-            self._end(job, state, "" if state is JobState.SUCCEEDED else f"paused after step {job.progress.step}")
+            self._end(job, *self._outcome(job, await loop.run()))
         except asyncio.CancelledError:
             if not self._closing:  # a run that is torn down leaves its jobs as they are: they go on next time
                 self._end(job, JobState.CANCELLED, f"cancelled after step {job.progress.step}")
         except DeviceError as error:
             self._take_up_again(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
-            self._end(job, JobState.FAILED, self._reason(job, error))
+            if self._stays and is_full(error):
+                self._end(job, JobState.QUEUED, self._room.ran_out(job.name, job.directory))
+            else:
+                self._end(job, JobState.FAILED, _reason(job, error))
         finally:
             self._release(job)
+
+    def _outcome(self, job: Job, state: JobState) -> tuple[JobState, str]:
+        """The state of a job whose loop has ended, and what to say of it."""
+        if state is not JobState.PAUSED:
+            return state, ""
+        done = f"after step {job.progress.step}"
+        if job.progress.spent:
+            self._held.discard(job.name)
+            return state, (
+                f"paused {done}: its budget of {job.config.budget} tokens is spent; to go on, give it a larger one "
+                "(`motet resume JOB --budget TOKENS`, or `budget` in the job file and the same command again)"
+            )
+        if job.name in self._giving:
+            return JobState.QUEUED, f"gave its slot to another tenant's job {done}; goes on when one is free"
+        reason = self._pauses.get(job.name, "")
+        return state, f"paused {done}: {reason}" if reason else f"paused {done}"
 
     def _never_began(self, job: Job, task: asyncio.Task[None]) -> None:
         """A task that is cancelled before its first line runs neither that line nor its `finally`."""
@@ -158,7 +233,8 @@ class Pipeline:
     def _release(self, job: Job) -> None:
         self._loops.pop(job.name, None)
         self._tasks.pop(job.name, None)
-        self._pauses.discard(job.name)
+        self._pauses.pop(job.name, None)
+        self._giving.discard(job.name)
         self._changed.set()
 
     def _take_up_again(self, job: Job, error: DeviceError) -> None:
@@ -177,25 +253,12 @@ class Pipeline:
         ) as error:  # a full disk: the state holds in this process, and the next one starts from the last commit
             job.progress.message = f"{message} ({error})" if message else str(error)
 
-    def _reason(self, job: Job, error: BaseException) -> str:
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        if isinstance(error, OSError):
-            error = disk_error(error, job.directory.path)
-        if isinstance(error, MotetError):
-            return str(error)
-        log = job.directory.path / "error.log"
-        told = f"the whole story is in {log}"
-        try:
-            log.write_text("".join(traceback.format_exception(error)))
-        except OSError:
-            told = f"{log} could not be written"
-        return f"{type(error).__name__}: {error} ({told}); this is a fault of Motet, please report it"
-
     async def _poll_controls(self) -> None:
         """Read control files, so that another process can pause, resume or cancel one job of this run."""
         while True:
             await asyncio.sleep(_POLL_SECONDS)
+            if self._room.came():
+                self._changed.set()
             for name, job in self.jobs.items():
                 path = job.directory.path / CONTROL
                 if not path.exists():
@@ -206,3 +269,23 @@ class Pipeline:
                 if action is not None and (not job.state.final or job.state is JobState.FAILED):
                     with contextlib.suppress(RunError):  # a full disk: the state holds in this process
                         action(name)
+
+
+def _claim(job: Job) -> Claim:
+    return Claim(job.name, job.tenant, job.config.priority)
+
+
+def _reason(job: Job, error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, OSError):
+        error = disk_error(error, job.directory.path)
+    if isinstance(error, MotetError):
+        return str(error)
+    log = job.directory.path / "error.log"
+    told = f"the whole story is in {log}"
+    try:
+        log.write_text("".join(traceback.format_exception(error)))
+    except OSError:
+        told = f"{log} could not be written"
+    return f"{type(error).__name__}: {error} ({told}); this is a fault of Motet, please report it"

@@ -35,6 +35,8 @@ class JobProgress:
     """Step from which this process went on."""
     message: str = ""
     """Why the job failed, or what a person should know."""
+    spent: bool = False
+    """Whether it is paused because its budget is spent."""
 
     @property
     def tokens_per_second(self) -> float:

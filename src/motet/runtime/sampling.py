@@ -234,7 +234,7 @@ class JobSampler:
             scored = await services.rewards.score(job.name, problem, completions)
             cost.reward_seconds += time.monotonic() - started
             if any(item.clock_limited for item in scored):
-                job.note_inexact("a reward ran into its wall-clock limit")
+                job.note_inexact("a reward ran into its wall-clock limit, or could not be asked")
             return scored
 
         if task.rollouts is None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DataError as DatabaseDataError
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
-from motet.errors import ConfigError, DataError, EngineError, MotetError, RewardError, StoreError
+from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetError, RewardError, StoreError
 from motet.service.desk import Desk
 from motet.service.store import Principal
 from motet.service.tables import StoredJob
@@ -19,15 +21,21 @@ from motet.service.tables import StoredJob
 _log = logging.getLogger(__name__)
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+TYPES |= {429: "rate_limit_error"}
 TYPES |= {409: "conflict_error", 413: "invalid_request_error", 422: "invalid_request_error", 503: "unavailable_error"}
+
+OPENAI = ("/v1/chat/", "/v1/completions", "/v1/fine_tuning/")
+"""Paths where a request that does not fit is a 400, as the `openai` package's users know it."""
 
 
 class Refusal(Exception):
     """An answer that is not a success."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param, self.headers = status, message, param, headers
 
 
 def desk_of(request: Request) -> Desk:
@@ -39,18 +47,43 @@ def desk_of(request: Request) -> Desk:
 AtDesk = Annotated[Desk, Depends(desk_of)]
 
 
+def bearer(request: Request) -> str:
+    """The key that a request brings; empty where it brings none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def known(request: Request, desk: Desk) -> bool:
+    """Whether a request brings a good key, or needs none."""
+    try:
+        return desk.settings.open_to_all or desk.store.who(bearer(request)) is not None
+    except OperationalError:  # whoever answers finds that out too, and says so
+        return True
+
+
 def principal_of(request: Request, desk: AtDesk) -> Principal:
     """Whose key the request brings."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and key:
-        found = desk.store.who(key.strip())
+    if key := bearer(request):
+        found = desk.store.who(key)
         if found is not None:
+            _within_rate(desk, found.key_id)
             return found
         if not desk.settings.open_to_all:  # else any key will do: clients such as openai's always send one
+            _within_rate(desk, f"unknown keys from {request.client.host if request.client else 'nowhere'}")
             raise Refusal(401, "this key is unknown, revoked or expired; `motet keys create` makes one")
     if desk.settings.open_to_all:
+        _within_rate(desk, "none")
         return Principal(desk.store.tenant("local").id, "local", "none", "admin")
     raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
+
+
+def _within_rate(desk: Desk, key: str) -> None:
+    """Count a request of a key."""
+    if seconds := desk.rate.wait(key):
+        rate = desk.settings.rate
+        often = rate.requests_per_second if rate is not None else None
+        told = f"more than {often:g} requests a second, the most for one key here; try again in {seconds} s"
+        raise Refusal(429, told, headers={"Retry-After": str(seconds)})
 
 
 Asker = Annotated[Principal, Depends(principal_of)]
@@ -82,40 +115,49 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Refusal)
     async def _refused(_: Request, error: Refusal) -> JSONResponse:
-        return _body(error.status, error.message, error.param)
+        return error_body(error.status, error.message, error.param, error.headers)
 
     @app.exception_handler(HTTPException)
     async def _http(_: Request, error: HTTPException) -> JSONResponse:
-        return _body(error.status_code, str(error.detail))
+        return error_body(error.status_code, str(error.detail), headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
-        return _body(422, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
+        status = 400 if request.url.path.startswith(OPENAI) else 422
+        return error_body(status, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
 
     @app.exception_handler(OperationalError)
     async def _database(_: Request, error: OperationalError) -> JSONResponse:
         _log.error("the database does not answer: %s", error.orig)
-        return _body(503, "the database does not answer; try again in a moment")
+        return error_body(503, "the database does not answer; try again in a moment")
+
+    @app.exception_handler(DatabaseDataError)
+    async def _unkept(_: Request, error: DatabaseDataError) -> JSONResponse:
+        return error_body(422, f"the database cannot keep this: {error.orig}")
 
     @app.exception_handler(Exception)
     async def _fault(_: Request, error: Exception) -> JSONResponse:
-        return _body(500, f"{type(error).__name__}; this is a fault of Motet, its log has the whole story")
+        return error_body(500, f"{type(error).__name__}; this is a fault of Motet, its log has the whole story")
 
     @app.exception_handler(MotetError)
     async def _motet(_: Request, error: MotetError) -> JSONResponse:
         status = 409 if isinstance(error, StoreError) else 503 if isinstance(error, EngineError) else 500
         status = 400 if isinstance(error, ConfigError | DataError | RewardError) else status
-        return _body(status, str(error))
+        status = error.status if isinstance(error, LimitError) else status
+        return error_body(status, str(error))
 
 
-def _body(status: int, message: str, param: str | None = None) -> JSONResponse:
+def error_body(
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """An error as it is answered."""
     detail: dict[str, Any] = {
         "message": message,
         "type": TYPES.get(status, "server_error"),
         "param": param,
         "code": None,
     }
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse({"error": detail}, status, headers)
+    challenge = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    return JSONResponse({"error": detail}, status, {**challenge, **(headers or {})})

@@ -19,7 +19,7 @@ class Job(Answer):
     id: str
     name: str
     tenant: str | None = None
-    """Whose it is; told to admins."""
+    """The name of whose it is; told to admins."""
     state: str
     """`queued`, `running`, `paused`, `succeeded`, `failed` or `cancelled`."""
     message: str
@@ -30,6 +30,12 @@ class Job(Answer):
     created: float
     """Unix seconds."""
     ended: float | None
+    reward: float | None = None
+    """Mean reward of the newest step."""
+    after: list[str] = []
+    """Ids of the jobs that have to succeed before it starts."""
+    at: float | None = None
+    """Unix seconds before which it does not start."""
     spec: dict[str, Any]
     """The job, as it was validated."""
     progress: dict[str, Any] | None = None
@@ -62,6 +68,28 @@ class Events(Answer):
     data: list[JobEvent]
 
 
+class TenantEvent(JobEvent):
+    """Something that happened to one of the tenant's jobs."""
+
+    job: str
+    """The job's id."""
+
+
+class Steps(Answer):
+    """Steps of a job, thinned for a picture."""
+
+    data: list[dict[str, Any]]
+    """Lines of metrics.jsonl in order, with tokens and seconds; only the fields that were asked for."""
+    after: int
+    """The newest event: a stream of events goes on from there without gap or double."""
+
+
+class CheckedJobs(Answer):
+    """The jobs that a text holds; each can be submitted as it is."""
+
+    jobs: list[dict[str, Any]]
+
+
 class Version(Answer):
     """A saved version of a job's adapter."""
 
@@ -84,16 +112,36 @@ class File(Answer):
     """An uploaded file of rows."""
 
     id: str
+    object: Literal["file"] = "file"
     filename: str
     bytes: int
     rows: int
     created: float
+    """Unix seconds."""
+    created_at: int
+    """The same in whole seconds."""
+    purpose: Literal["fine-tune"] = "fine-tune"
+    status: Literal["processed"] = "processed"
+    """Every row has been read when the upload is answered."""
 
 
 class Files(Answer):
-    """Files, newest first."""
+    """A page of files, newest first unless asked otherwise."""
 
+    object: Literal["list"] = "list"
     data: list[File]
+    has_more: bool = False
+    """Give `last_id` as `after` for the next page."""
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class FileDeleted(Answer):
+    """A file that is gone."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
 
 
 class ApiKey(Answer):
@@ -129,6 +177,31 @@ class KeyRequest(BaseModel):
     name: str = Field("", max_length=100)
     role: Literal["admin", "member"] = "member"
     expires_days: float | None = Field(None, gt=0, le=36500)
+
+
+class AuditEntry(Answer):
+    """Something that was changed."""
+
+    id: int
+    time: float
+    """Unix seconds."""
+    tenant: str
+    """Whose key it was."""
+    key: str
+    """The key's id."""
+    key_name: str
+    action: str
+    """What was done: `submit`, `cancel`, `create key`, …"""
+    object: str
+    """What it was done to, by id."""
+
+
+class AuditEntries(Answer):
+    """Entries, newest first."""
+
+    data: list[AuditEntry]
+    next: str | None
+    """Give it as `after` for the next page; absent on the last."""
 
 
 class Health(Answer):

@@ -8,9 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from motet.config import JobConfig
+from motet.config import JobConfig, RewardConfig
 from motet.errors import ConfigError
 from motet.jobfile import normal_job, validate
+from motet.tasks.graders.shapes import parse
+from motet.tasks.reward_elsewhere import ELSEWHERE, MASK, check
+from motet.tasks.reward_http import Addresses
+from motet.tasks.reward_installed import Installed
+from motet.tasks.reward_loading import SCORER
 from motet.tasks.rewards import BUILTIN
 
 GENERATED = ("toy:", "reasoning-gym:")
@@ -18,15 +23,23 @@ HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*
 FILE_ENDINGS = re.compile(r"\.(jsonl?|parquet|csv)$", re.IGNORECASE)
 MOST_STEPS = 1_000_000
 Find = Callable[[str], Path | None]
-"""A path for the name of an uploaded file, or of a version; None where the tenant has none."""
+"""A path for the name of an uploaded file; None where the tenant has none."""
 
 
-def validated(tree: Mapping[str, Any], *, hub: bool) -> JobConfig:
+def validated(
+    tree: Mapping[str, Any],
+    *,
+    hub: bool,
+    rewards: Mapping[str, Installed] | None = None,
+    addresses: Addresses | None = None,
+) -> JobConfig:
     """Check a job that a tenant submits.
 
     Args:
         tree: as a job stands in a job file.
         hub: whether data may come from the hub.
+        rewards: those that are installed here.
+        addresses: where rewards may be asked.
 
     Raises:
         ConfigError: what is wrong, or not allowed here.
@@ -47,19 +60,48 @@ def validated(tree: Mapping[str, Any], *, hub: bool) -> JobConfig:
                 "reasoning-gym:NAME"
             )
     for reward in config.rewards:
-        if reward.name not in {*BUILTIN, "scorer"}:
-            raise ConfigError(
-                f"reward {reward.name!r} cannot be used here: code does not run on the server. There are "
-                f"{', '.join(sorted({*BUILTIN, 'scorer'}))}"
-            )
+        _check_reward(reward, rewards or {}, addresses or Addresses())
     return config
 
 
-def for_engine(config: JobConfig, job_id: str, find_file: Find, find_version: Find) -> dict[str, Any]:
-    """The job under its engine-side name, with paths for what it names.
+def _check_reward(reward: RewardConfig, installed: Mapping[str, Installed], addresses: Addresses) -> None:
+    known = [*BUILTIN, SCORER, *ELSEWHERE, *installed]
+    if reward.name not in known:
+        raise ConfigError(
+            f"reward {reward.name!r} cannot be used here: code does not run on the server. There are "
+            f"{', '.join(sorted(known))}; a function of your own is scored on your machine (motet submit --reward FILE)"
+        )
+    check(reward)
+    if reward.name in ("grader", "judge"):
+        parse(reward.args, f"reward {reward.name}: args")
+    if reward.name == "http":
+        addresses.check(str(reward.args["url"]))
+    if reward.name in installed:
+        given = installed[reward.name]
+        odd = sorted(set(reward.args) - set(given.parameters))
+        missing = sorted(name for name, default in given.parameters.items() if not default and name not in reward.args)
+        if odd or missing:
+            what = "has no argument" if odd else "needs the argument"
+            takes = ", ".join(given.parameters) or "none"
+            raise ConfigError(f"reward {reward.name!r} {what} {(odd or missing)[0]!r}; it takes {takes}")
+
+
+def masked(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A job as it may be shown: values of headers are secrets."""
+    rewards = [
+        {**reward, "args": {**reward["args"], "headers": dict.fromkeys(reward["args"]["headers"], MASK)}}
+        if reward.get("name") == "http" and isinstance(reward.get("args", {}).get("headers"), Mapping)
+        else reward
+        for reward in spec.get("rewards", ())
+    ]
+    return {**spec, "rewards": rewards}
+
+
+def for_engine(config: JobConfig, job_id: str, find_file: Find, start: Path) -> dict[str, Any]:
+    """The job under its engine-side name, with paths for what it names; `start` is where its adapter's start is kept.
 
     Raises:
-        ConfigError: a file or version is not there.
+        ConfigError: a file is not there.
     """
     found = config.model_dump(mode="json")
     found["seed"] = config.effective_seed  # of the name that its owner gave it
@@ -70,10 +112,6 @@ def for_engine(config: JobConfig, job_id: str, find_file: Find, find_version: Fi
             if (path := find_file(name)) is None:
                 raise ConfigError(f"data.{field}: there is no file {name}")
             found["data"][field] = str(path)
-    if (start := found["adapter"]["init"]) is not None:
-        if (path := find_version(start)) is None:
-            raise ConfigError(
-                f"adapter.init: there is no version {start!r}; name one as job@best, job@latest or job@12"
-            )
-        found["adapter"]["init"] = str(path)
+    if found["adapter"]["init"] is not None:
+        found["adapter"]["init"] = str(start)
     return found

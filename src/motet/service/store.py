@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from alembic.util.exc import CommandError
-from sqlalchemy import Engine, create_engine, event, func, select, update
+from sqlalchemy import Engine, create_engine, delete, event, func, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
 from motet.errors import StoreError
-from motet.service.tables import AuditEntry, Event, Key, StoredFile, StoredJob, Tenant, now
+from motet.service.tables import AuditEntry, Event, FineTuning, Key, StoredFile, StoredJob, Tenant, now
 from motet.types import JobState
 
 Role = Literal["admin", "member"]
@@ -78,14 +78,15 @@ class Store:
         self._engine.dispose()
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[Session]:
+    def transaction(self) -> Iterator[Session]:
+        """A session that is committed at its end, or rolled back when something is raised."""
         with self._session.begin() as session:
             yield session
 
     def alive(self) -> bool:
         """Whether the database answers."""
         try:
-            with self._transaction() as session:
+            with self.transaction() as session:
                 session.execute(select(1))
         except OperationalError:
             return False
@@ -96,19 +97,19 @@ class Store:
     def tenant(self, name: str) -> Tenant:
         """The tenant of this name, made where there is none."""
         query = select(Tenant).where(Tenant.name == name)
-        with self._transaction() as session:
+        with self.transaction() as session:
             if (found := session.scalar(query)) is not None:
                 return found
         # another may make it at the same time
-        with contextlib.suppress(IntegrityError), self._transaction() as session:
+        with contextlib.suppress(IntegrityError), self.transaction() as session:
             session.add(Tenant(id=new_id("tenant"), name=name))
-        with self._transaction() as session:
+        with self.transaction() as session:
             return session.scalars(query).one()
 
     def create_key(self, tenant: str, name: str, role: Role, expires: float | None = None) -> tuple[Key, str]:
         """A new key of a tenant, and its text, which is shown once."""
         owner, text = self.tenant(tenant), PREFIX + secrets.token_urlsafe(32)
-        with self._transaction() as session:
+        with self.transaction() as session:
             key = Key(id=new_id("key"), tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires)
             session.add(key)
         return key, text
@@ -116,13 +117,13 @@ class Store:
     def all_keys(self, tenant_id: str | None = None) -> list[tuple[Key, str]]:
         """Keys and the names of their tenants, oldest first; all tenants' unless one is given."""
         query = select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).order_by(Key.created, Key.id)
-        with self._transaction() as session:
+        with self.transaction() as session:
             rows = session.execute(query if tenant_id is None else query.where(Key.tenant_id == tenant_id)).all()
             return [(key, tenant) for key, tenant in rows]
 
     def revoke_key(self, key_id: str, tenant_id: str | None = None) -> bool:
         """End a key; False where there is none."""
-        with self._transaction() as session:
+        with self.transaction() as session:
             key = session.get(Key, key_id)
             if key is None or (tenant_id is not None and key.tenant_id != tenant_id):
                 return False
@@ -131,7 +132,7 @@ class Store:
 
     def who(self, text: str) -> Principal | None:
         """Whose key this is; None where it is unknown, revoked or expired."""
-        with self._transaction() as session:
+        with self.transaction() as session:
             row = session.execute(
                 select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).where(Key.digest == digest(text))
             ).first()
@@ -144,41 +145,43 @@ class Store:
 
     def audit(self, who: Principal, action: str, thing: str) -> None:
         """Remember who changed what."""
-        with self._transaction() as session:
+        with self.transaction() as session:
             session.add(AuditEntry(tenant_id=who.tenant_id, key_id=who.key_id, action=action, object=thing))
 
     # --- jobs ---------------------------------------------------------------------------------------------------------------
 
     def submit(
-        self, who: Principal, name: str, spec: Mapping[str, Any], steps: int, idempotency: str | None
+        self, who: Principal, name: str, spec: Mapping[str, Any], steps: int, idempotency: str | None, **columns: Any
     ) -> StoredJob:
-        """Queue a job. The same idempotency key gives the same job again.
+        """Queue a job, with more columns of its row. The same idempotency key gives the same job again.
 
         Raises:
             StoreError: the tenant has a job of this name.
         """
-        if (found := self._submitted(who, idempotency)) is not None:
+        if (found := self.submitted(who, idempotency)) is not None:
             return found
         job = StoredJob(
             id=new_id("job"), tenant_id=who.tenant_id, name=name, spec=dict(spec), steps=steps,
-            state=JobState.QUEUED.value, wanted="run", idempotency_key=idempotency,
+            state=JobState.QUEUED.value, wanted="run", idempotency_key=idempotency, **columns,
         )  # fmt: skip
+        told = {"state": job.state, "message": job.message or ""}
         try:
-            with self._transaction() as session:
+            with self.transaction() as session:
                 session.add(job)
                 session.flush()
-                session.add(Event(job_id=job.id, kind="state", key="0", data={"state": job.state, "message": ""}))
+                session.add(Event(job_id=job.id, kind="state", key="0", data=told))
         except IntegrityError as error:
-            if (found := self._submitted(who, idempotency)) is not None:  # by another, at the same time
+            if (found := self.submitted(who, idempotency)) is not None:  # by another, at the same time
                 return found
             raise StoreError(f"there is a job {name!r} already; give this one another name") from error
         return job
 
-    def _submitted(self, who: Principal, idempotency: str | None) -> StoredJob | None:
+    def submitted(self, who: Principal, idempotency: str | None) -> StoredJob | None:
+        """The job that a tenant submitted with an idempotency key."""
         if idempotency is None:
             return None
         same = select(StoredJob).where(StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key == idempotency)
-        with self._transaction() as session:
+        with self.transaction() as session:
             return session.scalar(same)
 
     def jobs(
@@ -192,52 +195,64 @@ class Store:
             query = query.where(StoredJob.state == state)
         if before is not None:
             query = query.where(StoredJob.number < before)
-        with self._transaction() as session:
+        with self.transaction() as session:
             return list(session.scalars(query))
 
     def job(self, who: Principal, name: str) -> StoredJob | None:
         """A job by its id, or by its name among the tenant's own."""
         query = select(StoredJob).where((StoredJob.id == name) | (StoredJob.name == name))
-        with self._transaction() as session:
+        with self.transaction() as session:
             found = list(session.scalars(query))
         own = [job for job in found if job.tenant_id == who.tenant_id]
         return next(iter(own or (found if who.admin else [])), None)
 
     def open_jobs(self) -> list[StoredJob]:
         """Jobs that have not ended, in the order they came: what a service that starts takes up again."""
-        with self._transaction() as session:
+        with self.transaction() as session:
             return list(session.scalars(select(StoredJob).where(StoredJob.state.in_(OPEN)).order_by(StoredJob.number)))
 
     def change_job(self, job_id: str, **fields: Any) -> None:
         """Set columns of a job."""
-        with self._transaction() as session:
+        with self.transaction() as session:
             if (job := session.scalar(select(StoredJob).where(StoredJob.id == job_id))) is not None:
                 for name, value in fields.items():
                     setattr(job, name, value)
 
     def delete_job(self, job_id: str) -> None:
         """Forget a job and its events."""
-        with self._transaction() as session:
-            for row in session.scalars(select(Event).where(Event.job_id == job_id)):
-                session.delete(row)
-            if (job := session.scalar(select(StoredJob).where(StoredJob.id == job_id))) is not None:
-                session.delete(job)
+        with self.transaction() as session:
+            session.execute(delete(Event).where(Event.job_id == job_id))
+            session.execute(delete(FineTuning).where(FineTuning.job_id == job_id))
+            session.execute(delete(StoredJob).where(StoredJob.id == job_id))
 
     def counts(self) -> dict[str, int]:
         """Jobs by state."""
-        with self._transaction() as session:
+        with self.transaction() as session:
             rows = session.execute(select(StoredJob.state, func.count()).group_by(StoredJob.state)).all()
             return {str(row[0]): int(row[1]) for row in rows}
 
     # --- events -------------------------------------------------------------------------------------------------------------
 
-    def tell(self, job_id: str, kind: str, key: str, data: Mapping[str, Any], **fields: Any) -> int | None:
-        """Keep an event and set columns of its job, both or none; None where it was kept before, or the job is gone."""
+    def tell(
+        self,
+        job_id: str,
+        kind: str,
+        key: str,
+        data: Mapping[str, Any],
+        also: Callable[[Session], None] | None = None,
+        **fields: Any,
+    ) -> int | None:
+        """Keep an event, do something else in the same transaction and set columns of its job, all or nothing.
+
+        None where the event was kept before, or the job is gone.
+        """
         entry = Event(job_id=job_id, kind=kind, key=key, data=dict(data))
         try:
-            with self._transaction() as session:
+            with self.transaction() as session:
                 session.add(entry)
                 session.flush()
+                if also is not None:
+                    also(session)
                 if fields:
                     session.execute(update(StoredJob).where(StoredJob.id == job_id).values(**fields))
         except IntegrityError:
@@ -247,12 +262,12 @@ class Store:
     def events(self, job_id: str, after: int = 0, limit: int = 500) -> Sequence[Event]:
         """Events of a job after one of them, in order."""
         query = select(Event).where(Event.job_id == job_id, Event.id > after).order_by(Event.id).limit(limit)
-        with self._transaction() as session:
+        with self.transaction() as session:
             return list(session.scalars(query))
 
     def last_event(self, job_id: str) -> Event | None:
         """The newest event of a job."""
-        with self._transaction() as session:
+        with self.transaction() as session:
             return session.scalar(select(Event).where(Event.job_id == job_id).order_by(Event.id.desc()).limit(1))
 
     # --- files --------------------------------------------------------------------------------------------------------------
@@ -260,25 +275,25 @@ class Store:
     def add_file(self, who: Principal, file_id: str, filename: str, size: int, rows: int) -> StoredFile:
         """Remember an uploaded file."""
         found = StoredFile(id=file_id, tenant_id=who.tenant_id, filename=filename, bytes=size, rows=rows)
-        with self._transaction() as session:
+        with self.transaction() as session:
             session.add(found)
         return found
 
     def files(self, who: Principal) -> list[StoredFile]:
         """A tenant's files, newest first."""
         query = select(StoredFile).where(StoredFile.tenant_id == who.tenant_id).order_by(StoredFile.created.desc())
-        with self._transaction() as session:
+        with self.transaction() as session:
             return list(session.scalars(query))
 
     def file(self, who: Principal, file_id: str) -> StoredFile | None:
         """One of a tenant's files."""
-        with self._transaction() as session:
+        with self.transaction() as session:
             found = session.get(StoredFile, file_id)
         return found if found is not None and found.tenant_id == who.tenant_id else None
 
     def delete_file(self, file_id: str) -> None:
         """Forget a file."""
-        with self._transaction() as session:
+        with self.transaction() as session:
             if (found := session.get(StoredFile, file_id)) is not None:
                 session.delete(found)
 

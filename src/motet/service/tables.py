@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, String, Text, UniqueConstraint, false
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only in INTEGER columns
@@ -67,6 +67,16 @@ class StoredJob(Table):
     steps: Mapped[int]
     created: Mapped[float] = mapped_column(default=now)
     ended: Mapped[float | None]
+    reward: Mapped[float | None]
+    """Mean reward of the newest step."""
+    after: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    """Ids of the jobs that have to succeed before this one starts."""
+    start_at: Mapped[float | None]
+    """Unix seconds before which it does not start."""
+    waits: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """Whether the engine does not know of it yet: `after` or `start_at` holds it back."""
+    starts_from: Mapped[str | None] = mapped_column(String(160))
+    """What its adapter starts from, under ids instead of names: `job-…@best`, `adapter-…`."""
 
 
 class Event(Table):
@@ -94,6 +104,15 @@ class StoredFile(Table):
     created: Mapped[float] = mapped_column(default=now)
 
 
+class FineTuning(Table):
+    """What a job was asked for through the fine-tuning routes."""
+
+    __tablename__ = "fine_tunings"
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    request: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """As it was sent."""
+
+
 class AuditEntry(Table):
     """Who changed what."""
 
@@ -104,3 +123,93 @@ class AuditEntry(Table):
     key_id: Mapped[str] = mapped_column(String(40))
     action: Mapped[str] = mapped_column(String(60))
     object: Mapped[str] = mapped_column(String(120))
+
+
+class UploadedAdapter(Table):
+    """A PEFT directory that a tenant brought."""
+
+    __tablename__ = "adapters"
+    __table_args__ = (UniqueConstraint("tenant_id", "name"),)
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+    name: Mapped[str] = mapped_column(String(100))
+    bytes: Mapped[int] = mapped_column(BIG)
+    rank: Mapped[int]
+    alpha: Mapped[float]
+    target_modules: Mapped[list[str]] = mapped_column(JSON)
+    created: Mapped[float] = mapped_column(default=now)
+
+
+class Share(Table):
+    """What others may chat with, start from and take home: a job's adapter, or an uploaded one."""
+
+    __tablename__ = "shares"
+    __table_args__ = (UniqueConstraint("object", "with_tenant"),)
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+    """Whose it is."""
+    object: Mapped[str] = mapped_column(String(40), index=True)
+    """The id of a job or of an uploaded adapter."""
+    with_tenant: Mapped[str] = mapped_column(String(40), index=True)
+    """A tenant's id, or `*`: all."""
+    created: Mapped[float] = mapped_column(default=now)
+
+
+class TenantLimits(Table):
+    """What an admin set for one tenant; the service's defaults stand for the rest."""
+
+    __tablename__ = "limits"
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    given: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """Fields of `LimitsConfig`; null is no limit."""
+    changed: Mapped[float] = mapped_column(default=now)
+
+
+class Usage(Table):
+    """What was used on one day: by a job, by a tenant's completions (no job), or by nobody (no tenant: the device idled)."""
+
+    __tablename__ = "usage"
+    __table_args__ = (UniqueConstraint("day", "tenant_id", "job_id"), Index("usage_of_tenant", "tenant_id", "day"))
+    id: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
+    day: Mapped[str] = mapped_column(String(10))
+    """In UTC, as 2026-01-31."""
+    tenant_id: Mapped[str] = mapped_column(String(40))
+    job_id: Mapped[str] = mapped_column(String(40), index=True)
+    """Stays when the job is deleted."""
+    job_name: Mapped[str] = mapped_column(String(100))
+    tokens_prompt: Mapped[int] = mapped_column(BIG)
+    tokens_sampled: Mapped[int] = mapped_column(BIG)
+    tokens_trained: Mapped[int] = mapped_column(BIG)
+    microseconds: Mapped[int] = mapped_column(BIG)
+    """Of the device."""
+
+
+class MeterReading(Table):
+    """The last window of device time that was kept of each engine, so that none is counted twice."""
+
+    __tablename__ = "meter_readings"
+    engine: Mapped[str] = mapped_column(String(100), primary_key=True)
+    window: Mapped[int] = mapped_column(BIG)
+
+
+class ScoringUnit(Table):
+    """One reward of one problem's completions that a reward worker is to score; see `scoring_units`."""
+
+    __tablename__ = "scoring_units"
+    __table_args__ = (UniqueConstraint("job_id", "key"), Index("scoring_units_of_lease", "lease"))
+    id: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"))
+    key: Mapped[str] = mapped_column(String(64))
+    """A digest of the work."""
+    step: Mapped[int]
+    """Steps that the job had done when it was asked."""
+    created: Mapped[float] = mapped_column(default=now)
+    work: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """`reward`, `problem` and `completions`, until it is scored."""
+    completions: Mapped[int]
+    scores: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    worker: Mapped[str | None] = mapped_column(String(60))
+    lease: Mapped[str | None] = mapped_column(String(40))
+    leased_until: Mapped[float | None]
+    """Unix seconds; after them others may have it."""
+    handed_out: Mapped[int] = mapped_column(default=0)

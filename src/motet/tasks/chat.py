@@ -18,6 +18,8 @@ from motet.types import BoolArray, IntArray, Message, Problem
 
 # Stands for sampled text when a template is rendered; letters and digits only, so that no template trims or escapes it.
 _PLACEHOLDER = "7sampled7text7"
+_PART_OF_A_LETTER = "\ufffd"
+_MOST_PAIRS = 2**15
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Chat:
     """False: the text of the messages is the prompt, with the tokenizer's own special tokens (BOS)."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the template (`enable_thinking`, …)."""
+    _pairs: dict[tuple[int, int], str] = field(default_factory=dict, repr=False, compare=False)
+    """What a token adds after another, as it was found before."""
 
     def __post_init__(self) -> None:
         """Refuse a template that is not there.
@@ -96,6 +100,34 @@ class Chat:
         mask = np.zeros(len(token_ids), np.bool_) if loss_mask is None else loss_mask
         rows = zip(range(len(token_ids)), token_ids.tolist(), mask.tolist(), strict=True)
         return "\n".join(f"{at:>6} {'*' if on else ' '} {token:>7} {self._decode([token])!r}" for at, token, on in rows)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token, special ones too; together they are the text of all.
+
+        A letter that several tokens make up is the first one's; the others have no text.
+        """
+        texts: list[str] = []
+        before = -1
+        for token in map(int, token_ids):
+            if (text := self._pairs.get((before, token))) is None:
+                # What some tokenizers leave out at the beginning, such as a space, they do not leave out behind a token.
+                head = "" if before < 0 else self._decode([before])
+                text = self._decode([token] if before < 0 else [before, token])
+                text = text[len(head) :] if text.startswith(head) else self._decode([token])
+                if len(self._pairs) < _MOST_PAIRS:
+                    self._pairs[before, token] = text
+            texts.append(text)
+            before = token
+        place = 0
+        while place < len(texts):
+            if _PART_OF_A_LETTER in texts[place]:  # bytes of one letter, until they are whole
+                for end in range(place + 2, min(place + 5, len(texts)) + 1):
+                    whole = self._decode([int(token) for token in token_ids[place:end]])
+                    if _PART_OF_A_LETTER not in whole:
+                        texts[place:end] = [whole, *[""] * (end - place - 1)]
+                        break
+            place += 1
+        return texts
 
     def completion_text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens, without special tokens: what rewards see."""

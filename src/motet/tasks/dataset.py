@@ -146,9 +146,10 @@ def _messages(value: Any, where: str, column: str) -> tuple[Message, ...]:
     for item in value:
         if not isinstance(item, dict) or "role" not in item or "content" not in item:
             raise DataError(f"{where}: a message ({column}) needs `role` and `content`, got {item!r:.80}")
-        if item["role"] not in ROLES:
+        role = "system" if item["role"] == "developer" else item["role"]
+        if role not in ROLES:
             raise DataError(f"{where}: a message has the role {item['role']!r}; the roles are {', '.join(ROLES)}")
-        messages.append(Message(item["role"], _content(item["content"], where)))
+        messages.append(Message(role, _content(item["content"], where)))
     return tuple(messages)
 
 

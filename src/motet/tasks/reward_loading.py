@@ -66,13 +66,13 @@ def resolve(source: RewardSource, scorer: ScorerSpec | None = None) -> LoadedRew
         RewardError: nothing has that name, it does not load, or its parameters fit neither signature.
     """
     if source.function is not None:
-        return _adapted(source.function, source.args, source.name)
+        return adapted(source.function, source.args, source.name)
     if source.name == SCORER:
         if scorer is None:
             raise RewardError("only reasoning-gym:NAME data has a scorer of its own; name a reward, such as `exact`")
-        return _adapted(build_scorer(scorer), source.args, source.name)
+        return adapted(build_scorer(scorer), source.args, source.name)
     if source.name in BUILTIN:
-        loaded = _adapted(BUILTIN[source.name], source.args, source.name)
+        loaded = adapted(BUILTIN[source.name], source.args, source.name)
         try:
             check_args(source.name, source.args)
         except Exception as error:
@@ -80,10 +80,15 @@ def resolve(source: RewardSource, scorer: ScorerSpec | None = None) -> LoadedRew
         if source.name == "math":
             importlib.import_module("math_verify")  # slow to import: not on the first completion's CPU time
         return loaded
-    return _adapted(_find(source.name), source.args, source.name)
+    return adapted(find(source.name), source.args, source.name)
 
 
-def _find(name: str) -> Any:
+def find(name: str) -> Any:
+    """The function that `file.py:function` or `module:function` names.
+
+    Raises:
+        RewardError: there is none, or its file does not load.
+    """
     place, colon, attribute = name.rpartition(":")
     if not colon:
         known = [*BUILTIN, SCORER]
@@ -93,7 +98,7 @@ def _find(name: str) -> Any:
             f"there is no reward {name!r}: {hint}Built in are {', '.join(known)}; "
             "your own is `file.py:function` or `module:function`"
         )
-    module = _load_file(place) if place.endswith(".py") else _load_module(place)
+    module = load_file(place) if place.endswith(".py") else _load_module(place)
     found = functools.reduce(lambda value, part: getattr(value, part, None), attribute.split("."), module)
     if found is None:
         functions = [item for item, value in vars(module).items() if callable(value) and not item.startswith("_")]
@@ -103,7 +108,12 @@ def _find(name: str) -> Any:
     return found
 
 
-def _load_file(place: str) -> Any:
+def load_file(place: str) -> Any:
+    """The module that a file of rewards makes.
+
+    Raises:
+        RewardError: it is not there, or does not load.
+    """
     path = Path(place).expanduser().resolve()
     if not path.is_file():
         raise RewardError(f"reward file {place!r} does not exist (looked for {path}, from where motet was started)")
@@ -130,7 +140,12 @@ def _load_module(place: str) -> Any:
         raise RewardError(f"reward module {place!r} does not load: {describe(error)}. {hint}") from error
 
 
-def _adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
+def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
+    """A function with its arguments, ready to be called.
+
+    Raises:
+        RewardError: it is no function, or its parameters fit neither signature.
+    """
     if not callable(function):
         raise RewardError(f"reward {name!r} is {type(function).__name__}, not a function")
     try:

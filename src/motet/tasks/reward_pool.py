@@ -4,6 +4,8 @@ Every job has processes of its own: a hanging reward holds up only its own job, 
 process (modules, random state, environment) can reach another job's scores. A job alone uses up to `workers` of them;
 with company each job keeps the one it is entitled to.
 
+Rewards that are scored elsewhere (`reward_elsewhere`) need no process: the pool asks the function that it was given for them.
+
 A call's outcome must not depend on what its process did before. So a process is replaced after a call that ran out of
 CPU time or memory, and a call that ran out of memory or killed a used process is tried once more in a fresh one.
 """
@@ -16,14 +18,17 @@ import json
 import math
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from motet.config import RewardConfig
 from motet.errors import RewardError
+from motet.tasks import reward_elsewhere
 from motet.tasks.reasoning import ScorerSpec
+from motet.tasks.reward_elsewhere import ELSEWHERE, Chance, Elsewhere, Score
+from motet.tasks.reward_installed import Installed, without_folder
 from motet.tasks.reward_link import ClockLimitError, ProcessDiedError, RewardLink
 from motet.types import Problem
 
@@ -39,7 +44,7 @@ class Scored:
     error: str = ""
     """Why there is no reward."""
     clock_limited: bool = False
-    """The wall clock decided, so another run could come out differently."""
+    """The clock or the network decided, so another run could come out differently."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +66,15 @@ class _Seat:
 class _Lane:
     """One job's rewards and processes."""
 
+    job: str
     rewards: Sequence[RewardConfig]
     labels: Sequence[str]
     hello: bytes
     log: Path | None
+    places: Mapping[int, int]
+    """Where in the process a reward is, by its place in the job; those that are scored elsewhere are not there."""
     together: Sequence[bool] = ()
-    """Per reward: whether all completions of a problem go into one call."""
+    """Per reward of the process: whether all completions of a problem go into one call."""
     seats: list[_Seat] = field(default_factory=list)
     idle: list[_Seat] = field(default_factory=list)
     waiting: deque[asyncio.Future[_Seat]] = field(default_factory=deque)
@@ -76,20 +84,41 @@ class _Lane:
 class RewardPool:
     """Runs the rewards of all jobs. Lives in one event loop, which must outlive it (`close` before the loop ends)."""
 
-    def __init__(self, workers: int = 2) -> None:
+    def __init__(
+        self,
+        workers: int = 2,
+        elsewhere: Mapping[str, Elsewhere] | None = None,
+        installed: Mapping[str, Installed] | None = None,
+        rest: Callable[[str, bool], None] | None = None,
+    ) -> None:
+        """No process is started yet.
+
+        Args:
+            workers: processes in all; every job has at least one.
+            elsewhere: who scores the rewards that no process scores, by their names.
+            installed: functions that jobs may use by name, besides the built-in rewards.
+            rest: told whether a job is to rest, so that it does not wait for scores that nobody is there to give.
+        """
         self._workers = workers
+        self._elsewhere, self._installed, self._rest = elsewhere or {}, installed or {}, rest
         self._lanes: dict[str, _Lane] = {}
 
     async def register(
         self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None
     ) -> None:
-        """Load a job's rewards in a first process; what they print goes to `log` (default: standard error).
+        """Load a job's rewards in a first process, where they need one; what they print goes to `log` (standard error).
 
         Raises:
             RewardError: a reward cannot be found, loaded, or called with its arguments; says what to do.
         """
         await self.unregister(job)
-        lane = _Lane(tuple(rewards), _labels(rewards), _hello(rewards, scorer), log)
+        here = [place for place, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
+        hello = _hello([self._found(rewards[place]) for place in here], scorer)
+        places = {place: index for index, place in enumerate(here)}
+        lane = _Lane(job, tuple(rewards), _labels(rewards), hello, log, places)
+        if not here:
+            self._lanes[job] = lane
+            return
         seat = _Seat()
         lane.seats.append(seat)
         try:
@@ -117,11 +146,17 @@ class RewardPool:
         for job in list(self._lanes):
             await self.unregister(job)
 
+    def rest(self, job: str, wanted: bool) -> None:
+        """Say whether a job is to rest; where nobody is there to score for it, `score` then raises `ScorerAway`."""
+        if self._rest is not None and job in self._lanes:
+            self._rest(job, wanted)
+
     async def score(self, job: str, problem: Problem, completions: Sequence[str]) -> list[Scored]:
         """Score completions of one problem, in their order. What goes wrong is in the result, never raised.
 
         Raises:
             RewardError: the job is not registered.
+            ScorerAway: nobody is there to score, and the job is to rest.
         """
         lane = self._lanes.get(job)
         if lane is None:
@@ -132,12 +167,67 @@ class RewardPool:
         )
         return [_sum(lane, parts) for parts in zip(*columns, strict=True)]
 
+    async def scores(self, job: str, problem: dict[str, Any], completions: Sequence[str]) -> list[Score]:
+        """What the first reward of a job says of completions of a problem (as plain values), before its weight.
+
+        Raises:
+            RewardError: the job is not registered.
+        """
+        lane = self._lanes.get(job)
+        if lane is None:
+            raise RewardError(f"job {job!r} has no rewards registered: call register first")
+        parts = await self._column(lane, 0, problem, list(completions))
+        return [(Chance if part.clock_limited else str)(part.error) if part.error else part.value for part in parts]
+
+    def _is_elsewhere(self, reward: RewardConfig) -> bool:
+        """Whether no process scores a reward.
+
+        Raises:
+            RewardError: nobody here does, or its arguments are wrong.
+        """
+        if reward.function is not None or reward.name not in ELSEWHERE:
+            return False
+        if reward.name not in self._elsewhere:
+            raise RewardError(
+                f"reward {reward.name!r} is scored beside a service: submit the job to `motet serve`, or name a function "
+                "of yours as `file.py:function`"
+            )
+        reward_elsewhere.check(reward)
+        return True
+
+    def _found(self, reward: RewardConfig) -> RewardConfig:
+        """The reward with the function that its name stands for, where that was installed."""
+        known = self._installed.get(reward.name) if reward.function is None else None
+        if known is None:
+            return reward
+        return reward.model_copy(update={"name": known.target, "args": {**known.args, **reward.args}})
+
     async def _column(self, lane: _Lane, place: int, problem: dict[str, Any], completions: list[str]) -> list[_Part]:
         """One reward's parts.
 
         A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
         """
-        if lane.together[place] and len(completions) > 1:
+        if place not in lane.places:
+            return await self._asked(lane, place, problem, completions)
+        parts = await self._in_process(lane, place, problem, completions)
+        known = self._installed.get(lane.rewards[place].name)
+        if known is None:
+            return parts
+        return [replace(part, error=without_folder(part.error, known.target)) for part in parts]
+
+    async def _asked(self, lane: _Lane, place: int, problem: dict[str, Any], completions: list[str]) -> list[_Part]:
+        """Parts of a reward that is scored elsewhere."""
+        reward = lane.rewards[place]
+        found = await self._elsewhere[reward.name](lane.job, reward, problem, completions)
+        return [
+            _Part(error=score, clock_limited=isinstance(score, Chance)) if isinstance(score, str) else _Part(score)
+            for score in found
+        ]
+
+    async def _in_process(
+        self, lane: _Lane, place: int, problem: dict[str, Any], completions: list[str]
+    ) -> list[_Part]:
+        if lane.together[lane.places[place]] and len(completions) > 1:
             parts = await self._call(lane, place, problem, completions)
             if parts is not None:
                 return parts
@@ -167,7 +257,12 @@ class RewardPool:
     ) -> dict[str, Any]:
         """A reply that a fresh process would have given too."""
         reward, n = lane.rewards[place], len(completions)
-        request = {"reward": place, "problem": problem, "completions": completions, "memory_mb": reward.memory_mb}
+        request = {
+            "reward": lane.places[place],
+            "problem": problem,
+            "completions": completions,
+            "memory_mb": reward.memory_mb,
+        }
         line = json.dumps({**request, "cpu_seconds": reward.cpu_seconds * n}).encode() + b"\n"
         while True:
             fresh = seat.link is None or seat.link.calls == 0
@@ -244,8 +339,9 @@ def _sum(lane: _Lane, parts: Sequence[_Part]) -> Scored:
 def _labels(rewards: Sequence[RewardConfig]) -> list[str]:
     labels: list[str] = []
     for reward in rewards:
-        before = sum(reward.name == other.name for other in rewards[: len(labels)])
-        labels.append(f"{reward.name}#{before + 1}" if before else reward.name)
+        label = reward_elsewhere.label_of(reward)
+        before = sum(label == reward_elsewhere.label_of(other) for other in rewards[: len(labels)])
+        labels.append(f"{label}#{before + 1}" if before else label)
     return labels
 
 

@@ -104,6 +104,13 @@ def length(problem: Problem, completion: str, *, target: float, unit: str = "wor
     return 1.0 if size <= target else target / size
 
 
+def grader(problem: Problem, completion: str, /, *, type: str, **fields: Any) -> float:
+    """What a grader gives the completion: string_check, text_similarity or multi, the fields of its JSON as `args`."""
+    from motet.tasks import graders  # what it stands on is loaded only where there is one
+
+    return graders.score(problem, completion, {"type": type, **fields})
+
+
 BUILTIN: Mapping[str, RewardFunction] = {
     "exact": exact,
     "contains": contains,
@@ -111,6 +118,7 @@ BUILTIN: Mapping[str, RewardFunction] = {
     "math": math,
     "regex": regex,
     "length": length,
+    "grader": grader,
 }
 """Rewards by name; `scorer`, the data's own, is the one more name that has no function here."""
 
@@ -119,7 +127,11 @@ def check_args(name: str, args: Mapping[str, Any]) -> None:
     """Try a built-in reward's arguments out on an empty answer.
 
     Raises:
-        TypeError, ValueError, re.error: what is wrong with them.
+        TypeError, ValueError, re.error, ConfigError: what is wrong with them.
     """
+    if name == "grader":
+        from motet.tasks import graders
+
+        graders.check(args)
     if name in ("regex", "length"):
         BUILTIN[name](Problem(0, (), ""), "", **args)

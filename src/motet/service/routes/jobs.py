@@ -13,8 +13,11 @@ from fastapi.responses import StreamingResponse
 from motet.service.asking import Asker, AtDesk, NamedJob, Refusal
 from motet.service.desk import Desk
 from motet.service.schemas import Events, Job, JobEvent, Jobs
+from motet.service.specs import masked
+from motet.service.starts import When
 from motet.service.store import Principal
 from motet.service.tables import Event, StoredJob
+from motet.service.usage_schemas import JobChange
 from motet.types import JobState
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -25,9 +28,11 @@ _PAGE = 500
 def shown(desk: Desk, who: Principal, job: StoredJob) -> Job:
     """A job as it is answered."""
     return Job(
-        id=job.id, name=job.name, tenant=job.tenant_id if who.admin else None, state=job.state, message=job.message,
-        step=job.step, steps=job.steps, created=job.created, ended=job.ended, spec=job.spec,
-        progress=desk.link.progress.get(job.id),
+        id=job.id, name=job.name, tenant=desk.adapters.tenant_name(job.tenant_id) if who.admin else None,
+        state=job.state, message=job.message,
+        step=job.step, steps=job.steps, created=job.created, ended=job.ended, spec=masked(job.spec),
+        reward=job.reward, after=job.after or [], at=job.start_at,
+        progress=desk.progress(job.id),
     )  # fmt: skip
 
 
@@ -36,10 +41,17 @@ def submit(
     who: Asker,
     desk: AtDesk,
     job: Annotated[dict[str, Any], Body(description="A job as it stands in a job file: name, data, reward, …")],
+    after: Annotated[
+        list[Annotated[str, Query(max_length=100)]] | None,
+        Query(max_length=20, description="Jobs, by name or id, that have to succeed before this one starts."),
+    ] = None,
+    at: Annotated[
+        float | None, Query(ge=0, allow_inf_nan=False, description="Unix seconds before which it does not start.")
+    ] = None,
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> Job:
     """Submit a job. A repeated request with the same Idempotency-Key gives the same job."""
-    found = desk.submit(who, job, idempotency_key)
+    found = desk.submit(who, job, idempotency_key, When(after or (), at))
     desk.store.audit(who, "submit", found.id)
     return shown(desk, who, found)
 
@@ -73,6 +85,14 @@ def steer(who: Asker, desk: AtDesk, job: NamedJob, word: Literal["pause", "resum
     return shown(desk, who, desk.store.job(who, job.id) or job)
 
 
+@router.patch("/{job}")
+def change(who: Asker, desk: AtDesk, job: NamedJob, wanted: JobChange) -> Job:
+    """Give a job that has not ended another budget or priority; it counts from the next step on."""
+    desk.change(job, wanted.model_dump(exclude_unset=True))
+    desk.store.audit(who, "change", job.id)
+    return shown(desk, who, desk.store.job(who, job.id) or job)
+
+
 @router.delete("/{job}", status_code=204)
 def delete(who: Asker, desk: AtDesk, job: NamedJob) -> None:
     """Forget a job that has ended, with its versions, rollouts and events."""
@@ -88,16 +108,28 @@ def rollouts(
     min_reward: float | None = None,
     max_reward: float | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    purpose: Annotated[
+        Literal["train", "eval"], Query(description="With `eval`, `step` is the version that was evaluated.")
+    ] = "train",
+    problem: Annotated[int | None, Query(ge=0, description="Only those of this problem.")] = None,
+    tokens: Annotated[bool, Query(description="With the text and the logprob of each token.")] = False,
 ) -> dict[str, Any]:
-    """What a step sampled, with rewards."""
-    directory = desk.directory(job.id).path / "rollouts"
-    steps = sorted(int(path.stem) for path in directory.glob("*.jsonl") if path.stem.isdecimal())
+    """What a step sampled, or what an evaluation did, with rewards."""
+    directory, before = desk.directory(job.id).path / "rollouts", "eval-" if purpose == "eval" else ""
+    names = [path.stem.removeprefix(before) for path in directory.glob(f"{before}*.jsonl")]
+    steps = sorted(int(name) for name in names if name.isdecimal())
     chosen = steps[-1] if step is None and steps else step
     if chosen not in steps:
-        raise Refusal(
-            404, f"the rollouts of step {step} of job {job.name!r} are not there" if steps else "no step is done yet"
-        )
-    found = [json.loads(line) for line in (directory / f"{chosen}.jsonl").read_text().splitlines()]
+        what = f"the evaluation of version {step}" if before else f"the rollouts of step {step}"
+        nothing = "no evaluation is done yet" if before else "no step is done yet"
+        raise Refusal(404, f"{what} of job {job.name!r} is not there" if steps else nothing)
+    found = [json.loads(line) for line in (directory / f"{before}{chosen}.jsonl").read_text().splitlines()]
+    if not tokens:
+        for one in found:
+            one.pop("token_texts", None)
+            one.pop("logprobs", None)
+    if problem is not None:
+        found = [one for one in found if one.get("problem") == problem]
     low, high = min_reward, max_reward
     found = [
         one
@@ -129,7 +161,8 @@ async def stream(
 
 async def _stream(request: Request, desk: Desk, job_id: str, after: int) -> AsyncIterator[str]:
     while not await request.is_disconnected():
-        waiting = asyncio.create_task(desk.news(job_id, _QUIET_SECONDS))  # before looking, so that nothing is missed
+        # before looking, so that nothing is missed
+        waiting = asyncio.create_task(desk.news.wait(job_id, _QUIET_SECONDS))
         try:
             found = await asyncio.to_thread(desk.store.events, job_id, after, _PAGE)
             for entry in found:

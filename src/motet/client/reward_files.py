@@ -1,0 +1,126 @@
+"""Which functions a reward worker may call: those of the files that its owner names, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet.config import JobConfig, RewardConfig
+from motet.errors import RewardError
+from motet.tasks.reward_elsewhere import WorkerArgs
+from motet.tasks.reward_installed import install
+
+RewardGiven = str | Path | Callable[..., Any]
+"""`rewards.py`, `rewards.py:reward`, `my_package.rewards`, with or without a function, or a function itself."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A file or a module, and its one function that may be called, or all of them."""
+
+    path: str
+    function: str
+    call: Callable[..., Any] | None = None
+
+    @property
+    def short(self) -> str:
+        """How jobs name it: without where it lies."""
+        return Path(self.path).name if self.path.endswith(".py") else self.path
+
+
+class RewardFiles:
+    """What the owner of a worker lets it call."""
+
+    def __init__(self, given: RewardGiven | Sequence[RewardGiven]) -> None:
+        """Nothing is loaded yet.
+
+        Raises:
+            RewardError: a file is not there, or nothing is given.
+        """
+        several = [given] if isinstance(given, str | Path) or callable(given) else list(given)
+        self._places = [_place(one) for one in several]
+        if not self._places:
+            raise RewardError("name the file with your reward functions: --reward rewards.py")
+        self._default = ""
+
+    def default(self) -> str:
+        """The function of a job that names none: the only one, or the one that is called `reward`.
+
+        Raises:
+            RewardError: it is not clear which, or the file does not load.
+        """
+        if not self._default:
+            names = [name for place in self._places for name in _functions(place)]
+            chosen = [name for name in names if name.rpartition(":")[2] == "reward"] or names
+            if len(chosen) != 1:
+                raise RewardError(f"name one function, such as {names[0]}; there are {', '.join(names)}")
+            self._default = chosen[0]
+        return self._default
+
+    def find(self, asked: WorkerArgs, limits: RewardConfig) -> RewardConfig:
+        """The reward that a job asks for, ready for this machine.
+
+        Raises:
+            RewardError: its function is not among those that may be called.
+        """
+        place, _, function = (asked.function or self.default()).rpartition(":")
+        if function.isidentifier() and not function.startswith("_"):
+            for one in self._places:
+                if (not place or place == one.short) and one.function in ("", function):
+                    name = function if one.call is not None else f"{one.path}:{function}"
+                    found = {"name": name, "function": one.call, "args": asked.args}
+                    return limits.model_copy(update=found)
+        told = ", ".join(f"{one.short}:{one.function}" if one.function else one.short for one in self._places)
+        raise RewardError(
+            f"the job is scored by {asked.function!r}, which is not in {told}; name its file: --reward {place or 'rewards.py'}"
+        )
+
+    def for_service(self, jobs: Sequence[JobConfig]) -> list[JobConfig]:
+        """Jobs whose own functions are scored by a worker; where there are none at all, every job's reward is the default.
+
+        Raises:
+            RewardError: a job names a function that is not in these files.
+        """
+        own = [reward for job in jobs for reward in job.rewards if _is_own(reward) or reward.name == "worker"]
+        if own:
+            return [job.model_copy(update={"rewards": [self._moved(one) for one in job.rewards]}) for job in jobs]
+        default = RewardConfig(name="worker", args={"function": self.default()})
+        return [job.model_copy(update={"rewards": [default]}) for job in jobs]
+
+    def _moved(self, reward: RewardConfig) -> RewardConfig:
+        if not _is_own(reward):
+            return reward
+        function = reward.name
+        if reward.function is None:
+            place, _, name = reward.name.rpartition(":")
+            function = f"{Path(place).name if place.endswith('.py') else place}:{name}"
+        args = {"function": function, "args": reward.args} if reward.args else {"function": function}
+        self.find(WorkerArgs.model_validate(args), reward)
+        return reward.model_copy(update={"name": "worker", "args": args, "function": None})
+
+
+def _is_own(reward: RewardConfig) -> bool:
+    return reward.function is not None or ":" in reward.name
+
+
+def _place(given: RewardGiven) -> _Place:
+    if not isinstance(given, str | Path):
+        return _Place("", getattr(given, "__name__", "reward"), given)
+    text = str(given)
+    place, _, function = text.rpartition(":") if ":" in text else (text, "", "")
+    if not place.endswith(".py"):
+        return _Place(place, function)
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise RewardError(f"reward file {place!r} does not exist (looked for {path})")
+    return _Place(str(path), function)
+
+
+def _functions(place: _Place) -> list[str]:
+    if place.function:
+        return [f"{place.short}:{place.function}" if place.path else place.function]
+    if not place.path.endswith(".py"):
+        raise RewardError(f"name the function of {place.path}: {place.path}:reward")
+    return [f"{place.short}:{name}" for name in install({}, Path(place.path))]

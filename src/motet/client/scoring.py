@@ -1,0 +1,134 @@
+"""A reward worker: takes rollouts of jobs from a service, scores them on this machine, and hands the scores in.
+
+All connections are made from here. What a worker holds when it dies is handed to others after a minute; scores that are
+handed in twice count once. A reward runs as in `motet run`: in processes of its own, with limits of time and memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from motet.client import scoring_calls
+from motet.client.calls import Call, Calls
+from motet.client.connection import AWAY, PATIENCE_SECONDS
+from motet.client.reward_files import RewardFiles
+from motet.config import RewardConfig
+from motet.errors import ServiceError
+from motet.service.scoring_schemas import ScoringWork
+from motet.tasks.reward_elsewhere import WorkerArgs, to_wire
+from motet.tasks.reward_pool import RewardPool
+from motet.types import JobState
+
+if TYPE_CHECKING:
+    from motet.client import AsyncClient
+
+T = TypeVar("T")
+
+_AT_ONCE = 16
+_WAIT_SECONDS = 20.0
+_LEAVE_SECONDS = 3.0
+
+
+class RewardWorker:
+    """Scores rollouts of some jobs until they have ended."""
+
+    def __init__(self, client: AsyncClient, files: RewardFiles, processes: int = 2) -> None:
+        """Nothing is asked yet.
+
+        Args:
+            client: of the service.
+            files: what may be called.
+            processes: how many score at a time, in all.
+        """
+        self._client, self._files = client, files
+        self._pool = RewardPool(processes)
+        host = "".join(letter for letter in socket.gethostname()[:40] if letter.isalnum() or letter in "-_.")
+        self.name = f"{host or 'worker'}-{secrets.token_hex(4)}"
+        self._loading = asyncio.Lock()
+        self._loaded: set[str] = set()
+        self.scored = 0
+        """Completions that were scored and handed in."""
+
+    async def run(self, jobs: Sequence[str]) -> None:
+        """Score until all jobs have ended.
+
+        Raises:
+            RewardError: a reward does not load, or is not there.
+            ServiceError: the service refuses, or was away for too long.
+        """
+        try:
+            found = [await self._asked(Calls.job(job)) for job in jobs]
+            for job in found:
+                for reward in job.spec["rewards"]:
+                    if reward["name"] == "worker":
+                        await self._load(reward)
+            async with asyncio.TaskGroup() as group:
+                for job in found:
+                    group.create_task(self._serve(job.id))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        finally:
+            await self._pool.close()
+
+    async def _serve(self, job: str) -> None:
+        """Take work of one job, as much as can be in hand, until it has ended."""
+        held: dict[str, asyncio.Task[None]] = {}
+        wait = 0.0
+        try:
+            while True:
+                free = _AT_ONCE - len(held)
+                if not free:
+                    await asyncio.wait(held.values(), timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                lease = await self._asked(scoring_calls.lease(job, self.name, free, wait if free else 0.0))
+                wait = min(_WAIT_SECONDS, lease.seconds / 3)  # asking again renews what is held
+                for unit in lease.units:
+                    if unit.id not in held:
+                        held[unit.id] = asyncio.create_task(self._score(job, unit))
+                for key in [key for key, task in held.items() if task.done()]:
+                    held.pop(key).result()
+                if JobState(lease.state).final and not lease.units:
+                    return
+        finally:
+            for task in held.values():
+                task.cancel()
+            await asyncio.gather(*held.values(), return_exceptions=True)
+            with contextlib.suppress(ServiceError, TimeoutError):
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await self._client._ask(scoring_calls.leave(job, self.name))
+
+    async def _score(self, job: str, unit: ScoringWork) -> None:
+        name = await self._load(unit.reward)
+        scores = await self._pool.scores(name, unit.problem, unit.completions)
+        await self._asked(scoring_calls.hand_in(job, {unit.id: to_wire(scores)}))
+        self.scored += len(scores)
+
+    async def _load(self, reward: Mapping[str, Any]) -> str:
+        """Load a reward as its job asks for it; the name by which the pool knows it."""
+        limits = {field: reward[field] for field in ("cpu_seconds", "wall_seconds", "memory_mb")}
+        name = json.dumps([reward["args"], limits], sort_keys=True)
+        async with self._loading:
+            if name not in self._loaded:
+                config = RewardConfig(name="worker", **limits)
+                found = self._files.find(WorkerArgs.model_validate(reward["args"]), config)
+                await self._pool.register(name, [found])
+                self._loaded.add(name)
+        return name
+
+    async def _asked(self, call: Call[T]) -> T:
+        """An answer; a service that is away for a while comes back."""
+        deadline, wait = time.monotonic() + PATIENCE_SECONDS, 0.25
+        while True:
+            try:
+                return await self._client._ask(call)
+            except ServiceError as error:
+                if error.status not in AWAY or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, 5.0)

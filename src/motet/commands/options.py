@@ -1,0 +1,23 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Url = Annotated[
+    str | None,
+    typer.Option("--url", envvar="MOTET_URL", help="The service's address.", show_default="http://127.0.0.1:8420"),
+]
+Key = Annotated[
+    str | None, typer.Option("--key", envvar="MOTET_API_KEY", help="Your key of the service.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a field, e.g. steps=10 or jobs.add.optimizer.lr=1e-4."),
+]
+ServedJob = Annotated[str, typer.Argument(help="The job's name or id.", show_default=False)]

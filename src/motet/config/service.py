@@ -1,0 +1,82 @@
+"""What an operator sets for the tenants of `motet serve`: the `limits` and `rate` of its configuration file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from motet.config.engine import EngineConfig
+from motet.config.job import PRIORITIES
+from motet.config.model import Config, named
+from motet.config.rollout import RolloutConfig
+
+
+class LimitsConfig(Config):
+    """What one tenant may use. A field that is null is no limit."""
+
+    running_jobs: int | None = Field(None, ge=1)
+    """Jobs that run at once; more wait in the queue."""
+    queued_jobs: int | None = Field(None, ge=0)
+    """Jobs that wait besides those that may run; paused ones count."""
+    rank: int | None = Field(None, ge=1)
+    """The largest `adapter.rank` of a job."""
+    steps: int | None = Field(None, ge=1)
+    """The most `steps` of a job."""
+    tokens_per_day: int | None = Field(None, ge=1)
+    """Tokens sampled, trained and read as prompts of completions, on one day (UTC). Jobs pause when they are spent."""
+    storage_mb: float | None = Field(None, ge=0)
+    """Uploaded files and saved versions of adapters, together."""
+    priority: Literal["low", "normal", "high"] | None = None
+    """The highest class of priority of a job."""
+    share: float = Field(1.0, gt=0, le=1000)
+    """The tenant's weight: with twice the share, twice the tokens where tenants compete."""
+
+    @property
+    def highest_priority(self) -> int | None:
+        """As the number that a job has."""
+        return None if self.priority is None else PRIORITIES[self.priority]
+
+
+class RateConfig(Config):
+    """How often one key may ask."""
+
+    requests_per_second: float | None = Field(50.0, gt=0)
+    """On the long run; null is no limit."""
+    burst: int = Field(100, ge=1)
+    """Requests that may come at once after a while without any."""
+
+
+class InstalledReward(Config):
+    """A function of the operator's that jobs may name. A plain string is the function."""
+
+    function: str
+    """`file.py:function` or `module:function`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments; those of a job win."""
+
+
+class ServiceConfig(Config):
+    """The file that `motet serve --config` reads."""
+
+    engine: EngineConfig = EngineConfig()
+    """As in a job file."""
+    rollout: RolloutConfig = RolloutConfig()
+    """As in a job file."""
+    limits: LimitsConfig = LimitsConfig()
+    """What each tenant may use unless an admin sets something else for it."""
+    rate: RateConfig | None = None
+    """How often a key may ask; a service without keys has no such limit unless this is given."""
+    rewards: dict[str, Annotated[InstalledReward, named("function")]] = {}
+    """Functions that jobs may use as rewards, by the names that jobs give them."""
+    reward_hosts: list[str] | None = None
+    """Hosts that the reward `http` may ask: `scores.example.org`, `*.example.org`, `10.0.0.7:8000`; they may be private. All
+    public hosts unless given; an empty list allows none."""
+    lease_seconds: float = Field(60.0, ge=1, le=3600)
+    """How long a reward worker that says nothing more keeps the rollouts that it took; then others get them."""
+    metrics_token: str = ""
+    """What Prometheus brings as a key to read `/metrics`; an admin's key does too."""
+    max_upload_mb: float = Field(64.0, gt=0)
+    """The largest file of rows."""
+    max_adapter_mb: float = Field(512.0, gt=0)
+    """The largest uploaded adapter, packed or unpacked."""

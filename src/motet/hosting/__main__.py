@@ -1,0 +1,67 @@
+"""The process: `python -m motet.hosting`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import sys
+import threading
+import time
+from pathlib import Path
+
+from motet.errors import RunError
+from motet.hosting.answers import reason
+from motet.hosting.host import Host
+from motet.jobfile import validate
+from motet.runtime.rundir import RunDirectory
+
+_LOCK_SECONDS = 60.0
+
+
+def main() -> None:
+    """Load the base, say that all is ready, and serve until the input ends."""
+    lines, out = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that a library prints may pass for a message
+    hello = json.loads(lines.readline())
+    installed = hello.pop("rewards", {})
+    serving = threading.Event()
+    threading.Thread(target=_end_with, args=(lines.fileno(), serving), name="motet-parent", daemon=True).start()
+    try:
+        config = validate({**hello, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")
+        host = Host(config, _run_directory(Path(config.run)), out, installed)
+        serving.set()
+        asyncio.run(host.serve(lines))
+        host.workshop.close()
+    except Exception as error:  # it is started again, and people hear of the reason meanwhile
+        told = reason(error)
+        sys.stderr.write(f"{told}\n")
+        out.write(json.dumps({"failed": told}).encode() + b"\n")
+        out.flush()
+    os._exit(0)
+
+
+def _end_with(parent: int, serving: threading.Event) -> None:
+    """End at once when the other process does while this one loads: the next engine needs the cores and the directory."""
+    hung_up = select.poll()
+    hung_up.register(parent, 0)
+    hung_up.poll()
+    if not serving.is_set():
+        os._exit(0)
+
+
+def _run_directory(path: Path) -> RunDirectory:
+    """Locked; the engine of a service that was killed may still be in its last turn."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return RunDirectory(path)
+        except RunError:
+            if not os.access(path, os.W_OK) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

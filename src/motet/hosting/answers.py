@@ -1,0 +1,153 @@
+"""Answers to people: completions of the base and of stored versions, and what an uploaded adapter is."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from motet import seeds
+from motet.config import DataConfig
+from motet.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
+from motet.rollout import wire
+from motet.runtime.job import Services
+from motet.runtime.meter import COMPLETIONS
+from motet.tasks.chat import Chat, stop_token_ids
+from motet.types import AdapterRef, GenerateRequest, IntArray, Message, Problem, SamplingParams
+
+if TYPE_CHECKING:
+    from motet.model.base import BaseModel
+
+SHELF = 8
+"""Stored versions that stay loaded for people to talk to."""
+
+Say = Callable[..., None]
+"""Sends one message."""
+
+
+class Answers:
+    """What people are answered, and the versions that are loaded for it."""
+
+    def __init__(self, base: BaseModel, shared: Services, say: Say) -> None:
+        self._base, self._say = base, say
+        self._engine, self._scheduler, self._suffix = shared.engine, shared.scheduler, shared.engine_suffix
+        self._chat = Chat.of(
+            base.tokenizer, DataConfig(source="chat", chat_template=bool(base.tokenizer.chat_template))
+        )
+        self._stops = stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None))
+        self._shelf: OrderedDict[str, AdapterRef] = OrderedDict()
+        self._open: dict[int, asyncio.Task[None]] = {}
+        self._shelving = asyncio.Lock()
+        self._numbers = 0
+
+    def hold(self, key: int, task: asyncio.Task[None]) -> None:
+        """Remember who works on an answer."""
+        self._open[key] = task
+
+    def abandon(self, key: int) -> None:
+        """End an answer that nobody waits for."""
+        if task := self._open.pop(key, None):
+            task.cancel()
+
+    async def answer(self, message: Mapping[str, Any]) -> None:
+        """Complete a prompt or a conversation, from the base or from a stored version."""
+        key, tenant = message["key"], str(message.get("tenant") or "")
+        try:
+            prompt_ids = _prompt_ids(self._chat, message)
+            ref = None if message["adapter"] is None else await self._shelved(Path(message["adapter"]))
+            given = message["sampling"]
+            sampling = SamplingParams(**{**given, "stop": tuple(given.get("stop", ())), "stop_token_ids": self._stops})
+            self._numbers += 1
+            keys = tuple(seeds.key(message["seed"], "chat", index) for index in range(message["n"]))
+            request = GenerateRequest(
+                f"answer/{self._numbers}",
+                f"{COMPLETIONS}{tenant}",
+                prompt_ids,
+                ref,
+                sampling,
+                keys,
+                stream=message["stream"],
+            )
+            self._say(key=key, prompt_tokens=len(prompt_ids))
+            async for chunk in self._engine.generate(request):
+                self._scheduler.charge(tenant, len(chunk.token_ids))
+                texts = (
+                    [self._chat.completion_text([token]) for token in chunk.token_ids.tolist()]
+                    if message["logprobs"]
+                    else []
+                )
+                self._say(key=key, chunk=wire.chunk_out(chunk), texts=texts)
+            self._say(key=key, done=True)
+        except Exception as error:  # whoever asked has to hear of it
+            self._say(key=key, refused=reason(error), theirs=_is_theirs(error))
+        finally:
+            self._open.pop(key, None)
+
+    async def _shelved(self, directory: Path) -> AdapterRef:
+        """Load a stored version, or find it loaded; the one that was asked for longest ago goes."""
+        name = str(directory)
+        async with self._shelving:  # two who ask for the same version load it once
+            if name not in self._shelf:
+                self._numbers += 1
+                ref = AdapterRef(f"shelf.{self._suffix}", self._numbers)
+                await self._engine.load_adapter(ref, directory)
+                self._shelf[name] = ref
+                if len(self._shelf) > SHELF:
+                    _, gone = self._shelf.popitem(last=False)
+                    await self._engine.unload_adapter(gone)
+            self._shelf.move_to_end(name)
+            return self._shelf[name]
+
+    async def examine(self, key: int, directory: Path) -> None:
+        """Say what an adapter is, or why it does not fit the base."""
+        from motet.model.peft_io import examine
+
+        try:
+            adapter = await asyncio.to_thread(examine, self._base, directory)
+            self._say(key=key, found=adapter.model_dump(mode="json", exclude={"init"}))
+            self._say(key=key, done=True)
+        except AdapterError as error:
+            self._say(key=key, wrong=str(error))
+            self._say(key=key, done=True)
+        except Exception as error:  # whoever asked has to hear of it
+            self._say(key=key, refused=reason(error))
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, for a person."""
+    if isinstance(error, MotetError | OSError):
+        return str(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}; this is a fault of Motet, please report it"
+
+
+def _is_theirs(error: Exception) -> bool:
+    """Whether the same question could never be answered: too long, a conversation that the template refuses."""
+    return isinstance(error, EngineError | BaseModelError) and not isinstance(error, OF_SERVERS)
+
+
+def _prompt_ids(chat: Chat, message: Mapping[str, Any]) -> IntArray:
+    """Of a conversation through the chat template, or of a `prompt` (text or token ids) as it is.
+
+    Raises:
+        EngineError: a token id is not of this vocabulary.
+    """
+    prompt = message.get("prompt")
+    if prompt is None:
+        return chat.prompt_ids(_problem(message))
+    if isinstance(prompt, str):
+        return Chat(chat.tokenizer, chat_template=False).prompt_ids(Problem(0, (Message("user", prompt),), ""))
+    largest = len(chat.tokenizer) - 1
+    if max(prompt) > largest:
+        raise EngineError(f"the prompt has the token id {max(prompt)}; those of this base go from 0 to {largest}")
+    return np.asarray(prompt, np.int32)
+
+
+def _problem(message: Mapping[str, Any]) -> Problem:
+    messages = tuple(Message(str(one["role"]), str(one["content"])) for one in message["messages"])
+    return Problem(0, messages, "")

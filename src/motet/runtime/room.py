@@ -1,0 +1,63 @@
+"""Jobs that wait for room on a disk that was full."""
+
+from __future__ import annotations
+
+import shutil
+
+from motet.errors import DiskFull, RunError
+from motet.runtime.checkpoint import JobDirectory, disk_error
+
+_MORE = 2**20
+"""Bytes that must have come free where nobody knows how many a commit takes."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a job ended because the disk is full."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return isinstance(error, DiskFull) or (isinstance(error, OSError) and disk_error(error, None) is not error)
+
+
+class Room:
+    """Which jobs wait for it, and how much each needs."""
+
+    def __init__(self) -> None:
+        self._needs: dict[str, tuple[JobDirectory, int]] = {}
+
+    def ran_out(self, job: str, directory: JobDirectory) -> str:
+        """A job found the disk full: throw away what it left half written. Returns what to say of it."""
+        try:
+            committed = directory.restore()
+        except (OSError, RunError):
+            committed = None
+        needs = _free(directory) + _MORE
+        if committed is not None:
+            state = directory.path / "state" / str(committed.step)
+            needs = max(_free(directory) + 1, 2 * sum(path.stat().st_size for path in state.iterdir()))
+        self._needs[job] = directory, needs
+        return (
+            f"waits: the disk of the service is full; it goes on by itself when {needs / 1e6:,.1f} MB are free (deleting jobs "
+            "that have ended makes room). Nothing committed is lost"
+        )
+
+    def waits(self, job: str) -> bool:
+        """Whether there is still too little room for a job."""
+        if job not in self._needs:
+            return False
+        directory, needs = self._needs[job]
+        if _free(directory) < needs:
+            return True
+        del self._needs[job]
+        return False
+
+    def came(self) -> bool:
+        """Whether a job that waits may go on."""
+        return any(_free(directory) >= needs for directory, needs in self._needs.values())
+
+    def forget(self, job: str) -> None:
+        """A job does not wait any more."""
+        self._needs.pop(job, None)
+
+
+def _free(directory: JobDirectory) -> int:
+    return shutil.disk_usage(directory.path.parent).free

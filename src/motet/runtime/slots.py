@@ -1,0 +1,90 @@
+"""Who gets a slot, and who gives one up for another tenant. Pure functions; who runs when changes no byte of a job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job that wants a slot or has one."""
+
+    job: str
+    tenant: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What holds for the jobs of one tenant."""
+
+    running: int | None = None
+    """Most slots at a time; further jobs wait in the queue."""
+    hold: str = ""
+    """Why none of its jobs may run now, for a person; empty when they may."""
+    share: float = 1.0
+    """Its share of slots and tokens among tenants."""
+
+
+FREE = Rule()
+
+
+def taken(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> list[str]:
+    """The jobs that get the free slots: by priority, then of the tenant with the fewest slots for its share, then in order.
+
+    Args:
+        queued: jobs that wait, in the order they came.
+        running: jobs that have a slot.
+        slots: how many there are.
+        rules: of tenants; those that are not named are free.
+    """
+    waiting, held = list(queued), Counter(claim.tenant for claim in running)
+    found: list[str] = []
+    while len(running) + len(found) < slots:
+        able = [claim for claim in waiting if _may(claim.tenant, held, rules)]
+        if not able:
+            break
+        chosen = min(able, key=lambda claim: (-claim.priority, held[claim.tenant] / _rule(claim, rules).share))
+        waiting.remove(chosen)
+        held[chosen.tenant] += 1
+        found.append(chosen.job)
+    return found
+
+
+def gives_way(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> str | None:
+    """The running job that gives its slot to another tenant, so that both have slots by their shares; None where none has to.
+
+    It is the job that came last among those of the lowest priority of the tenant with the most slots for its share. Nobody
+    gives way to a lower priority, and only where the other has still fewer slots for its share afterwards, or as many.
+
+    Args:
+        queued: jobs that wait, in the order they came.
+        running: jobs that have a slot, in the order they got it.
+        slots: how many there are.
+        rules: of tenants; those that are not named are free.
+    """
+    if len(running) < slots or not running:
+        return None
+    held = Counter(claim.tenant for claim in running)
+    able = [claim for claim in queued if _may(claim.tenant, held, rules)]
+    if not able:
+        return None
+    asks = min(able, key=lambda claim: (-claim.priority, held[claim.tenant] / _rule(claim, rules).share))
+    richest = max(held, key=lambda tenant: held[tenant] / rules.get(tenant, FREE).share)
+    after = (held[richest] - 1) / rules.get(richest, FREE).share
+    if richest == asks.tenant or (held[asks.tenant] + 1) / _rule(asks, rules).share > after:
+        return None
+    lowest = min(reversed([claim for claim in running if claim.tenant == richest]), key=lambda claim: claim.priority)
+    return lowest.job if lowest.priority <= asks.priority else None
+
+
+def _rule(claim: Claim, rules: Mapping[str, Rule]) -> Rule:
+    return rules.get(claim.tenant, FREE)
+
+
+def _may(tenant: str, held: Mapping[str, int], rules: Mapping[str, Rule]) -> bool:
+    """Whether a tenant may have one more slot."""
+    rule = rules.get(tenant, FREE)
+    return not rule.hold and (rule.running is None or held[tenant] < rule.running)

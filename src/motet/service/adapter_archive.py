@@ -1,0 +1,213 @@
+"""PEFT directories as archives: .tar.gz or .zip in, .tar.gz out. Two files are taken; nothing chooses where it lies.
+
+An archive may come from anybody: what it unpacks to is bounded, members are looked at before they are read, and nothing of
+it but the two files is ever written.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, NoReturn
+
+from motet.errors import DataError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = (CONFIG, WEIGHTS)
+MOST_MEMBERS = 1000
+MOST_CONFIG = 2**20
+"""Bytes of adapter_config.json."""
+_HEADER = 2**16  # a member's long name and the like; `tarfile` reads them whole
+_PIECE = 2**20
+_END = struct.Struct("<4s4H2LH")  # of a .zip: its last record
+_END_64 = b"PK\x06\x07"
+
+
+def unpack(archive: Path, directory: Path, limit: int) -> int:
+    """Take an adapter out of a .tar.gz or a .zip; gives the bytes of its files.
+
+    Args:
+        archive: as it was uploaded.
+        directory: where the two files are written; it exists.
+        limit: the most bytes that it may unpack to.
+
+    Raises:
+        DataError: it is not the archive of an adapter, or too large, and why.
+    """
+    with archive.open("rb") as file:
+        start = file.read(4)
+        file.seek(0)
+        try:
+            if start[:2] == b"\x1f\x8b":
+                sizes = _untar(file, directory, limit)
+            elif start[:2] == b"PK":
+                sizes = _unzip(file, directory, limit)
+            else:
+                raise DataError(
+                    "this is neither a .tar.gz nor a .zip; pack adapter_config.json and the weights into one"
+                )
+        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk, not of the archive
+            raise DataError(f"the archive is damaged: {error}") from error
+        except (NotImplementedError, RuntimeError) as error:  # what `zipfile` says of compressions and passwords
+            raise DataError(f"the archive cannot be read: {error}") from error
+    for name in FILES:
+        if name not in sizes:
+            raise DataError(f"the archive has no {name}; pack the files of one PEFT directory, nothing around them")
+    return sum(sizes.values())
+
+
+def pack(directory: Path, name: str) -> bytes:
+    """An adapter as a .tar.gz of the directory `name`."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
+        for file in FILES:
+            if (directory / file).is_file():
+                archive.add(directory / file, f"{name}/{file}")
+    return packed.getvalue()
+
+
+# --- both -------------------------------------------------------------------------------------------------------------------
+
+
+class _Taken:
+    """What was taken so far."""
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self._directory, self._left, self._places = directory, limit, set[str]()
+        self._members = 0
+        self.sizes: dict[str, int] = {}
+
+    def wants(self, member: str) -> str | None:
+        """Which file of an adapter a member is; None for others.
+
+        Raises:
+            DataError: no adapter's archive has such a member.
+        """
+        self._members += 1
+        path = PurePosixPath(member)
+        if self._members > MOST_MEMBERS:
+            raise DataError(f"the archive has more than {MOST_MEMBERS} members; pack the files of one PEFT directory")
+        if path.is_absolute() or ".." in path.parts or "\\" in member or "\0" in member:
+            raise DataError(f"the archive has a member {member!r}, which lies outside of it")
+        if path.name not in FILES or len(path.parts) > 2:
+            return None
+        self._places.add(str(path.parent))
+        if path.name in self.sizes or len(self._places) > 1:
+            raise DataError(f"the archive holds more than one adapter: {member!r} is the second {path.name}")
+        return path.name
+
+    def take(self, name: str, source: IO[bytes]) -> None:
+        """Write one of the files."""
+        left = min(self._left, MOST_CONFIG) if name == CONFIG else self._left
+        size = 0
+        with (self._directory / name).open("wb") as target:
+            while piece := source.read(_PIECE):
+                size += len(piece)
+                if size > left:
+                    _too_large(name if left < self._left else "what it unpacks to", left)
+                target.write(piece)
+        self._left -= size
+        self.sizes[name] = size
+
+
+def _too_large(what: str, limit: int) -> NoReturn:
+    raise DataError(f"the archive is too large: {what} has more than {limit / 2**20:g} MB")
+
+
+# --- .tar.gz ----------------------------------------------------------------------------------------------------------------
+
+
+_EXTENDED = (
+    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
+)  # fmt: skip
+
+
+class _Plain(tarfile.TarInfo):
+    """A member whose extra headers are short; `tarfile` would read a gigabyte of them into memory."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _EXTENDED and self.size > _HEADER:
+            raise tarfile.ReadError("a member's name is too long")
+        return super()._proc_member(tar)  # type: ignore[misc,no-any-return]
+
+
+class _Bounded(io.RawIOBase):
+    """What is read from a stream, up to so many bytes: also of members that are skipped."""
+
+    def __init__(self, source: IO[bytes], limit: int) -> None:
+        self._source, self._limit, self._left = source, limit, limit
+
+    def readable(self) -> bool:
+        """It is for reading."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes."""
+        found = self._source.read(size)
+        self._left -= len(found)
+        if self._left < 0:
+            _too_large("what it unpacks to", self._limit)
+        return found
+
+
+def _untar(file: IO[bytes], directory: Path, limit: int) -> dict[str, int]:
+    taken = _Taken(directory, limit)
+    room = limit + MOST_MEMBERS * (2 * _HEADER)
+    with (
+        gzip.open(file) as plain,
+        tarfile.open(fileobj=_Bounded(plain, room), mode="r|", tarinfo=_Plain) as archive,  # type: ignore[call-overload,arg-type]
+    ):
+        for member in archive:
+            name = taken.wants(member.name)
+            if member.isdir():
+                continue
+            if not member.isreg():
+                raise DataError(f"the archive has a member {member.name!r} that is neither a file nor a directory")
+            if name is not None and (source := archive.extractfile(member)) is not None:
+                taken.take(name, source)
+    return taken.sizes
+
+
+# --- .zip -------------------------------------------------------------------------------------------------------------------
+
+
+def _unzip(file: IO[bytes], directory: Path, limit: int) -> dict[str, int]:
+    _look_at_directory(file)
+    taken = _Taken(directory, limit)
+    with zipfile.ZipFile(file) as archive:
+        for name, open_member in _wanted(archive, taken):
+            with open_member() as source:
+                taken.take(name, source)
+    return taken.sizes
+
+
+def _look_at_directory(file: IO[bytes]) -> None:
+    """Refuse what `zipfile` would read into memory: a list of very many members."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - _END.size - 2**16 - 20))
+    tail = file.read()
+    place = tail.rfind(b"PK\x05\x06")
+    if place < 0 or len(tail) - place < _END.size:
+        raise DataError("the archive is damaged: a .zip ends otherwise")
+    _, _, _, _, members, length, _, _ = _END.unpack_from(tail, place)
+    if members > MOST_MEMBERS or length > MOST_MEMBERS * _HEADER or _END_64 in tail[max(0, place - 20) : place]:
+        raise DataError(f"the archive has more than {MOST_MEMBERS} members; pack the files of one PEFT directory")
+    file.seek(0)
+
+
+def _wanted(archive: zipfile.ZipFile, taken: _Taken) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
+    for member in archive.infolist():
+        name = taken.wants(member.filename)
+        kind = member.external_attr >> 28  # the type of a file, where it was packed on Unix
+        if kind not in (0, 8, 4):
+            raise DataError(f"the archive has a member {member.filename!r} that is neither a file nor a directory")
+        if name is not None and not member.is_dir():
+            yield name, lambda member=member: archive.open(member)  # type: ignore[misc]

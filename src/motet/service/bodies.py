@@ -1,0 +1,96 @@
+"""How much of a request is read: a body is refused as soon as it is known to be too large, before it lies anywhere.
+
+A file of somebody without a key is not read at all. Also refused here are addresses with a NUL character, which no database
+keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MOST = 16 * 2**20
+"""Bytes of a body where no other limit is set."""
+_AROUND = 2**16  # what a form has around its file
+_DRAIN_SECONDS = 5.0
+
+
+class Bodies:
+    """Reads of a request what its path may send."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        uploads: Mapping[str, float],
+        told: Callable[[int, str], Response],
+        known: Callable[[Request], bool],
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            app: what answers.
+            uploads: the limit in MB of each path that takes files.
+            told: makes an answer of a status and a message.
+            known: whether a request brings a good key, or needs none.
+        """
+        self._app, self._told, self._known = app, told, known
+        self._limits = {path: int(limit * 2**20) + _AROUND for path, limit in uploads.items()}
+        self._words = {
+            path: f"this is larger than {limit:g} MB, the limit of this service" for path, limit in uploads.items()
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if "\0" in scope["path"] or b"%00" in scope["query_string"] or b"\0" in scope["query_string"]:
+            await self._told(422, "the address has a NUL character; take it out")(scope, receive, send)
+            return
+        path = scope["path"].rstrip("/")
+        limit = self._limits.get(path, MOST)
+        words = self._words.get(path, f"a request may have {MOST // 2**20} MB at most")
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        if length.isdigit() and int(length) > limit:
+            await self._told(413, words)(scope, receive, send)
+            await _drain(receive, limit)
+            return
+        uploads = path in self._limits and scope["method"] == "POST"
+        if uploads and not await asyncio.to_thread(self._known, Request(scope)):
+            await self._told(401, "give an API key that is good: Authorization: Bearer mk-…")(scope, receive, send)
+            await _drain(receive, MOST)
+            return
+        await self._app(scope, _bounded(receive, limit, words), send)
+
+
+def _bounded(receive: Receive, limit: int, words: str) -> Receive:
+    """What is received, up to a limit; beyond it a 413, which goes through whoever reads."""
+    read = 0
+
+    async def bounded() -> Message:
+        nonlocal read
+        message: Message = await receive()
+        read += len(message.get("body", b""))
+        if read > limit:
+            raise HTTPException(413, words)
+        return message
+
+    return bounded
+
+
+async def _drain(receive: Receive, limit: int) -> None:
+    """Take what comes anyway for a moment: a connection closed under a sender may lose the answer on its way."""
+    read = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            while read <= limit:
+                message = await receive()
+                read += len(message.get("body", b""))
+                if message["type"] != "http.request" or not message.get("more_body"):
+                    return

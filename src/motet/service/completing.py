@@ -1,0 +1,105 @@
+"""What both doors of completions take, and the version that they ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from motet.errors import EngineError
+from motet.service.answers import NoModelError, directory_of
+from motet.service.asking import Refusal
+from motet.service.desk import Desk
+from motet.service.store import Principal
+
+Text = Annotated[str, Field(max_length=200_000)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+"""A field that clients send with its neutral value."""
+
+
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""What an answer may be besides JSON: server-sent events, with `stream`."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream holds besides tokens."""
+
+    model_config = ConfigDict(extra="ignore")
+    include_usage: bool = False
+
+
+class Sampled(BaseModel):
+    """What both kinds of completions take. Fields that this service does not know are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model: str = Field(max_length=300)
+    """The base's name, or `job@version`: a number, `latest` or `best` (`best` without one)."""
+    max_tokens: int | None = Field(None, ge=1, le=100_000)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1, le=16)
+    stop: str | list[str] | None = Field(None, max_length=8)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream ends with how many tokens were used."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def question(self, who: Principal, adapter: str | None, max_tokens: int, *, logprobs: bool) -> dict[str, Any]:
+        """What the engine is asked, apart from the prompt.
+
+        Args:
+            who: whose tokens the answer costs.
+            adapter: the directory of a version, None for the base.
+            max_tokens: the longest answer.
+            logprobs: whether each token's text is wanted beside its logprob.
+        """
+        return {
+            "tenant": who.tenant_id,
+            "adapter": adapter,
+            "n": self.n or 1,
+            "seed": self.seed if self.seed is not None else time.time_ns(),
+            "stream": bool(self.stream),
+            "logprobs": logprobs,
+            "sampling": {
+                "temperature": 1.0 if self.temperature is None else self.temperature,
+                "top_p": self.top_p or 1.0,
+                "max_tokens": max_tokens,
+                "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
+            },
+        }
+
+
+async def adapter_of(desk: Desk, who: Principal, model: str) -> str | None:
+    """The directory of the version that a model's name means, for the engine; None for the base.
+
+    Raises:
+        Refusal: there is no such model for the asker.
+        LimitError: the asker's tokens of this day are spent.
+    """
+    await asyncio.to_thread(desk.steward.limits.tokens, who.tenant_id)
+    try:
+        found = await asyncio.to_thread(directory_of, desk.settings.base, desk.adapters, who, model)
+    except NoModelError as error:
+        raise Refusal(404, str(error), "model") from error
+    return None if found is None else str(found)
+
+
+async def with_its_end(lines: AsyncIterator[str]) -> AsyncIterator[str]:
+    """A stream that says so when it breaks off: its status was sent long ago."""
+    try:
+        async for line in lines:
+            yield line
+    except EngineError as error:
+        detail = {"message": str(error), "type": "unavailable_error", "param": None, "code": None}
+        yield f"data: {json.dumps({'error': detail})}\n\n"

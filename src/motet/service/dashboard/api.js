@@ -1,0 +1,153 @@
+// What is asked of the service. The key stands in the header of requests and in this tab's storage, nowhere else.
+
+const KEY = "motet.key";
+const QUIET = 40000; // milliseconds; the service says something every fifteen seconds
+
+/** An answer that is not a success; `status` is 0 where nothing answered. */
+export class Refused extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export const session = {
+  get key() { return sessionStorage.getItem(KEY) || ""; },
+  set key(text) { text ? sessionStorage.setItem(KEY, text) : sessionStorage.removeItem(KEY); },
+  locked: () => {}, // called when the key is not taken
+};
+
+/** A response that is a success. A request too many is made again when the service says so, a few times. */
+export async function request(method, path, options = {}) {
+  for (let again = 3; ; again--) {
+    const response = await send(method, path, options);
+    if (response.ok) return response;
+    if (response.status === 429 && again) {
+      await new Promise(done => setTimeout(done, 1000 * Math.min(Number(response.headers.get("Retry-After")) || 1, 10)));
+      continue;
+    }
+    const told = await response.json().then(found => found.error.message, () => `The service answered ${response.status}.`);
+    if (response.status === 401) session.locked(told);
+    throw new Refused(told, response.status);
+  }
+}
+
+async function send(method, path, {body, headers = {}, signal}) {
+  const sent = {...headers};
+  if (session.key) sent.Authorization = `Bearer ${session.key}`;
+  if (body !== undefined) sent["Content-Type"] = "application/json";
+  try {
+    return await fetch(path, {
+      method, headers: sent, signal, body: body === undefined ? undefined : JSON.stringify(body),
+      cache: "no-store", credentials: "omit", redirect: "error",
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused("The service does not answer.", 0);
+  }
+}
+
+/** The JSON of an answer. */
+export async function ask(method, path, body, headers) {
+  const response = await request(method, path, {body, headers});
+  return response.status === 204 ? null : response.json();
+}
+
+/** Where a job's things are. */
+export const jobPath = (id, rest = "") => `v1/jobs/${encodeURIComponent(id)}${rest}`;
+
+/** Server-sent events of a response: {id, event, data} each, and null for a sign of life. */
+export async function* told(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const {value, done} = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) yield readEvent(part);
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function readEvent(text) {
+  const found = {id: null, event: "message", data: ""};
+  for (const line of text.split("\n")) {
+    const colon = line.indexOf(": ");
+    if (colon > 0) found[line.slice(0, colon)] = line.slice(colon + 2);
+  }
+  return found.data ? found : null;
+}
+
+/** Events of all jobs for as long as the page is open; a lost connection is taken up again where it was lost. */
+export class Live {
+  constructor() {
+    this.listeners = new Set();
+    this.lost = () => {}; // called with whether the connection is lost
+    this.last = null;
+  }
+
+  /** Hear of every event; returns how to stop. */
+  listen(heard) {
+    this.listeners.add(heard);
+    return () => this.listeners.delete(heard);
+  }
+
+  start() {
+    this.stop();
+    const running = this.running = new AbortController();
+    this.keep(running.signal);
+  }
+
+  stop() {
+    this.running?.abort();
+    this.running = null;
+  }
+
+  async keep(signal) {
+    let wait = 500;
+    while (!signal.aborted) {
+      const attempt = new AbortController(), give = () => attempt.abort();
+      signal.addEventListener("abort", give);
+      try {
+        await this.once(attempt, () => { wait = 500; });
+      } catch (error) {
+        if (signal.aborted || error.status === 401) return;
+      } finally {
+        signal.removeEventListener("abort", give);
+        attempt.abort();
+      }
+      if (signal.aborted) return;
+      this.lost(true);
+      await new Promise(done => setTimeout(done, wait));
+      wait = Math.min(wait * 1.7, 8000);
+    }
+  }
+
+  async once(attempt, fine) {
+    const headers = this.last === null ? {} : {"Last-Event-ID": String(this.last)};
+    let watch = setTimeout(() => attempt.abort(), QUIET);
+    const alive = () => {
+      clearTimeout(watch);
+      watch = setTimeout(() => attempt.abort(), QUIET);
+      this.lost(false);
+      fine();
+    };
+    try {
+      const response = await request("GET", "v1/events/stream", {headers, signal: attempt.signal});
+      alive();
+      for await (const event of told(response)) {
+        alive();
+        if (event === null) continue;
+        this.last = Number(event.id);
+        const found = JSON.parse(event.data);
+        for (const heard of [...this.listeners]) heard(found);
+      }
+    } finally {
+      clearTimeout(watch);
+    }
+  }
+}

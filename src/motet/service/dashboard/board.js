@@ -1,0 +1,86 @@
+// The tenant's jobs as they stand: asked for every few seconds, and at once when something happens to one.
+import {ask} from "./api.js";
+
+const EVERY = 3000; // milliseconds between looks at the jobs that run
+const WHOLE = 5; // every so many looks, at all of them
+const PAGE = 100;
+
+export class Board {
+  constructor(live) {
+    this.live = live;
+    this.jobs = []; // newest first
+    this.older = null; // where the page after these begins
+    this.asked = 0;
+    this.listeners = new Set();
+    this.places = new Map(); // id → place in the order of colours
+    live.listen(event => { if (event.kind === "state") this.soon(); });
+    document.addEventListener("visibilitychange", () => { if (!document.hidden) this.soon(); });
+  }
+
+  listen(heard) {
+    this.listeners.add(heard);
+    return () => this.listeners.delete(heard);
+  }
+
+  start() {
+    this.stop();
+    let looks = 0;
+    this.timer = setInterval(() => {
+      if (document.hidden) return;
+      if (++looks % WHOLE === 0) this.soon();
+      else this.look().catch(() => {});
+    }, EVERY);
+    return this.refresh();
+  }
+
+  stop() {
+    clearInterval(this.timer);
+    clearTimeout(this.due);
+    this.due = null;
+  }
+
+  soon() {
+    this.due ||= setTimeout(() => { this.due = null; this.refresh().catch(() => {}); }, 60);
+  }
+
+  async refresh() {
+    const asked = ++this.asked;
+    const page = await ask("GET", `v1/jobs?limit=${PAGE}`);
+    if (asked !== this.asked) return; // a later answer is here, or will be
+    const seen = new Set(page.data.map(job => job.id)), oldest = page.data.at(-1)?.created ?? Infinity;
+    const beyond = page.next === null ? [] : this.jobs.filter(job => !seen.has(job.id) && job.created < oldest);
+    if (!beyond.length) this.older = page.next;
+    this.take([...page.data, ...beyond]);
+  }
+
+  /** How the jobs that run get on; what else happens to jobs is told by events. */
+  async look() {
+    if (!this.jobs.some(job => job.state === "running")) return;
+    const asked = this.asked;
+    const {data} = await ask("GET", `v1/jobs?state=running&limit=${PAGE}`);
+    if (asked !== this.asked) return;
+    const found = new Map(data.map(job => [job.id, job]));
+    this.take(this.jobs.map(job => found.get(job.id) || job));
+  }
+
+  /** Load the page of jobs after those that are here. */
+  async more() {
+    const page = await ask("GET", `v1/jobs?limit=${PAGE}&after=${this.older}`);
+    this.older = page.next;
+    this.take([...this.jobs, ...page.data]);
+  }
+
+  /** Forget one that was deleted. */
+  drop(id) {
+    this.asked += 1; // what is on its way was told before
+    this.take(this.jobs.filter(job => job.id !== id));
+  }
+
+  take(jobs) {
+    this.jobs = jobs;
+    for (const job of [...jobs].reverse()) if (!this.places.has(job.id)) this.places.set(job.id, this.places.size);
+    for (const heard of [...this.listeners]) heard(jobs);
+  }
+
+  get admin() { return this.jobs.some(job => job.tenant !== null && job.tenant !== undefined); }
+}

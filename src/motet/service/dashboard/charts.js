@@ -1,0 +1,143 @@
+// Curves, drawn by plotly.js, which is fetched from this service when the first chart is there.
+import {el, fill, say} from "./dom.js";
+import {measured} from "./words.js";
+
+// Told apart with any colour vision, on white and on black; the report of `motet run` has the same.
+export const COLOURS = ["#2e6be6", "#ec7000", "#14a085", "#b5246f", "#a486d6", "#7f6a08"];
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+const SMOOTH_FROM = 12; // points; shorter curves are drawn as they are
+const EVERY = 400; // milliseconds between drawings
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+const touch = window.matchMedia("(pointer: coarse)");
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const escaped = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+
+let loading = null;
+
+function plotly() {
+  loading ||= new Promise((resolve, reject) => {
+    const script = el("script", {src: "dashboard/plotly.js"});
+    script.addEventListener("load", () => resolve(window.Plotly));
+    script.addEventListener("error", () => { loading = null; script.remove(); reject(new Error("plotly.js did not come")); });
+    document.head.append(script);
+  });
+  return loading;
+}
+
+/** The colour and the dash of the n-th job. */
+export const look = place => ({colour: COLOURS[place % COLOURS.length], dash: DASHES[Math.floor(place / COLOURS.length) % DASHES.length]});
+
+/** An exponential mean that starts at the first value and reaches about a tenth of the curve back. */
+export function smoothed(values) {
+  const weight = Math.max(2 / (values.length / 5 + 1), 0.04);
+  let mean = values[0];
+  return values.map(value => (mean += Math.min(weight, 1) * (value - mean)));
+}
+
+/** Curves of some values over steps: thin as measured, thick smoothed, or one line where there are few. */
+export function curves({name, x, y, colour, dash = "solid", plain = false, crowd = 1}) {
+  const line = {type: "scatter", mode: "lines", x, y, name, colour, line: {color: colour, width: 2, dash}};
+  if (x.length === 1) return [{...line, mode: "markers", marker: {size: 7, color: colour}}];
+  if (plain || x.length < SMOOTH_FROM) return [line];
+  const faint = Math.max(.14, Math.min(.38, 1.5 / crowd));
+  return [
+    {...line, opacity: faint, line: {color: colour, width: 1}},
+    {...line, y: smoothed(y), line: {...line.line, width: 2.6}, hoverinfo: "skip"},
+  ];
+}
+
+/** Values that stand apart, with marks. */
+export const marks = ({name, x, y, colour, dash = "solid"}) => [{
+  type: "scatter", mode: "lines+markers", x, y, name, colour, cliponaxis: false,
+  line: {color: colour, width: 2, dash}, marker: {size: 7, color: colour},
+}];
+
+/** One picture: `node` goes into the page, `draw(traces)` as often as one likes. */
+export class Chart {
+  constructor(title, note, {size = "", xTitle = "step", share = false, empty = "no data yet", latest = true} = {}) {
+    Object.assign(this, {xTitle, share, traces: [], due: null, drawn: 0});
+    this.latest = latest ? el("span", {class: "latest"}) : null;
+    this.plot = el("div", {class: "plot none", data: {empty}});
+    this.keys = el("div", {class: "keys below", hidden: true});
+    this.node = el("figure", {class: `card ${size}`, data: {points: 0}},
+      el("figcaption", {}, el("div", {}, el("h3", {}, title), el("p", {}, note)), this.latest), this.keys, this.plot);
+    this.resized = new ResizeObserver(() => this.drawn && window.Plotly.Plots.resize(this.plot).catch(() => {}));
+    this.resized.observe(this.plot);
+    this.turned = () => this.soon();
+    dark.addEventListener("change", this.turned);
+  }
+
+  /** Show these traces, soon. `keys` are [colour, name] pairs where more than one thing is drawn. */
+  draw(traces, keys = []) {
+    this.traces = traces;
+    const points = traces.reduce((sum, trace) => sum + (trace.hoverinfo === "skip" ? 0 : trace.x.length), 0);
+    this.node.dataset.points = points;
+    this.plot.classList.toggle("none", points === 0);
+    if (this.latest) say(this.latest, points && traces.length < 3 ? this.value(traces[0].y.at(-1)) : "");
+    this.keys.hidden = keys.length < 2;
+    const told = JSON.stringify(keys);
+    if (this.told !== told) fill(this.keys, keys.map(([colour, name]) => el("span", {}, dot(colour), name)));
+    this.told = told;
+    this.soon();
+  }
+
+  value(number) {
+    return this.share ? `${(100 * number).toFixed(number > 0 && number < .1 ? 1 : 0)} %` : measured(number);
+  }
+
+  soon() {
+    this.due ||= setTimeout(() => this.paint(), Math.max(0, EVERY - (Date.now() - this.drawn)));
+  }
+
+  async paint() {
+    const library = await plotly().catch(() => null);
+    this.due = null;
+    if (!library || (!this.drawn && this.node.dataset.points === "0") || !this.node.isConnected || !this.plot.clientWidth) return;
+    this.drawn = Date.now();
+    const value = this.share ? "%{y:.1%}" : "%{y:.4~g}";
+    const traces = this.traces.map(({name, colour, ...trace}) => ({
+      ...trace, name: escaped(name), showlegend: false,
+      hovertemplate: trace.hoverinfo === "skip" ? null : `${value}<extra>${escaped(name)}</extra>`,
+    }));
+    await library.react(this.plot, traces, this.layout(), {displayModeBar: false, responsive: false});
+  }
+
+  layout() {
+    const soft = css("--soft"), large = /large|wide/.test(this.node.className), flat = this.flat();
+    const axis = {
+      color: soft, gridcolor: css("--grid"), zeroline: false, linecolor: css("--line"), tickfont: {size: 11},
+      fixedrange: touch.matches, automargin: true, nticks: large ? 7 : 5,
+    };
+    return {
+      margin: {l: 42, r: 8, t: 12, b: 34}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: {family: getComputedStyle(document.body).fontFamily, color: soft, size: 12},
+      hovermode: "x unified", dragmode: touch.matches ? false : "zoom", uirevision: "same",
+      hoverlabel: {bgcolor: css("--card"), bordercolor: css("--line"), font: {color: css("--ink"), size: 12}},
+      xaxis: {...axis, showgrid: false, showline: true, title: {text: this.xTitle, font: {size: 11}, standoff: 6},
+              rangemode: "tozero", unifiedhovertitle: {text: `${this.xTitle} %{x:.6~g}`}},
+      yaxis: {...axis, tickformat: this.share ? ".0%" : "", rangemode: large ? "normal" : "tozero",
+              ...(flat === null ? {} : {range: [Math.min(0, 2 * flat), Math.max(flat ? 0 : 1, 2 * flat)]})},
+    };
+  }
+
+  /** The value where all are the same: an axis around it, not through noise. */
+  flat() {
+    const values = new Set();
+    for (const trace of this.traces) for (const value of trace.y) if (values.add(value).size > 1) return null;
+    return values.size ? [...values][0] : null;
+  }
+
+  close() {
+    dark.removeEventListener("change", this.turned);
+    this.resized.disconnect();
+    clearTimeout(this.due);
+    if (this.drawn) window.Plotly.purge(this.plot);
+  }
+}
+
+/** A spot of colour beside a name. */
+export function dot(colour) {
+  const made = el("i", {"aria-hidden": "true"});
+  made.style.color = colour;
+  return made;
+}

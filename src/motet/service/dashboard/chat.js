@@ -1,0 +1,121 @@
+// A conversation with the base, the best and the latest version side by side.
+import {ask, jobPath, request, told} from "./api.js";
+import {add, el, fill, say} from "./dom.js";
+
+/** One of the three: its own conversation, because answers differ. */
+class Talk {
+  constructor(title, system) {
+    this.system = system;
+    this.messages = [];
+    this.title = el("h3", {}, title);
+    this.list = el("div", {class: "talk", role: "log", "aria-label": title, tabindex: 0});
+    this.node = el("section", {class: "card"}, el("div", {class: "head"}, this.title), this.list);
+  }
+
+  rename(title) {
+    say(this.title, title);
+    this.list.setAttribute("aria-label", title);
+  }
+
+  clear() {
+    this.messages = [];
+    fill(this.list);
+  }
+
+  async send(model, text, settings, signal) {
+    this.messages.push({role: "user", content: text});
+    const answer = el("div", {class: "said assistant"});
+    add(this.list, el("div", {class: "said user"}, text), answer);
+    this.list.scrollTop = this.list.scrollHeight;
+    let written = "";
+    try {
+      const messages = [...(this.system ? [{role: "system", content: this.system}] : []), ...this.messages];
+      const response = await request("POST", "v1/chat/completions", {body: {model, messages, stream: true, ...settings}, signal});
+      for await (const event of told(response)) {
+        if (event === null || event.data === "[DONE]") continue;
+        written += JSON.parse(event.data).choices[0]?.delta.content || "";
+        say(answer, written);
+        this.list.scrollTop = this.list.scrollHeight;
+      }
+      if (!written) say(answer, "(nothing)");
+      this.messages.push({role: "assistant", content: written});
+    } catch (error) {
+      this.messages.pop();
+      answer.classList.add("failed");
+      say(answer, error.name === "AbortError" ? "stopped" : error.message);
+    }
+  }
+}
+
+/** The tab. */
+export function chatTab(context, job) {
+  const system = job.spec.data?.system || "";
+  const talks = {base: new Talk("base", system), best: new Talk("best", system), latest: new Talk("latest", system)};
+  const sides = el("div", {class: "sides three"}, Object.values(talks).map(talk => talk.node));
+  const text = el("textarea", {id: "say", rows: 3, placeholder: "Ask all three the same", onkeydown: event => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
+  }});
+  const heat = el("input", {id: "temperature", type: "number", min: 0, max: 2, step: 0.1, value: "0"});
+  const most = el("input", {id: "most", type: "number", min: 1, max: 100000, step: 1, value: String(job.spec.sampling?.max_tokens ?? 256)});
+  const status = el("p", {class: "small soft", role: "status"});
+  const send = el("button", {class: "primary"}, "Send"), stop = el("button", {type: "button", disabled: true}, "Stop");
+  const clear = el("button", {type: "button", class: "plain", onclick: () => Object.values(talks).forEach(talk => talk.clear())}, "Clear");
+  const example = el("button", {type: "button", class: "plain", onclick: fromData}, "A problem from the data");
+  const form = el("form", {class: "compose card", onsubmit: event => { event.preventDefault(); ask_(); }},
+    el("label", {for: "say"}, "Message"), text,
+    el("div", {class: "row"}, el("div", {class: "row"}, field("temperature", heat), field("most tokens", most)), el("div", {class: "row"}, example, clear, stop, send)), status);
+  let running = null, place = 0;
+
+  function field(name, input) {
+    return el("div", {class: "field"}, el("label", {for: input.id}, name), input);
+  }
+
+  async function fromData() {
+    try {
+      const found = await ask("GET", jobPath(job.id, "/rollouts?purpose=eval&limit=200"))
+        .catch(() => ask("GET", jobPath(job.id, "/rollouts?limit=200")));
+      const prompts = [...new Set(found.data.map(one => one.prompt).filter(Boolean))];
+      if (prompts.length) text.value = prompts[place++ % prompts.length];
+      text.focus();
+    } catch (error) {
+      say(status, error.message);
+    }
+  }
+
+  /** Models by column; what is not there yet is left out. */
+  async function models() {
+    const versions = (await ask("GET", jobPath(job.id, "/versions"))).data;
+    const best = versions.find(one => one.best), latest = versions.find(one => one.latest);
+    return {base: [context.base || "base", `base · ${context.base}`],
+      best: best && [`${job.id}@${best.version}`, `best · version ${best.version}`],
+      latest: latest && [`${job.id}@${latest.version}`, `latest · version ${latest.version}`]};
+  }
+
+  async function ask_() {
+    const said = text.value.trim();
+    if (!said || running) return;
+    running = new AbortController();
+    send.disabled = true;
+    stop.disabled = false;
+    say(status, "");
+    try {
+      const found = await models();
+      const asked = Object.entries(found).filter(([, model]) => model);
+      text.value = "";
+      if (asked.length === 1) say(status, "There is no saved version yet: only the base answers.");
+      for (const [name, [, title]] of asked) talks[name].rename(title);
+      const settings = {temperature: Number(heat.value) || 0, max_tokens: Number(most.value) || 256};
+      await Promise.all(asked.map(([name, [model]]) => talks[name].send(model, said, settings, running.signal)));
+    } catch (error) {
+      say(status, error.message);
+    }
+    running = null;
+    send.disabled = false;
+    stop.disabled = true;
+    text.focus();
+  }
+
+  stop.addEventListener("click", () => running?.abort());
+  models().then(found => { for (const [name, model] of Object.entries(found)) if (model) talks[name].rename(model[1]); }).catch(() => {});
+  return {node: el("div", {}, sides, form), begin() {}, update() {}, stop() { running?.abort(); }};
+}

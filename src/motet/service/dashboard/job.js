@@ -1,0 +1,229 @@
+// One job: where it stands, what can be done with it, and its tabs.
+import {ask, jobPath, request} from "./api.js";
+import {chatTab} from "./chat.js";
+import {curvesTab} from "./curves.js";
+import {add, el, fill, say, sure} from "./dom.js";
+import {rolloutsTab} from "./rollouts.js";
+import {age, bytes, clock, count, FINAL, measured, span} from "./words.js";
+
+const POINTS = 600;
+const TABS = [["curves", "Curves"], ["rollouts", "Rollouts"], ["chat", "Chat"], ["configuration", "Configuration"], ["events", "Events"]];
+const MOST_EVENTS = 300;
+
+/** A line of the list of events. */
+function eventLine(event) {
+  const data = event.data;
+  let text = data.message || "";
+  if (event.kind === "step") {
+    const parts = [["reward", data.reward], ["held-out", data.eval?.reward], ["length", data.length], ["loss", data.loss]];
+    text = parts.filter(([, value]) => Number.isFinite(value)).map(([name, value]) => `${name} ${measured(value)}`).join(" · ");
+  }
+  const what = event.kind === "step" ? `step ${data.step}` : el("span", {class: `state ${data.state}`}, data.state);
+  return el("li", {}, el("span", {class: "soft number"}, clock(event.time)), el("span", {}, what), el("span", {class: "text"}, text));
+}
+
+function eventsTab(job, live) {
+  const list = el("ol", {class: "happened", reversed: true});
+  let last = 0, deaf = () => {};
+  const put = event => {
+    if (event.id <= last) return;
+    last = event.id;
+    list.prepend(eventLine(event));
+    while (list.children.length > MOST_EVENTS) list.lastChild.remove();
+  };
+  return {node: el("div", {class: "card"}, list), async begin() {
+    const waiting = [];
+    let hear = event => waiting.push(event);
+    deaf();
+    deaf = live.listen(event => { if (event.job === job.id) hear(event); });
+    for (;;) { // all of them: states are among the oldest
+      const page = (await ask("GET", jobPath(job.id, `/events?after=${last}`))).data;
+      page.forEach(put);
+      if (!page.length) break;
+    }
+    waiting.forEach(put);
+    hear = put;
+  }, update() {}, stop() { deaf(); }};
+}
+
+function configurationTab(context, job) {
+  const text = JSON.stringify(job.spec, null, 2);
+  const again = el("button", {type: "button", onclick: () => {
+    context.draft = JSON.stringify({...job.spec, name: `${job.name}-2`}, null, 2);
+    location.hash = "#/new";
+  }}, "Submit a variation");
+  const copy = navigator.clipboard && el("button", {type: "button", onclick: () => navigator.clipboard.writeText(text).then(() => say(copy, "Copied"))}, "Copy");
+  return {node: el("div", {class: "card"}, el("div", {class: "head"}, el("h2", {}, "As it was validated"), el("div", {class: "row"}, copy, again)),
+    el("pre", {class: "text", tabindex: 0}, text)), begin() {}, update() {}, stop() {}};
+}
+
+/** Offer the saved versions, as archives of PEFT directories. */
+async function download(job, told) {
+  const {data} = await ask("GET", jobPath(job.id, "/versions"));
+  const list = el("ul", {class: "versions"});
+  const dialog = el("dialog", {"aria-labelledby": "take"}, el("h2", {id: "take"}, "Take the adapter home"),
+    el("p", {class: "soft"}, data.length ? "A .tar.gz of a PEFT directory." : "No version is saved yet."), list,
+    el("form", {method: "dialog", class: "row"}, el("button", {}, "Close")));
+  for (const version of [...data].reverse()) {
+    const fetchIt = async () => {
+      const response = await request("GET", jobPath(job.id, `/versions/${version.version}/download`));
+      const address = URL.createObjectURL(await response.blob());
+      const link = el("a", {href: address, download: `${job.name}-v${version.version}.tar.gz`});
+      document.body.append(link);
+      link.click();
+      link.remove();
+      setTimeout(() => URL.revokeObjectURL(address), 60000);
+      dialog.close();
+    };
+    add(list, el("li", {}, el("span", {}, `version ${version.version}`, version.best && el("span", {class: "badge"}, "best"),
+      version.latest && el("span", {class: "badge"}, "latest"), el("span", {class: "small faint"}, ` ${bytes(version.bytes)}`)),
+    el("button", {type: "button", "aria-label": `Download version ${version.version}`, onclick: () => fetchIt().catch(error => told(error.message))}, "Download")));
+  }
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+/** Name, state, progress and buttons. */
+function makeHead(context, refreshed, told, leaving) {
+  const name = el("h1"), state = el("span", {class: "state", role: "status"}), facts = el("p", {class: "facts"}), note = el("p", {class: "note", hidden: true});
+  const detail = el("span", {class: "number"}), done = el("i"), bar = el("span", {class: "progress", "aria-hidden": "true"}, done);
+  add(facts, state, detail);
+  let job = null, waits = null;
+  const button = (text, work, kind = "") => el("button", {type: "button", class: kind, onclick: async event => {
+    event.target.disabled = true;
+    await work().catch(error => told(error.message));
+    event.target.disabled = false;
+  }}, text);
+  const steer = word => async () => {
+    waits = [job.state, {pause: "pausing after this step", resume: "resuming", cancel: "cancelling"}[word]];
+    refreshed();
+    await ask("POST", jobPath(job.id, `/${word}`)).catch(error => { waits = null; throw error; });
+    context.board.soon(); // not what came back: by now the job may have gone further
+  };
+  const buttons = {
+    pause: button("Pause", steer("pause")), resume: button("Resume", steer("resume"), "primary"),
+    cancel: button("Cancel", async () => {
+      if (await sure(`Cancel ${job.name}?`, "It ends now and cannot be resumed. What it saved stays.", "Cancel the job")) await steer("cancel")();
+    }, "danger"),
+    download: button("Download", () => download(job, told)),
+    remove: button("Delete", async () => {
+      if (!await sure(`Delete ${job.name}?`, "Its versions, rollouts and events are removed for good.", "Delete the job")) return;
+      leaving(true); // nobody asks for it any more
+      await ask("DELETE", jobPath(job.id)).catch(error => { leaving(false); throw error; });
+      context.board.drop(job.id);
+      location.hash = "#/";
+    }, "danger"),
+  };
+  const node = el("div", {}, el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), el("span", {class: "faint"}, " /")),
+    el("div", {class: "title"}, name, el("div", {class: "row"}, Object.values(buttons))), facts, bar, note);
+  return {node, update(found) {
+    job = found;
+    say(name, job.name);
+    state.className = `state ${job.state}`;
+    say(state, job.state);
+    if (waits && waits[0] !== job.state) waits = null;
+    const progress = job.state === "running" ? job.progress : null, reward = job.reward;
+    say(detail, [`step ${count(job.step)} of ${count(job.steps)}`, waits ? waits[1] : progress?.phase,
+      progress && `${count(progress.tokens_per_second)} tokens/s`, Number.isFinite(progress?.seconds_left) && `${span(progress.seconds_left)} to go`,
+      Number.isFinite(reward) && `reward ${measured(reward)}`, job.tenant, `${age(job.created)} old`].filter(Boolean).join(" · "));
+    bar.className = `progress ${job.state}`;
+    done.style.width = `${100 * Math.min(1, job.step / Math.max(job.steps, 1))}%`;
+    note.hidden = !job.message;
+    note.className = `note ${job.state}`;
+    say(note, job.message || "");
+    const ended = FINAL.includes(job.state);
+    buttons.pause.hidden = !["running", "queued"].includes(job.state);
+    buttons.resume.hidden = !["paused", "failed"].includes(job.state);
+    buttons.cancel.hidden = ended;
+    buttons.remove.hidden = !ended;
+    buttons.download.hidden = job.step === 0;
+  }};
+}
+
+/** Tabs after the pattern that screen readers know: arrow keys move, one tab stop. */
+function makeTabs(job, chosen, opened) {
+  const list = el("div", {role: "tablist", "aria-label": "What to see of the job"}), panel = el("div", {role: "tabpanel", id: "panel", "aria-labelledby": "", tabindex: -1});
+  const tabs = TABS.map(([key, text]) => el("button", {type: "button", role: "tab", id: `tab-${key}`, "aria-controls": "panel", onclick: () => open(key)}, text));
+  list.addEventListener("keydown", event => {
+    const step = {ArrowRight: 1, ArrowLeft: -1}[event.key], place = tabs.indexOf(document.activeElement);
+    if (!step || place < 0) return;
+    const next = tabs[(place + step + tabs.length) % tabs.length];
+    next.focus();
+    next.click();
+  });
+  add(list, tabs);
+  function open(key) {
+    TABS.forEach(([name], place) => {
+      tabs[place].setAttribute("aria-selected", String(name === key));
+      tabs[place].tabIndex = name === key ? 0 : -1;
+    });
+    panel.setAttribute("aria-labelledby", `tab-${key}`);
+    history.replaceState(null, "", `#/job/${encodeURIComponent(job)}${key === "curves" ? "" : `/${key}`}`);
+    opened(key);
+  }
+  return {list, panel, open: () => open(TABS.some(([key]) => key === chosen) ? chosen : "curves")};
+}
+
+/** The page. */
+export function jobPage(context, id, tab) {
+  const node = el("div"), problem = el("p", {class: "problem", role: "alert"});
+  const told = text => say(problem, text);
+  const lines = [], tabs = {};
+  let job = null, current = null, after = null, early = [], gone = false;
+  const head = makeHead(context, () => head.update(job), told, value => { gone = value; });
+  const page = {node, title: id, stop() { deaf.forEach(stop => stop()); Object.values(tabs).forEach(one => one.stop()); }};
+
+  function take(found) {
+    if (gone) return;
+    job = found;
+    head.update(job);
+    for (const one of Object.values(tabs)) one.node.isConnected && one !== tabs.curves && one.update();
+  }
+
+  function hear(event) {
+    if (event.job !== job?.id) return;
+    if (after === null) return void early.push(event);
+    if (event.id <= after) return;
+    told("");
+    if (event.kind !== "step" || event.data.step < (lines.at(-1)?.step ?? -1)) return;
+    if (event.data.step === lines.at(-1)?.step) lines.pop();
+    lines.push(event.data);
+    if (current === "curves") tabs.curves.update(lines);
+  }
+
+  function open(key, panel) {
+    current = key;
+    tabs[key] ||= {curves: () => curvesTab(), rollouts: () => rolloutsTab(job), chat: () => chatTab(context, job),
+      configuration: () => configurationTab(context, job), events: () => eventsTab(job, context.live)}[key]();
+    fill(panel, tabs[key].node);
+    if (key === "curves") tabs.curves.update(lines);
+    else Promise.resolve(tabs[key].begin()).catch(error => told(error.message));
+  }
+
+  async function begin() {
+    job = await ask("GET", jobPath(id));
+    page.title = job.name;
+    document.title = `${job.name} · Motet`;
+    const {list, panel, open: first} = makeTabs(job.id, tab, key => open(key, panel));
+    fill(node, head.node, problem, list, panel);
+    take(job);
+    first();
+    const found = await ask("GET", jobPath(job.id, `/steps?points=${POINTS}`));
+    lines.push(...found.data);
+    after = found.after;
+    early.forEach(hear);
+    early = [];
+    if (current === "curves") tabs.curves.update(lines);
+    context.board.soon(); // what happened to it while it was asked for
+  }
+
+  const deaf = [context.live.listen(hear), context.board.listen(jobs => {
+    const found = jobs.find(one => one.id === job?.id);
+    if (found) take(found);
+    else if (job && !gone) ask("GET", jobPath(job.id)).then(take, error => error.status === 404 && told("This job was deleted."));
+  })];
+  begin().catch(error => fill(node, el("div", {class: "card empty"}, el("h2", {}, error.status === 404 ? "There is no such job" : "This does not work now"),
+    el("p", {}, error.message), el("p", {}, el("a", {href: "#/"}, "All jobs")))));
+  return page;
+}

@@ -1,0 +1,222 @@
+// All jobs: their reward on one chart, a table, and who has the device now.
+import {ask, jobPath} from "./api.js";
+import {Chart, curves, dot, look} from "./charts.js";
+import {add, arrange, choice, el, fill, say} from "./dom.js";
+import {age, count, measured, span} from "./words.js";
+
+const STATES = ["running", "queued", "paused", "succeeded", "failed", "cancelled"];
+const AT_MOST = 24; // curves
+const AT_ONCE = 4; // requests
+const POINTS = 240;
+const PARTS = 10; // of the device time
+const USAGE_EVERY = 10000; // milliseconds
+
+/** The reward of jobs over steps, loaded once and then heard live. */
+class Rewards {
+  constructor(board, changed) {
+    this.series = new Map(); // id → {x, y, after, heard}
+    this.board = board;
+    this.changed = changed;
+    this.waiting = [];
+    this.busy = 0;
+    this.deaf = board.live.listen(event => this.hear(event));
+  }
+
+  want(id) {
+    if (this.series.has(id)) return;
+    this.series.set(id, {x: [], y: [], after: null, heard: []});
+    this.waiting.push(id);
+    this.next();
+  }
+
+  async next() {
+    if (this.busy >= AT_ONCE || !this.waiting.length) return;
+    this.busy += 1;
+    const id = this.waiting.shift(), series = this.series.get(id);
+    try {
+      const found = await ask("GET", jobPath(id, `/steps?field=reward&points=${POINTS}`));
+      series.after = found.after;
+      for (const line of found.data) this.put(series, line);
+      for (const event of series.heard) if (event.id > series.after) this.put(series, event.data);
+      this.changed();
+    } catch {
+      this.series.delete(id); // asked again with the next look at the board
+    }
+    this.busy -= 1;
+    this.next();
+  }
+
+  hear(event) {
+    const series = event.kind === "step" && this.series.get(event.job);
+    if (!series) return;
+    if (series.after === null) series.heard.push(event);
+    else if (event.id > series.after) {
+      this.put(series, event.data);
+      this.changed();
+    }
+  }
+
+  put(series, line) {
+    if (!Number.isFinite(line.reward) || line.step <= (series.x.at(-1) ?? -1)) return;
+    series.x.push(line.step);
+    series.y.push(line.reward);
+  }
+
+  last(id) { return this.series.get(id)?.y.at(-1); }
+}
+
+/** A row of the table, which stays the same element for as long as the job is there. */
+function makeRow(board, hidden, changed) {
+  const row = {node: el("tr"), why: el("tr", {class: "why"}), reason: el("td", {colspan: 8})};
+  row.why.append(row.reason);
+  row.swatch = el("button", {type: "button", class: "swatch", onclick: () => {
+    if (!hidden.delete(row.id)) hidden.add(row.id);
+    changed();
+  }}, el("i"));
+  row.name = el("a");
+  row.tenant = el("td", {class: "small soft", data: {label: "tenant"}});
+  row.state = el("span", {class: "state"});
+  row.steps = el("span", {class: "number"});
+  row.done = el("i");
+  row.bar = el("span", {class: "progress", "aria-hidden": "true"}, row.done);
+  const number = label => el("td", {class: "right number", data: {label}});
+  Object.assign(row, {reward: number("reward"), rate: number("tokens/s"), age: number("age")});
+  add(row.node, el("td", {class: "name"}, el("span", {class: "who"}, row.swatch, row.name)), el("td", {class: "is"}, row.state),
+    el("td", {class: "steps"}, row.steps, row.bar), row.reward, row.rate, row.age);
+  row.update = (job, reward) => {
+    row.id = job.id;
+    const place = look(board.places.get(job.id) ?? 0);
+    row.swatch.style.color = place.colour;
+    row.swatch.setAttribute("aria-pressed", String(!hidden.has(job.id)));
+    row.swatch.setAttribute("aria-label", `Show ${job.name} in the chart`);
+    say(row.name, job.name);
+    row.name.href = `#/job/${encodeURIComponent(job.id)}`;
+    row.state.className = `state ${job.state}`;
+    say(row.state, job.state);
+    say(row.steps, `${count(job.step)} / ${count(job.steps)}`);
+    row.bar.className = `progress ${job.state}`;
+    row.done.style.width = `${100 * Math.min(1, job.step / Math.max(job.steps, 1))}%`;
+    say(row.reward, measured(reward ?? job.reward));
+    say(row.rate, job.progress ? count(job.progress.tokens_per_second) : "–");
+    say(row.age, age(job.created));
+    if (board.admin && !row.tenant.parentNode) row.node.append(row.tenant);
+    say(row.tenant, job.tenant || "");
+    row.reason.className = job.state === "failed" ? "bad" : "soft";
+    say(row.reason, job.message || "");
+  };
+  return row;
+}
+
+function empty(base) {
+  return el("div", {class: "card empty"}, el("h2", {}, "No jobs yet"),
+    el("p", {}, "Submit one from the command line, or write it here."),
+    el("pre", {class: "text"}, "motet submit jobs.yaml"), el("div", {}, el("a", {href: "#/new", class: "button primary"}, "New job")),
+    base ? el("p", {class: "small faint"}, `This service trains adapters of ${base}.`) : null);
+}
+
+function headings(admin) {
+  const names = ["job", "state", "steps", ">reward", ">tokens/s", ">age", ...(admin ? ["tenant"] : [])];
+  return el("tr", {}, names.map(name => el("th", {scope: "col", class: name.startsWith(">") && "right"}, name.replace(">", ""))));
+}
+
+/** Numbers at the head of the page. */
+function makeStats() {
+  const parts = Object.fromEntries(["running", "queued", "tokens/s", "longest to go"].map(name => [name, el("dd", {}, "–")]));
+  const node = el("dl", {class: "stats", "aria-label": "Now"}, Object.entries(parts).map(([name, value]) => el("div", {}, el("dt", {}, name), value)));
+  return {node, update(jobs) {
+    const running = jobs.filter(job => job.state === "running");
+    say(parts.running, count(running.length));
+    say(parts.queued, count(jobs.filter(job => job.state === "queued").length));
+    say(parts["tokens/s"], count(running.reduce((sum, job) => sum + (job.progress?.tokens_per_second || 0), 0)));
+    const left = running.map(job => job.progress?.seconds_left).filter(Number.isFinite);
+    say(parts["longest to go"], left.length ? span(Math.max(...left)) : "–");
+  }};
+}
+
+/** Who had the device today. */
+function makeDevice(board) {
+  const bar = el("div", {class: "split", role: "img"}), keys = el("div", {class: "keys"});
+  const node = el("section", {class: "card", hidden: true}, el("div", {class: "head"}, el("h2", {}, "Device time"),
+    el("span", {class: "small soft"}, "sampling and training today (UTC), by job")), bar, keys);
+  let asked = 0;
+
+  function colour(line) {
+    const place = board.places.get(line.job);
+    return line.kind === "idle" ? "var(--line)" : place === undefined ? "var(--faint)" : look(place).colour;
+  }
+
+  function draw(lines) {
+    const used = lines.filter(line => line.device_seconds >= 0.5).sort((a, b) => (a.kind === "idle") - (b.kind === "idle") || b.device_seconds - a.device_seconds);
+    const total = used.reduce((sum, line) => sum + line.device_seconds, 0);
+    const shown = used.slice(0, PARTS), rest = used.slice(PARTS).reduce((sum, line) => sum + line.device_seconds, 0);
+    const parts = shown.map(line => [colour(line), line.name || line.kind, line.device_seconds]);
+    if (rest) parts.push(["var(--faint)", "others", rest]);
+    node.hidden = !parts.length;
+    fill(bar, parts.map(([background, , seconds]) => {
+      const part = el("i");
+      part.style.width = `${100 * seconds / total}%`;
+      part.style.background = background;
+      return part;
+    }));
+    const words = parts.map(([, name, seconds]) => `${name} ${span(seconds)}, ${Math.round(100 * seconds / total)} %`);
+    bar.setAttribute("aria-label", words.join("; "));
+    fill(keys, words.map((text, place) => el("span", {}, dot(parts[place][0]), text)));
+  }
+
+  return {node, async update() {
+    if (Date.now() - asked < USAGE_EVERY) return;
+    asked = Date.now();
+    const today = new Date().toISOString().slice(0, 10);
+    await ask("GET", `v1/usage?by=job&since=${today}`).then(found => draw(found.data), () => {});
+  }};
+}
+
+/** The page. */
+export function overview({board, base}) {
+  const hidden = new Set(), rows = new Map();
+  let filter = "all";
+  const chart = new Chart("Training reward", "mean of each step’s rollouts, thin; smoothed, thick", {size: "wide", latest: false, empty: "curves appear with the first steps"});
+  const rewards = new Rewards(board, () => update());
+  const stats = makeStats(), device = makeDevice(board);
+  const states = choice("Show jobs that are", [["all", "All", 0]], filter, value => { filter = value; update(); });
+  const body = el("tbody"), headRow = el("thead"), none = el("p", {class: "soft", hidden: true}, "No job is in this state.");
+  const older = el("button", {type: "button", hidden: true, onclick: () => board.more().catch(() => {})}, "Show older jobs");
+  const full = el("div", {class: "stack"}, el("h1", {class: "unseen"}, "Jobs"), el("div", {}, stats.node, chart.node), device.node,
+    el("section", {class: "card"}, el("div", {class: "head"}, el("h2", {}, "Jobs"), states), el("table", {class: "jobs"}, headRow, body), none, older));
+  const nothing = empty(base), node = el("div");
+
+  function update() {
+    const jobs = board.jobs;
+    arrange(node, [jobs.length ? full : nothing]);
+    if (!jobs.length) return;
+    const states_ = STATES.map(state => [state, state, jobs.filter(job => job.state === state).length]).filter(([, , number]) => number);
+    states.offer([["all", "all", jobs.length], ...states_]);
+    const listed = jobs.filter(job => filter === "all" || job.state === filter);
+    for (const job of listed.filter(job => job.step > 0 || job.state === "running").slice(0, AT_MOST)) rewards.want(job.id);
+    stats.update(jobs);
+    device.update();
+    if (headRow.dataset.admin !== String(board.admin)) fill(headRow, headings(board.admin));
+    headRow.dataset.admin = board.admin;
+    arrange(body, listed.flatMap(job => {
+      if (!rows.has(job.id)) rows.set(job.id, makeRow(board, hidden, update));
+      const row = rows.get(job.id);
+      row.update(job, rewards.last(job.id));
+      return job.message ? [row.node, row.why] : [row.node];
+    }));
+    none.hidden = listed.length > 0;
+    older.hidden = board.older === null;
+    draw(listed.filter(job => !hidden.has(job.id) && rewards.series.get(job.id)?.x.length));
+  }
+
+  function draw(jobs) {
+    const drawn = jobs.slice(0, AT_MOST).reverse();
+    chart.draw(drawn.flatMap(job => {
+      const {x, y} = rewards.series.get(job.id);
+      return curves({name: job.name, x: [...x], y: [...y], crowd: drawn.length, ...look(board.places.get(job.id) ?? 0)});
+    }));
+  }
+
+  const deaf = board.listen(update);
+  update();
+  return {node, title: "Jobs", stop() { deaf(); rewards.deaf(); chart.close(); }};
+}

@@ -1,0 +1,146 @@
+// What a job wrote, side by side at two steps.
+import {ask, jobPath} from "./api.js";
+import {choice, el, fill, say} from "./dom.js";
+import {scale, tokens} from "./tokens.js";
+import {measured} from "./words.js";
+
+const KINDS = [["eval", "Held-out problems"], ["train", "Training"]];
+
+function options(select, values, chosen) {
+  const told = JSON.stringify(values);
+  if (select.dataset.told !== told) fill(select, values.map(([value, text]) => el("option", {value: String(value)}, text)));
+  select.dataset.told = told;
+  select.value = String(chosen);
+}
+
+function reward(rollout) {
+  const parts = Object.entries(rollout.reward_parts || {});
+  return [el("span", {}, "reward ", el("b", {}, measured(rollout.reward))),
+    parts.length > 1 ? el("span", {}, parts.map(([name, value]) => `${name} ${measured(value)}`).join(" · ")) : null];
+}
+
+function shown(rollout) {
+  const ended = rollout.error ? el("p", {class: "bad small"}, rollout.error)
+    : rollout.finish_reason === "length" ? el("p", {class: "warm small"}, "cut off at max_tokens") : null;
+  return el("article", {class: "rollout"}, el("header", {}, reward(rollout), el("span", {}, `${rollout.tokens ?? 0} tokens`)), tokens(rollout), ended);
+}
+
+function byProblem(list) {
+  return new Map(list.map(one => [one.problem, one]));
+}
+
+function named(known) {
+  return [...known].slice(0, 200).map(([id, one], place) => [id, `${place + 1}. ${String(one.prompt ?? "").replaceAll(/\s+/g, " ").slice(0, 48)}`]);
+}
+
+/** One of the two: a step, a problem, and what was written. */
+class Side {
+  constructor(name, job, changed) {
+    Object.assign(this, {job, step: null, problem: null, texts: new Map(), asked: 0});
+    this.steps = el("select", {"aria-label": `${name}: step`, onchange: () => { this.step = Number(this.steps.value); changed(); }});
+    this.problems = el("select", {"aria-label": `${name}: problem`, class: "own", onchange: () => { this.problem = Number(this.problems.value); changed(); }});
+    this.mean = el("span", {class: "small soft number"});
+    this.asked_ = el("p", {class: "asked own"});
+    this.list = el("div");
+    this.node = el("section", {class: "card", "aria-label": name},
+      el("div", {class: "head"}, el("div", {class: "row"}, this.steps, this.problems), this.mean), this.asked_, this.list);
+  }
+
+  /** What the step holds, without tokens; kept, because it does not change. */
+  async index(kind, step) {
+    const key = `${kind} ${step}`;
+    if (!this.texts.has(key)) this.texts.set(key, (await ask("GET", jobPath(this.job, `/rollouts?purpose=${kind}&step=${step}&limit=1000`))).data);
+    return this.texts.get(key);
+  }
+
+  /** Training steps have problems of their own; those of an evaluation are chosen for both sides. */
+  choose(kind, list) {
+    this.problems.hidden = this.asked_.hidden = kind === "eval";
+    if (kind === "eval") return;
+    const known = byProblem(list);
+    if (!known.has(this.problem)) this.problem = known.keys().next().value;
+    options(this.problems, named(known), this.problem);
+    say(this.asked_, String(known.get(this.problem)?.prompt ?? ""));
+  }
+
+  async load(kind, problem) {
+    const asked = ++this.asked;
+    const found = await ask("GET", jobPath(this.job, `/rollouts?purpose=${kind}&step=${this.step}&problem=${problem}&tokens=true&limit=100`));
+    if (asked !== this.asked) return;
+    const scored = found.data.map(one => one.reward).filter(Number.isFinite);
+    say(this.mean, scored.length ? `mean reward ${measured(scored.reduce((sum, one) => sum + one, 0) / scored.length)}` : "");
+    fill(this.list, found.data.length ? found.data.map(shown) : el("p", {class: "soft"}, "This problem is not among those of this step."));
+  }
+}
+
+/** The tab. */
+export function rolloutsTab(job) {
+  const sides = [new Side("Left", job.id, () => draw()), new Side("Right", job.id, () => draw())];
+  const problems = el("select", {id: "problem", onchange: () => { problem = Number(problems.value); draw(); }});
+  const asked = el("div", {class: "asked"}), answer = el("p", {class: "small soft"}), status = el("p", {class: "soft", role: "status"});
+  const kinds = choice("Which rollouts", KINDS, "eval", value => { kind = value; problem = null; follow(true); });
+  const common = el("div", {class: "card"}, asked, answer), both = el("div", {class: "field"}, el("label", {for: "problem"}, "Problem"), problems);
+  const body = el("div", {class: "stack"}, common, el("div", {class: "sides"}, sides.map(side => side.node)));
+  const node = el("div", {}, el("div", {class: "choose"}, kinds, both, scale()), status, body);
+  let kind = "eval", steps = [], problem = null, begun = false, working = false;
+
+  function nothing(text) {
+    body.hidden = true;
+    say(status, text);
+  }
+
+  /** Look which steps there are; the two sides begin at the first and the newest. */
+  async function follow(anew) {
+    const found = await ask("GET", jobPath(job.id, `/rollouts?purpose=${kind}&limit=1`)).catch(error => error);
+    if (found instanceof Error) {
+      if (!begun && kind === "eval" && found.status === 404) return kinds.choose(kind = "train"), begun = true, follow(true);
+      return nothing(found.status === 404 ? `${found.message[0].toUpperCase()}${found.message.slice(1)}: come back when it is.` : found.message);
+    }
+    begun = true;
+    steps = found.steps;
+    if (!anew && sides.every(side => steps.includes(side.step))) return offer(); // what is looked at stays as it is
+    if (anew || !steps.includes(sides[0].step)) sides[0].step = steps[0];
+    if (anew || !steps.includes(sides[1].step)) sides[1].step = steps.at(-1);
+    await draw();
+  }
+
+  function offer() {
+    for (const side of sides) options(side.steps, steps.map(step => [step, `${kind === "eval" ? "version" : "step"} ${step}`]), side.step);
+  }
+
+  function chosen() {
+    return [kind, problem, ...sides.map(side => [side.step, side.problem])].join();
+  }
+
+  async function draw() {
+    if (working) return;
+    working = true;
+    const before = chosen();
+    try {
+      await drawn();
+    } catch (error) {
+      nothing(error.message);
+    }
+    working = false;
+    if (before !== chosen()) draw(); // something else was chosen meanwhile
+  }
+
+  async function drawn() {
+    offer();
+    const lists = await Promise.all(sides.map(side => side.index(kind, side.step)));
+    sides.forEach((side, place) => side.choose(kind, lists[place]));
+    for (const shared of [both, common]) shared.hidden = kind !== "eval";
+    if (kind === "eval") {
+      const known = byProblem(lists.flat());
+      if (!known.has(problem)) problem = known.keys().next().value;
+      options(problems, named(known), problem);
+      say(asked, String(known.get(problem)?.prompt ?? ""));
+      say(answer, known.get(problem)?.answer ? `reference: ${known.get(problem).answer}` : "");
+    }
+    await Promise.all(sides.map(side => side.load(kind, kind === "eval" ? problem : side.problem)));
+    body.hidden = false;
+    say(status, "");
+  }
+
+  return {node, begin: () => follow(!begun), update: () => { if (node.isConnected && !working) follow(false); }, stop() {}};
+}

@@ -1,0 +1,53 @@
+// Write a job, see what is wrong with it, submit it.
+import {ask} from "./api.js";
+import {el, say} from "./dom.js";
+
+const EXAMPLE = `name: sort
+data: toy:sort_letters
+reward: exact
+steps: 25
+sampling: {max_tokens: 16}
+adapter: {rank: 16}
+eval: {every: 5}
+`;
+
+function once() {
+  return [...crypto.getRandomValues(new Uint8Array(16))].map(byte => byte.toString(16).padStart(2, "0")).join("");
+}
+
+/** The page. */
+export function submitPage(context) {
+  const text = el("textarea", {id: "job", class: "editor", spellcheck: "false", "aria-describedby": "told", value: context.draft || EXAMPLE});
+  const told = el("p", {id: "told", class: "problem", role: "alert"}), fine = el("p", {class: "good", role: "status"});
+  const check = el("button", {type: "button", onclick: () => work(false)}, "Check"), send = el("button", {class: "primary"}, "Submit");
+  text.addEventListener("input", () => { text.removeAttribute("aria-invalid"); say(told, ""); say(fine, ""); context.draft = text.value; });
+
+  async function work(submit) {
+    check.disabled = send.disabled = true;
+    say(told, "");
+    say(fine, "");
+    const made = [];
+    try {
+      const {jobs} = await ask("POST", "v1/check", {text: text.value});
+      const names = jobs.map(job => job.name).join(", ");
+      if (submit) {
+        for (const job of jobs) made.push(await ask("POST", "v1/jobs", job, {"Idempotency-Key": once()}));
+        context.draft = "";
+        context.board.soon();
+        location.hash = made.length === 1 ? `#/job/${encodeURIComponent(made[0].id)}` : "#/";
+        return;
+      }
+      say(fine, jobs.length === 1 ? `${names} can be submitted.` : `${jobs.length} jobs can be submitted: ${names}.`);
+    } catch (error) {
+      text.setAttribute("aria-invalid", "true");
+      say(told, (made.length ? `${made.map(job => job.name).join(", ")}: submitted. The next one is refused:\n` : "") + error.message);
+      text.focus();
+    }
+    check.disabled = send.disabled = false;
+  }
+
+  const form = el("form", {class: "card stack", onsubmit: event => { event.preventDefault(); work(true); }},
+    el("div", {class: "field"}, el("label", {for: "job"}, "Job, or job file: YAML or JSON"), text), el("div", {class: "outcome"}, told, fine),
+    el("div", {class: "row"}, send, check, el("span", {class: "small soft"}, "The text is that of motet run and motet submit.")));
+  return {node: el("div", {class: "stack"}, el("h1", {}, "New job"), form), title: "New job", stop() {}};
+}

@@ -1,0 +1,158 @@
+"""Graders run for the service: those that ask no model in reward processes, as in a job, the others by asking the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from motet.config import RewardConfig
+from motet.errors import ConfigError, EngineError, RewardError
+from motet.service import judging
+from motet.service.adapters import Adapters
+from motet.service.answers import NoModelError, directory_of
+from motet.service.host_link import HostLink
+from motet.service.store import Principal
+from motet.service.tables import StoredJob
+from motet.tasks.graders import combined, item_of
+from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, ScoreModel, Single, parse
+from motet.tasks.graders.template import UnfilledError, fill
+from motet.tasks.reward_elsewhere import Chance, Score
+from motet.tasks.reward_pool import RewardPool
+from motet.tasks.reward_process import problem_of
+from motet.types import Problem
+
+_LANES = 8
+_PROCESSES = 2
+_CPU_SECONDS = 10.0
+_WALL_SECONDS = 30.0
+Fault = Literal["formula", "sample", "variable", "parse", "server", "other"]
+
+
+@dataclass
+class Graded:
+    """What a grader gave one answer."""
+
+    reward: float | None = None
+    """None where something went wrong."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Of a multi grader: each of its graders."""
+    faults: dict[Fault, str] = field(default_factory=dict)
+    """What went wrong, in words. `sample` alone leaves a reward: 0 for that grader."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens that judges took, by model."""
+
+
+class Grading:
+    """Grader processes of a service. Lives in its event loop."""
+
+    def __init__(self, link: HostLink, base: str, adapters: Adapters) -> None:
+        self._link, self._base, self._adapters = link, base, adapters
+        self._pool = RewardPool(_PROCESSES)
+        self._lanes: OrderedDict[str, int] = OrderedDict()  # how many use each now
+        self._opening = asyncio.Lock()
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._pool.close()
+
+    async def grade(
+        self, who: Principal, grader: Grader, item: Mapping[str, Any], outputs: Sequence[str]
+    ) -> list[Graded]:
+        """Score the answers to one row, in their order. What goes wrong is in the result."""
+        parts: Mapping[str, Single] = grader.graders if isinstance(grader, Multi) else {grader.name: grader}
+        found = [Graded() for _ in outputs]
+        await asyncio.gather(*(self._part(who, name, part, item, outputs, found) for name, part in parts.items()))
+        for one in found:
+            if any(fault != "sample" for fault in one.faults):
+                continue
+            try:
+                one.reward = combined(grader, one.parts) if isinstance(grader, Multi) else one.parts[grader.name]
+            except ValueError as error:
+                one.faults["formula"] = str(error)
+        return found
+
+    async def scores(
+        self, job: StoredJob, spec: Mapping[str, Any], problem: Mapping[str, Any], outputs: Sequence[str]
+    ) -> list[Score]:
+        """What a grader gives the answers of a job to a problem (as plain values); a reason where it gives nothing."""
+        who = Principal(job.tenant_id, "", "", "member")
+        found = await self.grade(who, parse(spec), item_of(problem_of(problem)), outputs)
+        return [one.reward if one.reward is not None else _reason(one) for one in found]
+
+    async def _part(
+        self,
+        who: Principal,
+        name: str,
+        part: Single,
+        item: Mapping[str, Any],
+        outputs: Sequence[str],
+        found: Sequence[Graded],
+    ) -> None:
+        """Put one grader's scores, or why there are none, into what was found."""
+        fillable = []
+        for output, one in zip(outputs, found, strict=True):
+            try:
+                for _, text in part.templates():
+                    fill(text, item, output)
+                fillable.append((output, one))
+            except UnfilledError as error:
+                one.faults["variable" if error.of_item else "sample"] = str(error)
+                one.parts[name] = 0.0
+        if isinstance(part, ScoreModel | LabelModel):
+            await asyncio.gather(*(self._judged(who, name, part, item, *pair) for pair in fillable))
+        elif fillable:
+            scored = await self._computed(part, item, [output for output, _ in fillable])
+            for (_, one), value in zip(fillable, scored, strict=True):
+                if isinstance(value, str):
+                    one.faults["other"] = value
+                else:
+                    one.parts[name] = value
+
+    async def _computed(self, part: Single, item: Mapping[str, Any], outputs: Sequence[str]) -> list[float | str]:
+        """Scores by a grader that asks no model, or why there is none."""
+        spec = json.dumps(part.model_dump(mode="json"), sort_keys=True)
+        try:
+            async with self._opening:
+                await self._open(spec, part)
+        except RewardError as error:
+            return [str(error)] * len(outputs)
+        try:
+            scored = await self._pool.score(spec, Problem(0, (), "", item), outputs)
+        finally:
+            self._lanes[spec] -= 1
+        return [one.error or one.reward for one in scored]
+
+    async def _open(self, spec: str, part: Single) -> None:
+        """A lane for a grader; one that nobody uses goes when there are too many."""
+        if spec not in self._lanes:
+            for idle in [name for name, users in self._lanes.items() if users == 0][: len(self._lanes) + 1 - _LANES]:
+                del self._lanes[idle]
+                await self._pool.unregister(idle)
+            config = RewardConfig(
+                name="grader", args=part.model_dump(mode="json"), cpu_seconds=_CPU_SECONDS, wall_seconds=_WALL_SECONDS
+            )
+            await self._pool.register(spec, [config])
+            self._lanes[spec] = 0
+        self._lanes[spec] += 1
+        self._lanes.move_to_end(spec)
+
+    async def _judged(
+        self, who: Principal, name: str, judge: Judge, item: Mapping[str, Any], output: str, found: Graded
+    ) -> None:
+        try:
+            directory = await asyncio.to_thread(directory_of, self._base, self._adapters, who, judge.model)
+            found.parts[name], tokens = await judging.ask(self._link, who.tenant_id, directory, judge, item, output)
+            found.tokens[judge.model] = found.tokens.get(judge.model, 0) + tokens
+        except judging.VerdictError as error:
+            found.faults["parse"] = str(error)
+        except (ConfigError, EngineError, NoModelError) as error:
+            found.faults["server"] = str(error)
+
+
+def _reason(graded: Graded) -> Score:
+    told = "; ".join(graded.faults.values())
+    return Chance(told) if "server" in graded.faults else told

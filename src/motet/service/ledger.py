@@ -1,0 +1,185 @@
+"""The usage ledger: tokens and device time by day, tenant and job, each kept once.
+
+Tokens of a job are counted with the event of its step, in one transaction, and an event is kept once: steps that are done
+again after a crash count once. Device time is told in numbered windows, and a window that was kept is not kept again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from sqlalchemy import func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from motet.runtime.meter import COMPLETIONS, IDLE
+from motet.service.store import Store
+from motet.service.tables import MeterReading, StoredJob, Tenant, Usage, now
+
+_COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds")
+_TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
+
+By = Literal["job", "day", "tenant"]
+
+
+@dataclass(frozen=True)
+class Used:
+    """One line of a report."""
+
+    day: str | None
+    tenant: str | None
+    """The tenant's name; None where the device was idle."""
+    job: str | None
+    """The job's id; None of completions, and where lines of several jobs are one."""
+    name: str | None
+    tokens_prompt: int
+    tokens_sampled: int
+    tokens_trained: int
+    device_seconds: float
+
+
+def today(seconds: float | None = None) -> str:
+    """The day, in UTC, of a moment in Unix seconds; without one, of now."""
+    return datetime.fromtimestamp(now() if seconds is None else seconds, UTC).date().isoformat()
+
+
+class Ledger:
+    """Usage in the service's database."""
+
+    def __init__(self, store: Store, day: Callable[[], str] = today) -> None:
+        """`day` says which day it is."""
+        self._store, self.day = store, day
+
+    # --- writing ----------------------------------------------------------------------------------------------------------
+
+    def step(self, job_id: str, data: Mapping[str, Any]) -> Callable[[Session], None]:
+        """What a step's event adds, for the transaction that keeps the event."""
+
+        def add(session: Session) -> None:
+            job = session.scalar(select(StoredJob).where(StoredJob.id == job_id))
+            if job is not None:
+                counts = {name: int(data.get(name) or 0) for name in ("tokens_sampled", "tokens_trained")}
+                _add(session, self.day(), job.tenant_id, job.id, job.name, counts)
+
+        return add
+
+    def window(self, engine: str, number: int, microseconds: Mapping[str, int]) -> bool:
+        """Keep a window of device time; False where it was kept before.
+
+        Args:
+            engine: the engine's name, another for each start.
+            number: of the window, growing.
+            microseconds: by job, by tenant (`COMPLETIONS` and its id), and `IDLE`.
+        """
+        with self._store.transaction() as session:
+            if not _is_new(session, engine, number):
+                return False
+            owners = _owners(session, [name for name in microseconds if name.startswith("job-")])
+            for name in sorted(microseconds):  # one order for all, so that no two transactions wait for each other
+                tenant, job, title = owners.get(name, ("", "" if name == IDLE else name, ""))
+                if name.startswith(COMPLETIONS):
+                    tenant, job = name.removeprefix(COMPLETIONS), ""
+                _add(session, self.day(), tenant, job, title, {"microseconds": microseconds[name]})
+        return True
+
+    def completions(self, counts: Mapping[str, tuple[int, int]]) -> None:
+        """Add tokens of completions: {tenant id: (read as prompts, sampled)}."""
+        with self._store.transaction() as session:
+            for tenant in sorted(counts):
+                prompt, sampled = counts[tenant]
+                _add(session, self.day(), tenant, "", "", {"tokens_prompt": prompt, "tokens_sampled": sampled})
+
+    # --- reading ----------------------------------------------------------------------------------------------------------
+
+    def tokens_today(self) -> dict[str, int]:
+        """Tokens of this day by tenant id."""
+        query = select(Usage.tenant_id, func.sum(_TOKENS)).where(Usage.day == self.day()).group_by(Usage.tenant_id)
+        with self._store.transaction() as session:
+            return {str(row[0]): int(row[1]) for row in session.execute(query)}
+
+    def tokens_of(self, job_id: str) -> int:
+        """Tokens that a job has sampled and trained so far: what its budget is about."""
+        query = select(func.coalesce(func.sum(_TOKENS), 0)).where(Usage.job_id == job_id)
+        with self._store.transaction() as session:
+            return int(session.scalar(query) or 0)
+
+    def report(
+        self, tenant_id: str | None, by: Sequence[By] = ("job",), since: str | None = None, until: str | None = None
+    ) -> list[Used]:
+        """Usage in lines.
+
+        Args:
+            tenant_id: whose; None: everybody's, and the time in which the device was idle.
+            by: what gets lines of its own, besides the tenant.
+            since: the first day.
+            until: the last day.
+        """
+        columns: list[Any] = [
+            Usage.tenant_id,
+            *([Usage.day] if "day" in by else ()),
+            *([Usage.job_id] if "job" in by else ()),
+        ]
+        sums = [func.sum(getattr(Usage, name)).label(name) for name in _COUNTS]
+        query = select(Tenant.name, func.max(Usage.job_name).label("job_name"), *columns, *sums)
+        query = query.outerjoin(Tenant, Tenant.id == Usage.tenant_id).group_by(Tenant.name, *columns)
+        for wanted in (
+            None if tenant_id is None else Usage.tenant_id == tenant_id,
+            None if since is None else Usage.day >= since,
+            None if until is None else Usage.day <= until,
+        ):
+            query = query if wanted is None else query.where(wanted)
+        with self._store.transaction() as session:
+            rows = [row._mapping for row in session.execute(query)]
+        found = [_line(row) for row in rows]
+        return sorted(found, key=lambda one: (one.day or "", one.tenant is None, one.tenant or "", one.job or ""))
+
+
+def _line(row: Mapping[Any, Any]) -> Used:
+    job = str(row.get("job_id") or "")
+    return Used(
+        day=row.get("day"),
+        tenant=row["name"],
+        job=job or None,
+        name=row["job_name"] if job else None,
+        tokens_prompt=int(row["tokens_prompt"]),
+        tokens_sampled=int(row["tokens_sampled"]),
+        tokens_trained=int(row["tokens_trained"]),
+        device_seconds=int(row["microseconds"]) / 1e6,
+    )
+
+
+def _insert(session: Session) -> Any:
+    """The insert of this database that knows what to do with a row that is there."""
+    return postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+
+
+def _add(session: Session, day: str, tenant: str, job: str, name: str, counts: Mapping[str, int]) -> None:
+    """Add to a row, made where there is none."""
+    row = {**dict.fromkeys(_COUNTS, 0), **counts}
+    if not any(row.values()):
+        return
+    values = {"day": day, "tenant_id": tenant, "job_id": job, "job_name": name, **row}
+    more = {column: getattr(Usage, column) + amount for column, amount in counts.items()}
+    statement = _insert(session)(Usage).values(values)
+    session.execute(statement.on_conflict_do_update(index_elements=["day", "tenant_id", "job_id"], set_=more))
+
+
+def _is_new(session: Session, engine: str, number: int) -> bool:
+    """Whether a window was not kept before; from now on it was."""
+    later = update(MeterReading).where(MeterReading.engine == engine, MeterReading.window < number)
+    if session.scalar(later.values(window=number).returning(MeterReading.window)) is not None:
+        return True
+    first = _insert(session)(MeterReading).values(engine=engine, window=number).on_conflict_do_nothing()
+    return session.scalar(first.returning(MeterReading.window)) is not None
+
+
+def _owners(session: Session, jobs: Sequence[str]) -> dict[str, tuple[str, str, str]]:
+    """(tenant id, job id, name) of jobs; of those that were deleted, as they were known."""
+    columns = (StoredJob.tenant_id, StoredJob.id, StoredJob.name)
+    known = (Usage.tenant_id, Usage.job_id, Usage.job_name)
+    before = session.execute(select(*known).where(Usage.job_id.in_(jobs)).distinct()).all()
+    found = session.execute(select(*columns).where(StoredJob.id.in_(jobs))).all()
+    return {str(row[1]): (str(row[0]), str(row[1]), str(row[2])) for row in (*before, *found)}

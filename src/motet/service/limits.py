@@ -1,0 +1,227 @@
+"""What a tenant may use: the service's defaults, what an admin set for one tenant, and what is checked against them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import func, select
+
+from motet.config import JobConfig
+from motet.config.service import LimitsConfig
+from motet.errors import LimitError
+from motet.service.ledger import Ledger
+from motet.service.store import Store
+from motet.service.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter, now
+from motet.types import JobState
+
+WAITING = (JobState.QUEUED.value, JobState.PAUSED.value)
+_MB = 2**20
+ASK = "an admin raises it with motet tenants limit"
+
+
+@dataclass(frozen=True)
+class TenantUse:
+    """A tenant, what it may use and what it uses."""
+
+    tenant: Tenant
+    limits: LimitsConfig
+    own: tuple[str, ...]
+    """Limits that are not the service's defaults."""
+    running: int
+    waiting: int
+    tokens_today: int
+    stored_bytes: int
+
+
+class Limits:
+    """Limits in the service's database, and their checks."""
+
+    def __init__(
+        self,
+        store: Store,
+        ledger: Ledger,
+        defaults: LimitsConfig,
+        slots: int,
+        stored_by_jobs: Callable[[list[str]], int],
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            store: the database.
+            ledger: what was used today.
+            defaults: what holds for a tenant unless an admin set something else.
+            slots: jobs that run at once, all tenants together.
+            stored_by_jobs: how many bytes the saved versions of some jobs take.
+        """
+        self._store, self._ledger, self._defaults, self._slots = store, ledger, defaults, slots
+        self._stored_by_jobs = stored_by_jobs
+
+    # --- what is set ------------------------------------------------------------------------------------------------------
+
+    def tenant(self, name: str) -> Tenant | None:
+        """The tenant of a name, where there is one."""
+        with self._store.transaction() as session:
+            return session.scalar(select(Tenant).where(Tenant.name == name))
+
+    def of(self, tenant_id: str) -> LimitsConfig:
+        """What holds for a tenant."""
+        with self._store.transaction() as session:
+            found = session.get(TenantLimits, tenant_id)
+        return self._with(None if found is None else found.given)
+
+    def all(self) -> dict[str, LimitsConfig]:
+        """What holds for each tenant, by id."""
+        query = select(Tenant.id, TenantLimits.given).outerjoin(TenantLimits, TenantLimits.tenant_id == Tenant.id)
+        with self._store.transaction() as session:
+            return {str(row[0]): self._with(row[1]) for row in session.execute(query)}
+
+    def set(self, tenant_id: str, given: Mapping[str, Any]) -> LimitsConfig:
+        """Set a tenant's own limits, all at once; the defaults stand for what is not given."""
+        with self._store.transaction() as session:
+            session.merge(TenantLimits(tenant_id=tenant_id, given=dict(given), changed=now()))
+        return self._with(given)
+
+    def _with(self, given: Mapping[str, Any] | None) -> LimitsConfig:
+        known = {name: value for name, value in (given or {}).items() if name in LimitsConfig.model_fields}
+        return LimitsConfig.model_validate({**self._defaults.model_dump(), **known})
+
+    # --- what is used -----------------------------------------------------------------------------------------------------
+
+    def uses(self, name: str | None = None) -> list[TenantUse]:
+        """All tenants by name, or the one of a name."""
+        query = select(Tenant, TenantLimits.given).outerjoin(TenantLimits, TenantLimits.tenant_id == Tenant.id)
+        query = query if name is None else query.where(Tenant.name == name)
+        with self._store.transaction() as session:
+            found = [(row[0], row[1]) for row in session.execute(query.order_by(Tenant.name))]
+        tokens = self._ledger.tokens_today()
+        return [self._use(tenant, given, tokens.get(tenant.id, 0)) for tenant, given in found]
+
+    def _use(self, tenant: Tenant, given: Mapping[str, Any] | None, tokens: int) -> TenantUse:
+        return TenantUse(
+            tenant=tenant,
+            limits=self._with(given),
+            own=tuple(given or ()),
+            running=self._jobs(tenant.id, JobState.RUNNING.value),
+            waiting=self._jobs(tenant.id, *WAITING),
+            tokens_today=tokens,
+            stored_bytes=self.stored(tenant.id),
+        )
+
+    def _jobs(self, tenant_id: str, *states: str) -> int:
+        query = select(func.count()).where(StoredJob.tenant_id == tenant_id, StoredJob.state.in_(states))
+        with self._store.transaction() as session:
+            return int(session.scalar(query) or 0)
+
+    def stored(self, tenant_id: str) -> int:
+        """Bytes of a tenant's uploaded files and adapters, and of the saved versions of its jobs."""
+        with self._store.transaction() as session:
+            files = session.scalar(select(func.sum(StoredFile.bytes)).where(StoredFile.tenant_id == tenant_id))
+            brought = session.scalar(
+                select(func.sum(UploadedAdapter.bytes)).where(UploadedAdapter.tenant_id == tenant_id)
+            )
+            jobs = list(session.scalars(select(StoredJob.id).where(StoredJob.tenant_id == tenant_id)))
+        return int(files or 0) + int(brought or 0) + self._stored_by_jobs(jobs)
+
+    # --- checks -----------------------------------------------------------------------------------------------------------
+
+    def admit(self, tenant_id: str, config: JobConfig) -> None:
+        """Let a job in that is to be queued.
+
+        Raises:
+            LimitError: which limit keeps it out, what is used of it, and who can change it.
+        """
+        limits = self.of(tenant_id)
+        _check_size(config, limits)
+        self._may_wait(tenant_id, limits)
+        self.room(tenant_id, 0, limits)
+
+    def fits(self, tenant_id: str, config: JobConfig) -> None:
+        """Let a job be as large as it is, whether or not it could be queued now.
+
+        Raises:
+            LimitError: which limit it exceeds.
+        """
+        _check_size(config, self.of(tenant_id))
+
+    def may_wait(self, tenant_id: str) -> None:
+        """Let a job back into the queue.
+
+        Raises:
+            LimitError: as many wait as may.
+        """
+        self._may_wait(tenant_id, self.of(tenant_id))
+
+    def priority(self, tenant_id: str, priority: int) -> None:
+        """Let a job have a priority.
+
+        Raises:
+            LimitError: it is above the tenant's highest class.
+        """
+        _may_have(priority, self.of(tenant_id))
+
+    def room(self, tenant_id: str, size: int, limits: LimitsConfig | None = None) -> None:
+        """Let so many bytes be stored.
+
+        Raises:
+            LimitError: there is no room for them.
+        """
+        most = (limits or self.of(tenant_id)).storage_mb
+        if most is None:
+            return
+        stored = self.stored(tenant_id)
+        if stored + size > most * _MB or stored >= most * _MB:
+            raise LimitError(
+                f"storage_mb: this tenant stores {stored / _MB:.1f} of {most:g} MB"
+                + (f", and {size / _MB:.1f} more do not fit" if size else "")
+                + f"; delete files or jobs that have ended, or {ASK} --storage-mb",
+                403,
+            )
+
+    def tokens(self, tenant_id: str) -> None:
+        """Let completions be asked for.
+
+        Raises:
+            LimitError: the tokens of this day are spent.
+        """
+        most = self.of(tenant_id).tokens_per_day
+        if most is not None and self._ledger.tokens_today().get(tenant_id, 0) >= most:
+            raise LimitError(f"{spent(most)}; new ones come at 00:00 UTC, or {ASK} --tokens-per-day", 429)
+
+    def _may_wait(self, tenant_id: str, limits: LimitsConfig) -> None:
+        if limits.queued_jobs is None:
+            return
+        at_once = min(limits.running_jobs or self._slots, self._slots)
+        found = self._jobs(
+            tenant_id, *WAITING, JobState.RUNNING.value
+        )  # who runs already may be a matter of milliseconds
+        if found >= limits.queued_jobs + at_once:
+            raise LimitError(
+                f"queued_jobs: {found} jobs of this tenant run or wait; {at_once} may run and {limits.queued_jobs} wait. Let "
+                f"one end, cancel one, or {ASK} --queued-jobs",
+                429,
+            )
+
+
+def _check_size(config: JobConfig, limits: LimitsConfig) -> None:
+    sizes = (("adapter.rank", config.adapter.rank, limits.rank), ("steps", config.steps, limits.steps))
+    for name, wanted, most in sizes:
+        if most is not None and wanted > most:
+            option = name.rpartition(".")[2]
+            raise LimitError(f"{name}: {wanted} is more than {most}, the most of this tenant; {ASK} --{option}", 403)
+    _may_have(config.priority, limits)
+
+
+def _may_have(priority: int, limits: LimitsConfig) -> None:
+    highest = limits.highest_priority
+    if highest is not None and priority > highest:
+        raise LimitError(
+            f"priority: {priority} is above {limits.priority!r} ({highest}), the highest of this tenant; {ASK} --priority",
+            403,
+        )
+
+
+def spent(most: int) -> str:
+    """That the tokens of a day are spent, in words."""
+    return f"tokens_per_day: the {most} tokens of this tenant for this day are spent"

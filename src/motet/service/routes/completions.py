@@ -1,0 +1,110 @@
+"""Completions of plain prompts, as the `openai` package's `completions.create` asks for them. No chat template is applied."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import Field
+
+from motet.service.answers import Piece, begin, pieces, usage, whole
+from motet.service.asking import Asker, AtDesk, Refusal
+from motet.service.completing import STREAMED, Sampled, Text, adapter_of, with_its_end
+from motet.service.desk import Desk
+from motet.service.store import new_id
+
+router = APIRouter(prefix="/v1", tags=["completions"])
+_MAX_TOKENS = 16
+_MOST_PROMPTS = 16
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=200_000)]
+Prompts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS)]
+PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=_MOST_PROMPTS)]
+
+
+class CompletionRequest(Sampled):
+    """Prompts to go on with. `echo` and `suffix` are not supported, and `logprobs` tells of sampled tokens only."""
+
+    prompt: Text | Prompts | Ids | PromptIds
+    """Text or token ids; a list of them is completed one by one. It is fed to the model as it is."""
+    logprobs: Literal[0] | None = None
+    """0 tells the logprob of each sampled token; alternatives to it are not kept."""
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several, each text or token ids."""
+        given: Any = self.prompt
+        single = isinstance(given, str) or isinstance(given[0], int)
+        return [given] if single else list(given)
+
+
+@router.post("/completions", response_model=None, responses=STREAMED)
+async def complete(who: Asker, desk: AtDesk, wanted: CompletionRequest) -> Response:
+    """Go on with prompts. Choice i · n + k is the k-th completion of prompt i."""
+    question = wanted.question(
+        who,
+        await adapter_of(desk, who, wanted.model),
+        wanted.max_tokens or _MAX_TOKENS,
+        logprobs=wanted.logprobs is not None,
+    )
+    questions = [{**question, "prompt": prompt} for prompt in wanted.prompts()]
+    if wanted.stream:
+        if len(questions) > 1:
+            raise Refusal(400, "prompt: one prompt can be streamed at a time; leave `stream` out for several", "prompt")
+        lines = with_its_end(await _stream(desk, questions[0], wanted))
+        return StreamingResponse(lines, media_type="text/event-stream")
+    return JSONResponse(await _whole(desk, questions, wanted))
+
+
+def _head(wanted: CompletionRequest) -> dict[str, Any]:
+    return {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": wanted.model}
+
+
+async def _whole(desk: Desk, questions: Sequence[dict[str, Any]], wanted: CompletionRequest) -> dict[str, Any]:
+    answered = await asyncio.gather(*(whole(desk.link, question) for question in questions))
+    choices = [choice for one in answered for choice in one.choices]
+    told = [_logprobs(one.tokens, one.logprobs, 0) if wanted.logprobs is not None else None for one in choices]
+    return {
+        **_head(wanted),
+        "choices": [
+            {"index": index, "text": one.text, "logprobs": logprobs, "finish_reason": one.reason}
+            for index, (one, logprobs) in enumerate(zip(choices, told, strict=True))
+        ],
+        "usage": usage(sum(one.prompt_tokens for one in answered), sum(one.tokens for one in answered)),
+    }
+
+
+async def _stream(desk: Desk, question: dict[str, Any], wanted: CompletionRequest) -> AsyncIterator[str]:
+    prompt_tokens, answer = await begin(desk.link, question)
+    return _lines(pieces(answer), prompt_tokens, wanted)
+
+
+async def _lines(found: AsyncIterator[Piece], prompt_tokens: int, wanted: CompletionRequest) -> AsyncIterator[str]:
+    head = _head(wanted)
+    offsets: dict[int, int] = {}
+    tokens = 0
+    async for piece in found:
+        tokens += piece.n_tokens
+        offset = offsets.get(piece.index, 0)
+        offsets[piece.index] = offset + sum(map(len, piece.tokens))
+        told = _logprobs(piece.tokens, piece.logprobs, offset) if piece.tokens else None
+        choice = {"index": piece.index, "text": piece.text, "logprobs": told, "finish_reason": piece.reason}
+        yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
+    if wanted.tells_usage:
+        yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage(prompt_tokens, tokens)})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _logprobs(tokens: list[str], logprobs: list[float], offset: int) -> dict[str, Any]:
+    """`text_offset` counts characters of the completion's own text."""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    told = [logprob for _, logprob in zip(tokens, logprobs, strict=False)]
+    return {"tokens": tokens, "token_logprobs": told, "top_logprobs": None, "text_offset": offsets}

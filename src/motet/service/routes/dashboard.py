@@ -1,0 +1,86 @@
+"""The dashboard: a page, its scripts and styles, and plotly.js, all from this service. None of it holds anybody's data.
+
+The page asks the same routes as everybody else, with the key that a person gives it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import importlib.metadata
+import mimetypes
+from importlib import resources
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from motet.service.asking import AtDesk, Refusal
+
+router = APIRouter(include_in_schema=False)
+_FOLDER = "dashboard"
+_PLOTLY = "plotly.js"
+_SMALLEST = 1000  # bytes worth packing
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # asked again each time; the answer is 304 while nothing changed
+    "Vary": "Accept-Encoding",
+}
+
+
+@router.get("/")
+def page(request: Request) -> Response:
+    """The page."""
+    return _answer(request, "index.html")
+
+
+@router.get("/dashboard/service.json")
+def service(desk: AtDesk) -> JSONResponse:
+    """Whether the page has to ask for a key."""
+    return JSONResponse({"keys": not desk.settings.open_to_all}, headers={**_HEADERS, "Cache-Control": "no-store"})
+
+
+@router.get("/dashboard/{name}")
+def part(request: Request, name: str) -> Response:
+    """What the page is made of."""
+    return _answer(request, name)
+
+
+def _answer(request: Request, name: str) -> Response:
+    if name != _PLOTLY and name not in _names():
+        raise Refusal(404, f"there is no {name!r} here")
+    content, packed, tag = _read(name)
+    headers = {**_HEADERS, "ETag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    if packed and "gzip" in request.headers.get("accept-encoding", ""):
+        content, headers = packed, {**headers, "Content-Encoding": "gzip"}
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    return Response(content, media_type="text/javascript" if name.endswith(".js") else kind, headers=headers)
+
+
+@functools.cache
+def _names() -> frozenset[str]:
+    folder = resources.files("motet.service") / _FOLDER
+    return frozenset(file.name for file in folder.iterdir() if file.is_file())
+
+
+@functools.cache
+def _read(name: str) -> tuple[bytes, bytes, str]:
+    """A file, the same packed, and its tag. Plotly is large and changes only with its version."""
+    if name == _PLOTLY:
+        content = (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
+        # The policy forbids the style elements that it makes; plotly.css has the rules, and these become inert.
+        content = content.replace(b'createElement("style")', b'createElement("template")')
+        tag = f'"plotly-{importlib.metadata.version("plotly")}"'
+    else:
+        content = (resources.files("motet.service") / _FOLDER / name).read_bytes()
+        tag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
+    return content, gzip.compress(content, 6) if len(content) >= _SMALLEST else b"", tag

@@ -1,0 +1,223 @@
+"""Fine-tuning jobs as the `openai` package makes and watches them. They are Motet jobs: all other routes know them too."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Header, Query, Request
+
+from motet.config import JobConfig
+from motet.errors import ConfigError, StoreError
+from motet.service import fine_tuning
+from motet.service.asking import Asker, AtDesk, Refusal
+from motet.service.desk import Desk
+from motet.service.fine_tuning_schemas import (
+    Checkpoint,
+    Checkpoints,
+    FineTuningError,
+    FineTuningEvent,
+    FineTuningEvents,
+    FineTuningJob,
+    FineTuningJobs,
+    FineTuningRequest,
+)
+from motet.service.tables import Event, FineTuning, StoredJob
+from motet.types import JobState
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
+Limit = Annotated[int, Query(ge=1, le=200)]
+_EVENT = "ftevent-"
+_CHECKPOINT = "ftckpt-"
+Made = tuple[StoredJob, FineTuning]
+
+
+def made_of(job: str, who: Asker, desk: AtDesk) -> Made:
+    """The job that a path names, among the asker's that were made here."""
+    found = fine_tuning.find(desk.store, who, job)
+    if found is None:
+        raise Refusal(404, f"there is no fine-tuning job {job!r}")
+    return found
+
+
+NamedMade = Annotated[Made, Depends(made_of)]
+
+
+@router.post("")
+async def create(
+    request: Request,
+    who: Asker,
+    desk: AtDesk,
+    asked: FineTuningRequest,
+    idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
+) -> FineTuningJob:
+    """Make a job. What is not supported is refused with the field's name."""
+    body: dict[str, Any] = await request.json()
+
+    def make() -> FineTuningJob:
+        tree = fine_tuning.job_of(desk, who, asked)
+        try:
+            job = desk.submit(who, tree, idempotency_key)
+        except ConfigError as error:
+            raise Refusal(400, str(error)) from error
+        fine_tuning.keep(desk.store, job.id, body)
+        desk.store.audit(who, "submit", job.id)
+        return _shown(desk, (job, FineTuning(job_id=job.id, request=body)))
+
+    return await asyncio.to_thread(make)
+
+
+@router.get("")
+def list_jobs(
+    request: Request,
+    who: Asker,
+    desk: AtDesk,
+    after: Annotated[str | None, Query(max_length=100, description="The last id of the page before.")] = None,
+    limit: Limit = 20,
+) -> FineTuningJobs:
+    """Jobs that were made here, newest first. `metadata[k]=v` leaves those with this value."""
+    wanted = {
+        name.removeprefix("metadata[").removesuffix("]"): value
+        for name, value in request.query_params.items()
+        if name.startswith("metadata[")
+    }
+    found = fine_tuning.page(desk.store, who, after, limit + 1, wanted)
+    return FineTuningJobs(data=[_shown(desk, one) for one in found[:limit]], has_more=len(found) > limit)
+
+
+@router.get("/{job}")
+def retrieve(desk: AtDesk, made: NamedMade) -> FineTuningJob:
+    """One job."""
+    return _shown(desk, made)
+
+
+@router.post("/{job}/{word}")
+def steer(who: Asker, desk: AtDesk, made: NamedMade, word: Literal["pause", "resume", "cancel"]) -> FineTuningJob:
+    """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
+    job, asked = made
+    try:
+        desk.steer(job, word)
+    except StoreError as error:
+        raise Refusal(400, str(error)) from error
+    desk.store.audit(who, word, job.id)
+    return _shown(desk, (desk.store.job(who, job.id) or job, asked))
+
+
+@router.get("/{job}/events")
+def events(
+    desk: AtDesk,
+    made: NamedMade,
+    after: Annotated[str | None, Query(pattern=rf"^{_EVENT}\d{{1,15}}$")] = None,
+    limit: Limit = 20,
+) -> FineTuningEvents:
+    """What happened to a job, newest first."""
+    before = None if after is None else int(after.removeprefix(_EVENT))
+    found = fine_tuning.events(desk.store, made[0].id, before, limit + 1)
+    return FineTuningEvents(data=[_told(made[0], one) for one in found[:limit]], has_more=len(found) > limit)
+
+
+@router.get("/{job}/checkpoints")
+def checkpoints(
+    desk: AtDesk,
+    made: NamedMade,
+    after: Annotated[str | None, Query(pattern=rf"^{_CHECKPOINT}[0-9a-f]{{1,40}}-\d{{1,9}}$")] = None,
+    limit: Limit = 10,
+) -> Checkpoints:
+    """The versions of the adapter that are kept, newest first."""
+    job = made[0]
+    before = None if after is None else int(after.rpartition("-")[2])
+    numbers = [one for one in reversed(desk.versions(job.id)) if one > 0 and (before is None or one < before)]
+    directory = desk.directory(job.id)
+    committed = directory.newest() if numbers else None
+    lines = [] if committed is None else directory.read_metrics(committed)
+    data = [_checkpoint(desk, job, number, lines) for number in numbers[:limit]]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return Checkpoints(data=data, has_more=len(numbers) > limit, first_id=first, last_id=last)
+
+
+def _shown(desk: Desk, made: Made) -> FineTuningJob:
+    job, asked = made[0], made[1].request
+    state, progress = JobState(job.state), desk.link.progress.get(job.id)
+    left = None if progress is None else progress["seconds_left"]
+    method = asked["method"]
+    given = {name: value for name, value in (method["reinforcement"].get("hyperparameters") or {}).items() if value}
+    told = {name: given.get(name, "auto") for name in ("n_epochs", "batch_size", "learning_rate_multiplier")}
+    tokens = None
+    if state.final and desk.versions(job.id) and (committed := desk.directory(job.id).newest()) is not None:
+        tokens = committed.tokens_trained
+    return FineTuningJob(
+        id=job.id,
+        created_at=int(job.created),
+        finished_at=None if job.ended is None else int(job.ended),
+        estimated_finish=None if left is None else int(time.time() + left),
+        model=asked["model"],
+        fine_tuned_model=f"{job.name}@best" if state is JobState.SUCCEEDED else None,
+        organization_id=job.tenant_id,
+        status=job.state,
+        error=FineTuningError(code="job_failed", message=job.message) if state is JobState.FAILED else None,
+        training_file=asked["training_file"],
+        validation_file=asked.get("validation_file"),
+        hyperparameters=told,
+        method={
+            "type": "reinforcement",
+            "reinforcement": {**method["reinforcement"], "hyperparameters": {**told, **given}},
+        },
+        trained_tokens=tokens,
+        seed=JobConfig.model_validate(job.spec).effective_seed,
+        suffix=asked.get("suffix"),
+        metadata=asked.get("metadata"),
+    )
+
+
+def _told(job: StoredJob, entry: Event) -> FineTuningEvent:
+    data = entry.data
+    if entry.kind == "step":
+        held_out = (data.get("eval") or {}).get("reward")
+        done = int(data["step"]) + ("loss" in data)
+        words = [f"training reward {data['reward']:.3f}"] if data.get("reward") is not None else []
+        words += [] if held_out is None else [f"validation reward {held_out:.3f}"]
+        message, level = f"Step {done}/{job.steps}: {', '.join(words) or 'done'}", "info"
+        data = {
+            "step": done,
+            "total_steps": job.steps,
+            "train_mean_reward": data.get("reward"),
+            "valid_mean_reward": held_out,
+            "metrics": data,
+        }
+    else:
+        reason = str(data.get("message") or "")
+        message = f"The job is {data['state']}{f': {reason}' if reason else ''}"
+        level = "error" if data["state"] == JobState.FAILED.value else "info"
+    return FineTuningEvent.model_validate(
+        {
+            "id": f"{_EVENT}{entry.id}", "created_at": int(entry.time), "level": level, "message": message,
+            "type": "metrics" if entry.kind == "step" else "message", "data": data,
+        }
+    )  # fmt: skip
+
+
+def _checkpoint(desk: Desk, job: StoredJob, number: int, lines: list[dict[str, Any]]) -> Checkpoint:
+    path = desk.directory(job.id).path / "versions" / f"v{number}"
+    trained: dict[str, Any] = next((line for line in lines if line["step"] == number - 1 and "loss" in line), {})
+    evaluated: dict[str, Any] = next(
+        (line["eval"] for line in lines if line["step"] == number and line.get("eval")), {}
+    )
+    metrics = {
+        "step": float(number),
+        "train_loss": trained.get("loss"),
+        "train_mean_reward": trained.get("reward"),
+        "valid_mean_reward": evaluated.get("reward"),
+    }
+    try:
+        created = int(path.stat().st_mtime)
+    except FileNotFoundError:  # it was the oldest, and has just gone
+        created = int(job.created)
+    return Checkpoint(
+        id=f"{_CHECKPOINT}{job.id.removeprefix('job-')}-{number}",
+        created_at=created,
+        fine_tuned_model_checkpoint=f"{job.name}@{number}",
+        fine_tuning_job_id=job.id,
+        step_number=number,
+        metrics=metrics,
+    )

@@ -1,0 +1,145 @@
+"""What a picture of jobs needs: the steps of one, thinned; what happens to all, live; and whether a text holds jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import yaml
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from motet.errors import ConfigError
+from motet.jobfile import parse_jobs
+from motet.service import watching
+from motet.service.asking import Asker, AtDesk, NamedJob, bearer
+from motet.service.desk import Desk
+from motet.service.feed import Feed
+from motet.service.news import EVERYTHING
+from motet.service.schemas import CheckedJobs, Steps
+from motet.service.store import Principal
+
+router = APIRouter(prefix="/v1", tags=["jobs"])
+_QUIET_SECONDS = 15.0
+_KEY_SECONDS = 30.0
+_PAGE = 500
+_MOST_JOBS = 200
+
+
+class JobText(BaseModel):
+    """A job file, or a single job, as text."""
+
+    model_config = ConfigDict(extra="forbid")
+    text: str = Field(max_length=64_000)
+
+
+@router.get("/jobs/{job}/steps")
+def steps(
+    desk: AtDesk,
+    job: NamedJob,
+    field: Annotated[
+        list[Annotated[str, Query(max_length=100)]] | None, Query(max_length=50, description="All without one.")
+    ] = None,
+    points: Annotated[int, Query(ge=2, le=5000, description="About the most steps to give.")] = 400,
+) -> Steps:
+    """The steps of a job for a picture: lines of metrics.jsonl, thinned evenly; evaluations are all there."""
+    found, last = watching.steps(desk.store, job.id, points, field or ())
+    return Steps(data=found, after=last)
+
+
+@router.get("/events/stream", response_class=StreamingResponse)
+async def stream(
+    request: Request,
+    who: Asker,
+    desk: AtDesk,
+    after: Annotated[int | None, Query(ge=0, le=2**53, description="From now on without one.")] = None,
+    last_event_id: Annotated[str | None, Header(pattern=r"^\d{1,15}$")] = None,
+) -> StreamingResponse:
+    """Events of all jobs as they happen (server-sent events), from `after` or `Last-Event-ID` on; it does not end."""
+    start = int(last_event_id) if last_event_id is not None else after
+    if start is None:
+        start = await asyncio.to_thread(watching.newest, desk.store)
+    return StreamingResponse(_stream(request, desk, who, start), media_type="text/event-stream")
+
+
+async def _stream(request: Request, desk: Desk, who: Principal, after: int) -> AsyncIterator[str]:
+    feed: Feed = request.app.state.feed
+    yield ": from here on\n\n"
+    said = asked = time.monotonic()
+    while not await request.is_disconnected():
+        waiting = asyncio.create_task(desk.news.wait(EVERYTHING, _QUIET_SECONDS))  # before looking: nothing is missed
+        try:
+            found = await asyncio.to_thread(feed.since, who, after, _PAGE)
+            if found:
+                after = found[-1].id
+                yield "".join(one.text for one in found)
+            elif time.monotonic() - said < _QUIET_SECONDS:
+                await waiting
+                continue
+            else:
+                yield ": still here\n\n"
+            said = time.monotonic()
+            if said - asked > _KEY_SECONDS:
+                asked = said
+                if await asyncio.to_thread(_locked_out, request, desk):
+                    return
+        finally:
+            waiting.cancel()
+
+
+def _locked_out(request: Request, desk: Desk) -> bool:
+    """Whether the key was revoked or has expired since the stream began."""
+    return not desk.settings.open_to_all and desk.store.who(bearer(request)) is None
+
+
+@router.post("/check")
+def check(who: Asker, desk: AtDesk, given: JobText) -> CheckedJobs:
+    """Read a job file (YAML or JSON), or a single job, and check its jobs as if they were submitted; nothing is kept."""
+    found = read_jobs(given.text, desk.settings.base)
+    for job in found:
+        desk.checked(who, job)
+    return CheckedJobs(jobs=found)
+
+
+def read_jobs(text: str, base: str) -> list[dict[str, Any]]:
+    """The jobs that a text holds, with defaults and sweeps applied.
+
+    Raises:
+        ConfigError: it is no YAML, holds no job, or jobs for another base.
+    """
+    try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # a few lines could mean gigabytes
+            raise ConfigError("aliases (*name) cannot be used here; write the value where it is needed")
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"this is neither YAML nor JSON: {error or type(error).__name__}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError("write a job (name, data, reward, …), or a job file with `jobs:`")
+    if "jobs" not in tree:
+        return [tree]
+    if (wanted := tree.get("base", base)) != base:
+        raise ConfigError(f"base is {wanted!r}, but this service trains {base!r}; leave `base` out")
+    _check_count(tree)
+    config = parse_jobs(yaml.safe_dump({**tree, "base": base}), "the text")
+    return [job.model_dump(mode="json", exclude_unset=True) for job in config.jobs]
+
+
+def _check_count(tree: dict[str, Any]) -> None:
+    """Sweeps multiply; refuse those that would be more than anybody means."""
+    jobs = tree["jobs"] if isinstance(tree["jobs"], list) else []
+    total = 0
+    for job in jobs:
+        own = job.get("sweep") if isinstance(job, dict) else None
+        count = 1
+        for values in {**_table(tree.get("sweep")), **_table(own)}.values():
+            count *= len(values) if isinstance(values, list) else 1
+        total += count
+    if total > _MOST_JOBS:
+        raise ConfigError(f"the text means {total} jobs; at most {_MOST_JOBS} at once")
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,100 @@
+"""What reward workers and the service say to each other, and what rewards there are; part of the OpenAPI description."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from motet.service.schemas import Answer
+
+
+class LeaseRequest(BaseModel):
+    """Work that a reward worker asks for."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    worker: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,60}$")
+    """The worker's own name for itself, the same in all its requests. What it holds already is renewed."""
+    most: int = Field(16, ge=0, le=256)
+    """How many units it can take; 0 only renews."""
+    wait_seconds: float = Field(20.0, ge=0, le=30)
+    """How long to wait until there is one."""
+
+
+class ScoringWork(Answer):
+    """One problem's completions, to be scored by one reward."""
+
+    id: str
+    """A digest of the work; results name it."""
+    reward: dict[str, Any]
+    """`args` as the job gives them (`function`, and its `args`) and the limits: `cpu_seconds`, `wall_seconds`, `memory_mb`."""
+    problem: dict[str, Any]
+    """`id`, `messages`, `answer`, `metadata`, `conversational`."""
+    completions: list[str]
+    handed_out: int
+    """How often it was handed out, this time included."""
+
+
+class Lease(Answer):
+    """Work in a worker's hands."""
+
+    units: list[ScoringWork]
+    seconds: float
+    """How long they are the worker's, unless it asks again meanwhile, which renews them."""
+    state: str
+    """Of the job; a worker is done when it has ended."""
+
+
+class ByChance(BaseModel):
+    """There is no score, and the clock or the network is to blame: another run could come out differently."""
+
+    model_config = ConfigDict(extra="forbid")
+    chance: str = Field(max_length=4000)
+
+
+Given = Annotated[float, Field(allow_inf_nan=False)] | Annotated[str, Field(max_length=4000)] | ByChance
+"""What a worker says of a completion: a finite number, or the reason why there is none."""
+
+
+class Result(BaseModel):
+    """What a worker says of one unit."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    id: str = Field(pattern=r"^[!-~]{1,64}$")
+    scores: list[Given] = Field(max_length=100_000)
+    """One for each completion, in order: a finite number, a text that says why there is none, or that text as `chance`."""
+
+
+class Results(BaseModel):
+    """Scores, of several units at once."""
+
+    model_config = ConfigDict(extra="forbid")
+    results: list[Result] = Field(max_length=1000)
+
+
+class Counted(Answer):
+    """What became of results."""
+
+    counted: list[str]
+    """Units that got their scores now."""
+    known: list[str]
+    """Units that had scores already: these were not counted again."""
+    unknown: list[str]
+    """Units that nobody waits for any more."""
+
+
+class Reward(Answer):
+    """A reward that jobs may use."""
+
+    name: str
+    kind: Literal["built-in", "installed", "elsewhere"]
+    """`built-in`, `installed` by whoever runs the service, or scored `elsewhere`."""
+    summary: str
+    parameters: dict[str, str]
+    """What `args` may hold, and the defaults as text; empty text where a job has to give one."""
+
+
+class Rewards(Answer):
+    """Rewards by name."""
+
+    data: list[Reward]

@@ -1,0 +1,85 @@
+"""Answers and requests about limits and usage."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from motet.config.service import LimitsConfig
+from motet.service.schemas import Answer
+
+
+class UsageLine(Answer):
+    """What was used, by whoever the line names."""
+
+    day: str | None = None
+    """In UTC; where usage is told by day."""
+    tenant: str | None = None
+    """The tenant's name; absent where the device was idle."""
+    job: str | None = None
+    """The job's id; where usage is told by job."""
+    name: str | None = None
+    """The job's name; it stays when the job is deleted."""
+    kind: Literal["job", "completions", "idle", "all"]
+    """What it was used for: `all` where usage is not told by job."""
+    tokens_prompt: int
+    """Read as prompts of completions."""
+    tokens_sampled: int
+    tokens_trained: int
+    device_seconds: float
+    """Of the device. All lines of an admin, idle ones included, sum to the time that the engine was up."""
+
+
+class UsageReport(Answer):
+    """Usage in lines: by day, tenant and job, where these are told."""
+
+    data: list[UsageLine]
+
+
+class TenantInfo(Answer):
+    """A tenant, its limits and what it uses of them."""
+
+    id: str
+    name: str
+    limits: LimitsConfig
+    """What holds for it; null is no limit."""
+    own: list[str]
+    """Limits that an admin set for it; the others are the service's defaults."""
+    running: int
+    """Jobs that run."""
+    waiting: int
+    """Jobs that are queued or paused."""
+    tokens_today: int
+    """Sampled, trained and read as prompts of completions."""
+    stored_bytes: int
+    """Uploaded files and adapters, and saved versions."""
+
+
+class Tenants(Answer):
+    """Tenants by name."""
+
+    data: list[TenantInfo]
+
+
+class LimitsRequest(BaseModel):
+    """A tenant's own limits, all of them: null is no limit, and the service's default stands for what is left out."""
+
+    model_config = ConfigDict(extra="forbid")
+    running_jobs: int | None = Field(None, ge=1, le=10**6)
+    queued_jobs: int | None = Field(None, ge=0, le=10**6)
+    rank: int | None = Field(None, ge=1, le=10**6)
+    steps: int | None = Field(None, ge=1, le=10**9)
+    tokens_per_day: int | None = Field(None, ge=1, le=10**15)
+    storage_mb: float | None = Field(None, ge=0, le=1e12, allow_inf_nan=False)
+    priority: Literal["low", "normal", "high"] | None = None
+    share: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False)
+
+
+class JobChange(BaseModel):
+    """What may be changed of a job that has not ended; what is left out stays."""
+
+    model_config = ConfigDict(extra="forbid")
+    budget: Annotated[int, Field(ge=1, le=10**15)] | None = None
+    """Tokens after which it pauses; null is none."""
+    priority: Annotated[int, Field(ge=-100, le=100)] | Literal["low", "normal", "high"] = 0

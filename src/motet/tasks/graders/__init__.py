@@ -1,0 +1,88 @@
+"""Graders: rewards that are written as JSON, in the form of the `openai` package, and run without code of their owner.
+
+`shapes` says what may be written, `template` fills in variables, `similarity` and `formula` do what their names say. Graders
+that ask a model are scored by the service; everything else is scored here, in reward processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from motet.tasks.graders import formula
+from motet.tasks.graders.shapes import Grader, Multi, StringCheck, TextSimilarity, judges, parse
+from motet.tasks.graders.similarity import similarity
+from motet.tasks.graders.template import UnfilledError, fill
+from motet.types import Problem
+
+
+def item_of(problem: Problem) -> dict[str, Any]:
+    """The row that a problem was made of, as graders see it: `item`."""
+    messages = [{"role": message.role, "content": message.content} for message in problem.messages]
+    return {**({"messages": messages} if messages else {}), **problem.metadata}
+
+
+def check(spec: Mapping[str, Any]) -> None:
+    """Look at a grader that a reward is to be made of.
+
+    Raises:
+        GraderError: it is not one.
+        ValueError: it asks a model.
+    """
+    if judges(_parsed(json.dumps(spec))):
+        raise ValueError("a grader that asks a model needs `motet serve`, which has one to ask: submit the job there")
+
+
+def score(problem: Problem, completion: str, spec: Mapping[str, Any]) -> float:
+    """What a grader gives an answer.
+
+    Raises:
+        ValueError: the row has no such column, or the formula no value.
+    """
+    return grade(_parsed(json.dumps(spec)), item_of(problem), completion)
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(spec: str) -> Grader:
+    return parse(json.loads(spec))
+
+
+def grade(grader: Grader, item: Mapping[str, Any], output: str) -> float:
+    """The score of an answer by a grader that asks no model; 0 where the answer has not what a variable names.
+
+    Raises:
+        ValueError: the row has not what a variable names, or the formula has no value.
+    """
+    if isinstance(grader, Multi):
+        scores = {name: grade(part, item, output) for name, part in grader.graders.items()}
+        return combined(grader, scores)
+    if not isinstance(grader, StringCheck | TextSimilarity):
+        raise ValueError(f"a {grader.type} grader asks a model, which is not at hand here")
+    try:
+        text, reference = fill(grader.input, item, output), fill(grader.reference, item, output)
+    except UnfilledError as error:
+        if error.of_item:
+            raise ValueError(str(error)) from error
+        return 0.0
+    if isinstance(grader, TextSimilarity):
+        return similarity(grader.evaluation_metric, text, reference)
+    return float(_CHECKS[grader.operation](text, reference))
+
+
+def combined(grader: Multi, scores: Mapping[str, float]) -> float:
+    """The formula of a multi grader over the scores of its graders.
+
+    Raises:
+        ValueError: it has no finite value.
+    """
+    return formula.value(formula.parse(grader.calculate_output, grader.graders), scores)
+
+
+_CHECKS: Mapping[str, Callable[[str, str], bool]] = {
+    "eq": lambda text, reference: text == reference,
+    "ne": lambda text, reference: text != reference,
+    "like": lambda text, reference: reference in text,
+    "ilike": lambda text, reference: reference.casefold() in text.casefold(),
+}

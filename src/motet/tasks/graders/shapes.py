@@ -1,0 +1,232 @@
+"""Graders as they are written in JSON, checked: string_check, text_similarity, score_model, label_model and multi."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from motet.errors import GraderError
+from motet.tasks.graders import formula, similarity, template
+
+Text = Annotated[str, Field(max_length=100_000)]
+_MOST_GRADERS = 32
+
+
+class Shape(BaseModel):
+    """Base of all graders; a field that is not known is refused by its name."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    name: str = Field("", max_length=200)
+    """What the grader is called in answers."""
+
+    def templates(self) -> Iterator[tuple[str, str]]:
+        """(field, template) of each text that is filled in."""
+        yield from ()
+
+
+class StringCheck(Shape):
+    """1 or 0: `eq` and `ne` compare two texts, `like` and `ilike` look for the reference in the input."""
+
+    type: Literal["string_check"]
+    input: Text
+    reference: Text
+    operation: Literal["eq", "ne", "like", "ilike"]
+
+    def templates(self) -> Iterator[tuple[str, str]]:
+        """(field, template) of each text that is filled in."""
+        yield from (("input", self.input), ("reference", self.reference))
+
+
+class TextSimilarity(Shape):
+    """How near a text is to its reference, from 0 to 1."""
+
+    type: Literal["text_similarity"]
+    input: Text
+    reference: Text
+    evaluation_metric: Literal[
+        "cosine", "fuzzy_match", "bleu", "gleu", "meteor", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"
+    ]  # fmt: skip
+
+    def templates(self) -> Iterator[tuple[str, str]]:
+        """(field, template) of each text that is filled in."""
+        yield from (("input", self.input), ("reference", self.reference))
+
+
+def _plain(content: Any) -> Any:
+    """The text of a message's content; parts of text are joined."""
+    parts = content if isinstance(content, list) else [content]
+    texts: list[Any] = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else "text"
+        if kind not in ("text", "input_text", "output_text"):
+            raise ValueError(f"{kind!r} is not supported: this base reads text")
+        texts.append(part.get("text") if isinstance(part, Mapping) else part)
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+
+
+class JudgeMessage(BaseModel):
+    """A message to a judge."""
+
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Text, BeforeValidator(_plain)]
+    type: Literal["message"] | None = None
+
+
+class JudgeSampling(BaseModel):
+    """How a judge answers."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    max_tokens: int | None = Field(
+        None, ge=1, le=100_000,
+        validation_alias=AliasChoices("max_completions_tokens", "max_completion_tokens", "max_tokens"),
+    )  # fmt: skip
+    """512 unless set; `max_completions_tokens` is what the `openai` package calls it."""
+    temperature: float | None = Field(None, ge=0, le=2)
+    """0 unless set, so that the same answer gets the same score."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+
+
+class Judge(Shape):
+    """What graders that ask a model have in common."""
+
+    model: str = Field(max_length=300)
+    """The base, or a version of an adapter, as chat completions name it."""
+    input: list[JudgeMessage] = Field(min_length=1, max_length=100)
+    sampling_params: JudgeSampling | None = None
+
+    def templates(self) -> Iterator[tuple[str, str]]:
+        """(field, template) of each text that is filled in."""
+        yield from ((f"input.{place}.content", message.content) for place, message in enumerate(self.input))
+
+
+class ScoreModel(Judge):
+    """A score that a model gives, within a range."""
+
+    type: Literal["score_model"]
+    range: tuple[float, float] = (0.0, 1.0)
+
+    @model_validator(mode="after")
+    def _rises(self) -> ScoreModel:
+        if not self.range[0] < self.range[1]:
+            raise ValueError(f"range: {list(self.range)} must go from a smaller to a larger number")
+        return self
+
+
+class LabelModel(Judge):
+    """1 when a model answers with a label that passes, else 0."""
+
+    type: Literal["label_model"]
+    labels: list[Annotated[str, Field(min_length=1, max_length=200)]] = Field(min_length=1, max_length=100)
+    passing_labels: list[str]
+
+    @model_validator(mode="after")
+    def _are_labels(self) -> LabelModel:
+        if extra := set(self.passing_labels) - set(self.labels):
+            raise ValueError(f"passing_labels: {min(extra)!r} is not among labels")
+        return self
+
+
+Single = StringCheck | TextSimilarity | ScoreModel | LabelModel
+
+
+class Multi(Shape):
+    """Several graders and a formula over their scores."""
+
+    type: Literal["multi"]
+    graders: dict[str, Single] = Field(min_length=1, max_length=_MOST_GRADERS)
+    calculate_output: str
+
+    def templates(self) -> Iterator[tuple[str, str]]:
+        """(field, template) of each text that is filled in."""
+        for name, grader in self.graders.items():
+            yield from ((f"graders.{name}.{field}", text) for field, text in grader.templates())
+
+
+Grader = Single | Multi
+KINDS: Mapping[str, type[StringCheck | TextSimilarity | ScoreModel | LabelModel | Multi]] = {
+    "string_check": StringCheck,
+    "text_similarity": TextSimilarity,
+    "score_model": ScoreModel,
+    "label_model": LabelModel,
+    "multi": Multi,
+}
+_PYTHON = (
+    "a Python grader is not supported: code does not run on the server, which has no sandbox for it. Use string_check, "
+    "text_similarity, score_model or multi, or a reward of your own with `motet run`"
+)
+
+
+def parse(value: Any, where: str = "grader") -> Grader:
+    """A grader out of its JSON.
+
+    Args:
+        value: the JSON.
+        where: what the field is called in messages.
+
+    Raises:
+        GraderError: it is none, or one that cannot be had here; says which field and why.
+    """
+    if not isinstance(value, Mapping):
+        raise GraderError(where, f"a grader is an object with a `type`, got {type(value).__name__}")
+    kind = value.get("type")
+    if kind == "python":
+        raise GraderError(f"{where}.type", _PYTHON)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise GraderError(f"{where}.type", f"{kind!r:.80} is not a type of grader: there are {', '.join(KINDS)}")
+    tree = dict(value)
+    if kind == "multi":
+        tree["graders"] = _below(tree.get("graders"), f"{where}.graders")
+    try:
+        found: Grader = KINDS[kind].model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place, message = ".".join([where, *map(str, first["loc"])]), first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            message = "this field is not supported"
+        raise GraderError(place, message) from error
+    _check(found, where)
+    return found
+
+
+def _below(graders: Any, where: str) -> Any:
+    if isinstance(graders, Mapping) and isinstance(graders.get("type"), str):  # one, as the package's types have it
+        graders = {str(graders.get("name", "grader")): graders}
+    if not isinstance(graders, Mapping):
+        raise GraderError(where, "this is a mapping of names to graders")
+    for name, grader in graders.items():
+        if isinstance(grader, Mapping) and grader.get("type") == "multi":
+            raise GraderError(f"{where}.{name}", "a multi grader cannot stand in another")
+    return {str(name): parse(grader, f"{where}.{name}") for name, grader in graders.items()}
+
+
+def _check(found: Grader, where: str) -> None:
+    """What pydantic cannot see: metrics, formulas and variables."""
+    place = where
+    try:
+        if isinstance(found, TextSimilarity):
+            place = f"{where}.evaluation_metric"
+            similarity.check_metric(found.evaluation_metric)
+        if isinstance(found, Multi):
+            place = f"{where}.calculate_output"
+            formula.parse(found.calculate_output, found.graders)
+        for field, text in found.templates():
+            place = f"{where}.{field}"
+            template.variables(text)
+    except ValueError as error:
+        raise GraderError(place, str(error)) from error
+
+
+def judges(grader: Grader) -> list[Judge]:
+    """The parts of a grader that ask a model."""
+    parts = grader.graders.values() if isinstance(grader, Multi) else [grader]
+    return [part for part in parts if isinstance(part, Judge)]
+
+
+def columns(grader: Grader) -> set[str]:
+    """Columns of a row that a grader reads."""
+    paths = [found for _, text in grader.templates() for found in template.variables(text)]
+    return {str(path[0]) for namespace, path in paths if namespace == "item"}

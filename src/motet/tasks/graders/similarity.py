@@ -1,0 +1,88 @@
+"""How near two texts are, from 0 to 1, by the libraries that define each measure.
+
+| metric | measure |
+|---|---|
+| `fuzzy_match` | rapidfuzz's `WRatio` over lower-case text without punctuation |
+| `bleu` | sacrebleu's sentence BLEU, with its own tokens and smoothing |
+| `gleu` | nltk's sentence GLEU over the same tokens |
+| `rouge_1` … `rouge_5`, `rouge_l` | F-measure of rouge-score, without stemming |
+
+They come with `pip install 'motet[graders]'`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+
+ROUGE = {**{f"rouge_{n}": f"rouge{n}" for n in range(1, 6)}, "rouge_l": "rougeL"}
+_LIBRARIES: Mapping[str, tuple[str, ...]] = {
+    "fuzzy_match": ("rapidfuzz",),
+    "bleu": ("sacrebleu",),
+    "gleu": ("sacrebleu", "nltk.translate.gleu_score"),
+    **dict.fromkeys(ROUGE, ("rouge_score.rouge_scorer",)),
+}
+NOT_HAD = {
+    "cosine": "it compares embeddings, and this base makes none",
+    "meteor": "it needs the WordNet dictionary, which does not come with Motet",
+}
+"""Metrics that are refused, and why."""
+
+
+def check_metric(metric: str) -> None:
+    """Load what a metric needs, so that the first answer does not pay for it.
+
+    Raises:
+        ValueError: it cannot be had here, and why.
+    """
+    if metric in NOT_HAD:
+        raise ValueError(f"{metric!r} is not supported: {NOT_HAD[metric]}. There are {', '.join(_LIBRARIES)}")
+    for library in _LIBRARIES[metric]:
+        try:
+            importlib.import_module(library)
+        except ImportError as error:
+            raise ValueError(
+                f"{metric!r} needs {library.partition('.')[0]}, which is not installed here: pip install 'motet[graders]'"
+            ) from error
+
+
+def similarity(metric: str, text: str, reference: str) -> float:
+    """How near a text is to its reference, by a metric that `check_metric` let pass; 0 to 1."""
+    return min(max(_MEASURES[metric](text, reference), 0.0), 1.0)
+
+
+def _fuzzy_match(text: str, reference: str) -> float:
+    from rapidfuzz import fuzz, utils
+
+    return float(fuzz.WRatio(text, reference, processor=utils.default_process)) / 100
+
+
+def _bleu(text: str, reference: str) -> float:
+    import sacrebleu
+
+    return float(sacrebleu.sentence_bleu(text, [reference]).score) / 100
+
+
+def _gleu(text: str, reference: str) -> float:
+    from nltk.translate.gleu_score import sentence_gleu
+    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+    split = Tokenizer13a()
+    return float(sentence_gleu([split(reference).split()], split(text).split()))
+
+
+def _rouge(kind: str) -> Callable[[str, str], float]:
+    def measure(text: str, reference: str) -> float:
+        from rouge_score.rouge_scorer import RougeScorer
+
+        return float(RougeScorer([kind]).score(reference, text)[kind].fmeasure)
+
+    return measure
+
+
+_MEASURES: Mapping[str, Callable[[str, str], float]] = {
+    "fuzzy_match": _fuzzy_match,
+    "bleu": _bleu,
+    "gleu": _gleu,
+    **{name: _rouge(kind) for name, kind in ROUGE.items()},
+}

@@ -1,0 +1,90 @@
+"""Template variables of graders: `{{ item.answer }}`, `{{ sample.output_text }}`, `{{ sample.output_json.name }}`.
+
+`item` is the row that the problem was made of, `sample` what the model answered. A path goes on with `.name` and `[0]`.
+Nothing else is understood: no expressions, no filters.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_BRACES = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
+_PATH = re.compile(r"\s*(item|sample)((?:\.[^\s.\[\]{}|()'\"]+|\[\d{1,9}\])+)\s*")
+_PART = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+SAMPLE = ("output_text", "output_json")
+"""Variables of `sample`."""
+
+
+class UnfilledError(Exception):
+    """A variable that has no value. `of_item` says whose fault that is: the row's, or what the model answered."""
+
+    def __init__(self, variable: str, reason: str, *, of_item: bool) -> None:
+        super().__init__(f"{{{{{variable}}}}}: {reason}")
+        self.of_item = of_item
+
+
+def variables(text: str) -> list[tuple[str, tuple[str | int, ...]]]:
+    """The (namespace, path) of each variable of a template, in order.
+
+    Raises:
+        ValueError: what stands between braces is no variable; says what would be.
+    """
+    found = []
+    for inside in _BRACES.findall(text):
+        match = _PATH.fullmatch(inside)
+        if match is None:
+            raise ValueError(
+                f"{{{{{inside}}}}} is not a variable: write {{{{item.COLUMN}}}}, {{{{sample.output_text}}}} or "
+                "{{sample.output_json.FIELD}}"
+            )
+        path = tuple(int(place) if place else name for name, place in _PART.findall(match[2]))
+        if match[1] == "sample" and (path[0] not in SAMPLE or (path[0] == "output_text" and len(path) > 1)):
+            raise ValueError(
+                f"{{{{{inside}}}}} is not supported: of a sample there are output_text and output_json (and its fields)"
+            )
+        found.append((match[1], path))
+    return found
+
+
+def fill(text: str, item: Mapping[str, Any], output: str) -> str:
+    """A template with its variables filled in. Text stands as it is, other values as JSON.
+
+    Raises:
+        UnfilledError: a variable has no value.
+    """
+    values = iter([_value(namespace, path, item, output) for namespace, path in variables(text)])
+    return _BRACES.sub(lambda _: next(values), text)
+
+
+def _value(namespace: str, path: tuple[str | int, ...], item: Mapping[str, Any], output: str) -> str:
+    of_item, name = namespace == "item", ".".join(map(str, (namespace, *path)))
+    value: Any = item
+    if not of_item:
+        if path[0] == "output_text":
+            return output
+        value, path = _parsed(output), path[1:]
+        if value is _NOT_JSON:
+            raise UnfilledError(name, "the answer is not JSON", of_item=False)
+    for part in path:
+        if isinstance(value, Mapping) and str(part) in value:
+            value = value[str(part)]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            raise UnfilledError(name, f"there is no {part!r}", of_item=of_item)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+_NOT_JSON: Any = object()
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(output: str) -> Any:
+    try:
+        return json.loads(output)
+    except (ValueError, RecursionError):
+        return _NOT_JSON

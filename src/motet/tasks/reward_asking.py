@@ -1,0 +1,62 @@
+"""The engine's half of scoring elsewhere in a service: it asks the process that talks to people, which knows who scores.
+
+Out goes `{"score": key, "job", "reward", "problem", "completions"}`; in comes `{"do": "scored", "key", "scores"}`, or
+`{"do": "scored", "key", "away": true}` where nobody is there who could score and the job is to rest, as
+`{"rest": job, "wanted"}` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from motet.config import RewardConfig
+from motet.errors import ScorerAway
+from motet.tasks.reward_elsewhere import Score, from_wire
+
+
+class AskedOfService:
+    """Scores that were asked for and have not come. Lives in one event loop."""
+
+    def __init__(self, say: Callable[..., None]) -> None:
+        """`say` sends a message, its fields given as keywords."""
+        self._say = say
+        self._open: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._keys = itertools.count()
+
+    async def __call__(
+        self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
+    ) -> list[Score]:
+        """Ask, and wait for the scores.
+
+        Raises:
+            ScorerAway: nobody is there, and the job is to rest.
+        """
+        key = next(self._keys)
+        answer = self._open[key] = asyncio.get_running_loop().create_future()
+        self._say(
+            score=key, job=job, reward=reward.model_dump(mode="json"), problem=problem, completions=completions
+        )  # fmt: skip
+        try:
+            found = await answer
+        except asyncio.CancelledError:
+            self._say(unscore=key)
+            raise
+        finally:
+            del self._open[key]
+        if found.get("away"):
+            raise ScorerAway("nobody is there to score this job's rollouts")
+        return from_wire(found.get("scores"), len(completions))
+
+    def rest(self, job: str, wanted: bool) -> None:
+        """Tell whether a job is to rest."""
+        if self._open:
+            self._say(rest=job, wanted=wanted)
+
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """Take an answer; one that nobody waits for any more is dropped."""
+        waiting = self._open.get(message["key"])
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)

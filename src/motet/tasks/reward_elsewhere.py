@@ -1,0 +1,159 @@
+"""Rewards that are scored elsewhere, not in a process of the job: at an HTTP address, by a reward worker, by a judge model.
+
+`RewardPool` gets a function for each of their names. What such a function says of a completion is a number, or the reason
+why there is none.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ConfigDict, Field, ValidationError, field_validator
+
+from motet.config import Config, RewardConfig
+from motet.errors import RewardError
+
+
+class Chance(str):
+    """A reason for which the clock or the network is to blame: another run could come out differently."""
+
+    __slots__ = ()
+
+
+Score = float | str
+"""What was said of a completion: a finite number, or the reason why there is none."""
+Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str]], Awaitable[list[Score]]]
+"""(job, reward, problem, completions) → one score per completion, in order. `problem` is a `Problem` as plain values."""
+
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
+_OWN_HEADERS = ("host", "content-length", "content-type", "transfer-encoding", "connection", "accept-encoding")
+MASK = "•••"
+"""What is shown in the place of a header's value."""
+
+
+class HttpArgs(Config):
+    """An HTTP address scores."""
+
+    url: str = Field(max_length=2000)
+    """Where problem and completions are sent."""
+    headers: dict[str, str] = Field({}, max_length=20)
+    """Sent too, such as `Authorization`; never shown back."""
+    args: dict[str, Any] = {}
+    """Sent along as `args`."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        import httpx2  # what will ask it has to understand it too
+
+        try:
+            parts = urlsplit(url)
+            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and httpx2.URL(url).raw_host
+        except (ValueError, httpx2.InvalidURL):
+            good = False
+        if not good or not url.isprintable() or " " in url:
+            raise ValueError("must look like https://example.org/score")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("must not hold a password, which would be shown; send it as a header")
+        return url
+
+    @field_validator("headers")
+    @classmethod
+    def _are_headers(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, value in headers.items():
+            if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS:
+                raise ValueError(f"{name[:100]!r} is not a header that can be set")
+            if value == MASK:
+                raise ValueError(f"the value of {name} is the mask that is shown in its place; give the value itself")
+            if not value.isascii() or not value.isprintable() or len(value) > 8000:
+                raise ValueError(f"the value of {name} must be at most 8000 plain letters")
+        return headers
+
+
+class WorkerArgs(Config):
+    """A reward worker on its owner's machine scores."""
+
+    function: str = Field("", max_length=300)
+    """Which function of the worker scores: `rewards.py:reward`, or only `reward`; without one, the worker's only one."""
+    args: dict[str, Any] = {}
+    """Its keyword arguments."""
+
+
+class JudgeArgs(Config):
+    """A model of the service judges; whoever answers for it knows the arguments."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+ELSEWHERE: Mapping[str, type[Config]] = {"http": HttpArgs, "worker": WorkerArgs, "judge": JudgeArgs}
+"""Rewards that no process of the job scores, with their arguments; a model's first line says who scores."""
+
+
+def check(reward: RewardConfig) -> None:
+    """Look at the arguments of a reward that is scored elsewhere.
+
+    Raises:
+        RewardError: what is wrong with them.
+    """
+    if reward.function is not None or reward.name not in ELSEWHERE:
+        return
+    try:
+        ELSEWHERE[reward.name].model_validate(reward.args)
+    except ValidationError as error:
+        found = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in found["loc"])
+        fields = ", ".join(ELSEWHERE[reward.name].model_fields)
+        message = {
+            "missing": "is missing",
+            "extra_forbidden": f"there is no such argument; there are {fields}",
+        }.get(found["type"], str(found["msg"]).removeprefix("Value error, "))
+        raise RewardError(f"reward {reward.name}: args.{field}: {message}") from error
+
+
+def label_of(reward: RewardConfig) -> str:
+    """What the reward is called in metrics: a worker's by its function."""
+    return str(reward.args.get("function") or reward.name) if reward.name == "worker" else reward.name
+
+
+def number(value: Any) -> Score:
+    """What a JSON value is worth: a finite number, or the reason why it is none."""
+    if value is None:
+        return "gave no score"
+    if not isinstance(value, int | float):
+        return f"gave {_kind(value)}, not a number"
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    return found if math.isfinite(found) else f"gave {found}, not a finite number"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str):
+        return "text"
+    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, Mapping) else "what is not JSON"
+
+
+def to_wire(scores: Sequence[Score]) -> list[Any]:
+    """Scores as JSON values: a number, a text, or `{"chance": text}`."""
+    return [{"chance": str(score)} if isinstance(score, Chance) else score for score in scores]
+
+
+def from_wire(values: Any, n: int) -> list[Score]:
+    """What `to_wire` wrote of so many completions; what cannot be read is a reason."""
+    if not isinstance(values, list) or len(values) != n:
+        told = f"{len(values)} scores" if isinstance(values, list) else _kind(values)
+        return [f"gave {told} for {n} completions"] * n
+    return [_read(value) for value in values]
+
+
+def _read(value: Any) -> Score:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return Chance(str(value.get("chance") or "gave no score"))
+    return number(value)

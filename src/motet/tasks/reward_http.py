@@ -1,0 +1,261 @@
+"""The reward `http`: problem and completions are posted to an address, which answers with scores.
+
+What answers is not trusted: it may hang, lie, be slow byte by byte, answer without end, or point elsewhere. Whatever it
+does costs the rollouts that it was asked about, and nothing else. Where the asker is a service, names are resolved here
+and the connection goes to an address that was looked at, so that a name cannot mean another machine the second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import socket
+import ssl
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import httpx2
+
+from motet.config import RewardConfig
+from motet.errors import RewardError
+from motet.tasks.reward_elsewhere import Chance, HttpArgs, Score, number
+
+ATTEMPTS = 3
+"""How often an address that fails is asked in all."""
+AT_ONCE = 16
+"""Calls of one job that are under way at a time."""
+_PAUSE_SECONDS = 0.5
+_CONNECT_SECONDS = 10.0
+_ANSWER_BYTES = 2**20
+_ALWAYS_ALLOWED = ipaddress.ip_network("2000::/3")
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_ANY = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class _Refused(Exception):
+    """The address answered, or may not be asked, and asking again would not help; the text says why."""
+
+
+class _Failed(Exception):
+    """The address could not be reached, or failed; it may do better a moment later."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Which addresses may be asked."""
+
+    hosts: tuple[str, ...] | None = None
+    """Only these: `example.org`, `*.example.org`, `10.0.0.7`, each with or without a port. They may be private."""
+    anywhere: bool = False
+    """Everything may be asked, this machine too; names are resolved, and proxies used, as everywhere on it."""
+
+    def check(self, url: str) -> None:
+        """Look at an address without resolving its name.
+
+        Raises:
+            RewardError: it may not be asked.
+        """
+        if self.anywhere:
+            return
+        host, port = _place(url)
+        if self.hosts is not None:
+            if not self.lists(host, port):
+                raise RewardError(
+                    f"reward http: this service does not ask {host}:{port}; it asks {_listed(self.hosts)}"
+                )
+            return
+        try:
+            literal = ipaddress.ip_address(host)
+        except ValueError:
+            return
+        if not is_public(literal):
+            raise RewardError(f"reward http: {host} is a private address, which this service does not ask")
+
+    def lists(self, host: str, port: int) -> bool:
+        """Whether a host is on the list."""
+        names = (host, f"{host}:{port}")
+        return any(fnmatchcase(name, pattern.lower()) for pattern in self.hosts or () for name in names)
+
+
+def _listed(hosts: Sequence[str]) -> str:
+    return ", ".join(hosts) or "none"
+
+
+def _place(url: str) -> tuple[str, int]:
+    """Host and port of a URL; the host in small letters, without a final dot."""
+    parsed = httpx2.URL(url)
+    return parsed.host.lower().rstrip("."), parsed.port or (443 if parsed.scheme == "https" else 80)
+
+
+def is_public(address: _ANY) -> bool:
+    """Whether an address is one of the open internet: not of this machine, this network, or a way around to them."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address.is_global and not address.is_multicast
+    inner: list[ipaddress.IPv4Address | None] = [address.ipv4_mapped, address.sixtofour]
+    if address in _NAT64:
+        inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    hidden = [one for one in inner if one is not None]
+    if hidden:
+        return all(is_public(one) for one in hidden)
+    return address in _ALWAYS_ALLOWED and address.is_global and address.teredo is None
+
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""(host, port) → its addresses, as text."""
+
+
+async def _resolve(host: str, port: int) -> list[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(one[4][0]).partition("%")[0] for one in found]
+
+
+class HttpRewards:
+    """Asks addresses for scores, for all jobs. Lives in one event loop."""
+
+    def __init__(
+        self, addresses: Addresses, resolve: Resolve | None = None, trust: ssl.SSLContext | None = None
+    ) -> None:
+        """Nobody is asked yet.
+
+        Args:
+            addresses: which addresses may be asked.
+            resolve: how a name becomes addresses; the system's way unless given.
+            trust: which certificates are good; those that the system's are unless given.
+        """
+        self._addresses, self._resolve, self._trust = addresses, resolve or _resolve, trust
+        self._gates: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
+
+    async def __call__(
+        self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
+    ) -> list[Score]:
+        """Scores of completions. What goes wrong is a reason."""
+        args = HttpArgs.model_validate(reward.args)
+        body = json.dumps({"problem": problem, "completions": completions, "args": args.args}).encode()
+        gate = self._gates.setdefault(job, asyncio.Semaphore(AT_ONCE))
+        told = f"{httpx2.URL(args.url).host}"
+        reason: str
+        async with gate:
+            try:
+                async with asyncio.timeout(reward.wall_seconds):
+                    return _scores(await self._posted(args, body), len(completions))
+            except TimeoutError:
+                reason = Chance(f"{told} gave no whole answer in {reward.wall_seconds:g} s (reward field wall_seconds)")
+            except _Failed as error:
+                reason = Chance(f"{told} {error}, {ATTEMPTS} times")
+            except _Refused as error:
+                reason = f"{told} {error}"
+        return [reason] * len(completions)
+
+    async def _posted(self, args: HttpArgs, body: bytes) -> bytes:
+        """The answer; failures that may pass are tried again."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await self._post_once(args, body, attempt)
+            except _Failed:
+                if attempt == ATTEMPTS:
+                    raise
+            await asyncio.sleep(_PAUSE_SECONDS * attempt)
+        raise AssertionError
+
+    async def _post_once(self, args: HttpArgs, body: bytes, attempt: int) -> bytes:
+        """One request; where a name has several addresses, each attempt takes the next.
+
+        Raises:
+            _Refused, _Failed: there is no answer that could be used.
+        """
+        url = httpx2.URL(args.url)
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **args.headers}
+        extensions: dict[str, Any] = {}
+        if not self._addresses.anywhere:
+            places = await self._checked(args.url)
+            headers["Host"] = url.netloc.decode("ascii")
+            extensions["sni_hostname"] = url.raw_host.decode("ascii")
+            url = url.copy_with(host=places[(attempt - 1) % len(places)])
+        if self._trust is None:
+            self._trust = await asyncio.to_thread(httpx2.create_ssl_context)
+        # A client for each call: a kept connection could meet another name at the same address.
+        client = httpx2.AsyncClient(
+            verify=self._trust,
+            timeout=httpx2.Timeout(None, connect=_CONNECT_SECONDS),
+            follow_redirects=False,
+            trust_env=self._addresses.anywhere,
+        )
+        try:
+            async with (
+                client,
+                client.stream("POST", url, content=body, headers=headers, extensions=extensions) as response,
+            ):
+                return await _read(response)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            raise _Failed(f"could not be reached ({error or type(error).__name__})") from error
+        except httpx2.TransportError as error:
+            raise _Failed(f"broke off ({error or type(error).__name__})") from error
+        except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL) as error:
+            raise _Refused(f"cannot be asked ({error or type(error).__name__})") from error
+
+    async def _checked(self, url: str) -> list[str]:
+        """The addresses that may be connected to.
+
+        Raises:
+            _Refused: the service does not ask there.
+            _Failed: the name could not be resolved.
+        """
+        host, port = _place(url)
+        listed = self._addresses.hosts is not None
+        if listed and not self._addresses.lists(host, port):
+            raise _Refused(f"is not among the hosts that this service asks: {_listed(self._addresses.hosts or ())}")
+        try:
+            addresses = [ipaddress.ip_address(one) for one in await self._resolve(host, port)]
+        except (OSError, UnicodeError) as error:
+            raise _Failed(f"has no address ({error})") from error
+        if not listed and not all(map(is_public, addresses)):
+            raise _Refused("has a private address, which this service does not ask")
+        if not addresses:
+            raise _Failed("has no address")
+        return [str(address) for address in addresses]
+
+
+async def _read(response: httpx2.Response) -> bytes:
+    """The body of an answer, as long as it may be.
+
+    Raises:
+        _Refused, _Failed: it is not one that could hold scores.
+    """
+    status = response.status_code
+    if status >= 500 or status == 429:
+        raise _Failed(f"answered {status}")
+    if 300 <= status < 400:
+        raise _Refused(f"answered with a redirect ({status}); name the address that scores itself")
+    if "content-encoding" in response.headers:
+        raise _Refused("answered compressed, which is not asked for")
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > _ANSWER_BYTES:
+            raise _Refused(f"answered more than {_ANSWER_BYTES >> 20} MB")
+    if status != 200:
+        said = " ".join(bytes(body[:200]).decode("utf-8", "replace").split())
+        raise _Refused(f"answered {status}{f': {said}' if said else ''}")
+    return bytes(body)
+
+
+def _scores(body: bytes, n: int) -> list[Score]:
+    """Scores of so many completions.
+
+    Raises:
+        _Refused: the answer is not `{"scores": […]}` with one for each.
+    """
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise _Refused(f"answered what is not JSON: {str(error)[:100]}") from error
+    scores = found.get("scores") if isinstance(found, dict) else None
+    if not isinstance(scores, list):
+        raise _Refused('must answer {"scores": [one number for each completion]}')
+    if len(scores) != n:
+        raise _Refused(f"gave {len(scores)} scores for {n} completions")
+    return [number(score) for score in scores]

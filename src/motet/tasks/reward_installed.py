@@ -1,0 +1,129 @@
+"""Rewards that whoever runs a service installs: functions of their own, which jobs use by name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from motet.errors import RewardError
+from motet.tasks.reward_elsewhere import ELSEWHERE
+from motet.tasks.reward_loading import SCORER, adapted, find, load_file
+from motet.tasks.rewards import BUILTIN
+
+_LOAD_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A function that jobs may use by a name."""
+
+    target: str
+    """`file.py:function` or `module:function`."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments; those of a job win."""
+    summary: str = ""
+    """The first line of its docstring."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Its own parameters and their defaults as text; empty text where a job has to give one."""
+
+
+def install(wanted: Mapping[str, Mapping[str, Any]], file: Path | None = None) -> dict[str, Installed]:
+    """Load functions in a process of their own, and describe them.
+
+    Args:
+        wanted: `{"function": …, "args": {…}}` by name.
+        file: a file of which every public reward function is installed under its own name.
+
+    Raises:
+        RewardError: one of them does not load, and why; or a name is taken.
+    """
+    path = [str(Path(entry or ".").resolve()) for entry in sys.path]
+    asked = json.dumps({"path": path, "wanted": wanted, "file": None if file is None else str(file)})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "motet.tasks.reward_installed"],
+            input=asked, capture_output=True, text=True, timeout=_LOAD_SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise RewardError(f"the rewards did not load in {_LOAD_SECONDS:g} s") from error
+    answer = json.loads(done.stdout or "{}")
+    if "found" not in answer:
+        raise RewardError(answer.get("error") or f"the rewards do not load: {done.stderr.strip()[-500:]}")
+    found = {name: Installed(**one) for name, one in answer["found"].items()}
+    for name in found:
+        if name in BUILTIN or name in ELSEWHERE or name == SCORER or ":" in name:
+            raise RewardError(f"a reward cannot be installed as {name!r}: the name has a meaning already")
+    return found
+
+
+def without_folder(text: str, target: str) -> str:
+    """What a reward said, without where its file lies."""
+    folder = Path(target.rpartition(":")[0]).expanduser().resolve().parent if ".py:" in target else None
+    return text if folder is None else text.replace(f"{folder}/", "")
+
+
+def _describe(function: Any, target: str, args: Mapping[str, Any]) -> Installed:
+    summary = (inspect.getdoc(function) or "").strip().partition("\n")[0]
+    own = list(inspect.signature(function).parameters.values())
+    of_trl = any(one.name == "completions" for one in own)  # its columns are no arguments of a job
+    own = [one for one in own if one.default is not one.empty] if of_trl else own[2:]
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    parameters = {
+        one.name: repr(args.get(one.name, one.default)) if one.name in args or one.default is not one.empty else ""
+        for one in own
+        if one.kind not in variadic
+    }
+    return Installed(target, dict(args), summary, parameters)
+
+
+def _of_file(file: str) -> dict[str, str]:
+    """Public reward functions of a file, by name."""
+    found = {}
+    module = load_file(file)
+    for name, value in vars(module).items():
+        if name.startswith("_") or not inspect.isfunction(value) or value.__module__ != module.__name__:
+            continue
+        parameters = list(inspect.signature(value).parameters)
+        if "completions" in parameters or (len(parameters) > 1 and parameters[0] == "problem"):
+            found[name] = f"{Path(file).expanduser().resolve()}:{name}"
+    if not found:
+        raise RewardError(f"{file} has no reward: a function (problem, completion) that returns a number")
+    return found
+
+
+def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+    sys.path[:] = asked["path"]
+    wanted = dict(asked["wanted"])
+    if asked["file"] is not None:
+        wanted = {**{name: {"function": target} for name, target in _of_file(asked["file"]).items()}, **wanted}
+    found = {}
+    for name, one in wanted.items():
+        target, args = str(one["function"]), one.get("args") or {}
+        function = find(target)
+        described = _describe(function, target, args)
+        adapted(function, {**dict.fromkeys(described.parameters), **args}, name)  # whether it can be called
+        found[name] = asdict(described)
+    return {"found": found}
+
+
+def main() -> None:
+    """One question in, one answer out."""
+    asked, out = json.loads(sys.stdin.read()), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing that a file prints when it is loaded may pass for the answer
+    try:
+        answer = _answer(asked)
+    except RewardError as error:
+        answer = {"error": str(error)}
+    with out:
+        json.dump(answer, out)
+
+
+if __name__ == "__main__":
+    main()

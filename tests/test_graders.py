@@ -1,0 +1,282 @@
+"""Graders: what they give, against values worked out by hand from what defines them, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from motet.config import RewardConfig
+from motet.errors import GraderError, RewardError
+from motet.service.judging import VerdictError, prompt, verdict
+from motet.tasks import graders
+from motet.tasks.graders.shapes import Judge, columns, parse
+from motet.tasks.reward_pool import RewardPool, Scored
+from motet.types import Message, Problem
+
+SAID, ROW = "{{sample.output_text}}", "{{ item.want }}"
+
+
+def check(operation: str, text: str = SAID, reference: str = ROW) -> dict[str, Any]:
+    """A string_check grader."""
+    return {"type": "string_check", "name": "c", "input": text, "reference": reference, "operation": operation}
+
+
+def near(metric: str) -> dict[str, Any]:
+    """A text_similarity grader."""
+    return {"type": "text_similarity", "name": "n", "input": SAID, "reference": ROW, "evaluation_metric": metric}
+
+
+def multi(formula: str, **parts: Any) -> dict[str, Any]:
+    """A multi grader."""
+    return {"type": "multi", "name": "m", "graders": parts, "calculate_output": formula}
+
+
+def judge(**fields: Any) -> dict[str, Any]:
+    """A score_model grader."""
+    asked = [{"role": "user", "content": f"Rate {SAID}"}]
+    return {"type": "score_model", "name": "j", "model": "base", "input": asked, **fields}
+
+
+def given(spec: dict[str, Any], said: str, **item: Any) -> float:
+    """The score of an answer."""
+    return graders.grade(parse(spec), item, said)
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "said", "want", "score"),
+    [
+        ("eq", "Paris", "Paris", 1), ("eq", "paris", "Paris", 0), ("eq", "Paris.", "Paris", 0),
+        ("ne", "Paris", "Paris", 0), ("ne", "paris", "Paris", 1),
+        ("like", "In Paris.", "Paris", 1), ("like", "In paris.", "Paris", 0), ("like", "Par", "Paris", 0),
+        ("ilike", "In PARIS.", "Paris", 1), ("ilike", "Rome", "Paris", 0),
+    ],
+)  # fmt: skip
+def test_a_string_check_compares(operation: str, said: str, want: str, score: float) -> None:
+    assert given(check(operation), said, want=want) == score
+
+
+THREE, TWO = "the cat sat", "the cat"
+FOUR, OTHER = "the cat sat on", "the cat sat down"
+
+
+@pytest.mark.parametrize(
+    ("metric", "said", "want", "score"),
+    [
+        ("rouge_1", THREE, TWO, 0.8),  # precision 2/3, recall 1
+        ("rouge_2", THREE, TWO, 2 / 3),  # bigrams: precision 1/2, recall 1
+        ("rouge_3", FOUR, OTHER, 1 / 2),  # one trigram of two in common
+        ("rouge_l", "sat the cat", TWO, 0.8),  # longest common subsequence 2 of 3 and of 2
+        ("bleu", FOUR, OTHER, (3 / 4 * 2 / 3 * 1 / 2 * 1 / 2) ** 0.25),  # no 4-gram: smoothed to 1/2
+        ("bleu", TWO, TWO, 1.0),
+        ("gleu", THREE, TWO, 1 / 2),  # 3 of 6 n-grams
+        ("gleu", FOUR, OTHER, 6 / 10),
+        ("fuzzy_match", "abcd", "abce", 3 / 4),  # 2 · 3 of 8 letters
+        ("fuzzy_match", "Paris!", "paris", 1.0),  # case and punctuation aside
+        ("rouge_l", "", TWO, 0.0), ("bleu", "", TWO, 0.0), ("gleu", "", TWO, 0.0), ("fuzzy_match", "", TWO, 0.0),
+    ],
+)  # fmt: skip
+def test_a_similarity_is_that_of_its_definition(metric: str, said: str, want: str, score: float) -> None:
+    assert given(near(metric), said, want=want) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("formula", "score"),
+    [
+        ("a", 1), ("(a + b) / 2", 0.5), ("2 * a ^ 3 - b", 2), ("2 ^ 3 ^ 0", 2), ("-a ^ 2", -1), ("min(a, b)", 0),
+        ("max(a, b, 3)", 3), ("max(-1)", -1), ("abs(b - a)", 1), ("floor(0.7 * a)", 0), ("ceil(0.2)", 1), ("exp(b)", 1),
+        ("sqrt(4 * a)", 2), ("log(a)", 0), ("1e2 * a", 100), ("a ** 2", 1),
+    ],
+)  # fmt: skip
+def test_a_formula_is_arithmetic(formula: str, score: float) -> None:
+    assert given(multi(formula, a=check("eq"), b=check("ne")), "x", want="x") == score
+
+
+@pytest.mark.parametrize("formula", ["a / b", "sqrt(b - a)", "log(b)", "exp(1000 * a)", "10 ^ 400", "(b - a) ^ 0.5"])
+def test_a_formula_without_a_value_is_told(formula: str) -> None:
+    with pytest.raises(ValueError, match="calculate_output"):
+        given(multi(formula, a=check("eq"), b=check("ne")), "x", want="x")
+
+
+ODD_FORMULAS = [
+    "", "a +", "c", "a if b else 1", "__import__('os')", "a.real", "a[0]", "a < b", "a and b", "lambda: a", "'a'", "a; b",
+    "max(*a)", "min()", "sqrt(a, b)", "round(a)", "a // b", "a % b", "~a", "max(a, key=b)", "True", "1j", "(a" * 300,
+    "-" * 1500 + "a", "-" * 60 + "a", "a" + "+a" * 1500, "9" * 400,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("formula", ODD_FORMULAS)
+def test_what_is_no_arithmetic_is_refused(formula: str) -> None:
+    with pytest.raises(GraderError) as refusal:
+        parse(multi(formula, a=check("eq"), b=check("ne")))
+    assert refusal.value.where == "grader.calculate_output"
+
+
+# --- variables --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ("{{item.a}}", "1"), ("{{ item.a }}-{{item.b}}", "1-text"), ("{{item.c.d[1]}}", "y"),
+        ("{{item.c}}", '{"d": ["x", "y"]}'),
+        ("{{item.none}}", "null"), ("{{sample.output_json.v[0].w}}", "é"), ("{{sample.output_json}}", '{"v": [{"w": "é"}]}'),
+        ("{item.a}", "{item.a}"), ("{{item.brace}}", "{{item.a}}"), ("plain", "plain"), ("{{item.a-b}}", "dash"),
+    ],
+)  # fmt: skip
+def test_variables_are_filled_in(text: str, filled: str) -> None:
+    item = {"a": 1, "b": "text", "c": {"d": ["x", "y"]}, "none": None, "brace": "{{item.a}}", "a-b": "dash"}
+    assert given(check("eq", text, "{{item.f}}"), '{"v": [{"w": "é"}]}', f=filled, **item) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["{{want}}", "{{item}}", "{{sample}}", "{{item.a + 1}}", "{{sample.choices}}", "{{sample.output_text.x}}",
+             "{{sample.output_tools}}", "{{other.x}}", "{{}}", "{{item.a|upper}}", "{{item['a']}}", "{{item..a}}"],
+)  # fmt: skip
+def test_what_is_no_variable_is_refused(text: str) -> None:
+    with pytest.raises(GraderError, match="input"):
+        parse(check("eq", text))
+
+
+@pytest.mark.parametrize("said", ["no JSON", "[" * 100_000, '{"b": 1}', "[]", '"a"', ""])
+def test_an_answer_without_what_is_named_scores_nothing(said: str) -> None:
+    for operation in ("eq", "ne"):
+        assert given(check(operation, "{{sample.output_json.a}}", "x"), said) == 0
+
+
+def test_a_row_without_what_is_named_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"item\.want"):
+        given(check("eq"), "x")
+    assert columns(parse(multi("a", a=check("eq"), b=check("eq", "{{item.x.y}}")))) == {"want", "x"}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "where", "words"),
+    [
+        ([], "grader", "type"),
+        ({"type": "regex"}, "grader.type", "string_check"),
+        ({"type": "python", "name": "p", "source": "1"}, "grader.type", "sandbox"),
+        ({**check("eq"), "operation": "has"}, "grader.operation", "ilike"),
+        ({**check("eq"), "case": True}, "grader.case", "not supported"),
+        ({"type": "string_check", "input": "x", "operation": "eq"}, "grader.reference", "required"),
+        (near("cosine"), "grader.evaluation_metric", "embeddings"),
+        (near("meteor"), "grader.evaluation_metric", "WordNet"),
+        (multi("a", a={"type": "python", "source": ""}), "grader.graders.a.type", "sandbox"),
+        (multi("a", a=multi("b", b=check("eq"))), "grader.graders.a", "another"),
+        (multi("a"), "grader.graders", "at least 1"),
+        ({**multi("a"), "graders": [check("eq")]}, "grader.graders", "mapping"),
+        (judge(range=[1, 0]), "grader", "range"),
+        (judge(sampling_params={"reasoning_effort": "low"}), "grader.sampling_params.reasoning_effort", "not supported"),
+        (judge(input=[{"role": "user", "content": {"type": "input_image"}}]), "grader.input.0.content", "text"),
+        ({**judge(), "type": "label_model", "labels": ["a"], "passing_labels": ["b"]}, "grader", "'b'"),
+    ],
+)  # fmt: skip
+def test_a_grader_that_cannot_be_had_is_refused_with_the_field(spec: Any, where: str, words: str) -> None:
+    with pytest.raises(GraderError, match=words) as refusal:
+        parse(spec)
+    assert refusal.value.where == where
+
+
+def test_a_missing_library_is_named() -> None:
+    """In a process of its own, which cannot import it."""
+    code = (
+        "import sys; sys.modules['rapidfuzz'] = None\n"
+        "from motet.tasks.graders.similarity import check_metric\n"
+        "try:\n    check_metric('fuzzy_match')\nexcept ValueError as error:\n    print(error)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "rapidfuzz" in told
+    assert "motet[graders]" in told
+
+
+# --- as a reward ------------------------------------------------------------------------------------------------------------
+
+
+def scored(spec: dict[str, Any], *answers: str) -> list[Scored]:
+    """By a job's own process."""
+
+    async def run() -> list[Scored]:
+        pool = RewardPool(1)
+        try:
+            await pool.register("job", [RewardConfig(name="grader", args=spec)])
+            problem = Problem(0, (Message("user", "q"),), "", {"want": "x"})
+            return await pool.score("job", problem, answers)
+        finally:
+            await pool.close()
+
+    return asyncio.run(run())
+
+
+def test_a_grader_is_a_reward_of_any_job() -> None:
+    spec = multi(
+        "(a + b + q) / 3", a=check("eq"), b=near("rouge_1"), q=check("like", "{{item.messages[0].content}}", "q")
+    )
+    assert [one.reward for one in scored(spec, "x", "y")] == pytest.approx([1, 1 / 3])
+    (missing,) = scored(check("eq", SAID, "{{item.nothing}}"), "x")
+    assert "item.nothing" in missing.error
+
+
+@pytest.mark.parametrize(("spec", "words"), [(check("has"), "operation"), (judge(), "motet serve")])
+def test_a_reward_that_cannot_be_run_is_refused_before_the_job(spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(RewardError, match=words):
+        scored(spec, "x")
+
+
+# --- judges -----------------------------------------------------------------------------------------------------------------
+
+
+def judged(said: str, **fields: Any) -> float:
+    """What is read out of a judge's words."""
+    found = parse(judge(**fields))
+    assert isinstance(found, Judge)
+    return verdict(found, said)
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ('{"result": 0.25}', 0.25), ('Well. {"steps": [], "result": "0.5"}', 0.5), ("0.1, no: 0.75", 0.75),
+        ('{"result":1e-1} 7', 0.1),
+    ],
+)  # fmt: skip
+def test_a_score_is_read_out_of_what_a_judge_says(said: str, score: float) -> None:
+    assert judged(said) == score
+
+
+@pytest.mark.parametrize(("said", "words"), [("good", "no number"), ("", "no number"), ("8", "not from 0 to 1")])
+def test_a_judge_that_gives_no_score_is_told(said: str, words: str) -> None:
+    with pytest.raises(VerdictError, match=words):
+        judged(said)
+    assert judged("8", range=[0, 10]) == 8
+
+
+@pytest.mark.parametrize(
+    ("said", "score"), [("Good", 1), (' "bad". ', 0), ("It is good!", 1), ("not good, bad", None), ("", None)]
+)
+def test_a_label_is_read_out_of_what_a_judge_says(said: str, score: float | None) -> None:
+    labels: dict[str, Any] = {"type": "label_model", "labels": ["good", "bad"], "passing_labels": ["good"]}
+    if score is None:
+        with pytest.raises(VerdictError, match="labels"):
+            judged(said, **labels)
+    else:
+        assert judged(said, **labels) == score
+
+
+def test_a_judge_is_told_what_to_end_with() -> None:
+    parts = [{"type": "input_text", "text": "Rate "}, {"type": "input_text", "text": SAID}]
+    asked = [{"role": "developer", "content": "Be strict."}, {"role": "user", "content": parts}]
+    found = parse(judge(input=asked, range=[0, 5]))
+    assert isinstance(found, Judge)
+    system, user = prompt(found, {}, "this")
+    assert system == {"role": "system", "content": "Be strict."}
+    assert user["content"].startswith("Rate this\n\n")
+    assert "from 0 to 5" in user["content"]

@@ -1,0 +1,379 @@
+"""Limits, usage and rates of the service without its engine: what is kept, what is refused, what the engine is told."""
+
+from __future__ import annotations
+
+import csv
+import io
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.client import Client
+from motet.config.service import LimitsConfig, RateConfig
+from motet.errors import ConfigError, ServiceError
+from motet.jobfile import load_service
+from motet.runtime.slots import Rule
+from motet.service.ledger import Ledger, today
+from motet.service.rate import RateLimit
+from motet.service.store import Store
+from tests.service_run import House, Json, open_house, tiny
+from tests.test_service_store import person, postgres, store, url
+
+__all__ = ["postgres", "store", "url"]  # fixtures
+DAY = "2026-03-01"
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    """A service with limits of its own."""
+    with open_house(tmp_path, limits=LimitsConfig(rank=64, steps=100)) as found:
+        yield found
+
+
+def limit(house: House, **limits: Any) -> Json:
+    """Set the limits of tenant `us`."""
+    answer = house.ask("PUT", "/v1/tenants/us/limits", "admin", json=limits)
+    assert answer.status_code == 200, answer.text
+    found: Json = answer.json()
+    return found
+
+
+def step(house: House, job: str, number: int, sampled: int = 0, trained: int = 0) -> None:
+    """What the engine tells of a step."""
+    told = {"step": number, "loss": 0.0, "tokens_sampled": sampled, "tokens_trained": trained}
+    house.desk._hear(job, "step", told)
+
+
+# --- the ledger -------------------------------------------------------------------------------------------------------------
+
+
+def test_usage_is_kept_once_and_told_by_job_day_and_tenant(store: Store) -> None:
+    day = [DAY]
+    ledger = Ledger(store, lambda: day[0])
+    us, them = person(store, "us"), person(store, "them")
+    sort, other = store.submit(us, "sort", {}, 3, None), store.submit(them, "other", {}, 3, None)
+
+    def told(job: str, number: int, sampled: int, trained: int) -> None:
+        data = {"tokens_sampled": sampled, "tokens_trained": trained}
+        store.tell(job, "step", str(number), data, ledger.step(job, data))
+
+    told(sort.id, 0, 10, 20)
+    told(sort.id, 0, 10, 20)  # by an engine that was started again
+    told("job-none", 0, 10, 20)
+    day[0] = "2026-03-02"
+    told(sort.id, 1, 1, 2)
+    told(other.id, 0, 100, 200)
+    ledger.completions({us.tenant_id: (7, 3)})
+    micro = {sort.id: 1_500_000, other.id: 250_000, f"answers/{us.tenant_id}": 1, "": 249_999}
+    assert ledger.window("one", 1, micro)
+    assert not ledger.window("one", 1, micro)
+    assert not ledger.window("one", 0, micro)
+    assert ledger.window("one", 3, {"": 500_000})
+    assert ledger.window("two", 1, {"": 500_000})
+    assert ledger.tokens_of(sort.id) == 33
+    assert ledger.tokens_today() == {us.tenant_id: 3 + 10, them.tenant_id: 300, "": 0}
+
+    by_job = [
+        (one.tenant, one.name, one.tokens_prompt, one.tokens_sampled, one.tokens_trained) for one in ledger.report(None)
+    ]
+    assert by_job == [
+        ("them", "other", 0, 100, 200), ("us", None, 7, 3, 0), ("us", "sort", 0, 11, 22), (None, None, 0, 0, 0)
+    ]  # fmt: skip
+    assert sum(one.device_seconds for one in ledger.report(None)) == pytest.approx(3.0, abs=1e-9)
+    by_day = ledger.report(us.tenant_id, by=["day"])
+    assert [(one.day, one.tokens_sampled, one.tokens_trained) for one in by_day] == [
+        (DAY, 10, 20),
+        ("2026-03-02", 4, 2),
+    ]
+    both = ledger.report(us.tenant_id, by=["day", "job"], since="2026-03-02")
+    assert [(one.day, one.job, one.tokens_sampled) for one in both] == [
+        ("2026-03-02", None, 3),
+        ("2026-03-02", sort.id, 1),
+    ]
+    assert [one.tokens_sampled for one in ledger.report(us.tenant_id, by=["tenant"], until=DAY)] == [10]
+    store.delete_job(sort.id)
+    assert [one.name for one in ledger.report(us.tenant_id)] == [None, "sort"]
+    assert ledger.window("two", 2, {sort.id: 5})
+    assert ledger.report(us.tenant_id)[1].device_seconds == pytest.approx(1.500005)
+
+
+def test_many_writers_at_once_lose_nothing_of_the_ledger(store: Store) -> None:
+    ledger = Ledger(store)
+    us = person(store, "us")
+    job = store.submit(us, "sort", {}, 3, None)
+    faults: list[BaseException] = []
+
+    def write(number: int) -> None:
+        try:
+            for turn in range(10):
+                data = {"tokens_sampled": 1, "tokens_trained": 2}
+                store.tell(job.id, "step", f"{number}.{turn}", data, ledger.step(job.id, data))
+                ledger.completions({us.tenant_id: (1, 1)})
+                ledger.window(f"engine-{number}", turn, {job.id: 10, "": 1})
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    completions, trained, idle = ledger.report(None)
+    assert (completions.tokens_prompt, completions.tokens_sampled) == (60, 60)
+    assert (trained.tokens_sampled, trained.tokens_trained, round(trained.device_seconds * 1e6)) == (60, 120, 600)
+    assert round(idle.device_seconds * 1e6) == 60
+
+
+def test_usage_over_http(house: House) -> None:
+    job = house.job["id"]
+    step(house, job, 7, 10, 20)
+    house.desk._hear("", "usage", {"engine": "e", "window": 1, "microseconds": {job: 2_000_000, "": 1_000_000}})
+    (own,) = house.ask("GET", "/v1/usage").json()["data"]
+    assert own == {
+        "day": None, "tenant": "us", "job": job, "name": "ended", "kind": "job", "tokens_prompt": 0,
+        "tokens_sampled": 10, "tokens_trained": 20, "device_seconds": 2.0,
+    }  # fmt: skip
+    assert house.ask("GET", "/v1/usage", "theirs").json()["data"] == []
+    assert house.ask("GET", "/v1/usage?tenant=us").json()["data"] == [own]
+    assert "tenant" in house.refused(404, "GET", "/v1/usage?tenant=us", "theirs")["message"]
+    house.refused(404, "GET", "/v1/usage?tenant=no-one", "admin")
+    everything = house.ask("GET", "/v1/usage?by=job&by=day", "admin").json()["data"]
+    assert [(one["kind"], one["day"], one["device_seconds"]) for one in everything] == [
+        ("job", today(), 2.0),
+        ("idle", today(), 1.0),
+    ]
+    assert house.ask("GET", "/v1/usage?tenant=us", "admin").json()["data"] == [own]
+    assert house.ask("GET", "/v1/usage?since=2999-01-01", "admin").json()["data"] == []
+    assert house.ask("GET", "/v1/usage?by=tenant").json()["data"][0]["kind"] == "all"
+    table = house.ask("GET", "/v1/usage?format=csv", "admin")
+    assert table.headers["content-type"].startswith("text/csv")
+    rows = list(csv.DictReader(io.StringIO(table.text)))
+    assert [(row["tenant"], row["kind"], row["tokens_trained"], row["device_seconds"]) for row in rows] == [
+        ("us", "job", "20", "2.0"),
+        ("", "idle", "0", "1.0"),
+    ]
+    assert house.ask("DELETE", f"/v1/jobs/{job}").status_code in (204, 409)
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_hold_until_an_admin_sets_something_else(house: House) -> None:
+    (us,) = [one for one in house.ask("GET", "/v1/tenants", "admin").json()["data"] if one["name"] == "us"]
+    assert (us["limits"]["rank"], us["limits"]["steps"], us["limits"]["queued_jobs"], us["own"]) == (64, 100, None, [])
+    assert limit(house, steps=None, rank=8)["limits"]["steps"] is None
+    found = house.ask("GET", "/v1/limits").json()
+    assert (found["name"], found["limits"]["rank"], sorted(found["own"])) == ("us", 8, ["rank", "steps"])
+    assert house.ask("GET", "/v1/limits", "theirs").json()["limits"]["rank"] == 64
+    assert limit(house)["own"] == []
+    house.refused(422, "PUT", "/v1/tenants/us/limits", "admin", json={"rnak": 1})
+    house.refused(404, "PUT", "/v1/tenants/no-one/limits", "admin", json={})
+    for method, path in (("GET", "/v1/tenants"), ("PUT", "/v1/tenants/us/limits")):
+        house.refused(403, method, path, json={})
+
+
+@pytest.mark.parametrize(
+    ("limits", "job", "status", "words"),
+    [
+        ({"rank": 8}, {"adapter": {"rank": 16}}, 403, ("adapter.rank", "16", "8", "--rank", "admin")),
+        ({"steps": 10}, {"steps": 11}, 403, ("steps", "11", "10", "--steps", "admin")),
+        ({}, {"steps": 101}, 403, ("steps", "101", "100")),
+        ({"priority": "normal"}, {"priority": "high"}, 403, ("priority", "normal", "admin")),
+        ({"priority": "low"}, {}, 403, ("priority", "low")),
+        ({"queued_jobs": 1, "running_jobs": 1}, {}, 429, ("queued_jobs", "2 jobs", "--queued-jobs", "admin")),
+        ({"storage_mb": 0}, {}, 403, ("storage_mb", "delete", "--storage-mb", "admin")),
+    ],
+)  # fmt: skip
+def test_what_breaks_a_limit_is_refused_with_its_name_use_and_remedy(
+    house: House, limits: Json, job: Json, status: int, words: tuple[str, ...]
+) -> None:
+    for name in ("one", "two"):
+        assert house.ask("POST", "/v1/jobs", json=tiny(name)).status_code == 201
+    again = {"Idempotency-Key": "kept"}
+    kept = house.ask("POST", "/v1/jobs", json=tiny("kept"), headers=again).json()["id"]
+    house.desk._hear(kept, "state", {"state": "cancelled", "message": ""})
+    limit(house, **limits)
+    before = house.desk.store.counts()
+    error = house.refused(status, "POST", "/v1/jobs", json={**tiny("more"), **job})
+    for word in words:
+        assert word in error["message"], error
+    assert house.desk.store.counts() == before
+    assert house.ask("POST", "/v1/jobs", json=tiny("kept"), headers=again).json()["id"] == kept  # was let in before
+    assert house.ask("POST", "/v1/jobs", "theirs", json={**tiny("more"), "adapter": {"rank": 16}}).status_code == 201
+
+
+def test_two_that_come_together_do_not_both_take_the_last_place(house: House) -> None:
+    limit(house, queued_jobs=2, running_jobs=1)
+    answers: list[int] = []
+    asking = [
+        threading.Thread(
+            target=lambda n=n: answers.append(house.ask("POST", "/v1/jobs", json=tiny(f"j{n}")).status_code)
+        )
+        for n in range(9)
+    ]
+    for one in asking:
+        one.start()
+    for one in asking:
+        one.join()
+    assert sorted(answers) == [201] * 3 + [429] * 6
+
+
+def test_uploads_count_as_storage(house: House) -> None:
+    assert house.ask("GET", "/v1/limits").json()["stored_bytes"] > 0  # rows.jsonl and two small versions
+    limit(house, storage_mb=0.001)
+    rows = b'{"prompt": "a?", "answer": "b"}\n' * 40
+    error = house.refused(403, "POST", "/v1/files", files={"file": ("rows.jsonl", rows)})
+    assert "storage_mb" in error["message"]
+    assert len(list((house.desk.settings.directory / "files").iterdir())) == 1
+    assert house.ask("POST", "/v1/files", "theirs", files={"file": ("rows.jsonl", rows)}).status_code == 201
+
+
+# --- budget and priority ----------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_and_a_priority_can_be_changed(house: House) -> None:
+    job = house.ask("POST", "/v1/jobs", json={**tiny("paid"), "budget": 100, "priority": "low"}).json()
+    assert (job["spec"]["budget"], job["spec"]["priority"]) == (100, -10)
+    changed = house.ask("PATCH", "/v1/jobs/paid", json={"budget": 500}).json()
+    assert (changed["spec"]["budget"], changed["spec"]["priority"]) == (500, -10)
+    assert (
+        house.ask("PATCH", "/v1/jobs/paid", json={"budget": None, "priority": "high"}).json()["spec"]["priority"] == 10
+    )
+    limit(house, priority="normal")
+    assert "priority" in house.refused(403, "PATCH", "/v1/jobs/paid", json={"priority": 11})["message"]
+    assert house.ask("PATCH", "/v1/jobs/paid", json={"priority": "normal"}).status_code == 200  # down is always allowed
+    for odd in ({"budget": 0}, {"budget": "x"}, {"steps": 3}, {"priority": "urgent"}, {"priority": 101}):
+        house.refused(422, "PATCH", "/v1/jobs/paid", json=odd)
+    house.refused(404, "PATCH", "/v1/jobs/paid", "theirs", json={})
+    house.desk._hear(job["id"], "state", {"state": "cancelled", "message": ""})
+    house.refused(409, "PATCH", "/v1/jobs/paid", json={"budget": 1})
+
+
+def test_a_spent_job_is_not_resumed_without_a_larger_budget(house: House) -> None:
+    job = house.ask("POST", "/v1/jobs", json={**tiny("paid"), "budget": 30}).json()["id"]
+    step(house, job, 0, 10, 20)
+    house.desk._hear(job, "state", {"state": "paused", "message": "its budget of 30 tokens is spent"})
+    error = house.refused(409, "POST", "/v1/jobs/paid/resume")
+    assert "--budget" in error["message"]
+    assert "30" in error["message"]
+    assert house.ask("PATCH", "/v1/jobs/paid", json={"budget": 31}).status_code == 200
+    assert house.ask("POST", "/v1/jobs/paid/resume").status_code == 202
+
+
+# --- tokens a day -----------------------------------------------------------------------------------------------------------
+
+
+def test_spent_tokens_hold_a_tenant_until_the_next_day(house: House) -> None:
+    sent: list[Json] = []
+    steward = house.desk.steward
+    steward._send = lambda **message: sent.append(message)
+    job = house.ask("POST", "/v1/jobs", json=tiny("day")).json()["id"]
+    us = house.ask("GET", "/v1/limits").json()["id"]
+    limit(house, tokens_per_day=25, share=2.0)
+    steward.look()
+    assert sent == [{"do": "rule", "tenant": us, "rule": {"running": None, "hold": "", "share": 2.0}}]
+    step(house, job, 0, 10, 10)
+    steward.count(us, 2, 3)
+    steward.look()
+    (held,) = sent[1:]
+    assert held["tenant"] == us
+    assert "25 tokens" in held["rule"]["hold"]
+    assert "00:00 UTC" in held["rule"]["hold"]
+    assert house.ask("GET", "/v1/limits").json()["tokens_today"] == 25
+    steward.look()
+    assert len(sent) == 2  # told once
+    house.desk._hear(job, "state", {"state": "paused", "message": held["rule"]["hold"]})
+    assert "tokens_per_day" in house.refused(429, "POST", "/v1/jobs/day/resume")["message"]
+    asked = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
+    assert "tokens_per_day" in house.refused(429, "POST", "/v1/chat/completions", json=asked)["message"]
+    assert house.ask("POST", "/v1/chat/completions", "theirs", json=asked).status_code == 503  # there is no engine here
+    (message,) = [one for one in house.desk._open_jobs() if one["job"]["name"] == job]
+    assert message["tenant"] == us
+    assert message["rule"] == held["rule"]  # an engine that starts hears of it with the job
+    steward.ledger.day = lambda: "2999-01-01"
+    steward.look()
+    assert sent[-1]["rule"] == {"running": None, "hold": "", "share": 2.0}
+    assert house.ask("POST", "/v1/jobs/day/resume").status_code == 202
+    limit(house)
+    steward.look()
+    assert Rule(**sent[-1]["rule"]) == Rule()
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_lets_a_burst_through_and_then_so_many_a_second() -> None:
+    clock = [0.0]
+    rate = RateLimit(RateConfig(requests_per_second=2, burst=3), lambda: clock[0])
+    assert [rate.wait("a") for _ in range(4)] == [0, 0, 0, 1]
+    assert rate.wait("b") == 0
+    clock[0] = 0.5
+    assert [rate.wait("a") for _ in range(2)] == [0, 1]
+    clock[0] = 100.0
+    assert [rate.wait("a") for _ in range(4)] == [0, 0, 0, 1]
+    slow = RateLimit(RateConfig(requests_per_second=0.1, burst=1), lambda: clock[0])
+    assert [slow.wait("a"), slow.wait("a")] == [0, 10]
+    for open_to in (None, RateConfig(requests_per_second=None)):
+        assert {RateLimit(open_to).wait("a") for _ in range(1000)} == {0}
+
+
+def test_whoever_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
+    with open_house(tmp_path, rate=RateConfig(requests_per_second=0.5, burst=5)) as house:
+        for _ in range(3):  # two were used to set the house up
+            assert house.ask("GET", "/v1/jobs").status_code == 200
+        answer = house.ask("GET", "/v1/jobs")
+        assert answer.status_code == 429
+        assert 1 <= int(answer.headers["retry-after"]) <= 2
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
+        assert {house.ask("GET", "/v1/jobs", "wrong").status_code for _ in range(7)} == {401, 429}
+        assert house.ask("GET", "/healthz", "none").status_code == 200
+        started = time.monotonic()
+        with Client(str(house.http.base_url), house.keys["ours"]) as client:
+            assert len(list(client.jobs())) == 1  # waits as it is told
+        assert 0.5 < time.monotonic() - started < 10
+
+
+def test_a_client_gives_up_when_it_is_told_to_wait_for_long(tmp_path: Path) -> None:
+    with open_house(tmp_path, rate=RateConfig(requests_per_second=0.001, burst=2)) as house:
+        with (
+            Client(str(house.http.base_url), house.keys["ours"]) as client,
+            pytest.raises(ServiceError, match="second") as error,
+        ):
+            client.files()
+        assert error.value.status == 429
+
+
+# --- the configuration file -------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_file_sets_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "motet.yaml"
+    file.write_text(
+        "limits: {tokens_per_day: 1000, priority: normal}\nrate: {requests_per_second: 5}\nengine: {slots: 2}\n"
+    )
+    found = load_service(file)
+    assert (found.limits.tokens_per_day, found.limits.priority, found.engine.slots) == (1000, "normal", 2)
+    assert found.rate == RateConfig(requests_per_second=5)
+    assert load_service(None).rate is None
+    for text, words in (
+        ("limits: {tokens: 1}", "tokens_per_day"),
+        ("limits: {rank: 0}", "limits.rank"),
+        ("jobs: []", "engine, rollout, limits, rate"),
+        ("engine: {slotss: 1}", "slots"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            load_service(file)
+
+
+def test_the_page_about_limits_has_every_field() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "limits.md").read_text(encoding="utf-8")
+    for model in (LimitsConfig, RateConfig):
+        for field in model.model_fields:
+            assert f"| `{field}` |" in page, field

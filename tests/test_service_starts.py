@@ -1,0 +1,372 @@
+"""Jobs that wait: for other jobs, for a time, and what their adapters start from; on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import create_engine, text
+
+import motet.service.store
+from motet.config import JobConfig
+from motet.errors import ConfigError, StoreError
+from motet.jobfile import normal_job
+from motet.service.adapters import Adapters
+from motet.service.starts import NOW, Starts, When
+from motet.service.store import Principal, Store
+from motet.service.tables import StoredJob, now
+from motet.types import JobState
+from tests.service_run import House, Json, open_house, tiny
+from tests.test_service_store import person, postgres, store, url
+
+__all__ = ["postgres", "store", "url"]  # fixtures
+
+
+@dataclass
+class Place:
+    """Starts with a store, and the jobs that were handed over."""
+
+    store: Store
+    run: Path
+    handed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.adapters = Adapters(self.store, self.run.parent / "adapters", self.version)
+        self.starts = Starts(self.store, self.adapters, self.run, self.hear, lambda job: self.handed.append(job.name))
+
+    def version(self, job: StoredJob, wanted: str) -> tuple[int, Path] | None:
+        """The versions that `save` made; the newest is the best."""
+        kept = sorted(int(path.name[1:]) for path in (self.run / job.id / "versions").glob("v*"))
+        number = (
+            kept[-1] if kept and wanted in ("best", "latest") else next((n for n in kept if str(n) == wanted), None)
+        )
+        return None if number is None else (number, self.run / job.id / "versions" / f"v{number}")
+
+    def save(self, job: StoredJob, number: int, rank: int = 32) -> None:
+        """A version of a job."""
+        path = self.run / job.id / "versions" / f"v{number}"
+        path.mkdir(parents=True)
+        (path / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 32}))
+        (path / "adapter_model.safetensors").write_text(f"{job.name} {number}")
+
+    def hear(self, job_id: str, kind: str, data: Any) -> None:
+        """What the desk does with a state."""
+        ended = now() if data["state"] in ("succeeded", "failed", "cancelled") else None
+        self.store.tell(
+            job_id, kind, f"{time.time_ns()}", data, state=data["state"], message=data["message"], ended=ended
+        )
+
+    def submit(self, who: Principal, name: str, when: When = NOW, **fields: Any) -> StoredJob:
+        """Hand a job in."""
+        config = JobConfig.model_validate(normal_job({**tiny(name), **fields}))
+        return self.starts.submit(who, config, None, self.starts.plan(who, config, when))
+
+    def end(self, job: StoredJob, state: str = "succeeded", message: str = "") -> None:
+        """A job has ended."""
+        self.hear(job.id, "state", {"state": state, "message": message})
+
+    def start_of(self, job: StoredJob) -> str:
+        """What a job's adapter starts from."""
+        return (self.starts.path(job.id) / "adapter_model.safetensors").read_text()
+
+    def now(self, job: StoredJob) -> StoredJob:
+        """A job as it stands."""
+        found = self.adapters.by_id(job.id)
+        assert isinstance(found, StoredJob)
+        return found
+
+
+@pytest.fixture
+def place(store: Store, tmp_path: Path) -> Place:
+    return Place(store, tmp_path / "run")
+
+
+@pytest.fixture
+def us(place: Place) -> Principal:
+    return person(place.store, "us")
+
+
+# --- after ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_waits_until_others_have_succeeded(place: Place, us: Principal) -> None:
+    first, second = place.submit(us, "first"), place.submit(us, "second")
+    job = place.submit(us, "third", When(after=["first", second.id]))
+    assert (job.waits, job.state, job.message) == (True, "queued", "waits for 'first', 'second' to succeed")
+    assert not first.waits
+    place.starts.release()
+    place.end(first)
+    place.starts.release()
+    assert place.now(job).message == "waits for 'second' to succeed"
+    assert place.handed == []
+    place.end(second)
+    place.starts.release()
+    place.starts.release()
+    assert place.handed == ["third"]
+    assert (place.now(job).waits, place.now(job).message) == (False, "")
+    assert [event.data["message"] for event in place.store.events(job.id)] == [job.message, ""]
+
+
+def test_a_job_after_one_that_has_succeeded_starts_at_once(place: Place, us: Principal) -> None:
+    first = place.submit(us, "first")
+    place.end(first)
+    assert not place.submit(us, "second", When(after=["first"], at=time.time() - 5)).waits
+
+
+@pytest.mark.parametrize("state", ["failed", "cancelled"])
+def test_a_job_fails_with_what_it_waits_for_and_can_be_resumed(place: Place, us: Principal, state: str) -> None:
+    first = place.submit(us, "first")
+    job = place.submit(us, "second", When(after=["first"]))
+    place.end(first, state, "no luck")
+    place.starts.release()
+    failed = place.now(job)
+    assert (failed.state, failed.ended is not None) == ("failed", True)
+    assert failed.message == f"job 'first', which this one waits for, has {state}: no luck"
+    assert place.handed == []
+    assert place.starts.steer(failed, "resume")
+    place.starts.release()
+    assert place.now(job).state == "failed"  # still no use
+    assert place.starts.steer(failed, "resume")
+    place.end(first, "queued")  # it was resumed too
+    place.starts.release()
+    assert place.now(job).message == "waits for 'first' to succeed"
+    place.end(first)
+    place.starts.release()
+    assert place.handed == ["second"]
+    with pytest.raises(ConfigError, match="after: there is no job 'none'"):
+        place.submit(us, "third", When(after=["none"]))
+    place.end(first, state)
+    with pytest.raises(ConfigError, match=f"has {state}"):
+        place.submit(us, "third", When(after=["first"]))
+
+
+def test_a_job_that_is_waited_for_and_removed_is_told(place: Place, us: Principal) -> None:
+    first = place.submit(us, "first")
+    job = place.submit(us, "second", When(after=["first"]))
+    place.store.delete_job(first.id)
+    place.starts.release()
+    assert "gone" in place.now(job).message
+
+
+def test_another_tenants_job_cannot_be_waited_for(place: Place, us: Principal) -> None:
+    place.submit(person(place.store, "them"), "first")
+    with pytest.raises(ConfigError, match="no job 'first'"):
+        place.submit(us, "second", When(after=["first"]))
+
+
+def test_jobs_come_out_in_the_order_they_came(place: Place, us: Principal) -> None:
+    first = place.submit(us, "first")
+    for number in range(5):
+        place.submit(us, f"job{number}", When(after=["first"]))
+    place.end(first)
+    place.starts.release()
+    assert place.handed == [f"job{number}" for number in range(5)]
+
+
+# --- at ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_waits_until_its_time(place: Place, us: Principal) -> None:
+    job = place.submit(us, "later", When(at=time.time() + 1.5))
+    assert job.message.startswith("waits until 20")
+    assert 0 < place.starts.release() <= 1.5
+    assert place.handed == []
+    time.sleep(1.6)
+    place.starts.release()
+    assert place.handed == ["later"]
+    with pytest.raises(ConfigError, match="a year"):
+        place.submit(us, "never", When(at=1e12))
+
+
+# --- steering ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_waits_can_be_paused_and_cancelled(place: Place, us: Principal) -> None:
+    first = place.submit(us, "first")
+    job, other = (place.submit(us, name, When(after=["first"])) for name in ("second", "third"))
+    assert not place.starts.steer(first, "pause")  # it is the engine's
+    assert place.starts.steer(job, "pause")
+    assert place.starts.steer(other, "cancel")
+    place.end(first)
+    place.starts.release()
+    assert (place.now(job).state, place.now(other).state, place.handed) == ("paused", "cancelled", [])
+    assert place.starts.steer(job, "resume")
+    place.starts.release()
+    assert place.handed == ["second"]
+    assert not place.starts.steer(job, "cancel")
+
+
+def test_a_job_that_is_cancelled_just_as_it_may_start_stays_cancelled(place: Place, us: Principal) -> None:
+    first = place.submit(us, "first")
+    job = place.submit(us, "second", When(after=["first"]))
+    place.end(first)
+    seen = place.starts._waiting()
+    assert [one.name for one in seen] == ["second"]
+    place.starts.steer(job, "cancel")
+    place.starts._let_go(seen[0], JobState.QUEUED, "")
+    assert (place.now(job).state, place.handed) == ("cancelled", [])
+
+
+# --- from what --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_start_is_kept_whatever_happens_to_it(place: Place, us: Principal) -> None:
+    elder = place.submit(us, "elder")
+    place.save(elder, 1)
+    job = place.submit(us, "younger", adapter={"init": "elder@best"})
+    assert job.starts_from == f"{elder.id}@1"
+    shutil.rmtree(place.run / elder.id)
+    place.store.delete_job(elder.id)
+    place.starts.keep(job)
+    assert place.start_of(job) == "elder 1"
+    assert [path.name for path in place.run.iterdir()] == [job.id]  # nothing is left lying about
+
+
+def test_the_best_of_a_job_that_is_waited_for_is_the_best_at_its_end(place: Place, us: Principal) -> None:
+    elder = place.submit(us, "elder")
+    place.save(elder, 1)
+    job = place.submit(us, "younger", When(after=["elder"]), adapter={"init": "elder@best"})
+    assert not place.starts.path(job.id).exists()
+    place.save(elder, 2)
+    place.end(elder)
+    place.starts.release()
+    assert place.handed == ["younger"]
+    assert place.start_of(job) == "elder 2"
+
+
+def test_a_start_that_never_came_fails_the_job(place: Place, us: Principal) -> None:
+    elder = place.submit(us, "elder")
+    with pytest.raises(ConfigError, match="`after`"):
+        place.submit(us, "younger", adapter={"init": "elder@best"})
+    job = place.submit(us, "younger", When(after=["elder"]), adapter={"init": "elder@7"})
+    place.end(elder)
+    place.starts.release()
+    assert place.now(job).state == "failed"
+    assert "'elder@7'" in place.now(job).message
+    assert place.handed == []
+
+
+def test_a_start_of_another_shape_is_refused_with_the_field(place: Place, us: Principal) -> None:
+    elder = place.submit(us, "elder")
+    place.save(elder, 1, rank=8)
+    with pytest.raises(ConfigError, match=r"set adapter\.rank to 8"):
+        place.submit(us, "younger", adapter={"init": "elder@1"})
+    assert place.submit(us, "younger", adapter={"init": "elder@1", "rank": 8}).starts_from == f"{elder.id}@1"
+
+
+def test_an_admins_job_keeps_its_start_from_another_tenant(place: Place, us: Principal) -> None:
+    elder, admin = place.submit(us, "elder"), person(place.store, "staff", "admin")
+    place.save(elder, 1)
+    with pytest.raises(ConfigError, match=r"adapter\.init"):
+        place.submit(person(place.store, "them"), "younger", adapter={"init": "us/elder@1"})
+    job = place.submit(admin, "younger", adapter={"init": "us/elder@1"})
+    place.starts.keep(place.now(job))  # as when the engine is started again, which does not know who asked
+    assert place.start_of(job) == "elder 1"
+    shutil.rmtree(place.starts.path(job.id))  # killed before it was kept
+    place.starts.keep(place.now(job))
+    assert place.start_of(job) == "elder 1"
+
+
+def test_a_job_that_has_begun_needs_its_start_no_more(place: Place, us: Principal) -> None:
+    elder = place.submit(us, "elder")
+    place.save(elder, 1)
+    job = place.submit(us, "younger", adapter={"init": "elder@1"})
+    shutil.rmtree(place.starts.path(job.id))
+    shutil.rmtree(place.run / elder.id)
+    with pytest.raises(ConfigError, match="gone"):
+        place.starts.keep(job)
+    (place.run / job.id / "state" / "1").mkdir(parents=True)
+    place.starts.keep(job)
+
+
+def test_a_name_that_is_taken_leaves_nothing(place: Place, us: Principal) -> None:
+    elder = place.submit(us, "elder")
+    place.save(elder, 1)
+    with pytest.raises(StoreError, match="'elder'"):
+        place.submit(us, "elder", adapter={"init": "elder@1"})
+    assert [path.name for path in place.run.iterdir()] == [elder.id]
+
+
+# --- before there were such things ------------------------------------------------------------------------------------------
+
+
+def test_a_database_of_the_first_shape_keeps_its_jobs_and_events(url: str, tmp_path: Path) -> None:
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(Path(motet.service.store.__file__).with_name("migrations")))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        connection.execute(text("INSERT INTO tenants VALUES ('tenant-1', 'us', 1.0)"))
+        spec = json.dumps(JobConfig.model_validate(normal_job(tiny("old"))).model_dump(mode="json"))
+        connection.execute(
+            text(
+                "INSERT INTO jobs (id, tenant_id, name, spec, state, wanted, message, step, steps, created) VALUES "
+                "('job-1', 'tenant-1', 'old', :spec, 'running', 'run', '', 2, 3, 1.0)"
+            ),
+            {"spec": spec},
+        )
+        told = "INSERT INTO events (job_id, kind, key, time, data) VALUES ('job-1', 'state', '0', 1.0, '{}')"
+        connection.execute(text(told))
+    engine.dispose()
+    store = Store(url)
+    place = Place(store, tmp_path / "run")
+    job = place.adapters.by_id("job-1")
+    assert isinstance(job, StoredJob)
+    assert (job.name, job.step, job.reward, job.after, job.waits, job.starts_from) == (
+        "old",
+        2,
+        None,
+        None,
+        False,
+        None,
+    )
+    assert [event.kind for event in store.events("job-1")] == ["state"]
+    place.starts.keep(job)
+    store.close()
+
+
+# --- over HTTP --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with open_house(tmp_path_factory.mktemp("house")) as found:
+        yield found
+
+
+def test_a_job_says_what_it_waits_for(house: House) -> None:
+    first = house.ask("POST", "/v1/jobs", json=tiny("first")).json()
+    at = time.time() + 3600
+    params: Json = {"after": ["first", "ended"], "at": at}
+    job = house.ask("POST", "/v1/jobs", json=tiny("second"), params=params).json()
+    assert (job["state"], job["after"], job["at"]) == ("queued", [first["id"], house.job["id"]], at)
+    assert job["message"].startswith("waits for 'first' to succeed and until ")
+    assert house.desk._open_jobs()[-1]["job"]["name"] == first["id"]  # the engine hears nothing of it
+    assert house.ask("POST", "/v1/jobs/second/pause").json()["state"] == "paused"
+    assert house.ask("POST", "/v1/jobs/second/resume").json()["state"] == "queued"
+    assert house.ask("POST", "/v1/jobs/second/cancel").json()["state"] == "cancelled"
+    odd: list[Json] = [{"after": "nobody"}, {"at": "inf"}, {"at": "soon"}, {"at": -1}, {"after": ["first"] * 21}]
+    for params in odd:
+        answer = house.ask("POST", "/v1/jobs", json=tiny("third"), params=params)
+        assert answer.status_code in (400, 422), params
+
+
+def test_the_same_request_twice_is_one_job_although_its_start_is_gone(house: House) -> None:
+    job = {**tiny("twice"), "adapter": {"init": "ended@2"}}
+    first = house.ask("POST", "/v1/jobs", json=job, headers={"Idempotency-Key": "twice"})
+    directory = house.desk.directory(house.job["id"]).path / "versions"
+    directory.rename(directory.with_name("away"))
+    try:
+        second = house.ask("POST", "/v1/jobs", json=job, headers={"Idempotency-Key": "twice"})
+    finally:
+        directory.with_name("away").rename(directory)
+    assert (first.status_code, second.json()["id"]) == (201, first.json()["id"])

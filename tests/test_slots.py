@@ -1,0 +1,211 @@
+"""Who gets a slot among tenants, and who gives one up: the policy as a pure function, and a pipeline that keeps to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import motet
+from motet.commands.run import run_file
+from motet.runtime.slots import Claim, Rule, gives_way, taken
+from motet.types import JobState
+from tests.fake_run import FakeRun, Setting, job, run_jobs, until
+
+
+def claims(*names: str) -> list[Claim]:
+    """Jobs of the tenants that their first letters name; `+` and `-` at the end are priorities."""
+    priorities = {"+": 10, "-": -10}
+    return [Claim(name, name[0], priorities.get(name[-1], 0)) for name in names]
+
+
+def test_free_slots_go_by_priority_then_to_the_tenant_with_fewest_then_in_order() -> None:
+    assert taken(claims("a1", "a2", "b1"), [], 2, {}) == ["a1", "b1"]
+    assert taken(claims("a1", "a2", "b1"), [], 3, {}) == ["a1", "b1", "a2"]
+    assert taken(claims("a1", "a2+", "b1"), [], 2, {}) == ["a2+", "b1"]
+    assert taken(claims("a1", "b1"), claims("b0"), 2, {}) == ["a1"]
+    assert taken(claims("a1", "a2", "a3"), [], 2, {}) == ["a1", "a2"]  # one tenant: in order
+    assert taken(claims("a1", "a2", "b1", "b2"), claims("a0", "b0"), 5, {"a": Rule(share=2.0)}) == ["a1", "a2", "b1"]
+    assert taken(claims("a1"), claims("b0"), 1, {}) == []
+
+
+def test_rules_keep_jobs_in_the_queue() -> None:
+    rules = {"a": Rule(running=1), "b": Rule(hold="spent")}
+    assert taken(claims("a1", "a2", "b1", "c1"), [], 8, rules) == ["a1", "c1"]
+    assert gives_way(claims("b1"), claims("a1", "a2"), 2, rules) is None
+
+
+def test_a_tenant_with_many_slots_gives_way() -> None:
+    assert gives_way(claims("b1"), claims("a1", "a2"), 2, {}) == "a2"
+    assert gives_way(claims("b1"), claims("a1", "a2"), 3, {}) is None  # there is a free one
+    assert gives_way(claims("b1"), claims("a1"), 1, {}) is None  # it would only turn the injustice round
+    assert gives_way(claims("b2"), claims("a1", "a2", "b1"), 3, {}) is None
+    assert gives_way(claims("b2"), claims("a1", "a2", "a3", "b1"), 4, {}) == "a3"
+    assert gives_way(claims("a9"), claims("a1", "a2"), 2, {}) is None
+    assert gives_way(claims("b1"), claims("a1-", "a2"), 2, {}) == "a1-"
+    assert gives_way(claims("b1-"), claims("a1", "a2"), 2, {}) is None  # a lower priority waits
+    assert gives_way(claims("b1"), claims("a1", "a2"), 2, {"a": Rule(share=3.0)}) is None
+    assert gives_way([], claims("a1", "a2"), 2, {}) is None
+
+
+NAMES = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("+- ")), max_size=10)
+
+
+@given(NAMES, st.integers(1, 8), st.integers(1, 3))
+def test_it_comes_to_rest_with_slots_by_share(wanted: list[tuple[str, str]], slots: int, most: int) -> None:
+    """Giving way again and again ends, and fills every slot that may be filled."""
+    everything = claims(*(f"{tenant}{number}{priority}" for number, (tenant, priority) in enumerate(wanted)))
+    rules = {"c": Rule(running=most)}
+    running: list[Claim] = []
+    for _ in range(100):
+        queued = [claim for claim in everything if claim not in running]
+        new = set(taken(queued, running, slots, rules))
+        running += [claim for claim in queued if claim.job in new]
+        assert len(running) <= slots
+        queued = [claim for claim in queued if claim.job not in new]
+        if (job := gives_way(queued, running, slots, rules)) is None:
+            break
+        running = [claim for claim in running if claim.job != job]
+    else:
+        raise AssertionError("it never comes to rest")
+    assert sum(claim.tenant == "c" for claim in running) <= most
+    able = [claim for claim in queued if claim.tenant != "c" or sum(one.tenant == "c" for one in running) < most]
+    assert not able or len(running) == slots
+
+
+# --- in a pipeline ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_gets_a_slot_and_no_byte_changes(tmp_path: Path) -> None:
+    """A tenant that fills all slots gives one to another, whose job does not wait for the end of a long one."""
+    configs = [job("a1", steps=12), job("a2", steps=12), job("b", steps=3)]
+    run_jobs(tmp_path / "alone", configs, Setting(slots=3))
+    order: list[str] = []
+    tenants = {"a1": "a", "a2": "a", "b": "b"}
+
+    async def script(run: FakeRun) -> None:
+        late = run.jobs["b"]
+        for name in ("a1", "a2"):
+            run.jobs[name].tell = lambda kind, data, name=name: (  # type: ignore[misc]
+                order.append(f"{name} {data['state']}") if kind == "state" else None
+            )
+        await until(lambda: run.jobs["a2"].progress.step >= 2)
+        run.pipeline.add(late)
+        await until(lambda: late.state is JobState.SUCCEEDED)
+        assert run.jobs["a1"].progress.step < 12
+
+    run = run_jobs(tmp_path / "together", configs, Setting(slots=2, tenants=tenants, late=frozenset({"b"})), script)
+    assert {one.state for one in run.jobs.values()} == {JobState.SUCCEEDED}
+    assert "a2 queued" in order
+    assert "a1 queued" not in order
+    for config in configs:
+        for file in ("metrics.jsonl", f"versions/v{config.steps}/adapter_model.safetensors"):
+            alone, together = (tmp_path / place / config.name / file for place in ("alone", "together"))
+            assert alone.read_bytes() == together.read_bytes(), (config.name, file)
+
+
+def test_a_tenant_that_is_held_pauses_and_goes_on_by_itself(tmp_path: Path) -> None:
+    """Its jobs only, and those that a person paused stay paused."""
+    told: list[tuple[str, str]] = []
+    setting = Setting(tenants={"a1": "a", "a2": "a"})
+
+    async def script(run: FakeRun) -> None:
+        for name in ("a1", "a2"):
+            run.jobs[name].tell = lambda kind, data: told.append((kind, data.get("message", "")))
+        await until(lambda: run.jobs["a1"].progress.step >= 1)
+        run.pipeline.pause("a2")
+        await until(lambda: run.state("a2") is JobState.PAUSED)
+        run.pipeline.rule("a", Rule(hold="the day's tokens are spent"))
+        await until(lambda: run.state("a1") is JobState.PAUSED)
+        run.pipeline.resume("a1")  # in vain
+        assert run.state("a1") is JobState.PAUSED
+        await until(lambda: run.state("b") is JobState.SUCCEEDED)
+        run.pipeline.rule("a", Rule())
+        await until(lambda: run.state("a1") is JobState.SUCCEEDED)
+        assert run.state("a2") is JobState.PAUSED
+        run.pipeline.resume("a2")
+
+    run = run_jobs(tmp_path, [job("a1", steps=8), job("a2", steps=8), job("b", steps=8)], setting, script)
+    assert {one.state for one in run.jobs.values()} == {JobState.SUCCEEDED}
+    assert any(message.startswith("paused after step") and "tokens are spent" in message for _, message in told)
+
+
+def test_a_tenants_running_jobs_are_limited(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    async def script(run: FakeRun) -> None:
+        names = ("a1", "a2", "a3")
+        while not all(run.state(name).final for name in names):
+            seen.append(sum(run.state(name) is JobState.RUNNING for name in names))
+            await asyncio.sleep(0)
+
+    setting = Setting(tenants=dict.fromkeys(("a1", "a2", "a3"), "a"), rules={"a": Rule(running=1)})
+    run = run_jobs(tmp_path, [job(name) for name in ("a1", "a2", "a3", "b")], setting, script)
+    assert {one.state for one in run.jobs.values()} == {JobState.SUCCEEDED}
+    assert max(seen) == 1
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_pauses_when_its_budget_is_spent_and_goes_on_with_a_larger_one(tmp_path: Path) -> None:
+    whole = run_jobs(tmp_path / "whole", [job("a", steps=6), job("b", steps=2)])
+    committed = whole.jobs["a"].directory.newest()
+    assert committed is not None
+    budget = committed.tokens // 3
+    run = run_jobs(tmp_path / "parts", [job("a", steps=6, budget=budget), job("b", steps=2)])  # ends by itself
+    assert (run.state("a"), run.state("b")) == (JobState.PAUSED, JobState.SUCCEEDED)
+    message, kept = run.jobs["a"].progress.message, run.jobs["a"].directory.newest()
+    assert f"its budget of {budget} tokens is spent" in message
+    assert "--budget" in message
+    assert kept is not None
+    assert kept.tokens >= budget
+    assert 0 < kept.step < 6
+    asked = {
+        request.id.split("/")[2] for request in run.engine.requests if request.job == "a" and "/train/" in request.id
+    }
+    assert asked == {str(step) for step in range(kept.step)}, "what is not paid for was sampled"
+    again = run_jobs(tmp_path / "parts", [job("a", steps=6, budget=budget), job("b", steps=2)])
+    assert again.state("a") is JobState.PAUSED
+    assert again.jobs["a"].directory.newest() == kept
+    more = run_jobs(tmp_path / "parts", [job("a", steps=6, budget=10 * committed.tokens), job("b", steps=2)])
+    assert more.state("a") is JobState.SUCCEEDED
+    for file in ("metrics.jsonl", "versions/v6/adapter_model.safetensors"):
+        assert (tmp_path / "whole" / "a" / file).read_bytes() == (tmp_path / "parts" / "a" / file).read_bytes()
+
+
+def test_a_budget_can_be_raised_and_lowered_while_the_job_runs(tmp_path: Path) -> None:
+    async def script(run: FakeRun) -> None:
+        await until(lambda: run.jobs["a"].progress.step >= 2)
+        run.pipeline.change("a", budget=1, priority=10)
+        await until(lambda: run.state("a") is JobState.PAUSED)
+        assert run.jobs["a"].progress.step < 40
+        run.pipeline.change("a", budget=None)
+        run.pipeline.resume("a")
+
+    run = run_jobs(tmp_path, [job("a", steps=40), job("b", steps=60)], None, script)
+    assert {one.state for one in run.jobs.values()} == {JobState.SUCCEEDED}
+    assert run.jobs["a"].config.priority == 10
+
+
+@pytest.mark.slow
+def test_a_run_ends_when_budgets_are_spent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """From Python it is a result, from the command line a line and exit code 0; a larger budget is no other job."""
+    file = tmp_path / "jobs.yaml"
+    small = {"data": {"source": "toy:sort_letters", "size": 64, "holdout": 0}, "reward": "exact", "steps": 3}
+    small |= {"sampling": {"max_tokens": 8}, "algorithm": {"group_size": 4, "groups_per_step": 2}}
+    tree = {"base": "small", "engine": {"samplers": 0, "threads": 1}, "jobs": [{"name": "poor", **small, "budget": 1}]}
+    file.write_text(json.dumps(tree))
+    options = {"sequential": False, "accept_changes": False, "tensorboard": None, "trust_remote_code": False}
+    assert run_file(file, [], directory=tmp_path / "run", **options) == 0  # type: ignore[arg-type]
+    assert "poor paused after step 1: its budget of 1 tokens is spent" in " ".join(capfd.readouterr().out.split())
+    jobs = [{**one, "budget": budget} for one in tree["jobs"] for budget in (1, 10**9)]  # type: ignore[dict-item]
+    engine = {"samplers": 0, "threads": 1}
+    poor = motet.run(jobs[:1], directory=tmp_path / "run", engine=engine, quiet=True).jobs["poor"]
+    assert (poor.state, poor.spent) == (JobState.PAUSED, True)
+    rich = motet.run(jobs[1:], directory=tmp_path / "run", engine=engine, quiet=True).jobs["poor"]
+    assert (rich.state, rich.spent, len(rich.rewards)) == (JobState.SUCCEEDED, False, 3)
