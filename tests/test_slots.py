@@ -33,6 +33,15 @@ def test_free_slots_go_by_priority_then_to_the_tenant_with_fewest_then_in_order(
     assert taken(claims("a1"), claims("b0"), 1, {}) == []
 
 
+def test_priority_counts_against_others_only_as_far_as_the_tenant_is_allowed() -> None:
+    allowed = {"a": Rule(highest=10)}
+    assert taken(claims("a1+", "b1"), claims("a0"), 2, {}) == ["b1"]
+    assert taken(claims("a1+", "b1"), claims("a0"), 2, allowed) == ["a1+"]
+    assert gives_way(claims("b1"), claims("a1+", "a2+"), 2, {}) == "a2+"
+    assert gives_way(claims("b1"), claims("a1+", "a2+"), 2, allowed) is None
+    assert taken(claims("a1", "a2+"), [], 1, {}) == ["a2+"]  # among its own jobs it always counts
+
+
 def test_rules_keep_jobs_in_the_queue() -> None:
     rules = {"a": Rule(running=1), "b": Rule(hold="spent")}
     assert taken(claims("a1", "a2", "b1", "c1"), [], 8, rules) == ["a1", "c1"]

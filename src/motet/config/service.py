@@ -28,7 +28,8 @@ class LimitsConfig(Config):
     storage_mb: float | None = Field(None, ge=0)
     """Uploaded files and saved versions of adapters, together."""
     priority: Literal["low", "normal", "high"] | None = None
-    """The highest class of priority of a job."""
+    """The highest class of priority of a job. Where it is null a job may have any, and none counts for more than `normal`
+    against other tenants."""
     share: float = Field(1.0, gt=0, le=1000)
     """The tenant's weight: with twice the share, twice the tokens where tenants compete."""
 

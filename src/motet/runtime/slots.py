@@ -26,13 +26,18 @@ class Rule:
     """Why none of its jobs may run now, for a person; empty when they may."""
     share: float = 1.0
     """Its share of slots and tokens among tenants."""
+    highest: int = 0
+    """The highest priority that counts against other tenants; a higher one only goes before its own jobs."""
 
 
 FREE = Rule()
 
 
 def taken(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> list[str]:
-    """The jobs that get the free slots: by priority, then of the tenant with the fewest slots for its share, then in order.
+    """The jobs that get the free slots.
+
+    By priority, as far as it counts against others; then of the tenant with the fewest slots for its share; then by priority
+    among its own jobs, and in order.
 
     Args:
         queued: jobs that wait, in the order they came.
@@ -46,7 +51,7 @@ def taken(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rules: 
         able = [claim for claim in waiting if _may(claim.tenant, held, rules)]
         if not able:
             break
-        chosen = min(able, key=lambda claim: (-claim.priority, held[claim.tenant] / _rule(claim, rules).share))
+        chosen = min(able, key=lambda claim: _place(claim, held, rules))
         waiting.remove(chosen)
         held[chosen.tenant] += 1
         found.append(chosen.job)
@@ -71,13 +76,23 @@ def gives_way(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rul
     able = [claim for claim in queued if _may(claim.tenant, held, rules)]
     if not able:
         return None
-    asks = min(able, key=lambda claim: (-claim.priority, held[claim.tenant] / _rule(claim, rules).share))
+    asks = min(able, key=lambda claim: _place(claim, held, rules))
     richest = max(held, key=lambda tenant: held[tenant] / rules.get(tenant, FREE).share)
     after = (held[richest] - 1) / rules.get(richest, FREE).share
     if richest == asks.tenant or (held[asks.tenant] + 1) / _rule(asks, rules).share > after:
         return None
     lowest = min(reversed([claim for claim in running if claim.tenant == richest]), key=lambda claim: claim.priority)
-    return lowest.job if lowest.priority <= asks.priority else None
+    return lowest.job if _counts(lowest, rules) <= _counts(asks, rules) else None
+
+
+def _place(claim: Claim, held: Mapping[str, int], rules: Mapping[str, Rule]) -> tuple[float, float, float]:
+    """Where a job stands in the queue; the least is first."""
+    return -_counts(claim, rules), held[claim.tenant] / _rule(claim, rules).share, -claim.priority
+
+
+def _counts(claim: Claim, rules: Mapping[str, Rule]) -> int:
+    """A job's priority against jobs of other tenants."""
+    return min(claim.priority, _rule(claim, rules).highest)
 
 
 def _rule(claim: Claim, rules: Mapping[str, Rule]) -> Rule:

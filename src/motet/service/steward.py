@@ -139,4 +139,4 @@ def _rule(limits: LimitsConfig, tokens: int) -> Rule:
     hold = ""
     if most is not None and tokens >= most:
         hold = f"{spent(most)}; it goes on by itself at 00:00 UTC, or when {ASK} --tokens-per-day"
-    return Rule(limits.running_jobs, hold, limits.share)
+    return Rule(limits.running_jobs, hold, limits.share, limits.highest_priority or 0)
