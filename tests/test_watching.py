@@ -96,6 +96,10 @@ def test_one_stream_tells_of_all_jobs_of_a_tenant_and_of_no_other(house: House) 
 
 def test_the_stream_tells_at_once_and_begins_now(house: House) -> None:
     job = told_job(house, "quick", 1)
+    newest = house.ask("GET", f"/v1/jobs/{job}/steps").json()["after"]
+    headers = {"Authorization": f"Bearer {house.keys['ours']}"}
+    with house.http.stream("GET", "/v1/events/stream", headers=headers) as answer:
+        assert next(answer.iter_lines()) == f"id: {newest}"  # where to go on if the connection is lost now
     came: list[float] = []
 
     def listen() -> None:

@@ -6,7 +6,6 @@ A job's fault is that job's: whatever leaves its loop becomes its state and a re
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import traceback
 from collections.abc import Sequence
 
@@ -106,7 +105,7 @@ class Pipeline:
         if name in self._tasks:
             self._stop_after_step(name, reason)
         elif job.state is JobState.QUEUED:
-            job.move(JobState.PAUSED, reason)
+            self._move(job, JobState.PAUSED, reason)
         self._changed.set()
 
     def _stop_after_step(self, name: str, reason: str = "") -> None:
@@ -123,7 +122,7 @@ class Pipeline:
             if name in self._loops:
                 self._loops[name].go_on()
         elif name not in self._tasks and self.jobs[name].state in (JobState.PAUSED, JobState.FAILED):
-            self.jobs[name].move(JobState.QUEUED)
+            self._move(self.jobs[name], JobState.QUEUED)
         self._obey(self.jobs[name])
         self._changed.set()
 
@@ -158,7 +157,7 @@ class Pipeline:
         if name in self._tasks:
             self._tasks[name].cancel()
         elif not self.jobs[name].state.final:
-            self.jobs[name].move(JobState.CANCELLED)
+            self._move(self.jobs[name], JobState.CANCELLED)
         self._changed.set()
 
     # --- slots -------------------------------------------------------------------------------------------------------
@@ -171,14 +170,14 @@ class Pipeline:
         queued = [job for job in self.jobs.values() if job.state is JobState.QUEUED and not self._room.waits(job.name)]
         if self._stopping:
             for job in queued:
-                job.move(JobState.PAUSED)
+                self._move(job, JobState.PAUSED)
             return
         claims = [_claim(job) for job in queued]
         running = [_claim(self.jobs[name]) for name in self._tasks if name not in self._giving]
         slots = self._slots - len(self._giving)
         for name in taken(claims, running, slots, self._rules):
             job = self.jobs[name]
-            job.move(JobState.RUNNING)
+            self._move(job, JobState.RUNNING)
             task = self._tasks[name] = asyncio.create_task(self._run_job(job))
             task.add_done_callback(lambda task, job=job: self._never_began(job, task))  # type: ignore[misc]
             running.append(_claim(job))
@@ -193,17 +192,17 @@ class Pipeline:
             loop = self._loops[job.name] = JobLoop(job, self._services, job.directory.restore())
             if job.name in self._pauses:
                 loop.pause()
-            self._end(job, *self._outcome(job, await loop.run()))
+            self._move(job, *self._outcome(job, await loop.run()))
         except asyncio.CancelledError:
             if not self._closing:  # a run that is torn down leaves its jobs as they are: they go on next time
-                self._end(job, JobState.CANCELLED, f"cancelled after step {job.progress.step}")
+                self._move(job, JobState.CANCELLED, f"cancelled after step {job.progress.step}")
         except DeviceError as error:
             self._take_up_again(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
             if self._stays and is_full(error):
-                self._end(job, JobState.QUEUED, self._room.ran_out(job.name, job.directory))
+                self._move(job, JobState.QUEUED, self._room.ran_out(job.name, job.directory))
             else:
-                self._end(job, JobState.FAILED, _reason(job, error))
+                self._move(job, JobState.FAILED, _reason(job, error))
         finally:
             self._release(job)
 
@@ -227,7 +226,7 @@ class Pipeline:
         """A task that is cancelled before its first line runs neither that line nor its `finally`."""
         if self._tasks.get(job.name) is task:
             if not self._closing:
-                self._end(job, JobState.CANCELLED, "cancelled before it began")
+                self._move(job, JobState.CANCELLED, "cancelled before it began")
             self._release(job)
 
     def _release(self, job: Job) -> None:
@@ -241,11 +240,12 @@ class Pipeline:
         """A fault of the device that may be another job's: go on from the last commit, which ends with the same bytes."""
         restarts = self._restarts[job.name] = self._restarts.get(job.name, 0) + 1
         if restarts > MAX_RESTARTS:
-            self._end(job, JobState.FAILED, f"{error} (after {MAX_RESTARTS} new starts from the last commit)")
+            self._move(job, JobState.FAILED, f"{error} (after {MAX_RESTARTS} new starts from the last commit)")
         else:
-            self._end(job, JobState.QUEUED, f"taken up again from the last commit: {error}")
+            self._move(job, JobState.QUEUED, f"taken up again from the last commit: {error}")
 
-    def _end(self, job: Job, state: JobState, message: str) -> None:
+    def _move(self, job: Job, state: JobState, message: str = "") -> None:
+        """Change a job's state; what its own disk has no room for is its own business."""
         try:
             job.move(state, message)
         except (
@@ -267,8 +267,7 @@ class Pipeline:
                 path.unlink()
                 action = {"pause": self.pause, "resume": self.resume, "cancel": self.cancel}.get(word)
                 if action is not None and (not job.state.final or job.state is JobState.FAILED):
-                    with contextlib.suppress(RunError):  # a full disk: the state holds in this process
-                        action(name)
+                    action(name)
 
 
 def _claim(job: Job) -> Claim:

@@ -56,7 +56,7 @@ export async function ask(method, path, body, headers) {
 /** Where a job's things are. */
 export const jobPath = (id, rest = "") => `v1/jobs/${encodeURIComponent(id)}${rest}`;
 
-/** Server-sent events of a response: {id, event, data} each, and null for a sign of life. */
+/** Server-sent events of a response: {id, event, data} each; a sign of life has no data. */
 export async function* told(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -79,7 +79,7 @@ function readEvent(text) {
     const colon = line.indexOf(": ");
     if (colon > 0) found[line.slice(0, colon)] = line.slice(colon + 2);
   }
-  return found.data ? found : null;
+  return found;
 }
 
 /** Events of all jobs for as long as the page is open; a lost connection is taken up again where it was lost. */
@@ -96,10 +96,11 @@ export class Live {
     return () => this.listeners.delete(heard);
   }
 
+  /** Begin; resolves once events are heard, so that what is asked for afterwards and what is told have no gap between. */
   start() {
     this.stop();
     const running = this.running = new AbortController();
-    this.keep(running.signal);
+    return new Promise(begun => this.keep(running.signal, begun));
   }
 
   stop() {
@@ -107,16 +108,17 @@ export class Live {
     this.running = null;
   }
 
-  async keep(signal) {
+  async keep(signal, begun) {
     let wait = 500;
     while (!signal.aborted) {
       const attempt = new AbortController(), give = () => attempt.abort();
       signal.addEventListener("abort", give);
       try {
-        await this.once(attempt, () => { wait = 500; });
+        await this.once(attempt, () => { wait = 500; begun(); });
       } catch (error) {
         if (signal.aborted || error.status === 401) return;
       } finally {
+        begun();
         signal.removeEventListener("abort", give);
         attempt.abort();
       }
@@ -141,8 +143,8 @@ export class Live {
       alive();
       for await (const event of told(response)) {
         alive();
-        if (event === null) continue;
-        this.last = Number(event.id);
+        if (event.id !== null) this.last = Number(event.id);
+        if (!event.data) continue;
         const found = JSON.parse(event.data);
         for (const heard of [...this.listeners]) heard(found);
       }

@@ -101,9 +101,9 @@ function leave(message) {
 async function enter(keys) {
   session.locked = message => { if (shown) leave(message); };
   live.lost = lost => say(connection, lost ? "Connection lost, trying again…" : "");
+  await live.start();
   await Promise.all([board.start(), lookAtEngine()]);
   head(keys);
-  live.start();
   asking = setInterval(() => { if (!document.hidden) lookAtEngine(); }, 5000);
   window.onhashchange = show;
   show();

@@ -32,7 +32,7 @@ class Talk {
       const messages = [...(this.system ? [{role: "system", content: this.system}] : []), ...this.messages];
       const response = await request("POST", "v1/chat/completions", {body: {model, messages, stream: true, ...settings}, signal});
       for await (const event of told(response)) {
-        if (event === null || event.data === "[DONE]") continue;
+        if (!event.data || event.data === "[DONE]") continue;
         written += JSON.parse(event.data).choices[0]?.delta.content || "";
         say(answer, written);
         this.list.scrollTop = this.list.scrollHeight;

@@ -67,7 +67,7 @@ async def stream(
 
 async def _stream(request: Request, desk: Desk, who: Principal, after: int) -> AsyncIterator[str]:
     feed: Feed = request.app.state.feed
-    yield ": from here on\n\n"
+    yield f"id: {after}\n: from here on\n\n"  # whoever loses the connection at once knows where to go on
     said = asked = time.monotonic()
     while not await request.is_disconnected():
         waiting = asyncio.create_task(desk.news.wait(EVERYTHING, _QUIET_SECONDS))  # before looking: nothing is missed
