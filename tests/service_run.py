@@ -32,9 +32,9 @@ from fastapi import FastAPI
 
 from motet.runtime.checkpoint import Committed
 from motet.service.app import create_app
+from motet.service.database.store import Principal, Store
+from motet.service.database.tables import Share, UploadedAdapter, now
 from motet.service.desk import Desk, Settings
-from motet.service.store import Principal, Store
-from motet.service.tables import Share, UploadedAdapter, now
 from motet.types import JobState
 
 ENGINE = "engine: {samplers: 0, threads: 1}\n"

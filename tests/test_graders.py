@@ -11,7 +11,7 @@ import pytest
 
 from motet.config import RewardConfig
 from motet.errors import GraderError, RewardError
-from motet.service.judging import VerdictError, prompt, verdict
+from motet.service.rewards.judging import VerdictError, prompt, verdict
 from motet.tasks import graders
 from motet.tasks.graders.shapes import Judge, columns, parse
 from motet.tasks.reward_pool import RewardPool, Scored

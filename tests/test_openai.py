@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from motet.service.judging import prompt
+from motet.service.rewards.judging import prompt
 from motet.tasks.graders.shapes import Judge, parse
 from tests.service_run import House, Json, Service, open_house, serving, tiny
 from tests.test_docs import fences

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import motet
 from motet.client import archive
 from motet.errors import DataError, ServiceError
-from motet.service.adapter_archive import CONFIG, WEIGHTS
+from motet.service.adapters.archive import CONFIG, WEIGHTS
 from tests.client_service import Motet, running, speaker
 from tests.client_service import Service as Keyed
 from tests.client_service import job_file as written

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import motet
-from motet.service.adapter_archive import pack
+from motet.service.adapters.archive import pack
 from tests.api_requests import Asked
 from tests.service_run import ROWS, Service, serving, tiny
 

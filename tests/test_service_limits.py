@@ -17,9 +17,9 @@ from motet.config.service import LimitsConfig, RateConfig
 from motet.errors import ConfigError, ServiceError
 from motet.jobfile import load_service
 from motet.runtime.slots import Rule
-from motet.service.ledger import Ledger, today
-from motet.service.rate import RateLimit
-from motet.service.store import Store
+from motet.service.database.store import Store
+from motet.service.http.rate import RateLimit
+from motet.service.tenants.ledger import Ledger, today
 from tests.service_run import House, Json, open_house, tiny
 from tests.test_service_store import person, postgres, store, url
 

@@ -18,7 +18,7 @@ from motet.client.reward_files import RewardFiles
 from motet.config import JobConfig, RewardConfig
 from motet.errors import ConfigError, RewardError
 from motet.jobfile import load_service
-from motet.service.scoring_units import key_of
+from motet.service.rewards.units import key_of
 from motet.tasks.reward_elsewhere import ELSEWHERE, WorkerArgs
 from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN

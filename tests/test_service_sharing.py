@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from motet.errors import DataError
-from motet.service.adapter_archive import CONFIG, FILES, MOST_MEMBERS, WEIGHTS, pack, unpack
-from motet.service.store import new_id
-from motet.service.tables import UploadedAdapter
+from motet.service.adapters.archive import CONFIG, FILES, MOST_MEMBERS, WEIGHTS, pack, unpack
+from motet.service.database.store import new_id
+from motet.service.database.tables import UploadedAdapter
 from tests.service_run import ROWS, House, Json, error_of, open_house, tiny
 
 HAS: Json = {CONFIG: b"{}", WEIGHTS: b"weights"}

@@ -15,14 +15,14 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import create_engine, text
 
-import motet.service.store
+import motet.service.database.store
 from motet.config import JobConfig
 from motet.errors import ConfigError, StoreError
 from motet.jobfile import normal_job
-from motet.service.adapters import Adapters
-from motet.service.starts import NOW, Starts, When
-from motet.service.store import Principal, Store
-from motet.service.tables import StoredJob, now
+from motet.service.adapters.adapters import Adapters
+from motet.service.database.store import Principal, Store
+from motet.service.database.tables import StoredJob, now
+from motet.service.jobs.starts import NOW, Starts, When
 from motet.types import JobState
 from tests.service_run import House, Json, open_house, tiny
 from tests.test_service_store import person, postgres, store, url
@@ -302,7 +302,9 @@ def test_a_database_of_the_first_shape_keeps_its_jobs_and_events(url: str, tmp_p
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
         config = Config()
-        config.set_main_option("script_location", str(Path(motet.service.store.__file__).with_name("migrations")))
+        config.set_main_option(
+            "script_location", str(Path(motet.service.database.store.__file__).with_name("migrations"))
+        )
         config.attributes["connection"] = connection
         command.upgrade(config, "0001")
         connection.execute(text("INSERT INTO tenants VALUES ('tenant-1', 'us', 1.0)"))

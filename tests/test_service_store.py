@@ -22,11 +22,11 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.exc import OperationalError
 
-import motet.service.store
+import motet.service.database.store
 from motet.errors import StoreError
-from motet.service.scoring_units import ScoringUnits, key_of
-from motet.service.store import Principal, Role, Store
-from motet.service.tables import Table, now
+from motet.service.database.store import Principal, Role, Store
+from motet.service.database.tables import Table, now
+from motet.service.rewards.units import ScoringUnits, key_of
 from tests.conftest import IN_CI
 from tests.service_run import free_port
 
@@ -165,7 +165,9 @@ def test_migrations_make_the_tables_and_can_be_run_again(url: str) -> None:
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
         config = Config()
-        config.set_main_option("script_location", str(Path(motet.service.store.__file__).with_name("migrations")))
+        config.set_main_option(
+            "script_location", str(Path(motet.service.database.store.__file__).with_name("migrations"))
+        )
         config.attributes["connection"] = connection
         command.downgrade(config, "base")
         assert inspect(connection).get_table_names() == ["alembic_version"]

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -102,11 +103,12 @@ def test_the_story_of_a_team(team: Team, tmp_path: Path, small_base_dir: Path) -
         "type": "string_check", "name": "said", "operation": "ilike",
         "input": "{{sample.output_text}}", "reference": "{{item.word}}",
     }  # fmt: skip
+    method: Any = {"type": "reinforcement", "reinforcement": {"grader": grader, "hyperparameters": {"n_epochs": 10}}}
     tuning = client.fine_tuning.jobs.create(
         model="small",
         training_file=file.id,
         suffix="tuned",
-        method={"type": "reinforcement", "reinforcement": {"grader": grader, "hyperparameters": {"n_epochs": 10}}},  # type: ignore[typeddict-item]
+        method=method,
         extra_body={"motet": {"sampling": {"max_tokens": 8}, "algorithm": {"group_size": 4, "groups_per_step": 2}}},
     )
 

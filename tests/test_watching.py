@@ -14,7 +14,7 @@ import pytest
 
 import motet
 from motet.errors import ConfigError
-from motet.service.feed import Feed
+from motet.service.events.feed import Feed
 from motet.service.routes.watching import read_jobs
 from motet.tasks.chat import Chat
 from motet.types import JobState

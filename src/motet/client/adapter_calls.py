@@ -8,9 +8,9 @@ from urllib.parse import quote
 from motet.client.archive import unpack
 from motet.client.calls import Call, json_of, nothing
 from motet.errors import DataError
-from motet.service.adapter_archive import FILES, pack
-from motet.service.adapter_schemas import Adapter, Adapters, Share, Shares
+from motet.service.adapters.archive import FILES, pack
 from motet.service.schemas import AuditEntries
+from motet.service.schemas.adapters import Adapter, Adapters, Share, Shares
 
 
 class AdapterCalls:

@@ -33,7 +33,7 @@ from motet.service.schemas import (
     Version,
     Versions,
 )
-from motet.service.scoring_schemas import Reward, Rewards
+from motet.service.schemas.scoring import Reward, Rewards
 
 if TYPE_CHECKING:
     from motet.config import JobConfig

@@ -21,7 +21,7 @@ from motet.client.connection import AWAY, PATIENCE_SECONDS
 from motet.client.reward_files import RewardFiles
 from motet.config import RewardConfig
 from motet.errors import ServiceError
-from motet.service.scoring_schemas import ScoringWork
+from motet.service.schemas.scoring import ScoringWork
 from motet.tasks.reward_elsewhere import WorkerArgs, to_wire
 from motet.tasks.reward_pool import RewardPool
 from motet.types import JobState

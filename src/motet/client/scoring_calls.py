@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 from motet.client.calls import Call, json_of, nothing, path_of
-from motet.service.scoring_schemas import Counted, Lease
+from motet.service.schemas.scoring import Counted, Lease
 
 
 def lease(job: str, worker: str, most: int, seconds: float) -> Call[Lease]:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from motet.client.calls import Call, json_of, path_of
 from motet.service.schemas import Job
-from motet.service.usage_schemas import TenantInfo, Tenants, UsageLine, UsageReport
+from motet.service.schemas.usage import TenantInfo, Tenants, UsageLine, UsageReport
 
 By = Literal["job", "day", "tenant"]
 

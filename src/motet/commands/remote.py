@@ -20,7 +20,7 @@ from motet.commands.remote_view import JobLines, details, job_table, key_table
 from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.errors import ConfigError
 from motet.jobfile import load_jobs
-from motet.service.adapter_archive import CONFIG
+from motet.service.adapters.archive import CONFIG
 from motet.service.schemas import Job
 from motet.types import JobState
 

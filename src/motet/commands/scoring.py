@@ -13,7 +13,7 @@ from motet.client import AsyncClient, Client
 from motet.commands.remote import INTERRUPTED, Where, show_json
 from motet.commands.remote_view import table
 from motet.service.schemas import Job
-from motet.service.scoring_schemas import Reward
+from motet.service.schemas.scoring import Reward
 from motet.types import JobState
 
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from motet.config.service import RateConfig, ServiceConfig
 from motet.errors import ConfigError
 from motet.service.app import create_app
+from motet.service.database.store import Store
 from motet.service.desk import Settings
-from motet.service.store import Store
 from motet.tasks.reward_installed import install
 
 

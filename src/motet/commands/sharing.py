@@ -12,7 +12,7 @@ from rich.text import Text
 from motet.client import Client
 from motet.commands.remote import Where, show_json
 from motet.commands.remote_view import table
-from motet.service.adapter_schemas import Share
+from motet.service.schemas.adapters import Share
 
 
 def push(where: Where, directory: Path, name: str | None, *, as_json: bool) -> None:

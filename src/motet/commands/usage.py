@@ -14,7 +14,7 @@ from motet.commands.remote import Where, show_json
 from motet.commands.remote_view import table
 from motet.config.service import LimitsConfig
 from motet.errors import ConfigError
-from motet.service.usage_schemas import TenantInfo, UsageLine
+from motet.service.schemas.usage import TenantInfo, UsageLine
 from motet.view.text import duration_text
 
 Form = Literal["table", "csv", "json"]

@@ -9,10 +9,11 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from motet.service.asking import answer_errors, error_body, known
-from motet.service.bodies import Bodies
+from motet.service.database.store import Store
 from motet.service.desk import Desk, Settings
-from motet.service.feed import Feed
+from motet.service.events.feed import Feed
+from motet.service.http.asking import answer_errors, error_body, known
+from motet.service.http.bodies import Bodies
 from motet.service.routes import (
     adapters,
     audit,
@@ -33,7 +34,6 @@ from motet.service.routes import (
     watching,
 )
 from motet.service.schemas import Error
-from motet.service.store import Store
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503)

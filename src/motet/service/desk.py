@@ -17,17 +17,18 @@ from motet.config import EngineConfig, JobConfig, RolloutConfig
 from motet.config.service import LimitsConfig, RateConfig
 from motet.errors import ConfigError, MotetError, StoreError
 from motet.runtime.checkpoint import JobDirectory
-from motet.service import scoring, specs
-from motet.service.adapters import Adapters
-from motet.service.grading import Grading
-from motet.service.host_link import HostLink
-from motet.service.news import News
-from motet.service.rate import RateLimit
-from motet.service.reward_workers import WAITS, RewardWorkers
-from motet.service.starts import NOW, Plan, Starts, When
-from motet.service.steward import Steward
-from motet.service.store import Principal, Store
-from motet.service.tables import StoredJob, now
+from motet.service.adapters.adapters import Adapters
+from motet.service.database.store import Principal, Store
+from motet.service.database.tables import StoredJob, now
+from motet.service.engine.host_link import HostLink
+from motet.service.events.news import News
+from motet.service.http.rate import RateLimit
+from motet.service.jobs import specs
+from motet.service.jobs.starts import NOW, Plan, Starts, When
+from motet.service.rewards import scoring
+from motet.service.rewards.grading import Grading
+from motet.service.rewards.workers import WAITS, RewardWorkers
+from motet.service.tenants.steward import Steward
 from motet.tasks.reward_http import Addresses, HttpRewards
 from motet.tasks.reward_installed import Installed
 from motet.types import JobState

@@ -12,13 +12,13 @@ from fastapi import File as FormFile
 from fastapi.responses import Response
 
 from motet.errors import DataError
-from motet.service.adapter_archive import FILES, pack, unpack
-from motet.service.adapter_schemas import Adapter, Adapters
-from motet.service.asking import Asker, AtDesk, NamedJob, Refusal
+from motet.service.adapters.archive import FILES, pack, unpack
+from motet.service.database.store import Principal, new_id
+from motet.service.database.tables import UploadedAdapter
 from motet.service.desk import Desk
+from motet.service.http.asking import Asker, AtDesk, NamedJob, Refusal
 from motet.service.schemas import Version, Versions
-from motet.service.store import Principal, new_id
-from motet.service.tables import UploadedAdapter
+from motet.service.schemas.adapters import Adapter, Adapters
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"

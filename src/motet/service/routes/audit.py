@@ -6,8 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from motet.service import audit
-from motet.service.asking import Admin, AtDesk, Refusal
+from motet.service.database import audit
+from motet.service.http.asking import Admin, AtDesk, Refusal
 from motet.service.schemas import AuditEntries, AuditEntry
 
 router = APIRouter(prefix="/v1/audit", tags=["keys"])

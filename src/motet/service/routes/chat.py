@@ -11,12 +11,12 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 
-from motet.service.answers import Answered, begin, pieces, usage, whole
-from motet.service.asking import Asker, AtDesk
-from motet.service.completing import STREAMED, Sampled, Text, adapter_of, with_its_end
+from motet.service.database.store import new_id
+from motet.service.engine.answers import Answered, begin, pieces, usage, whole
+from motet.service.http.asking import Asker, AtDesk
+from motet.service.http.completing import STREAMED, Sampled, Text, adapter_of, with_its_end
 from motet.service.routes.shares import received_models
 from motet.service.schemas import Model, Models
-from motet.service.store import new_id
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 _MAX_TOKENS = 512

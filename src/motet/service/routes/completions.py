@@ -12,11 +12,11 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field
 
-from motet.service.answers import Piece, begin, pieces, usage, whole
-from motet.service.asking import Asker, AtDesk, Refusal
-from motet.service.completing import STREAMED, Sampled, Text, adapter_of, with_its_end
+from motet.service.database.store import new_id
 from motet.service.desk import Desk
-from motet.service.store import new_id
+from motet.service.engine.answers import Piece, begin, pieces, usage, whole
+from motet.service.http.asking import Asker, AtDesk, Refusal
+from motet.service.http.completing import STREAMED, Sampled, Text, adapter_of, with_its_end
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 _MAX_TOKENS = 16

@@ -15,7 +15,7 @@ from importlib import resources
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from motet.service.asking import AtDesk, Refusal
+from motet.service.http.asking import AtDesk, Refusal
 
 router = APIRouter(include_in_schema=False)
 _FOLDER = "dashboard"

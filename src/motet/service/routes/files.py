@@ -12,10 +12,10 @@ from fastapi.responses import FileResponse
 
 from motet.config import DataConfig
 from motet.errors import LimitError, MotetError
-from motet.service.asking import Asker, AtDesk, Refusal
+from motet.service.database.store import new_id
+from motet.service.database.tables import StoredFile
+from motet.service.http.asking import Asker, AtDesk, Refusal
 from motet.service.schemas import File, FileDeleted, Files
-from motet.service.store import new_id
-from motet.service.tables import StoredFile
 from motet.tasks.sources import read_rows
 
 router = APIRouter(prefix="/v1/files", tags=["files"])

@@ -10,10 +10,11 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 
 from motet.config import JobConfig
 from motet.errors import ConfigError, StoreError
-from motet.service import fine_tuning
-from motet.service.asking import Asker, AtDesk, Refusal
+from motet.service.database.tables import Event, FineTuning, StoredJob
 from motet.service.desk import Desk
-from motet.service.fine_tuning_schemas import (
+from motet.service.http.asking import Asker, AtDesk, Refusal
+from motet.service.jobs import fine_tuning
+from motet.service.schemas.fine_tuning import (
     Checkpoint,
     Checkpoints,
     FineTuningError,
@@ -23,7 +24,6 @@ from motet.service.fine_tuning_schemas import (
     FineTuningJobs,
     FineTuningRequest,
 )
-from motet.service.tables import Event, FineTuning, StoredJob
 from motet.types import JobState
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])

@@ -7,9 +7,10 @@ import time
 
 from fastapi import APIRouter
 
-from motet.service.asking import Asker, AtDesk
-from motet.service.fine_tuning import checked_grader
-from motet.service.fine_tuning_schemas import (
+from motet.service.http.asking import Asker, AtDesk
+from motet.service.jobs.fine_tuning import checked_grader
+from motet.service.rewards.grading import Graded
+from motet.service.schemas.fine_tuning import (
     GraderAsked,
     GraderErrors,
     GraderMetadata,
@@ -17,7 +18,6 @@ from motet.service.fine_tuning_schemas import (
     GraderRun,
     GraderValid,
 )
-from motet.service.grading import Graded
 from motet.tasks.graders.shapes import Multi, judges
 
 router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["fine-tuning"])

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
-from motet.service.asking import AtDesk, admin_of, bearer, principal_of
+from motet.service.database.tables import StoredJob
+from motet.service.http.asking import AtDesk, admin_of, bearer, principal_of
 from motet.service.schemas import Error, Health
-from motet.service.tables import StoredJob
 from motet.types import JobState
 
 router = APIRouter(tags=["health"])

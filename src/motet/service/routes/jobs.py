@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Header, Query, Request
 from fastapi.responses import StreamingResponse
 
-from motet.service.asking import Asker, AtDesk, NamedJob, Refusal
+from motet.service.database.store import Principal
+from motet.service.database.tables import Event, StoredJob
 from motet.service.desk import Desk
+from motet.service.http.asking import Asker, AtDesk, NamedJob, Refusal
+from motet.service.jobs.specs import masked
+from motet.service.jobs.starts import When
 from motet.service.schemas import Events, Job, JobEvent, Jobs
-from motet.service.specs import masked
-from motet.service.starts import When
-from motet.service.store import Principal
-from motet.service.tables import Event, StoredJob
-from motet.service.usage_schemas import JobChange
+from motet.service.schemas.usage import JobChange
 from motet.types import JobState
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])

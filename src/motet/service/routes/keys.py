@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from motet.service.asking import Admin, AtDesk, Refusal
+from motet.service.database.tables import Key, now
+from motet.service.http.asking import Admin, AtDesk, Refusal
 from motet.service.schemas import ApiKey, KeyRequest, Keys, NewKey
-from motet.service.tables import Key, now
 
 router = APIRouter(prefix="/v1/keys", tags=["keys"])
 _DAY = 86400.0

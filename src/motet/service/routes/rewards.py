@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from fastapi import APIRouter
 from pydantic_core import PydanticUndefined
 
-from motet.service.asking import Asker, AtDesk
-from motet.service.scoring_schemas import Reward, Rewards
+from motet.service.http.asking import Asker, AtDesk
+from motet.service.schemas.scoring import Reward, Rewards
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_loading import SCORER

@@ -6,8 +6,8 @@ import json
 
 from fastapi import APIRouter, Request, Response
 
-from motet.service.asking import AtDesk, NamedJob, Refusal
-from motet.service.scoring_schemas import Counted, Lease, LeaseRequest, Results
+from motet.service.http.asking import AtDesk, NamedJob, Refusal
+from motet.service.schemas.scoring import Counted, Lease, LeaseRequest, Results
 from motet.types import JobState
 
 router = APIRouter(prefix="/v1/jobs/{job}/scoring", tags=["rewards"])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from motet.service.adapter_schemas import Share, ShareRequest, Shares
-from motet.service.adapters import ALL
-from motet.service.asking import Asker, AtDesk, Refusal
+from motet.service.adapters.adapters import ALL
+from motet.service.database.store import Principal, new_id
+from motet.service.database.tables import Share as StoredShare
+from motet.service.database.tables import StoredJob
 from motet.service.desk import Desk
-from motet.service.store import Principal, new_id
-from motet.service.tables import Share as StoredShare
-from motet.service.tables import StoredJob
+from motet.service.http.asking import Asker, AtDesk, Refusal
+from motet.service.schemas.adapters import Share, ShareRequest, Shares
 
 router = APIRouter(prefix="/v1/shares", tags=["adapters"])
 

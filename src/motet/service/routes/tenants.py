@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from motet.service.asking import Admin, Asker, AtDesk, Refusal
-from motet.service.limits import TenantUse
-from motet.service.usage_schemas import LimitsRequest, TenantInfo, Tenants
+from motet.service.http.asking import Admin, Asker, AtDesk, Refusal
+from motet.service.schemas.usage import LimitsRequest, TenantInfo, Tenants
+from motet.service.tenants.limits import TenantUse
 
 router = APIRouter(prefix="/v1", tags=["tenants"])
 

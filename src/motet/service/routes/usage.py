@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
 
-from motet.service.asking import Asker, AtDesk, Refusal
+from motet.service.database.store import Principal
 from motet.service.desk import Desk
-from motet.service.ledger import By, Used
-from motet.service.store import Principal
-from motet.service.usage_schemas import UsageLine, UsageReport
+from motet.service.http.asking import Asker, AtDesk, Refusal
+from motet.service.schemas.usage import UsageLine, UsageReport
+from motet.service.tenants.ledger import By, Used
 
 router = APIRouter(prefix="/v1/usage", tags=["usage"])
 

@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from motet.errors import ConfigError
 from motet.jobfile import parse_jobs
-from motet.service import watching
-from motet.service.asking import Asker, AtDesk, NamedJob, bearer
+from motet.service.database.store import Principal
 from motet.service.desk import Desk
-from motet.service.feed import Feed
-from motet.service.news import EVERYTHING
+from motet.service.events import watching
+from motet.service.events.feed import Feed
+from motet.service.events.news import EVERYTHING
+from motet.service.http.asking import Asker, AtDesk, NamedJob, bearer
 from motet.service.schemas import CheckedJobs, Steps
-from motet.service.store import Principal
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 _QUIET_SECONDS = 15.0

@@ -15,9 +15,9 @@ from typing import Any
 
 from motet.config import JobConfig, RewardConfig
 from motet.errors import ScorerAway
-from motet.service.scoring_units import Leased, ScoringUnits, key_of
-from motet.service.store import Store
-from motet.service.tables import StoredJob
+from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
+from motet.service.rewards.units import Leased, ScoringUnits, key_of
 from motet.tasks.reward_elsewhere import Score, from_wire
 from motet.types import JobState
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from sqlalchemy import select
 
-from motet.service.store import Store
-from motet.service.tables import AuditEntry, Key, Tenant
+from motet.service.database.store import Store
+from motet.service.database.tables import AuditEntry, Key, Tenant
 
 
 def entries(

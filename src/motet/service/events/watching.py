@@ -7,8 +7,8 @@ from typing import Any
 
 from sqlalchemy import func, select
 
-from motet.service.store import Store
-from motet.service.tables import Event
+from motet.service.database.store import Store
+from motet.service.database.tables import Event
 
 
 def steps(store: Store, job_id: str, points: int, fields: Collection[str] = ()) -> tuple[list[dict[str, Any]], int]:

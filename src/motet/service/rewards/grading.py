@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from motet.config import RewardConfig
 from motet.errors import ConfigError, EngineError, RewardError
-from motet.service import judging
-from motet.service.adapters import Adapters
-from motet.service.answers import NoModelError, directory_of
-from motet.service.host_link import HostLink
-from motet.service.store import Principal
-from motet.service.tables import StoredJob
+from motet.service.adapters.adapters import Adapters
+from motet.service.database.store import Principal
+from motet.service.database.tables import StoredJob
+from motet.service.engine.answers import NoModelError, directory_of
+from motet.service.engine.host_link import HostLink
+from motet.service.rewards import judging
 from motet.tasks.graders import combined, item_of
 from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, ScoreModel, Single, parse
 from motet.tasks.graders.template import UnfilledError, fill

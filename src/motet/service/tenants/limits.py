@@ -11,9 +11,9 @@ from sqlalchemy import func, select
 from motet.config import JobConfig
 from motet.config.service import LimitsConfig
 from motet.errors import LimitError
-from motet.service.ledger import Ledger
-from motet.service.store import Store
-from motet.service.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter, now
+from motet.service.database.store import Store
+from motet.service.database.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter, now
+from motet.service.tenants.ledger import Ledger
 from motet.types import JobState
 
 WAITING = (JobState.QUEUED.value, JobState.PAUSED.value)

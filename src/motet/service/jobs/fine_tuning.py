@@ -17,12 +17,12 @@ from sqlalchemy.exc import IntegrityError
 from motet.config import DataConfig, JobConfig
 from motet.errors import ConfigError, DataError, GraderError
 from motet.jobfile import merge
-from motet.service.answers import NoModelError, directory_of
-from motet.service.asking import Refusal
+from motet.service.database.store import Principal, Store
+from motet.service.database.tables import Event, FineTuning, StoredFile, StoredJob
 from motet.service.desk import Desk
-from motet.service.fine_tuning_schemas import FineTuningRequest, Reinforcement
-from motet.service.store import Principal, Store
-from motet.service.tables import Event, FineTuning, StoredFile, StoredJob
+from motet.service.engine.answers import NoModelError, directory_of
+from motet.service.http.asking import Refusal
+from motet.service.schemas.fine_tuning import FineTuningRequest, Reinforcement
 from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import Grader, columns, judges, parse
 from motet.types import Problem

@@ -14,9 +14,9 @@ from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
 from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetError, RewardError, StoreError
+from motet.service.database.store import Principal
+from motet.service.database.tables import StoredJob
 from motet.service.desk import Desk
-from motet.service.store import Principal
-from motet.service.tables import StoredJob
 
 _log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from motet.service.tables import Table
+from motet.service.database.tables import Table
 
 context.configure(
     connection=context.config.attributes["connection"], target_metadata=Table.metadata, render_as_batch=True

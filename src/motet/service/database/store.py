@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SQLAlch
 from sqlalchemy.orm import Session, sessionmaker
 
 from motet.errors import StoreError
-from motet.service.tables import AuditEntry, Event, FineTuning, Key, StoredFile, StoredJob, Tenant, now
+from motet.service.database.tables import AuditEntry, Event, FineTuning, Key, StoredFile, StoredJob, Tenant, now
 from motet.types import JobState
 
 Role = Literal["admin", "member"]

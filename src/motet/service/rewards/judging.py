@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from motet.service.answers import whole
-from motet.service.host_link import HostLink
+from motet.service.engine.answers import whole
+from motet.service.engine.host_link import HostLink
 from motet.tasks.graders.shapes import Judge, JudgeSampling, LabelModel, ScoreModel
 from motet.tasks.graders.template import fill
 from motet.tasks.rewards import last_number

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from motet.errors import EngineError
-from motet.service.answers import NoModelError, directory_of
-from motet.service.asking import Refusal
+from motet.service.database.store import Principal
 from motet.service.desk import Desk
-from motet.service.store import Principal
+from motet.service.engine.answers import NoModelError, directory_of
+from motet.service.http.asking import Refusal
 
 Text = Annotated[str, Field(max_length=200_000)]
 Zero = Annotated[float, Field(ge=0, le=0)]

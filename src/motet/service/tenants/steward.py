@@ -16,10 +16,10 @@ from motet.config import JobConfig
 from motet.config.service import LimitsConfig
 from motet.errors import LimitError, StoreError
 from motet.runtime.slots import Rule
-from motet.service.ledger import Ledger
-from motet.service.limits import ASK, Limits, spent
-from motet.service.store import Store
-from motet.service.tables import StoredJob
+from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
+from motet.service.tenants.ledger import Ledger
+from motet.service.tenants.limits import ASK, Limits, spent
 from motet.types import JobState
 
 _log = logging.getLogger(__name__)

@@ -25,10 +25,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError, StoreError
-from motet.service.adapter_archive import CONFIG, FILES
-from motet.service.adapters import Adapters, Found
-from motet.service.store import Principal, Store, new_id
-from motet.service.tables import StoredJob
+from motet.service.adapters.adapters import Adapters, Found
+from motet.service.adapters.archive import CONFIG, FILES
+from motet.service.database.store import Principal, Store, new_id
+from motet.service.database.tables import StoredJob
 from motet.types import JobState
 
 _log = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from sqlalchemy import select
 
-from motet.service.news import News
+from motet.service.database.store import Principal, Store
+from motet.service.database.tables import Event, StoredJob
+from motet.service.events.news import News
 from motet.service.schemas import TenantEvent
-from motet.service.store import Principal, Store
-from motet.service.tables import Event, StoredJob
 
 KEPT = 1000
 

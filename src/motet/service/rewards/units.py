@@ -16,8 +16,8 @@ from typing import Any
 from sqlalchemy import delete, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from motet.service.store import Store, new_id
-from motet.service.tables import ScoringUnit, StoredJob, now
+from motet.service.database.store import Store, new_id
+from motet.service.database.tables import ScoringUnit, StoredJob, now
 
 
 @dataclass(frozen=True)

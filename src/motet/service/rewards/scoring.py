@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from motet.config import RewardConfig
 from motet.errors import ScorerAway
-from motet.service.tables import StoredJob
+from motet.service.database.tables import StoredJob
 from motet.tasks.reward_elsewhere import Score, to_wire
 
 if TYPE_CHECKING:

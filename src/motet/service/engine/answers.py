@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from motet.service.adapters import Adapters
-from motet.service.host_link import HostLink, chunk_of
-from motet.service.store import Principal
+from motet.service.adapters.adapters import Adapters
+from motet.service.database.store import Principal
+from motet.service.engine.host_link import HostLink, chunk_of
 from motet.types import FinishReason
 
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "stop"}

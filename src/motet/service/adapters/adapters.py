@@ -15,8 +15,8 @@ from sqlalchemy import delete, select
 from sqlalchemy.exc import IntegrityError
 
 from motet.errors import StoreError
-from motet.service.store import Principal, Store
-from motet.service.tables import Share, StoredJob, Tenant, UploadedAdapter
+from motet.service.database.store import Principal, Store
+from motet.service.database.tables import Share, StoredJob, Tenant, UploadedAdapter
 
 ALL = "*"
 """In the place of a tenant: all of them."""

@@ -16,8 +16,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from motet.runtime.meter import COMPLETIONS, IDLE
-from motet.service.store import Store
-from motet.service.tables import MeterReading, StoredJob, Tenant, Usage, now
+from motet.service.database.store import Store
+from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage, now
 
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained

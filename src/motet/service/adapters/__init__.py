@@ -1,0 +1,1 @@
+"""Adapters by name: of jobs, uploaded, and shared."""

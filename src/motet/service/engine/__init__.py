@@ -1,0 +1,1 @@
+"""The HTTP process's end of the engine."""

@@ -1,0 +1,1 @@
+"""What happened, to those who watch."""

@@ -1,0 +1,1 @@
+"""What a tenant may submit, and when it starts."""

@@ -1,0 +1,1 @@
+"""Rewards that the engine asks for: workers, addresses, judges."""

@@ -1,0 +1,1 @@
+"""What tenants may use, and what they used."""
