@@ -1,4 +1,4 @@
-"""What every test gets: one torch thread, no network, fixed hypothesis examples, and a watch over skipped tests.
+"""What every test gets: one torch thread, no network, fixed hypothesis examples, fixtures, and a watch over skipped tests.
 
 With `CI=true` a test that is skipped without needing a GPU fails the run: a check that does not run is not a check.
 """
@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; one thread per pytest-xdist worker
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,6 +19,10 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 import pytest
 from hypothesis import settings
 
+if TYPE_CHECKING:
+    from tests.house import House
+
+pytest_plugins = ["tests.commands", "tests.database"]  # fixtures
 ROOT = Path(__file__).resolve().parents[1]
 settings.register_profile("motet", derandomize=True, deadline=None)
 settings.load_profile("motet")
@@ -53,6 +57,15 @@ def smollm2_dir() -> Path:
             pytest.fail(reason)
         pytest.skip(reason)
     return directory
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """The routes of a service without its engine, one for the whole file."""
+    from tests.house import open_house  # FastAPI is not imported for other tests
+
+    with open_house(tmp_path_factory.mktemp("house")) as found:
+        yield found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

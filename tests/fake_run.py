@@ -210,13 +210,6 @@ def run_jobs(
         directory.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something to become true."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.0005)
-
-
 def metrics(path: Path, name: str) -> bytes:
     """A job's metrics.jsonl."""
     return (path / name / "metrics.jsonl").read_bytes()

@@ -16,6 +16,7 @@ from motet.model.fake import END, FakeAdapter, FakeTokenizer, write_adapter
 from motet.rollout.fake import FakeEngine
 from motet.types import AdapterRef, GenerateRequest, SamplingParams
 from tests.protocol_server import ProtocolServer
+from tests.waiting import until
 
 PROMPT = FakeTokenizer().encode("ab? ")
 GENERATE, LOAD, UNLOAD = "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -77,12 +78,6 @@ def read(answer: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 async def load(client: Client, name: str, path: str) -> httpx2.Response:
     return await client.post(LOAD, json={"lora_name": name, "lora_path": path})
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def give_up(server: ProtocolServer, request: Coroutine[Any, Any, httpx2.Response]) -> None:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from starlette.responses import Response
 
-from motet.model.fake import CONFIG, END, VOCABULARY, FakePolicy, FakeTokenizer, read_adapter
+from motet.model.fake import END, VOCABULARY, FakePolicy, FakeTokenizer, read_adapter
 from motet.rollout.fake import FakeEngine
-from motet.types import AdapterRef, FinishReason, GenerateRequest, SamplingParams
+from motet.types import ADAPTER_CONFIG, AdapterRef, FinishReason, GenerateRequest, SamplingParams
 from tests.protocol_faults import Counts, Faults, Setup
 
 
@@ -192,7 +192,7 @@ class Backend:
             AdapterError: it is damaged.
             RankError: its rank is too high.
         """
-        if not (Path(path) / CONFIG).is_file():
+        if not (Path(path) / ADAPTER_CONFIG).is_file():
             raise FileNotFoundError(path)
         adapter = read_adapter(Path(path))
         if adapter.rank > self.setup.max_lora_rank:

@@ -177,13 +177,6 @@ def asking(engine: ServerEngine, *requests: GenerateRequest) -> asyncio.Future[l
     return asyncio.gather(*(collect(engine, one) for one in requests))
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Wait for something to become true."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 async def ticks(seconds: float) -> AsyncIterator[float]:
     """Look again and again for so long."""
     end = time.monotonic() + seconds

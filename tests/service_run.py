@@ -3,39 +3,29 @@
 with serving(directory) as service:
     service.submit(tiny("sort")); service.ended("sort")
 
-with open_house(directory) as house:     # the routes alone, in this process, with two tenants and a job that has ended
-    house.ask("GET", "/v1/jobs", "ours")
+with serving(directory, keys=True) as service:     # one that asks for keys; tests/house.py has the routes alone
+    service.become(service.admin_key); service.submit(tiny("sort"))
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
+import os
+import re
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import psutil  # type: ignore[import-untyped]
-import uvicorn
-from fastapi import FastAPI
-
-from motet.runtime.checkpoint import Committed
-from motet.service.app import create_app
-from motet.service.database.store import Principal, Store
-from motet.service.database.tables import Share, UploadedAdapter, now
-from motet.service.desk import Desk, Settings
-from motet.types import JobState
 
 ENGINE = "engine: {samplers: 0, threads: 1}\n"
 PATIENCE = 90.0
@@ -66,15 +56,15 @@ def free_port() -> int:
 
 
 class Service:
-    """One directory, and the process that serves it now."""
+    """One directory, and the process that serves it now; with `keys` it asks for them."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, keys: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.port = directory, free_port()
         config = directory / "engine.yaml"
         config.write_text(ENGINE)
         self._command = [sys.executable, "-m", "motet", "serve", "--directory", str(directory), "--port"]
-        self._command += [str(self.port), "--config", str(config), "--no-keys"]
+        self._command += [str(self.port), "--config", str(config), *([] if keys else ["--no-keys"])]
         self._command += options if "--base" in options else ["--base", "small", *options]
         self._http = httpx2.Client(base_url=self.url, timeout=30.0, trust_env=False)
         self.process: subprocess.Popen[bytes] | None = None
@@ -88,9 +78,13 @@ class Service:
 
     def start(self, *, ready: bool = True) -> None:
         """Start it, and wait until its engine is ready (or only until it answers)."""
+        self.launch()
+        self.until(lambda: self.answers("/readyz" if ready else "/healthz"))
+
+    def launch(self) -> None:
+        """Start its process, and wait for nothing."""
         with (self.directory / "out").open("ab") as out:
             self.process = subprocess.Popen(self._command, stdout=out, stderr=out)
-        self.until(lambda: self.answers("/readyz" if ready else "/healthz"))
 
     def answers(self, path: str) -> bool:
         """Whether a health check succeeds."""
@@ -139,6 +133,24 @@ class Service:
     def _story(self) -> str:
         names = ("out", "engine.log")
         return "\n".join(path.read_text() for path in map(self.directory.joinpath, names) if path.is_file())
+
+    # --- who asks -------------------------------------------------------------------------------------------------------
+
+    @property
+    def admin_key(self) -> str:
+        """The first key, which it tells when it begins to serve a new directory."""
+        found = re.search(r"mk-[\w-]+", (self.directory / "out").read_text())
+        assert found is not None
+        return found[0]
+
+    def become(self, key: str) -> None:
+        """Ask with this key from now on."""
+        self._http.headers["Authorization"] = f"Bearer {key}"
+
+    def environment(self, key: str = "") -> dict[str, str]:
+        """What people who use it set once."""
+        named = {"MOTET_API_KEY": key} if key else {}
+        return {**os.environ, "MOTET_URL": self.url, "PYTHONUNBUFFERED": "1", **named}
 
     # --- what it answers ------------------------------------------------------------------------------------------------
 
@@ -217,138 +229,11 @@ class Service:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *options: str) -> Iterator[Service]:
-    """A service that is ready, while the block runs."""
-    service = Service(directory, *options)
+def serving(directory: Path, *options: str, keys: bool = False, ready: bool = True) -> Iterator[Service]:
+    """A service that is ready (or only answers), while the block runs."""
+    service = Service(directory, *options, keys=keys)
     try:
-        service.start()
+        service.start(ready=ready)
         yield service
     finally:
         service.close()
-
-
-# --- without an engine ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class House:
-    """A service with two tenants; its engine is never started."""
-
-    app: FastAPI
-    http: httpx2.Client
-    keys: dict[str, str]
-    job: Json
-    """Of tenant `ours`, ended, with a version and rollouts."""
-    file: Json
-
-    @property
-    def desk(self) -> Desk:
-        """What the routes share."""
-        found: Desk = self.app.state.desk
-        return found
-
-    def ask(self, method: str, path: str, key: str = "ours", **request: Any) -> httpx2.Response:
-        """Any answer."""
-        headers = {**_bearer(self.keys[key]), **request.pop("headers", {})}
-        return self.http.request(method, path, headers=headers, **request)
-
-    def refused(self, status: int, method: str, path: str, key: str = "ours", **request: Any) -> Json:
-        """The error of an answer, which has to be this one."""
-        answer = self.ask(method, path, key, **request)
-        assert answer.status_code == status, answer.text
-        return error_of(answer)
-
-
-def _bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def error_of(answer: httpx2.Response) -> Json:
-    """The error that an answer tells, which has the one shape."""
-    body: Json = answer.json()
-    assert set(body) == {"error"}
-    error: Json = body["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert isinstance(error["message"], str)
-    assert error["message"]
-    assert error["type"].endswith("_error")
-    return error
-
-
-class _Server(uvicorn.Server):
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """The desk hears of what happens, as it would with an engine."""
-        self.config.app.state.desk._loop = asyncio.get_running_loop()  # type: ignore[union-attr]
-        await super().startup(sockets)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Graders' processes end with their loop."""
-        await self.config.app.state.desk.grading.close()  # type: ignore[union-attr]
-        await super().shutdown(sockets)
-
-
-@contextlib.contextmanager
-def open_house(directory: Path, **settings: Any) -> Iterator[House]:
-    """A service in this process, while the block runs."""
-    app = create_app(Settings("small", directory, max_upload_mb=0.01, **settings))
-    store, port = app.state.desk.store, free_port()
-    keys = {"none": "", "wrong": "mk-nobody"}
-    for name, tenant, role, expires in (
-        ("admin", "staff", "admin", None),
-        ("ours", "us", "member", None),
-        ("theirs", "them", "member", None),
-        ("expired", "us", "member", now() - 1),
-        ("revoked", "us", "member", None),
-    ):
-        key, keys[name] = store.create_key(tenant, name, role, expires)
-        if name == "revoked":
-            store.revoke_key(key.id)
-    server = _Server(uvicorn.Config(app, port=port, lifespan="off", log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0, trust_env=False) as http:
-            file = http.post("/v1/files", headers=_bearer(keys["ours"]), files={"file": ("rows.jsonl", ROWS)}).json()
-            job = http.post("/v1/jobs", headers=_bearer(keys["ours"]), json=tiny("ended")).json()
-            _finish(app.state.desk, job["id"])
-            _bring(app.state.desk, store)
-            yield House(app, http, keys, job, file)
-    finally:
-        server.should_exit = True
-        thread.join()
-        store.close()
-
-
-def _bring(desk: Desk, store: Store) -> None:
-    """Two adapters that `ours` uploaded, and a share of one of them with nobody's tenant."""
-    owner = store.tenant("us")
-    who = Principal(owner.id, owner.name, "key-none", "member")
-    for name in ("brought", "lent"):
-        row = UploadedAdapter(
-            id=f"adapter-{name}", tenant_id=owner.id, name=name, bytes=4, rank=32, alpha=32.0, target_modules=["q_proj"]
-        )
-        desk.adapters.add(who, row)
-        desk.adapters.path(row.id).mkdir(parents=True)
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
-            (desk.adapters.path(row.id) / file).write_text("{}")
-    nobody = store.tenant("nobody").id
-    desk.adapters.share(Share(id="share-1", tenant_id=owner.id, object="adapter-lent", with_tenant=nobody))
-
-
-def _finish(desk: Desk, job_id: str) -> None:
-    """What the engine would have told and written."""
-    directory = desk.directory(job_id)
-    directory.open({"job": job_id})
-    for step in range(2):
-        rollouts = [{"text": "x", "reward": reward, "step": step} for reward in (0.0, 0.5, 1.0, None)]
-        directory.write_rollouts(str(step), rollouts)
-        desk._hear(job_id, "step", {"step": step, "loss": 0.0})
-
-    def save(path: Path) -> None:
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            (path / name).write_text("{}")
-
-    directory.commit(Committed(step=2, best_version=2), save)
-    desk._hear(job_id, "state", {"state": JobState.SUCCEEDED.value, "message": ""})

@@ -16,9 +16,9 @@ import pytest
 
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import RunError
-from motet.runtime.checkpoint import ADAPTER_FILES, Committed, JobDirectory, differences, disk_error, dump_line
+from motet.runtime.checkpoint import Committed, JobDirectory, differences, disk_error, dump_line
 from motet.training.fake import FakeTrainer
-from motet.types import JobState
+from motet.types import ADAPTER_FILES, JobState
 from tests.fake_run import job, run_jobs
 from tests.small_disk import small_disk
 

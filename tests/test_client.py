@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,9 +15,11 @@ from typing import Any
 import pytest
 
 import motet
-from motet.client import archive, calls
+from motet.client import calls
 from motet.errors import DataError, ServiceError
-from tests.client_service import Motet, Service, job_file, rows_in, running, speaker, tiny
+from motet.types import ADAPTER_FILES
+from tests.commands import Motet, job_file, rows_in
+from tests.service_run import Service, serving, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
 ENDED = ("succeeded", "failed", "cancelled")
@@ -26,14 +27,14 @@ ENDED = ("succeeded", "failed", "cancelled")
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running(tmp_path_factory.mktemp("open"), "--no-keys") as service:
+    with serving(tmp_path_factory.mktemp("open") / "served") as service:
         yield service
 
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """With keys; nobody waits for its engine."""
-    with running(tmp_path_factory.mktemp("keyed"), address="/healthz") as service:
+    with serving(tmp_path_factory.mktemp("keyed") / "served", keys=True, ready=False) as service:
         yield service
 
 
@@ -46,32 +47,19 @@ def service(opened: Service, monkeypatch: pytest.MonkeyPatch) -> Service:
     return opened
 
 
-@pytest.fixture
-def says(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Motet:
-    """Exit code, output and errors of a command."""
-    return speaker(monkeypatch, capfd)
-
-
-def until(client: motet.Client, job: str, *states: str) -> None:
-    deadline = time.monotonic() + 30
-    while client.job(job).state not in states:
-        assert time.monotonic() < deadline, client.job(job)
-        time.sleep(0.05)
-
-
 # --- the client ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_job_from_submission_to_deletion(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with motet.Client() as client:
         assert (client.url, client.health().base, client.health().status) == (service.url, "small", "ok")
-        job = client.submit(motet.JobConfig(**tiny("whole")), idempotency_key="once")
+        job = client.submit(motet.JobConfig(**tiny("whole", 2)), idempotency_key="once")
         assert job.spec["algorithm"]["group_size"] == 4
         events = list(client.events(job.id, follow=True))
         assert [event.data["step"] for event in events if event.kind == "step"] == [0, 1, 2]
         states = [event.data["state"] for event in events if event.kind == "state"]
         assert states == ["queued", "running", "succeeded"]
-        assert client.submit(tiny("whole"), idempotency_key="once").id == job.id
+        assert client.submit(tiny("whole", 2), idempotency_key="once").id == job.id
         assert list(client.events("whole")) == events
         assert list(client.events("whole", events[2].id)) == events[3:]
         assert list(client.events("whole", events[-1].id, follow=True)) == [], "nothing comes after the end"
@@ -86,14 +74,14 @@ def test_a_job_from_submission_to_deletion(service: Service, tmp_path: Path, mon
 
         adapter = client.pull("whole", "latest", tmp_path / "home")
         assert adapter == tmp_path / "home" / "whole-v2"
-        assert sorted(item.name for item in adapter.iterdir()) == sorted(archive.FILES)
-        assert (adapter / archive.FILES[1]).stat().st_size > 1000
+        assert sorted(item.name for item in adapter.iterdir()) == sorted(ADAPTER_FILES)
+        assert (adapter / ADAPTER_FILES[1]).stat().st_size > 1000
         assert client.pull("whole", 2, tmp_path / "home") == adapter, "once more over it"
 
         client.submit(tiny("second"))
         monkeypatch.setattr(calls, "PAGE", 1)
         assert [job.name for job in client.jobs()][-2:] == ["second", "whole"]
-        until(client, "second", "succeeded")
+        service.becomes("second", "succeeded")
         assert {job.state for job in client.jobs("succeeded")} == {"succeeded"}
         client.delete("whole")
         with pytest.raises(ServiceError, match="there is no job 'whole'") as refused:
@@ -104,11 +92,11 @@ def test_a_job_from_submission_to_deletion(service: Service, tmp_path: Path, mon
 def test_steering(service: Service) -> None:
     with motet.Client() as client:
         client.submit(tiny("steered", steps=200))
-        until(client, "steered", "running")
+        service.becomes("steered", "running")
         client.pause("steered")
-        until(client, "steered", "paused")
+        service.becomes("steered", "paused")
         client.resume("steered")
-        until(client, "steered", "running")
+        service.becomes("steered", "running")
         assert client.cancel("steered").name == "steered"
         states = [event.data["state"] for event in client.events("steered", follow=True) if event.kind == "state"]
         assert states[-1] == "cancelled"
@@ -137,7 +125,7 @@ def test_files(service: Service, tmp_path: Path) -> None:
 def test_the_same_asynchronously(service: Service, tmp_path: Path) -> None:
     async def everything() -> None:
         async with motet.AsyncClient() as client:
-            first, second = await asyncio.gather(*(client.submit(tiny(f"async-{i}")) for i in (1, 2)))
+            first, second = await asyncio.gather(*(client.submit(tiny(f"async-{i}", 2)) for i in (1, 2)))
             events = [event async for event in client.events(first.id, follow=True)]
             assert [event.kind for event in events] == ["state", "state", "step", "step", "step", "state"]
             assert [event async for event in client.events("async-1")] == events
@@ -158,7 +146,7 @@ def test_the_same_asynchronously(service: Service, tmp_path: Path) -> None:
 
 def test_keys_of_two_tenants(keyed: Service, says: Motet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOTET_URL", keyed.url)
-    monkeypatch.setenv("MOTET_API_KEY", keyed.key)
+    monkeypatch.setenv("MOTET_API_KEY", keyed.admin_key)
     code, out, err = says("keys", "create", "team-a", "--name", "laptop", "--expires-days", 1)
     assert code == 0
     key = out.strip()
@@ -212,15 +200,15 @@ def test_following_goes_on_over_a_restart(service: Service, tmp_path: Path) -> N
         for event in client.events("followed", follow=True):
             seen.append(event)
             if len(seen) == 3:
-                service.stop(signal.SIGKILL)
-                service.start()
+                service.kill()
+                service.launch()
         assert client.job("followed").state == "succeeded"
         assert [event.id for event in seen] == sorted({event.id for event in seen})
         assert [event.data["step"] for event in seen if event.kind == "step"] == list(range(steps + 1))
     out, err = shown.communicate(timeout=30)
     assert shown.returncode == 0, out + err
     assert re.findall(r"step (\d+)/8", out) == [str(step) for step in range(1, steps + 1)]
-    service.wait()
+    service.until(lambda: service.answers("/readyz"))
 
 
 # --- the commands -------------------------------------------------------------------------------------------------------
@@ -299,23 +287,15 @@ def test_what_cannot_be_submitted(service: Service, tmp_path: Path, says: Motet)
 def test_steering_by_command(service: Service, tmp_path: Path, says: Motet) -> None:
     assert says("submit", job_file(tmp_path, tiny("by-hand", steps=300)), "--json")[0] == 0
     with motet.Client() as client:
-        until(client, "by-hand", "running")
+        service.becomes("by-hand", "running")
         for word, state in (("pause", "paused"), ("resume", "running"), ("cancel", "cancelled")):
             assert says(word, "by-hand") == (0, f"asked by-hand to {word}\n", "")
-            until(client, "by-hand", state)
+            service.becomes("by-hand", state)
             if word == "resume":
-                until_progress(client)
+                service.until(lambda: client.job("by-hand").progress is not None)
                 assert re.search(r"^now +\w+", says("show", "by-hand")[1], re.M)
     assert "now       " not in says("show", "by-hand")[1]
     code, _, err = says("pause", "runs/jobs")
     assert (code, err) == (2, "motet: runs/jobs is a run directory; name a job of it too: motet pause runs/jobs JOB\n")
     assert "there is no run directory runs/nowhere" in says("pause", "runs/nowhere", "add")[2]
     assert says("pause", "one", "two", "three")[0] == 2
-
-
-def until_progress(client: motet.Client) -> None:
-    """Wait until the engine has told what the job does."""
-    deadline = time.monotonic() + 10
-    while client.job("by-hand").progress is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.server
 import inspect
-import io
-import tarfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,9 @@ import pytest
 import motet
 from motet.client import archive, calls, connection
 from motet.errors import ConfigError, ServiceError
-from tests.client_service import speaker
+from motet.types import ADAPTER_FILES
+from tests.adapter_files import link, tarred
+from tests.commands import Motet
 
 
 def test_both_clients_have_the_same_methods() -> None:
@@ -54,9 +54,9 @@ class _Stranger(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_no_service_there(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_service_there(monkeypatch: pytest.MonkeyPatch, says: Motet) -> None:
     monkeypatch.setenv("MOTET_URL", "http://127.0.0.1:1")
-    code, _, err = speaker(monkeypatch, capfd)("ls")
+    code, _, err = says("ls")
     assert code == 2
     assert "nothing answers at http://127.0.0.1:1 " in err
     assert "start a service with `motet serve --base small --no-keys`, or set MOTET_URL" in err
@@ -88,32 +88,19 @@ def test_another_server_there() -> None:
             thread.join()
 
 
-def packed(*members: tuple[str, bytes | None]) -> bytes:
-    """A .tar.gz; None makes a link."""
-    found = io.BytesIO()
-    with tarfile.open(fileobj=found, mode="w:gz") as written:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            if content is None:
-                member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
-            member.size = len(content or b"")
-            written.addfile(member, io.BytesIO(content or b""))
-    return found.getvalue()
-
-
-GOOD = [(f"sort-v3/{name}", b"x" * 100) for name in archive.FILES]
+GOOD = [(f"sort-v3/{name}", b"x" * 100) for name in ADAPTER_FILES]
 BAD: dict[str, bytes] = {
-    "upwards": packed(*GOOD, ("../../evil", b"x")),
-    "from the root": packed(*GOOD, ("/tmp/evil", b"x")),
-    "one file more": packed(*GOOD, ("sort-v3/evil.py", b"x")),
-    "a directory below": packed(*GOOD, ("sort-v3/a/adapter_config.json", b"x")),
-    "two directories": packed(GOOD[0], ("sort-v4/adapter_model.safetensors", b"x")),
-    "a hidden way up": packed(*((f"../{name}", b"x") for name in archive.FILES)),
-    "twice the same": packed(*GOOD, GOOD[0]),
-    "a link": packed(GOOD[0], (GOOD[1][0], None)),
-    "one missing": packed(GOOD[0]),
-    "nothing": packed(),
-    "cut off": packed(*GOOD)[:60],
+    "upwards": tarred([*GOOD, ("../../evil", b"x")]),
+    "from the root": tarred([*GOOD, ("/tmp/evil", b"x")]),
+    "one file more": tarred([*GOOD, ("sort-v3/evil.py", b"x")]),
+    "a directory below": tarred([*GOOD, ("sort-v3/a/adapter_config.json", b"x")]),
+    "two directories": tarred([GOOD[0], ("sort-v4/adapter_model.safetensors", b"x")]),
+    "a hidden way up": tarred((f"../{name}", b"x") for name in ADAPTER_FILES),
+    "twice the same": tarred([*GOOD, GOOD[0]]),
+    "a link": tarred([GOOD[0]], link(GOOD[1][0], "/etc/passwd")),
+    "one missing": tarred([GOOD[0]]),
+    "nothing": tarred([]),
+    "cut off": tarred(GOOD)[:60],
     "not an archive": b"hello",
 }
 
@@ -127,6 +114,6 @@ def test_an_archive_that_is_not_an_adapter_is_refused(fault: str, tmp_path: Path
 
 
 def test_an_adapter_is_unpacked(tmp_path: Path) -> None:
-    found = archive.unpack(packed(*GOOD), tmp_path / "home")
+    found = archive.unpack(tarred(GOOD), tmp_path / "home")
     assert found == tmp_path / "home" / "sort-v3"
-    assert sorted(item.name for item in found.iterdir()) == sorted(archive.FILES)
+    assert sorted(item.name for item in found.iterdir()) == sorted(ADAPTER_FILES)

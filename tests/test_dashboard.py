@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
 from playwright.sync_api import Browser, Page, Route, expect
 
 from motet.report.figures import SMALL
@@ -40,24 +42,17 @@ class Keyed(Service):
     """A service that asks for keys; what is asked through it is asked with the admin's."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self._command.remove("--no-keys")
+        super().__init__(directory, keys=True)
         self.keys: dict[str, str] = {}
 
     def open(self) -> None:
         """Start it and make a key for two tenants."""
         self.start()
-        found = re.search(r"mk-[\w-]+", (self.directory / "out").read_text())
-        assert found is not None
-        self.become(found[0])
-        self.keys = {"admin": found[0]}
+        self.become(self.admin_key)
+        self.keys = {"admin": self.admin_key}
         for tenant in ("us", "them"):
             self.keys[tenant] = self.ask("POST", "/v1/keys", json={"tenant": tenant})["key"]
         self.become(self.keys["us"])
-
-    def become(self, key: str) -> None:
-        """Ask with this key from now on."""
-        self._http.headers["Authorization"] = f"Bearer {key}"
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from motet.config import RewardConfig
 from motet.errors import GraderError, RewardError
 from motet.service.rewards.judging import VerdictError, prompt, verdict
 from motet.tasks import graders
+from motet.tasks.graders import template
 from motet.tasks.graders.shapes import Judge, columns, parse
+from motet.tasks.graders.template import UnfilledError
 from motet.tasks.reward_pool import RewardPool, Scored
 from motet.types import Message, Problem
 
@@ -148,6 +151,28 @@ def test_what_is_no_variable_is_refused(text: str) -> None:
 def test_an_answer_without_what_is_named_scores_nothing(said: str) -> None:
     for operation in ("eq", "ne"):
         assert given(check(operation, "{{sample.output_json.a}}", "x"), said) == 0
+
+
+def test_filling_takes_time_by_the_length_and_not_more() -> None:
+    started = time.monotonic()
+    assert template.variables("{" * 100_000) == []
+    assert template.variables("{{item.a}}" * 10_000) == [("item", ("a",))] * 10_000
+    assert template.fill("{{item.a}}{{{" + "{" * 90_000, {"a": "x"}, "") == "x{{{" + "{" * 90_000
+    assert time.monotonic() - started < 2
+
+
+def test_what_is_filled_in_is_bounded() -> None:
+    half = "x" * (template.MOST_FILLED // 2)
+    assert len(template.fill("{{item.a}}{{item.a}}", {"a": half}, "")) == template.MOST_FILLED
+    for text, of_item in (("{{item.a}}-{{item.a}}", True), ("{{item.a}}-{{sample.output_text}}", False)):
+        with pytest.raises(UnfilledError, match="characters") as refused:
+            template.fill(text, {"a": half}, half)
+        assert refused.value.of_item is of_item
+    several = judge(input=[{"role": "user", "content": "{{item.a}}"}] * 3)
+    asked = parse(several)
+    assert isinstance(asked, Judge)
+    with pytest.raises(UnfilledError, match="messages to the judge"):
+        prompt(asked, {"a": half}, "")
 
 
 def test_a_row_without_what_is_named_is_an_error() -> None:

@@ -14,7 +14,8 @@ from motet.device import BusyTime
 from motet.rollout.fake import FakeEngine
 from motet.runtime.meter import IDLE, Meter, apportion
 from motet.types import JobState
-from tests.fake_run import FakeRun, Setting, job, run_jobs, until
+from tests.fake_run import FakeRun, Setting, job, run_jobs
+from tests.waiting import until
 
 WEIGHTS = st.dictionaries(st.text("abc", min_size=1, max_size=2), st.integers(0, 10**12), min_size=1).filter(
     lambda weights: sum(weights.values()) > 0

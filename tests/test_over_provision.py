@@ -20,8 +20,9 @@ from motet.runtime.checkpoint import Committed
 from motet.tasks.dataset import data_window
 from motet.tasks.reward_pool import RewardPool, Scored
 from motet.types import Batch, Chunk, GenerateRequest, JobState, LossStats, Problem
-from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, problems, run_jobs, until, vowels, weights
+from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, problems, run_jobs, vowels, weights
 from tests.remembering import RememberingEngine, RememberingTrainer, check_samples, records
+from tests.waiting import until
 
 _PACE = contextvars.ContextVar("pace", default=1)
 """How many suspensions a token takes; rows of a request have their request's."""

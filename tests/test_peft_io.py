@@ -18,8 +18,9 @@ from motet.errors import AdapterError
 from motet.model.base import BaseModel
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
-from motet.model.peft_io import CONFIG, WEIGHTS, flatten, read_adapter, write_adapter
+from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.training.torch_trainer import TorchTrainer
+from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests import tiny_models as tiny
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
@@ -131,18 +132,21 @@ def test_files_are_the_same_bytes_every_time(tmp_path):
     weights = tiny.adapter(base)
     export(tmp_path / "a", base, weights, "all-linear")
     export(tmp_path / "b", base, weights, "all-linear")
-    for file in (CONFIG, WEIGHTS):
+    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    config = json.loads((tmp_path / "a" / CONFIG).read_text())
+    config = json.loads((tmp_path / "a" / ADAPTER_CONFIG).read_text())
     assert list(config) == sorted(config)
-    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [CONFIG, WEIGHTS]
+    assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
 
 def test_half_precision_tensors_are_read_as_fp32(tmp_path):
     base = tiny.base("llama")
     weights = tiny.adapter(base)
     export(tmp_path, base, weights, "all-linear")
-    save_file({key: tensor.bfloat16() for key, tensor in load_file(tmp_path / WEIGHTS).items()}, tmp_path / WEIGHTS)
+    save_file(
+        {key: tensor.bfloat16() for key, tensor in load_file(tmp_path / ADAPTER_WEIGHTS).items()},
+        tmp_path / ADAPTER_WEIGHTS,
+    )
     assert torch.equal(load(tmp_path, base).flat, weights.flat.bfloat16().float())
 
 
@@ -178,14 +182,14 @@ def plain(tmp_path: Path) -> Path:
 
 
 def edit_config(directory: Path, **fields: Any) -> None:
-    config = json.loads((directory / CONFIG).read_text()) | fields
-    (directory / CONFIG).write_text(json.dumps(config))
+    config = json.loads((directory / ADAPTER_CONFIG).read_text()) | fields
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config))
 
 
 def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(directory / WEIGHTS)
+    tensors = load_file(directory / ADAPTER_WEIGHTS)
     edit(tensors)
-    save_file(tensors, directory / WEIGHTS)
+    save_file(tensors, directory / ADAPTER_WEIGHTS)
 
 
 @pytest.mark.parametrize("field", REFUSED_FIELDS)
@@ -223,13 +227,13 @@ def test_what_peft_itself_writes_is_refused_where_it_is_not_plain(tmp_path):
 
 
 def test_missing_and_damaged_files(plain, tmp_path):
-    with pytest.raises(AdapterError, match=rf"has no {CONFIG}"):
+    with pytest.raises(AdapterError, match=rf"has no {ADAPTER_CONFIG}"):
         read_adapter(tmp_path / "nowhere")
-    (plain / WEIGHTS).write_bytes((plain / WEIGHTS).read_bytes()[:-10])
-    with pytest.raises(AdapterError, match=rf"{WEIGHTS} is damaged"):
+    (plain / ADAPTER_WEIGHTS).write_bytes((plain / ADAPTER_WEIGHTS).read_bytes()[:-10])
+    with pytest.raises(AdapterError, match=rf"{ADAPTER_WEIGHTS} is damaged"):
         read_adapter(plain)
-    (plain / WEIGHTS).unlink()
-    with pytest.raises(AdapterError, match=rf"has no {WEIGHTS}$"):
+    (plain / ADAPTER_WEIGHTS).unlink()
+    with pytest.raises(AdapterError, match=rf"has no {ADAPTER_WEIGHTS}$"):
         read_adapter(plain)
     (plain / "adapter_model.bin").write_bytes(b"\x80")
     with pytest.raises(AdapterError, match="a pickle is not read; save it as safetensors"):
@@ -238,7 +242,7 @@ def test_missing_and_damaged_files(plain, tmp_path):
 
 @pytest.mark.parametrize("text", ["{", "[1]", "null"])
 def test_config_that_is_not_an_object(text, plain):
-    (plain / CONFIG).write_text(text)
+    (plain / ADAPTER_CONFIG).write_text(text)
     with pytest.raises(AdapterError, match=r"is not JSON|is not a JSON object"):
         read_adapter(plain)
 

@@ -14,7 +14,8 @@ from motet.config import JobConfig
 from motet.rollout.fake import FakeSync
 from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef, JobState, Problem
-from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, until, weights
+from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
+from tests.waiting import until
 
 
 def records(path: Path, name: str) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ from motet.rollout.fake import FakeEngine, FakeSync
 from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef, Batch, Chunk, GenerateRequest, JobState, LossStats, Problem
-from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, until, weights
+from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
+from tests.waiting import until
 
 
 def records(path: Path, name: str) -> list[dict[str, Any]]:

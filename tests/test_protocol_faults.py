@@ -26,9 +26,9 @@ from tests.protocol_client import (
     load,
     read,
     run,
-    until,
 )
 from tests.protocol_server import FOREVER, ProtocolServer
+from tests.waiting import until
 
 
 def test_late_answers() -> None:

@@ -27,9 +27,9 @@ from tests.protocol_client import (
     load,
     read,
     run,
-    until,
 )
 from tests.protocol_server import ProtocolServer, Setup
+from tests.waiting import until
 
 
 def test_what_is_answered_is_what_the_engine_samples(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import httpx2
 import pytest
 
 from motet.model.fake import FakePolicy, FakeTokenizer, read_adapter
-from tests.protocol_client import PROMPT, Client, adapter_directory, events, give_up, in_process, run, until
+from tests.protocol_client import PROMPT, Client, adapter_directory, events, give_up, in_process, run
 from tests.protocol_server import ProtocolServer, Setup
+from tests.waiting import until
 
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
 

@@ -16,7 +16,8 @@ import pytest
 
 from motet.config import JobConfig
 from motet.types import JobState
-from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, until
+from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[1]
 

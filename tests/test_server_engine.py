@@ -30,8 +30,8 @@ from tests.server_run import (
     ref,
     request,
     trainer_of,
-    until,
 )
+from tests.waiting import until
 
 both = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 either_way = pytest.mark.parametrize("stream", [False, True])

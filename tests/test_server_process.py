@@ -21,7 +21,8 @@ from motet.rollout import server_process
 from motet.rollout.server import ServerEngine
 from motet.rollout.server_process import ServerProcess, free_port
 from tests.protocol_server import ProtocolServer
-from tests.server_run import CLOCKS, collect, drive, engine_on, in_process, request, until
+from tests.server_run import CLOCKS, collect, drive, engine_on, in_process, request
+from tests.waiting import until
 
 SERVER = """
 import http.server, os, subprocess, sys, threading, time

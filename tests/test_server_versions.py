@@ -31,8 +31,8 @@ from tests.server_run import (
     request,
     ticks,
     trainer_of,
-    until,
 )
+from tests.waiting import until
 
 both = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 

@@ -14,12 +14,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import motet
-from motet.client import archive
 from motet.errors import DataError, ServiceError
-from motet.service.adapters.archive import CONFIG, WEIGHTS
-from tests.client_service import Motet, running, speaker
-from tests.client_service import Service as Keyed
-from tests.client_service import job_file as written
+from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
+from tests.commands import Motet, job_file
 from tests.service_run import Service, serving, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
@@ -71,8 +68,8 @@ def test_an_uploaded_adapter_answers_trains_and_comes_home(
     assert answer(service.url, "brought") != answer(service.url, "small")
     home = client.pull("brought", directory=tmp_path)
     assert home == tmp_path / "brought"
-    assert {file: (home / file).read_bytes() for file in archive.FILES} == {
-        file: (elder / file).read_bytes() for file in archive.FILES
+    assert {file: (home / file).read_bytes() for file in ADAPTER_FILES} == {
+        file: (elder / file).read_bytes() for file in ADAPTER_FILES
     }
     client.submit(tiny("from-brought", 1, adapter={"init": "brought"}))
     client.submit(tiny("from-elder", 1, adapter={"init": "elder@latest"}, seed=7))
@@ -80,7 +77,7 @@ def test_an_uploaded_adapter_answers_trains_and_comes_home(
     client.delete_adapter("brought")  # those jobs have what they need
     for name in ("from-brought", "from-elder", "from-id"):
         assert service.ended(name) == "succeeded", service.job(name)["message"]
-    assert service.adapter("from-brought", "0")[WEIGHTS] == (elder / WEIGHTS).read_bytes()
+    assert service.adapter("from-brought", "0")[ADAPTER_WEIGHTS] == (elder / ADAPTER_WEIGHTS).read_bytes()
     assert service.weights("from-id") == service.weights("from-elder")
     with pytest.raises(ServiceError, match="no uploaded adapter 'brought'"):
         client.adapter("brought")
@@ -92,13 +89,13 @@ def changed(
 ) -> Path:
     """The adapter with something else in it."""
     shutil.copytree(elder, directory)
-    known = json.loads((directory / CONFIG).read_text())
-    (directory / CONFIG).write_text(json.dumps({**known, **(config or {})}))
+    known = json.loads((directory / ADAPTER_CONFIG).read_text())
+    (directory / ADAPTER_CONFIG).write_text(json.dumps({**known, **(config or {})}))
     if tensors:
-        weights = load_file(directory / WEIGHTS)
+        weights = load_file(directory / ADAPTER_WEIGHTS)
         first = weights.pop(sorted(weights)[0])
         weights |= {name: first * value for name, value in tensors.items()}
-        save_file(weights, directory / WEIGHTS)
+        save_file(weights, directory / ADAPTER_WEIGHTS)
     return directory
 
 
@@ -131,15 +128,15 @@ def test_an_adapter_that_does_not_fit_is_refused_at_the_upload(
 def test_weights_that_do_not_fit_are_refused_at_the_upload(client: motet.Client, elder: Path, tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match="has no tensor"):
         client.push(changed(elder, tmp_path / "less", tensors={"odd": 1.0}))
-    name = sorted(load_file(elder / WEIGHTS))[0]
+    name = sorted(load_file(elder / ADAPTER_WEIGHTS))[0]
     with pytest.raises(ServiceError, match="not finite"):
         client.push(changed(elder, tmp_path / "nan", tensors={name: float("nan")}))
     broken = changed(elder, tmp_path / "broken")
-    (broken / WEIGHTS).write_bytes((elder / WEIGHTS).read_bytes()[:-10])
+    (broken / ADAPTER_WEIGHTS).write_bytes((elder / ADAPTER_WEIGHTS).read_bytes()[:-10])
     with pytest.raises(ServiceError, match="damaged"):
         client.push(broken)
-    (broken / WEIGHTS).unlink()
-    with pytest.raises(DataError, match=WEIGHTS):
+    (broken / ADAPTER_WEIGHTS).unlink()
+    with pytest.raises(DataError, match=ADAPTER_WEIGHTS):
         client.push(broken)
 
 
@@ -165,7 +162,9 @@ def test_jobs_wait_for_each_other_and_for_a_time_across_restarts(tmp_path: Path)
             assert service.ended("second") == "succeeded", service.job("second")["message"]
             assert service.ended("timed") == "succeeded"
             best = next(one.version for one in client.versions("first") if one.best)
-            assert service.adapter("second", "0")[WEIGHTS] == service.adapter("first", str(best))[WEIGHTS]
+            assert (
+                service.adapter("second", "0")[ADAPTER_WEIGHTS] == service.adapter("first", str(best))[ADAPTER_WEIGHTS]
+            )
             first, second, timed = (client.events(name) for name in ("first", "second", "timed"))
             began = next(event.time for event in second if event.data.get("state") == "running")
             assert began >= [event.time for event in first][-1]
@@ -182,18 +181,17 @@ def test_jobs_wait_for_each_other_and_for_a_time_across_restarts(tmp_path: Path)
 
 
 @pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
-    with running(tmp_path_factory.mktemp("keyed"), address="/healthz") as found:
-        found.wait("/readyz")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One that asks for keys."""
+    with serving(tmp_path_factory.mktemp("keyed") / "served", keys=True) as found:
         yield found
 
 
 def test_two_teams_share_by_the_command_line(
-    keyed: Keyed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    keyed: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Motet
 ) -> None:
-    says: Motet = speaker(monkeypatch, capfd)
     monkeypatch.setenv("MOTET_URL", keyed.url)
-    keys = {"admin": keyed.key}
+    keys = {"admin": keyed.admin_key}
 
     def of(tenant: str) -> None:
         monkeypatch.setenv("MOTET_API_KEY", keys[tenant])
@@ -203,8 +201,8 @@ def test_two_teams_share_by_the_command_line(
         keys[tenant] = says("keys", "create", tenant, "--name", tenant)[1].strip()
     of("team-a")
     jobs = [tiny("sort", 1), tiny("again", 1, adapter={"init": "sort@best"})]
-    assert says("submit", written(tmp_path, jobs[0]), "--follow")[0] == 0
-    assert says("submit", written(tmp_path, jobs[1]), "--after", "sort", "--at", "2020-01-01", "--follow")[0] == 0
+    assert says("submit", job_file(tmp_path, jobs[0]), "--follow")[0] == 0
+    assert says("submit", job_file(tmp_path, jobs[1]), "--after", "sort", "--at", "2020-01-01", "--follow")[0] == 0
     code, out, _ = says("ls")
     assert code == 0
     assert "sort" in out
@@ -224,7 +222,7 @@ def test_two_teams_share_by_the_command_line(
     assert "ours" in says("adapters", "ls")[1]
     theirs = {**tiny("theirs", 1), "adapter": {"init": "team-a/sort"}}
     mine = {**tiny("mine", 1), "adapter": {"init": str(tmp_path / "sort-v1")}}  # a directory: it is uploaded
-    assert says("submit", written(tmp_path, theirs, mine), "--follow")[0] == 0
+    assert says("submit", job_file(tmp_path, theirs, mine), "--follow")[0] == 0
     assert says("adapters", "rm", "ours")[0] == 0
     of("team-a")
     assert says("unshare", share)[0] == 0
@@ -235,7 +233,7 @@ def test_two_teams_share_by_the_command_line(
     of("admin")
     told = json.loads(says("audit", "--tenant", "team-a", "--json")[1])
     assert [one["action"] for one in told] == ["unshare", "share", "submit", "submit"]
-    assert says("submit", written(tmp_path, tiny("x")), "--at", "noon")[0] == 2
+    assert says("submit", job_file(tmp_path, tiny("x")), "--at", "noon")[0] == 2
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------------

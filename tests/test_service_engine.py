@@ -9,8 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from motet.jobfile import validate
-from motet.running import run_config
+from tests.adapter_files import loads_with_peft, run_alone, weights_of
 from tests.service_run import Json, Service, serving, tiny
 
 pytestmark = [
@@ -33,12 +32,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Adapters of `motet run`, each job without company."""
-    directory = tmp_path_factory.mktemp("alone")
     jobs = [tiny("life"), tiny("steady", LONG), tiny("first", LONG), tiny("second", LONG, **LAGGING)]
-    tree = {"base": "small", "run": str(directory), "engine": {"samplers": 0, "threads": 1}, "jobs": jobs}
-    result = run_config(validate(tree, "the test"), sequential=True)
-    assert result.ok
-    return {name: (job.adapter / "adapter_model.safetensors").read_bytes() for name, job in result.jobs.items()}
+    return weights_of(run_alone(tmp_path_factory.mktemp("alone"), *jobs))
 
 
 LAGGING: Json = {"algorithm": {"group_size": 4, "groups_per_step": 2, "max_off_policy_steps": 1}}
@@ -110,22 +105,11 @@ def test_a_job_starts_from_a_version_of_another(service: Service) -> None:
 
 
 def test_a_downloaded_version_loads_with_peft(service: Service, tmp_path: Path, small_base_dir: Path) -> None:
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     service.submit(tiny("taken"))
     assert service.ended("taken") == "succeeded"
     for name, data in service.adapter("taken", "latest").items():
         (tmp_path / name).write_bytes(data)
-    tokens = torch.arange(40).reshape(1, -1)
-    base = AutoModelForCausalLM.from_pretrained(small_base_dir)
-    with torch.no_grad():
-        before = base(tokens).logits
-        tuned = PeftModel.from_pretrained(base, tmp_path)
-        after = tuned(tokens).logits
-    assert torch.isfinite(after).all()
-    assert not torch.equal(before, after)
+    loads_with_peft(tmp_path, small_base_dir)
     listed = service.ask("GET", "/v1/jobs/taken/versions")["data"]
     assert [one["version"] for one in listed if one["latest"]] == [3]
     assert len([one for one in listed if one["best"]]) == 1

@@ -18,16 +18,10 @@ from motet.commands.serve import serve
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
 from motet.types import JobState
-from tests.service_run import ROWS, House, Json, error_of, open_house, tiny
+from tests.house import House, error_of, open_house
+from tests.service_run import ROWS, Json, tiny
 
 OPEN = {"/healthz", "/readyz"}  # routes that need no key
-
-
-@pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """One for the whole file."""
-    with open_house(tmp_path_factory.mktemp("house")) as found:
-        yield found
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------------
@@ -42,7 +36,7 @@ def operations(house: House) -> Iterator[tuple[str, str, Json]]:
 
 def filled(house: House, path: str) -> str:
     """A path with the names of `ours`."""
-    key = next(one for one, _ in house.desk.store.all_keys() if one.name == "revoked")
+    key = next(one for one, _ in house.desk.store.tenants.all_keys() if one.name == "revoked")
     known = {"job": house.job["id"], "file": house.file["id"], "key": key.id, "version": "latest", "word": "pause"}
     known |= {"adapter": "brought", "share": "share-1", "tenant": "us", "worker": "w"}
     return path.format(**known)
@@ -273,11 +267,11 @@ def test_a_job_is_removed_only_when_it_has_ended(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("open")).json()
     assert "cancel" in house.refused(409, "DELETE", "/v1/jobs/open")["message"]
     assert house.ask("POST", "/v1/jobs/open/pause").status_code == 202
-    house.desk._hear(job["id"], "state", {"state": "failed", "message": "for a test"})
+    house.desk.hear(job["id"], "state", {"state": "failed", "message": "for a test"})
     house.refused(409, "POST", "/v1/jobs/open/cancel")
     again = house.ask("POST", "/v1/jobs/open/resume").json()
     assert (again["state"], again["message"], again["ended"]) == ("queued", "", None)
-    house.desk._hear(job["id"], "state", {"state": "cancelled", "message": ""})
+    house.desk.hear(job["id"], "state", {"state": "cancelled", "message": ""})
     house.refused(409, "POST", "/v1/jobs/open/resume")
     house.refused(422, "POST", "/v1/jobs/open/explode")
     assert house.ask("DELETE", "/v1/jobs/open").status_code == 204
@@ -322,9 +316,9 @@ def test_a_stream_told_in_pieces_has_no_gap_and_no_double(house: House) -> None:
 
     def tell() -> None:
         for step in range(30):
-            house.desk._hear(job, "step", {"step": step, "loss": 0.0})
+            house.desk.hear(job, "step", {"step": step, "loss": 0.0})
             time.sleep(0.01)
-        house.desk._hear(job, "state", {"state": JobState.SUCCEEDED.value, "message": ""})
+        house.desk.hear(job, "state", {"state": JobState.SUCCEEDED.value, "message": ""})
 
     telling, started = threading.Thread(target=tell), time.monotonic()
     telling.start()

@@ -20,10 +20,10 @@ from motet.runtime.slots import Rule
 from motet.service.database.store import Store
 from motet.service.http.rate import RateLimit
 from motet.service.tenants.ledger import Ledger, today
-from tests.service_run import House, Json, open_house, tiny
-from tests.test_service_store import person, postgres, store, url
+from tests.database import person
+from tests.house import House, open_house
+from tests.service_run import Json, tiny
 
-__all__ = ["postgres", "store", "url"]  # fixtures
 DAY = "2026-03-01"
 
 
@@ -45,7 +45,7 @@ def limit(house: House, **limits: Any) -> Json:
 def step(house: House, job: str, number: int, sampled: int = 0, trained: int = 0) -> None:
     """What the engine tells of a step."""
     told = {"step": number, "loss": 0.0, "tokens_sampled": sampled, "tokens_trained": trained}
-    house.desk._hear(job, "step", told)
+    house.desk.hear(job, "step", told)
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_many_writers_at_once_lose_nothing_of_the_ledger(store: Store) -> None:
 def test_usage_over_http(house: House) -> None:
     job = house.job["id"]
     step(house, job, 7, 10, 20)
-    house.desk._hear("", "usage", {"engine": "e", "window": 1, "microseconds": {job: 2_000_000, "": 1_000_000}})
+    house.desk.hear("", "usage", {"engine": "e", "window": 1, "microseconds": {job: 2_000_000, "": 1_000_000}})
     (own,) = house.ask("GET", "/v1/usage").json()["data"]
     assert own == {
         "day": None, "tenant": "us", "job": job, "name": "ended", "kind": "job", "tokens_prompt": 0,
@@ -196,7 +196,7 @@ def test_what_breaks_a_limit_is_refused_with_its_name_use_and_remedy(
         assert house.ask("POST", "/v1/jobs", json=tiny(name)).status_code == 201
     again = {"Idempotency-Key": "kept"}
     kept = house.ask("POST", "/v1/jobs", json=tiny("kept"), headers=again).json()["id"]
-    house.desk._hear(kept, "state", {"state": "cancelled", "message": ""})
+    house.desk.hear(kept, "state", {"state": "cancelled", "message": ""})
     limit(house, **limits)
     before = house.desk.store.counts()
     error = house.refused(status, "POST", "/v1/jobs", json={**tiny("more"), **job})
@@ -250,14 +250,14 @@ def test_a_budget_and_a_priority_can_be_changed(house: House) -> None:
     for odd in ({"budget": 0}, {"budget": "x"}, {"steps": 3}, {"priority": "urgent"}, {"priority": 101}):
         house.refused(422, "PATCH", "/v1/jobs/paid", json=odd)
     house.refused(404, "PATCH", "/v1/jobs/paid", "theirs", json={})
-    house.desk._hear(job["id"], "state", {"state": "cancelled", "message": ""})
+    house.desk.hear(job["id"], "state", {"state": "cancelled", "message": ""})
     house.refused(409, "PATCH", "/v1/jobs/paid", json={"budget": 1})
 
 
 def test_a_spent_job_is_not_resumed_without_a_larger_budget(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json={**tiny("paid"), "budget": 30}).json()["id"]
     step(house, job, 0, 10, 20)
-    house.desk._hear(job, "state", {"state": "paused", "message": "its budget of 30 tokens is spent"})
+    house.desk.hear(job, "state", {"state": "paused", "message": "its budget of 30 tokens is spent"})
     error = house.refused(409, "POST", "/v1/jobs/paid/resume")
     assert "--budget" in error["message"]
     assert "30" in error["message"]
@@ -276,7 +276,7 @@ def test_spent_tokens_hold_a_tenant_until_the_next_day(house: House) -> None:
     us = house.ask("GET", "/v1/limits").json()["id"]
     limit(house, tokens_per_day=25, share=2.0)
     steward.look()
-    assert sent == [{"do": "rule", "tenant": us, "rule": {"running": None, "hold": "", "share": 2.0}}]
+    assert sent == [{"do": "rule", "tenant": us, "rule": {"running": None, "hold": "", "share": 2.0, "highest": 0}}]
     step(house, job, 0, 10, 10)
     steward.count(us, 2, 3)
     steward.look()
@@ -287,7 +287,7 @@ def test_spent_tokens_hold_a_tenant_until_the_next_day(house: House) -> None:
     assert house.ask("GET", "/v1/limits").json()["tokens_today"] == 25
     steward.look()
     assert len(sent) == 2  # told once
-    house.desk._hear(job, "state", {"state": "paused", "message": held["rule"]["hold"]})
+    house.desk.hear(job, "state", {"state": "paused", "message": held["rule"]["hold"]})
     assert "tokens_per_day" in house.refused(429, "POST", "/v1/jobs/day/resume")["message"]
     asked = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
     assert "tokens_per_day" in house.refused(429, "POST", "/v1/chat/completions", json=asked)["message"]
@@ -297,7 +297,7 @@ def test_spent_tokens_hold_a_tenant_until_the_next_day(house: House) -> None:
     assert message["rule"] == held["rule"]  # an engine that starts hears of it with the job
     steward.ledger.day = lambda: "2999-01-01"
     steward.look()
-    assert sent[-1]["rule"] == {"running": None, "hold": "", "share": 2.0}
+    assert sent[-1]["rule"] == {"running": None, "hold": "", "share": 2.0, "highest": 0}
     assert house.ask("POST", "/v1/jobs/day/resume").status_code == 202
     limit(house)
     steward.look()

@@ -18,11 +18,14 @@ from motet.client.reward_files import RewardFiles
 from motet.config import JobConfig, RewardConfig
 from motet.errors import ConfigError, RewardError
 from motet.jobfile import load_service
+from motet.service.http.bodies import MOST_SCORES
 from motet.service.rewards.units import key_of
 from motet.tasks.reward_elsewhere import ELSEWHERE, WorkerArgs
 from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN
-from tests.service_run import House, Json, open_house, tiny
+from tests.house import House, open_house
+from tests.service_run import Json, tiny
+from tests.waiting import wait_until
 
 OPERATORS = '''
 """Rewards of the house."""
@@ -146,7 +149,7 @@ def waiting(house: House) -> Iterator[tuple[str, list[str]]]:
         house.desk.workers.units.ask(job, key, 0, one)
     yield job, keys
     house.ask("POST", f"/v1/jobs/{job}/cancel")
-    house.desk._hear(job, "state", {"state": "cancelled", "message": ""})
+    house.desk.hear(job, "state", {"state": "cancelled", "message": ""})
 
 
 def lease(house: House, job: str, worker: str = "w", **fields: Any) -> Json:
@@ -199,7 +202,7 @@ def test_what_a_worker_gets_wrong_is_refused_and_nothing_is_counted(
         text = f'{{"results": [{{"id": "{keys[0]}", "scores": [1.0, {odd}]}}]}}'
         house.refused(422, "POST", path, content=text.encode(), headers={"Content-Type": "application/json"})
     house.refused(422, "POST", path, json={"results": [{"id": "a\0b", "scores": [1.0]}]})
-    assert house.refused(413, "POST", path, content=b" " * (2**24 + 1))["message"]
+    assert house.refused(413, "POST", path, content=b" " * (MOST_SCORES + 1))["message"]
     for asked in (
         {"worker": "a b"},
         {"worker": "x" * 61},
@@ -240,7 +243,7 @@ def test_a_worker_that_waits_gets_work_at_once_and_hears_of_the_end(
     asking.start()
     time.sleep(0.3)
     started = time.monotonic()
-    house.desk._hear(job, "state", {"state": "cancelled", "message": ""})
+    house.desk.hear(job, "state", {"state": "cancelled", "message": ""})
     asking.join()
     assert (got[1]["units"], got[1]["state"]) == ([], "cancelled")
     assert time.monotonic() - started < 5
@@ -258,37 +261,29 @@ def test_a_worker_that_hangs_up_while_it_waits_is_handed_nothing(house: House, w
     url = str(house.http.base_url.join(f"/v1/jobs/{job}/scoring/lease"))
     words = [sys.executable, "-c", code, url, f"Bearer {house.keys['ours']}"]
     gone = subprocess.Popen(words)
-    until(lambda: "dead" in house.desk.workers._seen[job])
+    wait_until(lambda: "dead" in house.desk.workers._seen[job])
     gone.kill()
     gone.wait()
-    until(lambda: "dead" not in house.desk.workers._seen[job])
+    wait_until(lambda: "dead" not in house.desk.workers._seen[job])
     house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/w")
     assert [unit["id"] for unit in lease(house, job, "alive")["units"]] == keys
-
-
-def until(condition: Any) -> None:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_job_rests_when_it_is_to_and_nobody_scores(house: House) -> None:
     job_id = house.ask("POST", "/v1/jobs", json={**tiny("resting"), "reward": "worker"}).json()["id"]
     workers, loop = house.desk.workers, house.desk._loop
     assert loop is not None
-    job = workers.units.job(job_id)
+    job = house.desk.store.job_by_id(job_id)
     assert job is not None
     reward = RewardConfig(name="worker")
     asked = asyncio.run_coroutine_threadsafe(workers.ask(job, reward, {"id": 1}, ["a"]), loop)
-    until(lambda: workers.waits(job_id))
+    wait_until(lambda: workers.waits(job_id))
     time.sleep(1.2)
     assert not asked.done()  # as long as it takes
     lease(house, job_id, most=0)
     assert not workers.waits(job_id)  # somebody is attached
     loop.call_soon_threadsafe(workers.rest, job_id, True)
-    until(asked.done)  # when the worker's time is over
+    wait_until(asked.done)  # when the worker's time is over
     assert type(asked.exception()).__name__ == "ScorerAway"
     assert not workers.waits(job_id)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,8 +16,7 @@ import pytest
 
 import motet
 from motet.errors import RewardError, ServiceError
-from motet.jobfile import validate
-from motet.running import run_config
+from tests.adapter_files import run_alone, weights_of
 from tests.misbehaving_rewards import Scorer, misbehaving
 from tests.service_run import Json, Service, serving, tiny
 
@@ -105,18 +103,15 @@ def moved() -> list[Any]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, file: Path, scorer: Scorer) -> dict[str, bytes]:
     """Adapters of `motet run`, each job without company."""
-    directory = tmp_path_factory.mktemp("alone")
     jobs = [
         job("worked", *mixed(file)),
         job("shared", *mixed(file), steps=6),
         job("killed", f"{file}:vowels", steps=6),
         job("asked", {"name": "http", "args": {"url": scorer.url("good")}}),
     ]
-    tree = {"base": "small", "run": str(directory), "engine": {"samplers": 0, "threads": 1}, "jobs": jobs}
-    result = run_config(validate(tree, "the test"), sequential=True)
-    assert result.ok
+    result = run_alone(tmp_path_factory.mktemp("alone"), *jobs)
     assert not result.jobs["asked"].inexact
-    return {name: (one.adapter / "adapter_model.safetensors").read_bytes() for name, one in result.jobs.items()}
+    return weights_of(result)
 
 
 def waiting(service: Service, name: str) -> bool:
@@ -126,7 +121,7 @@ def waiting(service: Service, name: str) -> bool:
 
 def motet_score(service: Service, file: Path, *words: str, calls: Path | None = None) -> subprocess.Popen[str]:
     """`motet` beside the service, with a reward that writes down its calls."""
-    environment = {**os.environ, "MOTET_URL": service.url, "OMP_NUM_THREADS": "1"}
+    environment = service.environment()
     if calls is not None:
         environment["MOTET_TEST_CALLS"] = str(calls)
     command = [sys.executable, "-m", "motet", *words, "--reward", str(file)]

@@ -9,41 +9,30 @@ import socket
 import struct
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from motet.errors import DataError
-from motet.service.adapters.archive import CONFIG, FILES, MOST_MEMBERS, WEIGHTS, pack, unpack
-from motet.service.database.store import new_id
-from motet.service.database.tables import UploadedAdapter
-from tests.service_run import ROWS, House, Json, error_of, open_house, tiny
+from motet.service.adapters.archive import MOST_MEMBERS, pack, unpack
+from motet.service.database.tables import UploadedAdapter, new_id
+from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
+from tests.adapter_files import link, tarred
+from tests.house import House, error_of, open_house
+from tests.service_run import ROWS, Json, tiny
 
-HAS: Json = {CONFIG: b"{}", WEIGHTS: b"weights"}
+HAS: Json = {ADAPTER_CONFIG: b"{}", ADAPTER_WEIGHTS: b"weights"}
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """One for the whole file, with a third tenant."""
-    with open_house(tmp_path_factory.mktemp("house")) as found:
-        _, found.keys["third"] = found.desk.store.create_key("third", "third", "member")
-        yield found
+def house(house: House) -> House:
+    """With a third tenant."""
+    _, house.keys["third"] = house.desk.store.tenants.create_key("third", "third", "member")
+    return house
 
 
 # --- archives ---------------------------------------------------------------------------------------------------------------
-
-
-def tarred(files: dict[str, bytes], *more: tarfile.TarInfo) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for name, data in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-        for member in more:
-            archive.addfile(member)
-    return packed.getvalue()
 
 
 def zipped(files: dict[str, bytes]) -> bytes:
@@ -52,12 +41,6 @@ def zipped(files: dict[str, bytes]) -> bytes:
         for name, data in files.items():
             archive.writestr(name, data)
     return packed.getvalue()
-
-
-def link(name: str, to: str) -> tarfile.TarInfo:
-    member = tarfile.TarInfo(name)
-    member.type, member.linkname = tarfile.SYMTYPE, to
-    return member
 
 
 @pytest.fixture
@@ -71,7 +54,7 @@ def take(tmp_path: Path) -> Callable[[bytes], int]:
         try:
             return unpack(tmp_path / "archive", inside, 2**20)
         finally:
-            assert {path.name for path in inside.iterdir()} <= set(FILES)
+            assert {path.name for path in inside.iterdir()} <= set(ADAPTER_FILES)
             assert {path.name for path in tmp_path.iterdir()} == {"archive", "inside"}
             assert not any(path.is_symlink() for path in inside.iterdir())
 
@@ -108,19 +91,19 @@ MANY = {f"{number}": b"" for number in range(MOST_MEMBERS + 1)}
         (b"\x1f\x8b" + b"x" * 100, "damaged"),
         (tarred(HAS)[:-20], "damaged"),
         (gzip.compress(b"x" * 10_000), "damaged"),
-        (tarred({CONFIG: b"{}"}), WEIGHTS),
-        (zipped({WEIGHTS: b"x"}), CONFIG),
-        (tarred({f"../{CONFIG}": b"{}", WEIGHTS: b"x"}), "outside"),
-        (tarred({f"/tmp/{CONFIG}": b"{}", WEIGHTS: b"x"}), "outside"),
-        (zipped({f"../{CONFIG}": b"{}", WEIGHTS: b"x"}), "outside"),
-        (zipped({f"..\\{CONFIG}": b"{}", WEIGHTS: b"x"}), "outside"),
-        (tarred({"a/" + CONFIG: b"{}", "b/" + WEIGHTS: b"x"}), "more than one"),
-        (zipped({"a/" + CONFIG: b"{}", CONFIG: b"{}"}), "more than one"),
-        (tarred({}, link(CONFIG, "/etc/passwd")), "neither a file nor"),
-        (tarred({WEIGHTS: b"x"}, link("x", "/etc")), "neither a file nor"),
-        (tarred({CONFIG: b"{}", WEIGHTS: b"0" * (2**20 + 1)}), "too large"),
-        (zipped({CONFIG: b"{}", WEIGHTS: b"0" * (2**20 + 1)}), "too large"),
-        (zipped({CONFIG: b"0" * (2**20 + 1), WEIGHTS: b"x"}), "too large"),
+        (tarred({ADAPTER_CONFIG: b"{}"}), ADAPTER_WEIGHTS),
+        (zipped({ADAPTER_WEIGHTS: b"x"}), ADAPTER_CONFIG),
+        (tarred({f"../{ADAPTER_CONFIG}": b"{}", ADAPTER_WEIGHTS: b"x"}), "outside"),
+        (tarred({f"/tmp/{ADAPTER_CONFIG}": b"{}", ADAPTER_WEIGHTS: b"x"}), "outside"),
+        (zipped({f"../{ADAPTER_CONFIG}": b"{}", ADAPTER_WEIGHTS: b"x"}), "outside"),
+        (zipped({f"..\\{ADAPTER_CONFIG}": b"{}", ADAPTER_WEIGHTS: b"x"}), "outside"),
+        (tarred({"a/" + ADAPTER_CONFIG: b"{}", "b/" + ADAPTER_WEIGHTS: b"x"}), "more than one"),
+        (zipped({"a/" + ADAPTER_CONFIG: b"{}", ADAPTER_CONFIG: b"{}"}), "more than one"),
+        (tarred({}, link(ADAPTER_CONFIG, "/etc/passwd")), "neither a file nor"),
+        (tarred({ADAPTER_WEIGHTS: b"x"}, link("x", "/etc")), "neither a file nor"),
+        (tarred({ADAPTER_CONFIG: b"{}", ADAPTER_WEIGHTS: b"0" * (2**20 + 1)}), "too large"),
+        (zipped({ADAPTER_CONFIG: b"{}", ADAPTER_WEIGHTS: b"0" * (2**20 + 1)}), "too large"),
+        (zipped({ADAPTER_CONFIG: b"0" * (2**20 + 1), ADAPTER_WEIGHTS: b"x"}), "too large"),
         (tarred({"skipped": b"0" * 2**28, **HAS}), "too large"),
         (tarred(MANY), "members"),
         (zipped(MANY), "members"),
@@ -134,7 +117,7 @@ def test_an_archive_that_is_no_adapters_is_refused(take: Callable[[bytes], int],
 def test_headers_of_an_archive_are_bounded(take: Callable[[bytes], int]) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz", format=tarfile.PAX_FORMAT) as archive:
-        member = tarfile.TarInfo(CONFIG)
+        member = tarfile.TarInfo(ADAPTER_CONFIG)
         member.pax_headers = {"comment": "x" * 2**18}
         archive.addfile(member)
     with pytest.raises(DataError, match="name is too long"):
@@ -152,6 +135,59 @@ def test_a_zip_that_says_it_is_longer_is_refused(take: Callable[[bytes], int]) -
         take(far)
 
 
+def test_a_zip_is_of_kinds_that_unpack_piece_by_piece(take: Callable[[bytes], int]) -> None:
+    for kind, good in (
+        (zipfile.ZIP_STORED, True), (zipfile.ZIP_DEFLATED, True), (zipfile.ZIP_BZIP2, False), (zipfile.ZIP_LZMA, False),
+    ):  # fmt: skip
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", kind) as archive:
+            for name, data in HAS.items():
+                archive.writestr(name, data)
+        if good:
+            assert take(packed.getvalue()) == 9
+            continue
+        with pytest.raises(DataError, match="use deflate"):
+            take(packed.getvalue())
+
+
+def test_the_list_of_a_zips_members_is_bounded(take: Callable[[bytes], int]) -> None:
+    names = [f"{number}".zfill(60_000) for number in range(20)]
+    with pytest.raises(DataError, match="long names"):
+        take(zipped({**HAS, **dict.fromkeys(names, b"")}))
+
+
+def sparse(kind: str) -> bytes:
+    """A .tar.gz with a member that has holes, in one of the ways in which that is written."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo(ADAPTER_WEIGHTS)
+        member.pax_headers = {
+            "0.0": {"GNU.sparse.size": "9", "GNU.sparse.numblocks": "1"},
+            "0.1": {"GNU.sparse.map": "0,1,5", "GNU.sparse.size": "9"},
+            "1.0": {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"},
+            "old": {},
+        }[kind]
+        member.type = tarfile.GNUTYPE_SPARSE if kind == "old" else tarfile.REGTYPE
+        content = b"9" * 512
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["0.0", "0.1", "1.0", "old"])
+def test_sparse_members_are_refused(take: Callable[[bytes], int], kind: str) -> None:
+    with pytest.raises(DataError, match="sparse"):
+        take(sparse(kind))
+
+
+def test_a_download_lies_in_no_file_and_in_no_memory(house: House) -> None:
+    answer = house.ask("GET", "/v1/adapters/brought/download")
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert set(taken(house, "brought")) == {f"brought/{name}" for name in ADAPTER_FILES}
+    directory = house.desk.settings.directory
+    assert not [path for path in directory.iterdir() if path.name.startswith("tmp")]
+
+
 # --- uploads ----------------------------------------------------------------------------------------------------------------
 
 
@@ -160,9 +196,9 @@ def test_an_upload_waits_for_an_engine_that_can_look_at_it(house: House) -> None
     for status, data, words in (
         (503, tarred(HAS), "engine"),
         (400, b"hello", "neither"),
-        (413, tarred({CONFIG: b"{}", WEIGHTS: b"0" * 600_000}), "MB"),
+        (413, tarred({ADAPTER_CONFIG: b"{}", ADAPTER_WEIGHTS: b"0" * 600_000}), "MB"),
     ):
-        settings = house.desk.settings
+        settings = house.desk.settings.config
         object.__setattr__(settings, "max_adapter_mb", 0.5)
         error = house.refused(status, "POST", "/v1/adapters", files={"file": ("a.tar.gz", data)})
         assert words in error["message"]
@@ -177,7 +213,7 @@ def test_an_uploaded_adapter_is_its_tenants(house: House) -> None:
     assert house.ask("GET", "/v1/adapters/brought").json() == brought
     assert house.ask("GET", f"/v1/adapters/{brought['id']}").json() == brought
     assert house.ask("GET", "/v1/adapters", "theirs").json()["data"] == []
-    assert set(taken(house, "brought")) == {f"brought/{name}" for name in FILES}
+    assert set(taken(house, "brought")) == {f"brought/{name}" for name in ADAPTER_FILES}
     assert "brought" in {one["id"] for one in house.ask("GET", "/v1/models").json()["data"]}
     house.refused(404, "GET", "/v1/adapters/brought@best/download")  # it has no versions
     for name in ("brought", brought["id"], "us/brought"):
@@ -189,7 +225,7 @@ def test_an_uploaded_adapter_is_its_tenants(house: House) -> None:
 def test_names_of_jobs_and_adapters_are_one_space(house: House) -> None:
     assert "lent" in house.refused(409, "POST", "/v1/jobs", json=tiny("lent"))["message"]
     assert house.ask("POST", "/v1/jobs", "theirs", json=tiny("lent")).status_code == 201
-    who = house.desk.store.who(house.keys["ours"])
+    who = house.desk.store.tenants.who(house.keys["ours"])
     assert who is not None
     row = UploadedAdapter(
         id=new_id("adapter"), tenant_id=who.tenant_id, name="ended", bytes=1, rank=1, alpha=1.0, target_modules=[]
@@ -272,7 +308,7 @@ def test_a_share_needs_something_and_somebody(house: House) -> None:
 
 def test_what_is_removed_is_shared_no_longer(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("gone")).json()
-    house.desk._hear(job["id"], "state", {"state": "cancelled", "message": ""})
+    house.desk.hear(job["id"], "state", {"state": "cancelled", "message": ""})
     house.ask("POST", "/v1/shares", json={"name": "gone", "tenant": "third"})
     assert len(house.ask("GET", "/v1/shares", "third").json()["received"]) == 1
     assert house.ask("DELETE", "/v1/jobs/gone").status_code == 204
@@ -320,7 +356,7 @@ def test_every_change_is_written_down_once(house: House) -> None:
         assert answer.is_success, answer.text
         entry, last = house.ask("GET", "/v1/audit?limit=2", "admin").json()["data"]
         assert (last["id"], entry["tenant"]) == (before, "us"), path
-    house.desk._hear(job, "state", {"state": "cancelled", "message": ""})
+    house.desk.hear(job, "state", {"state": "cancelled", "message": ""})
     assert house.ask("DELETE", "/v1/jobs/written").status_code == 204
     entry = house.ask("GET", "/v1/audit?limit=1", "admin").json()["data"][0]
     assert (entry["action"], entry["object"]) == ("delete", job)
@@ -393,7 +429,7 @@ def test_an_admin_sees_whose_a_job_is_by_name(house: House) -> None:
 def test_a_job_knows_its_last_reward(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("rewarded")).json()
     assert job["reward"] is None
-    house.desk._hear(job["id"], "step", {"step": 0, "loss": 0.0, "reward": 0.25})
-    house.desk._hear(job["id"], "step", {"step": 1, "loss": 0.0, "reward": 0.75})
-    house.desk._hear(job["id"], "step", {"step": 2, "eval": {"reward": 0.1}})
+    house.desk.hear(job["id"], "step", {"step": 0, "loss": 0.0, "reward": 0.25})
+    house.desk.hear(job["id"], "step", {"step": 1, "loss": 0.0, "reward": 0.75})
+    house.desk.hear(job["id"], "step", {"step": 2, "eval": {"reward": 0.1}})
     assert house.ask("GET", "/v1/jobs/rewarded").json()["reward"] == 0.75

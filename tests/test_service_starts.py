@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ from motet.config import JobConfig
 from motet.errors import ConfigError, StoreError
 from motet.jobfile import normal_job
 from motet.service.adapters.adapters import Adapters
-from motet.service.database.store import Principal, Store
+from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, now
+from motet.service.database.tenants import Principal
 from motet.service.jobs.starts import NOW, Starts, When
 from motet.types import JobState
-from tests.service_run import House, Json, open_house, tiny
-from tests.test_service_store import person, postgres, store, url
-
-__all__ = ["postgres", "store", "url"]  # fixtures
+from tests.database import person
+from tests.house import House
+from tests.service_run import Json, tiny
 
 
 @dataclass
@@ -337,12 +336,6 @@ def test_a_database_of_the_first_shape_keeps_its_jobs_and_events(url: str, tmp_p
 
 
 # --- over HTTP --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with open_house(tmp_path_factory.mktemp("house")) as found:
-        yield found
 
 
 def test_a_job_says_what_it_waits_for(house: House) -> None:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import pwd
-import shutil
-import signal
-import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,114 +14,15 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
-from sqlalchemy.exc import OperationalError
 
 import motet.service.database.store
 from motet.errors import StoreError
-from motet.service.database.store import Principal, Role, Store
+from motet.service.database.store import Store
 from motet.service.database.tables import Table, now
 from motet.service.rewards.units import ScoringUnits, key_of
-from tests.conftest import IN_CI
-from tests.service_run import free_port
+from tests.database import person
 
 Found = TypeVar("Found")
-
-
-# --- databases --------------------------------------------------------------------------------------------------------------
-
-
-def _as_postgres(directory: Path) -> dict[str, Any]:
-    """PostgreSQL refuses to run as root; its directories are then those of another user."""
-    if os.geteuid() != 0:
-        return {}
-    names = {entry.pw_name for entry in pwd.getpwall()}
-    user = pwd.getpwnam("postgres" if "postgres" in names else "nobody")
-    os.chown(directory, user.pw_uid, user.pw_gid)
-    return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": [], "cwd": directory}
-
-
-def _programs() -> Path:
-    """Where initdb and postgres are; skips the test where they are not."""
-    places = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    if (found := shutil.which("initdb")) is not None:
-        places.append(Path(found).resolve().parent)
-    for place in places:
-        if (place / "postgres").is_file():
-            return place
-    reason = "PostgreSQL is not installed: `apt-get install postgresql`"
-    if IN_CI:
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
-    """The URL of a cluster of its own, while the tests run; not below pytest's directory, which other users cannot enter."""
-    programs, port = _programs(), free_port()
-    with tempfile.TemporaryDirectory(prefix="motet-postgres-") as place:
-        directory = Path(place)
-        rights = _as_postgres(directory)
-        made = [str(programs / "initdb"), "-D", str(directory / "data"), "-U", "motet", "-A", "trust", "--no-sync"]
-        subprocess.run(made, check=True, capture_output=True, **rights)
-        line = [str(programs / "postgres"), "-D", str(directory / "data"), "-p", str(port), "-k", str(directory)]
-        line += ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off"]
-        with (directory / "log").open("wb") as log:
-            server = subprocess.Popen(line, stdout=log, stderr=log, **rights)
-        try:
-            url = f"postgresql://motet@127.0.0.1:{port}"
-            _wait_for(f"{url.replace('postgresql', 'postgresql+psycopg')}/postgres", directory / "log")
-            yield url
-        finally:
-            server.send_signal(signal.SIGINT)  # "fast": does not wait for clients
-            server.wait(30)
-
-
-def _wait_for(url: str, log: Path) -> None:
-    engine = create_engine(url)
-    for _ in range(300):
-        try:
-            engine.connect().close()
-        except OperationalError:  # not there yet
-            time.sleep(0.1)
-        else:
-            engine.dispose()
-            return
-    raise AssertionError(log.read_text())
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """An empty database."""
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path / 'motet.db'}"
-        return
-    server = request.getfixturevalue("postgres")
-    admin = create_engine(
-        f"{server.replace('postgresql', 'postgresql+psycopg')}/postgres", isolation_level="AUTOCOMMIT"
-    )
-    name = f"t{time.time_ns()}"
-    with admin.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
-    yield f"{server}/{name}"
-    with admin.connect() as connection:
-        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
-    admin.dispose()
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[Store]:
-    """A store on it."""
-    found = Store(url)
-    yield found
-    found.close()
-
-
-def person(store: Store, tenant: str, role: Role = "member") -> Principal:
-    """Someone of a tenant, with a key."""
-    _, key = store.create_key(tenant, "key", role)
-    found = store.who(key)
-    assert found is not None
-    return found
 
 
 def at_once(work: Callable[[int], Found], n: int) -> list[Found | Exception]:
@@ -212,26 +107,26 @@ def test_a_database_of_a_newer_version_is_told(url: str) -> None:
 
 
 def test_a_key_opens_until_it_is_revoked_or_expires(store: Store, url: str) -> None:
-    key, words = store.create_key("us", "laptop", "admin")
-    who = store.who(words)
+    key, words = store.tenants.create_key("us", "laptop", "admin")
+    who = store.tenants.who(words)
     assert who is not None
     assert (who.tenant, who.key_id, who.admin) == ("us", key.id, True)
-    assert store.who(words[:-1]) is None
-    assert store.who("") is None
-    later, _ = store.create_key("us", "later", "member", now() + 60)
-    _, past = store.create_key("us", "past", "member", now() - 1)
-    assert store.who(past) is None
-    assert [(one.name, tenant) for one, tenant in store.all_keys()] == [
+    assert store.tenants.who(words[:-1]) is None
+    assert store.tenants.who("") is None
+    later, _ = store.tenants.create_key("us", "later", "member", now() + 60)
+    _, past = store.tenants.create_key("us", "past", "member", now() - 1)
+    assert store.tenants.who(past) is None
+    assert [(one.name, tenant) for one, tenant in store.tenants.all_keys()] == [
         ("laptop", "us"),
         ("later", "us"),
         ("past", "us"),
     ]
-    assert not store.revoke_key(key.id, person(store, "them").tenant_id)
-    assert store.who(words) == who
-    assert store.revoke_key(key.id)
-    assert store.revoke_key(key.id)  # as often as one likes
-    assert store.who(words) is None
-    assert not store.revoke_key("key-none")
+    assert not store.tenants.revoke_key(key.id, person(store, "them").tenant_id)
+    assert store.tenants.who(words) == who
+    assert store.tenants.revoke_key(key.id)
+    assert store.tenants.revoke_key(key.id)  # as often as one likes
+    assert store.tenants.who(words) is None
+    assert not store.tenants.revoke_key("key-none")
     assert later.tenant_id == key.tenant_id
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.connect() as connection:
@@ -242,7 +137,7 @@ def test_a_key_opens_until_it_is_revoked_or_expires(store: Store, url: str) -> N
 
 
 def test_a_tenant_is_made_once_by_many_at_once(store: Store) -> None:
-    found = at_once(lambda _: store.tenant("us").id, 8)
+    found = at_once(lambda _: store.tenants.made("us").id, 8)
     assert len(found) == 8
     assert len(set(found)) == 1
     assert isinstance(found[0], str)

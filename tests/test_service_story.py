@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -16,6 +14,7 @@ import openai
 import pytest
 
 import motet
+from tests.adapter_files import loads_with_peft
 from tests.service_run import Service, tiny
 
 pytestmark = [
@@ -42,24 +41,8 @@ class Team(Service):
     """A service that asks for keys, and what its people type."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
-        self._command.remove("--no-keys")
+        super().__init__(directory, keys=True)
         self.scratch = directory.parent
-
-    def open(self) -> str:
-        """Start it; the admin's key."""
-        self.start()
-        found = re.search(r"mk-[\w-]+", (self.directory / "out").read_text())
-        assert found is not None
-        return found[0]
-
-    def become(self, key: str) -> None:
-        """Ask with this key from now on."""
-        self._http.headers["Authorization"] = f"Bearer {key}"
-
-    def environment(self, key: str) -> dict[str, str]:
-        """What people set once."""
-        return {**os.environ, "MOTET_URL": self.url, "MOTET_API_KEY": key, "PYTHONUNBUFFERED": "1"}
 
     def types(self, key: str, *words: str) -> str:
         """What a command prints; it has to succeed."""
@@ -88,8 +71,8 @@ def team(tmp_path: Path) -> Iterator[Team]:
 
 
 def test_the_story_of_a_team(team: Team, tmp_path: Path, small_base_dir: Path) -> None:
-    admin = team.open()
-    ours, theirs = (team.types(admin, "keys", "create", name).strip() for name in ("team-a", "team-b"))
+    team.start()
+    ours, theirs = (team.types(team.admin_key, "keys", "create", name).strip() for name in ("team-a", "team-b"))
 
     # team-a: from the command line, and through the client of a hosted service
     team.types(ours, "submit", team.job_file("sort", "sort_letters", "exact"))
@@ -165,18 +148,4 @@ def test_the_story_of_a_team(team: Team, tmp_path: Path, small_base_dir: Path) -
     assert directory.name in told
     used = json.loads(team.types(ours, "usage", "--json"))
     assert used, "what it cost"
-    _loads_with_peft(directory, small_base_dir)
-
-
-def _loads_with_peft(directory: Path, base_directory: Path) -> None:
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    tokens = torch.arange(40).reshape(1, -1)
-    base = AutoModelForCausalLM.from_pretrained(base_directory)
-    with torch.no_grad():
-        before = base(tokens).logits
-        after = PeftModel.from_pretrained(base, directory)(tokens).logits
-    assert torch.isfinite(after).all()
-    assert not torch.equal(before, after)
+    loads_with_peft(directory, small_base_dir)

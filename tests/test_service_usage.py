@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.commands import Motet
 from tests.service_run import Json, Service, serving, tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
@@ -199,35 +200,30 @@ def test_running_jobs_of_a_tenant_are_limited(service: Service) -> None:
     service.ask("PUT", "/v1/tenants/local/limits", json={})
 
 
-def test_usage_and_tenants_from_the_command_line(service: Service, monkeypatch: Any, capfd: Any) -> None:
-    from tests.client_service import speaker
-
-    motet = speaker(monkeypatch, capfd)
+def test_usage_and_tenants_from_the_command_line(service: Service, monkeypatch: Any, says: Motet) -> None:
     monkeypatch.setenv("MOTET_URL", service.url)
     monkeypatch.setenv("COLUMNS", "160")
     service.submit(tiny("counted", 2))
     assert service.ended("counted") == "succeeded"
-    assert "counted" in motet("usage")[1]
-    code, out, _ = motet("usage", "--by", "day", "--by", "job", "--csv")
+    assert "counted" in says("usage")[1]
+    code, out, _ = says("usage", "--by", "day", "--by", "job", "--csv")
     assert (code, out.splitlines()[0].split(",")[:4]) == (0, ["day", "tenant", "job", "name"])
-    found = json.loads(motet("usage", "--json")[1])
+    found = json.loads(says("usage", "--json")[1])
     assert [one["tokens_trained"] for one in found if one["name"] == "counted"] == [committed(service, "counted")[1]]
-    code, out, _ = motet(
-        "tenants", "limit", "local", "--running-jobs", "3", "--storage-mb", "100", "--priority", "high"
-    )
+    code, out, _ = says("tenants", "limit", "local", "--running-jobs", "3", "--storage-mb", "100", "--priority", "high")
     assert (code, "running_jobs 3" in out) == (0, True)
-    assert "running_jobs none" in motet("tenants", "limit", "local", "--running-jobs", "none")[1]
-    (local,) = json.loads(motet("tenants", "ls", "--json")[1])
+    assert "running_jobs none" in says("tenants", "limit", "local", "--running-jobs", "none")[1]
+    (local,) = json.loads(says("tenants", "ls", "--json")[1])
     assert (local["limits"]["running_jobs"], sorted(local["own"])) == (None, ["priority", "running_jobs", "storage_mb"])
-    assert "local" in motet("tenants", "ls")[1]
+    assert "local" in says("tenants", "ls")[1]
     for name in ("running-jobs", "storage-mb", "priority"):
-        assert motet("tenants", "limit", "local", f"--{name}", "default")[0] == 0
-    assert json.loads(motet("tenants", "ls", "--json")[1])[0]["own"] == []
+        assert says("tenants", "limit", "local", f"--{name}", "default")[0] == 0
+    assert json.loads(says("tenants", "ls", "--json")[1])[0]["own"] == []
     for words in (("limit", "local"), ("limit", "nobody", "--rank", "3"), ("limit", "local", "--rank", "many")):
-        code, _, err = motet("tenants", *words)
+        code, _, err = says("tenants", *words)
         assert (code, err.startswith("motet: ")) == (2, True)
     service.submit({**tiny("poor", 6), "budget": 1})
     service.becomes("poor", "paused")
-    assert motet("resume", "poor")[0] == 2
-    assert motet("resume", "poor", "--budget", "1000000")[0] == 0
+    assert says("resume", "poor")[0] == 2
+    assert says("resume", "poor", "--budget", "1000000")[0] == 0
     assert service.ended("poor") == "succeeded"

@@ -14,7 +14,8 @@ import motet
 from motet.commands.run import run_file
 from motet.runtime.slots import Claim, Rule, gives_way, taken
 from motet.types import JobState
-from tests.fake_run import FakeRun, Setting, job, run_jobs, until
+from tests.fake_run import FakeRun, Setting, job, run_jobs
+from tests.waiting import until
 
 
 def claims(*names: str) -> list[Claim]:

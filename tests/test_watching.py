@@ -6,7 +6,6 @@ import gzip
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -18,15 +17,8 @@ from motet.service.events.feed import Feed
 from motet.service.routes.watching import read_jobs
 from motet.tasks.chat import Chat
 from motet.types import JobState
-from tests.service_run import House, Json, open_house, tiny
-
-
-@pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """One for the whole file."""
-    with open_house(tmp_path_factory.mktemp("house")) as found:
-        yield found
-
+from tests.house import House
+from tests.service_run import Json, tiny
 
 # --- steps ------------------------------------------------------------------------------------------------------------------
 
@@ -36,8 +28,8 @@ def told_job(house: House, name: str, steps: int) -> str:
     job = str(house.ask("POST", "/v1/jobs", json=tiny(name)).json()["id"])
     for step in range(steps):
         line = {"step": step, "loss": 0.0, "reward": step / steps, "entropy": 1.0}
-        house.desk._hear(job, "step", {**line, "eval": {"reward": 0.5}} if step == 7 else line)
-    house.desk._hear(job, "step", {"step": steps, "eval": {"reward": 0.9}})
+        house.desk.hear(job, "step", {**line, "eval": {"reward": 0.5}} if step == 7 else line)
+    house.desk.hear(job, "step", {"step": steps, "eval": {"reward": 0.9}})
     return job
 
 
@@ -56,7 +48,7 @@ def test_events_go_on_where_the_steps_end(house: House) -> None:
     job = told_job(house, "going-on", 3)
     after = house.ask("GET", f"/v1/jobs/{job}/steps?field=reward").json()["after"]
     assert after == house.ask("GET", f"/v1/jobs/{job}/events").json()["data"][-1]["id"]
-    house.desk._hear(job, "state", {"state": JobState.PAUSED.value, "message": ""})
+    house.desk.hear(job, "state", {"state": JobState.PAUSED.value, "message": ""})
     (event,) = house.ask("GET", f"/v1/jobs/{job}/events?after={after}").json()["data"]
     assert event["data"]["state"] == "paused"
 
@@ -85,7 +77,7 @@ def test_one_stream_tells_of_all_jobs_of_a_tenant_and_of_no_other(house: House) 
     start = house.ask("GET", f"/v1/jobs/{told_job(house, 'before', 1)}/steps").json()["after"]
     first = told_job(house, "first", 2)
     theirs = house.ask("POST", "/v1/jobs", "theirs", json=tiny("secret")).json()["id"]
-    house.desk._hear(theirs, "step", {"step": 0, "loss": 0.0})
+    house.desk.hear(theirs, "step", {"step": 0, "loss": 0.0})
     second = told_job(house, "second", 1)
     found = heard(house, "ours", start, 7)
     assert [event["job"] for event in found] == [first] * 4 + [second] * 3
@@ -110,13 +102,13 @@ def test_the_stream_tells_at_once_and_begins_now(house: House) -> None:
     listening.start()
     time.sleep(0.7)
     told = time.monotonic()
-    house.desk._hear(job, "state", {"state": JobState.PAUSED.value, "message": ""})
+    house.desk.hear(job, "state", {"state": JobState.PAUSED.value, "message": ""})
     listening.join()
     assert 0 <= came[0] - told < 2
 
 
 def test_the_feed_tells_the_same_from_memory_and_from_the_database(house: House) -> None:
-    who = house.desk.store.who(house.keys["ours"])
+    who = house.desk.store.tenants.who(house.keys["ours"])
     assert who is not None
     feed = Feed(house.desk.store, house.desk.news, most=5)
     start = house.ask("GET", f"/v1/jobs/{told_job(house, 'old', 1)}/steps").json()["after"]
@@ -131,7 +123,7 @@ def test_the_feed_tells_the_same_from_memory_and_from_the_database(house: House)
     assert [one.id for one in feed.since(who, start, 2)] == [start + 1, start + 2]
     house.ask("POST", "/v1/jobs", "theirs", json=tiny("unseen"))
     assert feed.since(who, found[-1].id, 100) == []
-    admin = house.desk.store.who(house.keys["admin"])
+    admin = house.desk.store.tenants.who(house.keys["admin"])
     assert admin is not None
     assert len(feed.since(admin, found[-1].id, 100)) == 1
 

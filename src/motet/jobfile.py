@@ -17,6 +17,8 @@ from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
 
 Tree = dict[str, Any]
+MOST_MISTAKES = 100
+"""Those that are told at once."""
 
 
 def load_jobs(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -269,8 +271,9 @@ def validate(tree: Tree, where: str) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         lines = [f"{where} has {error.error_count()} mistake{'s' if error.error_count() > 1 else ''}:"]
-        for item in error.errors(include_url=False):
+        for item in error.errors(include_url=False)[:MOST_MISTAKES]:
             lines.append("  " + _explain(tree, item))
+        lines += ["  …"] if error.error_count() > MOST_MISTAKES else []
         raise ConfigError("\n".join(lines)) from error
 
 

@@ -15,6 +15,7 @@ from motet import budgets
 from motet.algorithms import presets
 from motet.algorithms.schedule import auto_learning_rate
 from motet.allocator import keep_freed_memory
+from motet.barriers import spin_briefly
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.device import Device
 from motet.errors import ConfigError, MotetError
@@ -28,6 +29,7 @@ from motet.tasks.dataset import load_dataset
 from motet.tasks.episode import ENVIRONMENTS
 from motet.tasks.reward_http import Addresses, HttpRewards
 from motet.tasks.reward_pool import RewardPool
+from motet.tasks.row_files import Bounds
 from motet.types import ServerLoad
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ def load(base: str, config: EngineConfig) -> Any:
         BaseModelError: with the reason.
     """
     keep_freed_memory()
+    spin_briefly()
     with ThreadPoolExecutor(1) as passing:
         loaded = passing.submit(_load, base, config).result()
     _one_thread()
@@ -255,14 +258,16 @@ def _free_memory(device: Any) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else budgets.available_memory()
 
 
-def prepare(config: JobConfig, base: Any, directory: RunDirectory) -> tuple[Job, budgets.Need]:
-    """Load a job's data and resolve what it left open.
+def prepare(
+    config: JobConfig, base: Any, directory: RunDirectory, bounds: Bounds | None = None
+) -> tuple[Job, budgets.Need]:
+    """Load a job's data and resolve what it left open; `bounds` are those of somebody else's data.
 
     Raises:
         MotetError: something in the job cannot work; nothing has been trained.
     """
     base.adapter_layout(config.adapter.target_modules, config.adapter.rank)  # a target that is not there is told now
-    data = load_dataset(config.data)
+    data = load_dataset(config.data, bounds)
     chat = Chat.of(base.tokenizer, config.data)
     text = base.model.config.get_text_config()
     rate = config.optimizer.lr

@@ -199,10 +199,9 @@ def _run_loop(main: Callable[[], Any]) -> None:
 
 
 def _result(job: Job) -> JobResult:
-    versions = job.directory.path / "versions"
     committed = job.directory.newest()
-    last = versions / f"v{committed.step if committed else 0}"
-    best = versions / f"v{committed.best_version}" if committed and committed.best_version is not None else last
+    last = job.directory.version(committed.step if committed else 0)
+    best = job.directory.version(committed.best_version) if committed and committed.best_version is not None else last
     return JobResult(
         name=job.name,
         state=job.state,

@@ -21,6 +21,10 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+"""What a PEFT directory holds, as the library `peft` names it."""
+
 
 class JobState(StrEnum):
     """Where a job stands: queued → running ⇄ paused → succeeded / failed / cancelled."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from motet.client.awaited import AsyncClient
 from motet.client.blocking import Client
-from motet.client.calls import Rollouts
 from motet.client.connection import DEFAULT_URL
+from motet.service.schemas import Rollouts
 
 __all__ = ["DEFAULT_URL", "AsyncClient", "Client", "Rollouts"]

@@ -8,9 +8,10 @@ from urllib.parse import quote
 from motet.client.archive import unpack
 from motet.client.calls import Call, json_of, nothing
 from motet.errors import DataError
-from motet.service.adapters.archive import FILES, pack
+from motet.service.adapters.archive import pack
 from motet.service.schemas import AuditEntries
 from motet.service.schemas.adapters import Adapter, Adapters, Share, Shares
+from motet.types import ADAPTER_FILES
 
 
 class AdapterCalls:
@@ -22,7 +23,7 @@ class AdapterCalls:
         place = Path(directory).expanduser()
 
         def packed() -> tuple[str, bytes]:
-            for file in FILES:
+            for file in ADAPTER_FILES:
                 if not (place / file).is_file():
                     raise DataError(f"{place} has no {file}; give a directory that `peft` or Motet wrote")
             return "adapter.tar.gz", pack(place, "adapter")

@@ -10,8 +10,8 @@ import zlib
 from pathlib import Path
 
 from motet.errors import ServiceError
+from motet.types import ADAPTER_FILES
 
-FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*")
 
 
@@ -40,10 +40,10 @@ def _read(content: bytes) -> tuple[str, dict[str, bytes]]:
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
         for member in archive:
             name, _, file = member.name.partition("/")
-            if not member.isreg() or file not in FILES or file in found or top not in ("", name):
+            if not member.isreg() or file not in ADAPTER_FILES or file in found or top not in ("", name):
                 raise ServiceError(f"the service sent an archive with {member.name!r}, which no adapter has")
             top, source = name, archive.extractfile(member)
             found[file] = source.read() if source is not None else b""
-    if set(found) != set(FILES) or not _NAME.fullmatch(top):
+    if set(found) != set(ADAPTER_FILES) or not _NAME.fullmatch(top):
         raise ServiceError(f"the service sent an archive that is not an adapter's: {top or 'empty'}")
     return top, found

@@ -29,6 +29,7 @@ from motet.service.schemas import (
     Model,
     Models,
     NewKey,
+    Rollouts,
     Steps,
     Version,
     Versions,
@@ -125,16 +126,6 @@ def seconds_of(at: datetime | str | float | None) -> float | None:
 def path_of(name: str) -> str:
     """Where a job is found."""
     return f"/v1/jobs/{quote(name, safe='')}"
-
-
-class Rollouts(BaseModel):
-    """What a step of a job sampled."""
-
-    step: int
-    steps: list[int]
-    """Steps whose rollouts are kept."""
-    data: list[dict[str, Any]]
-    """As in the run directory's rollouts/<step>.jsonl."""
 
 
 class Calls:

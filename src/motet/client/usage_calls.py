@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import date
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from motet.client.calls import Call, json_of, path_of
 from motet.service.schemas import Job
-from motet.service.schemas.usage import TenantInfo, Tenants, UsageLine, UsageReport
-
-By = Literal["job", "day", "tenant"]
+from motet.service.schemas.usage import By, TenantInfo, Tenants, UsageLine, UsageReport
 
 
 class UsageCalls:

@@ -55,11 +55,10 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
 
 
 async def _here(base: Any, engine: Any, adapter: Path | None, style: Style, system: str | None) -> None:
-    from motet.config import DataConfig
     from motet.tasks.chat import Chat, stop_token_ids
     from motet.types import AdapterRef, GenerateRequest, Problem, SamplingParams
 
-    chat = Chat.of(base.tokenizer, DataConfig(source="chat", chat_template=bool(base.tokenizer.chat_template)))
+    chat = Chat.plain(base.tokenizer)
     stops = stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None))
     params = SamplingParams(
         temperature=style.temperature, top_p=style.top_p, max_tokens=style.max_tokens, stop_token_ids=stops

@@ -1,4 +1,4 @@
-"""Commands that speak to `motet serve`: submit, ls, show, logs, pull, keys, and pause, resume and cancel of its jobs."""
+"""Commands that speak to `motet serve`: submit, ls, show, logs, pull, keys, and pause, resume, cancel, change and delete."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from motet.commands.remote_view import JobLines, details, job_table, key_table
 from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.errors import ConfigError
 from motet.jobfile import load_jobs
-from motet.service.adapters.archive import CONFIG
 from motet.service.schemas import Job
-from motet.types import JobState
+from motet.types import ADAPTER_CONFIG, JobState
 
 INTERRUPTED = 130
 
@@ -96,7 +95,7 @@ def _with_uploads(client: Client, job: JobConfig, files: dict[str, str]) -> JobC
                 files[source] = client.upload(source)
             found[name] = files[source]
     start = job.adapter.init
-    if start is not None and (Path(start) / CONFIG).is_file():
+    if start is not None and (Path(start) / ADAPTER_CONFIG).is_file():
         if start not in files:
             files[start] = client.push(start).id
         start = files[start]

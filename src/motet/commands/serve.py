@@ -38,19 +38,17 @@ def serve(
         raise ConfigError(
             f"--no-keys is for a service that this machine alone can reach, not for {host}; leave one of the two out"
         )
+    if config.rate is None and not no_keys:
+        config = config.model_copy(update={"rate": RateConfig()})
     installed = {name: one.model_dump() for name, one in config.rewards.items()}
     settings = Settings(
-        base, directory.expanduser().resolve(), database or "", config.engine, config.rollout, open_to_all=no_keys,
-        hub=hub, limits=config.limits, rate=config.rate or (None if no_keys else RateConfig()),
+        base, directory.expanduser().resolve(), database or "", config, open_to_all=no_keys, hub=hub,
         rewards=install(installed, rewards) if installed or rewards else {},
-        reward_hosts=None if config.reward_hosts is None else tuple(config.reward_hosts),
-        lease_seconds=config.lease_seconds, metrics_token=config.metrics_token,
-        max_upload_mb=config.max_upload_mb, max_adapter_mb=config.max_adapter_mb,
     )  # fmt: skip
     app = create_app(settings)
     store: Store = app.state.desk.store
-    if not no_keys and not store.all_keys():
-        _, key = store.create_key("admin", "first", "admin")
+    if not no_keys and not store.tenants.all_keys():
+        _, key = store.tenants.create_key("admin", "first", "admin")
         console.print(
             f"the first key, an admin's, shown this once: [bold]{key}[/bold]", soft_wrap=True, highlight=False
         )

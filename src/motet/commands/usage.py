@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from motet.client import Client
-from motet.client.usage_calls import By
 from motet.commands.remote import Where, show_json
 from motet.commands.remote_view import table
 from motet.config.service import LimitsConfig
 from motet.errors import ConfigError
-from motet.service.schemas.usage import TenantInfo, UsageLine
+from motet.service.schemas.usage import By, TenantInfo, UsageLine
 from motet.view.text import duration_text
 
 Form = Literal["table", "csv", "json"]

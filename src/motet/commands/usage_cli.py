@@ -13,7 +13,7 @@ app = typer.Typer(rich_markup_mode=None)
 
 
 class _By(StrEnum):
-    """What gets a line of its own."""
+    """`schemas.usage.By`, in a form that typer takes several of."""
 
     JOB = "job"
     DAY = "day"

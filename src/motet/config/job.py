@@ -24,7 +24,7 @@ class AdapterConfig(Config):
     """Rank of the update B·A."""
     alpha: float = Field(32.0, gt=0)
     """The update is scaled by alpha / rank."""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: str | Annotated[list[str], Field(fail_fast=True)] = "all-linear"
     """`all-linear`, or the names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings."""
     init: str | None = None
     """A PEFT LoRA directory to start from; otherwise A is random and B is zero."""
@@ -92,7 +92,7 @@ class SamplingConfig(Config):
     """Sampling temperature; the trainer applies the same."""
     max_tokens: int = Field(256, ge=1)
     """The longest completion of one turn."""
-    stop: list[str] = []
+    stop: Annotated[list[str], Field(fail_fast=True)] = []
     """Stop strings, besides the end-of-turn token."""
     top_p: float = 1.0
     """Only 1 in training: truncated sampling would bias the ratios."""
@@ -276,7 +276,7 @@ class JobConfig(Config):
     """Names the adapter and its directory."""
     data: Annotated[DataConfig, named("source")]
     """Problems to learn from."""
-    rewards: Annotated[list[RewardConfig], BeforeValidator(_reward_list)] = Field(min_length=1)
+    rewards: Annotated[list[RewardConfig], Field(fail_fast=True), BeforeValidator(_reward_list)] = Field(min_length=1)
     """What is learned: one reward, a list, or a mapping of name to weight. `reward` is another name for it."""
     environment: Literal["single", "retry"] = "single"
     """`single`: one answer. `retry`: the model is told whether it was right and may answer once more."""

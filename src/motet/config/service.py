@@ -1,4 +1,4 @@
-"""What an operator sets for the tenants of `motet serve`: the `limits` and `rate` of its configuration file."""
+"""The configuration file of `motet serve`: engine and rollout, limits and rate of its tenants, rewards, uploads."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from motet.config.rollout import RolloutConfig
 class LimitsConfig(Config):
     """What one tenant may use. A field that is null is no limit."""
 
-    running_jobs: int | None = Field(None, ge=1)
+    running_jobs: int | None = Field(None, ge=1, le=10**6)
     """Jobs that run at once; more wait in the queue."""
-    queued_jobs: int | None = Field(None, ge=0)
+    queued_jobs: int | None = Field(None, ge=0, le=10**6)
     """Jobs that wait besides those that may run; paused ones count."""
-    rank: int | None = Field(None, ge=1)
+    rank: int | None = Field(None, ge=1, le=10**6)
     """The largest `adapter.rank` of a job."""
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(None, ge=1, le=10**9)
     """The most `steps` of a job."""
-    tokens_per_day: int | None = Field(None, ge=1)
+    tokens_per_day: int | None = Field(None, ge=1, le=10**15)
     """Tokens sampled, trained and read as prompts of completions, on one day (UTC). Jobs pause when they are spent."""
-    storage_mb: float | None = Field(None, ge=0)
+    storage_mb: float | None = Field(None, ge=0, le=1e12, allow_inf_nan=False)
     """Uploaded files and saved versions of adapters, together."""
     priority: Literal["low", "normal", "high"] | None = None
     """The highest class of priority of a job. Where it is null a job may have any, and none counts for more than `normal`
     against other tenants."""
-    share: float = Field(1.0, gt=0, le=1000)
+    share: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False)
     """The tenant's weight: with twice the share, twice the tokens where tenants compete."""
 
     @property

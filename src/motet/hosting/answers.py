@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from motet import seeds
-from motet.config import DataConfig
 from motet.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
 from motet.rollout import wire
 from motet.runtime.job import Services
@@ -36,13 +35,14 @@ class Answers:
     def __init__(self, base: BaseModel, shared: Services, say: Say) -> None:
         self._base, self._say = base, say
         self._engine, self._scheduler, self._suffix = shared.engine, shared.scheduler, shared.engine_suffix
-        self._chat = Chat.of(
-            base.tokenizer, DataConfig(source="chat", chat_template=bool(base.tokenizer.chat_template))
-        )
+        self._chat = Chat.plain(base.tokenizer)
         self._stops = stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None))
         self._shelf: OrderedDict[str, AdapterRef] = OrderedDict()
         self._open: dict[int, asyncio.Task[None]] = {}
         self._shelving = asyncio.Lock()
+        self._examining = asyncio.Lock()  # one at a time: each is half a gigabyte or so
+        self._longest = base.max_positions * max(map(len, base.tokenizer.get_vocab()))
+        """Characters that as many of the longest tokens have as a prompt may have tokens."""
         self._numbers = 0
 
     def hold(self, key: int, task: asyncio.Task[None]) -> None:
@@ -58,7 +58,7 @@ class Answers:
         """Complete a prompt or a conversation, from the base or from a stored version."""
         key, tenant = message["key"], str(message.get("tenant") or "")
         try:
-            prompt_ids = _prompt_ids(self._chat, message)
+            prompt_ids = await asyncio.to_thread(_prompt_ids, self._chat, message, self._longest)
             ref = None if message["adapter"] is None else await self._shelved(Path(message["adapter"]))
             given = message["sampling"]
             sampling = SamplingParams(**{**given, "stop": tuple(given.get("stop", ())), "stop_token_ids": self._stops})
@@ -108,7 +108,8 @@ class Answers:
         from motet.model.peft_io import examine
 
         try:
-            adapter = await asyncio.to_thread(examine, self._base, directory)
+            async with self._examining:
+                adapter = await asyncio.to_thread(examine, self._base, directory)
             self._say(key=key, found=adapter.model_dump(mode="json", exclude={"init"}))
             self._say(key=key, done=True)
         except AdapterError as error:
@@ -131,13 +132,21 @@ def _is_theirs(error: Exception) -> bool:
     return isinstance(error, EngineError | BaseModelError) and not isinstance(error, OF_SERVERS)
 
 
-def _prompt_ids(chat: Chat, message: Mapping[str, Any]) -> IntArray:
+def _prompt_ids(chat: Chat, message: Mapping[str, Any], longest: int) -> IntArray:
     """Of a conversation through the chat template, or of a `prompt` (text or token ids) as it is.
 
+    Args:
+        chat: how the base is talked to.
+        message: what was asked.
+        longest: the most characters of a prompt.
+
     Raises:
-        EngineError: a token id is not of this vocabulary.
+        EngineError: a token id is not of this vocabulary, or the text is too long for any prompt.
     """
     prompt = message.get("prompt")
+    texts = [str(one["content"]) for one in message["messages"]] if prompt is None else [prompt]
+    if (size := sum(len(text) for text in texts if isinstance(text, str))) > longest:
+        raise EngineError(f"the prompt has {size} characters, more than the room of this base; shorten it")
     if prompt is None:
         return chat.prompt_ids(_problem(message))
     if isinstance(prompt, str):

@@ -13,8 +13,10 @@ from typing import Any, BinaryIO
 
 from motet.budgets import Need
 from motet.config import JobConfig, RunConfig
+from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
 from motet.launch import Workshop, assemble, identity, load, prepare, services
+from motet.rollout import wire
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
 from motet.runtime.pipeline import Pipeline
@@ -26,6 +28,7 @@ from motet.tasks.reward_asking import AskedOfService
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
+from motet.tasks.row_files import UPLOADED
 from motet.types import JobState
 
 USUAL = Need(512, 512)
@@ -75,9 +78,14 @@ class Host:
         self._preparing = asyncio.Lock()  # one after another, so that jobs queue in the order they came
 
     def say(self, **message: Any) -> None:
-        """Send one message."""
+        """Send one message.
+
+        Raises:
+            EngineError: it is too long for whoever reads it; nothing was sent.
+        """
+        line = line_of(message)
         with self._lock:
-            self._out.write(json.dumps(as_json(message), separators=(",", ":"), allow_nan=False).encode() + b"\n")
+            self._out.write(line)
             self._out.flush()
 
     async def serve(self, lines: BinaryIO) -> None:
@@ -94,7 +102,7 @@ class Host:
             running, watching = asyncio.create_task(self.pipeline.run()), asyncio.create_task(self._watch())
             for task in (running, watching):  # without them this process is of no use: a new one takes over
                 task.add_done_callback(lambda task: messages.put_nowait(None) if _fault(task) else None)
-            self.say(ready={"base": self.base.name, "parameters": self.base.n_parameters, "notes": self.workshop.notes})
+            self.say(ready={"notes": self.workshop.notes})
             while (message := await messages.get()) is not None:
                 if message["do"] == "stop":
                     self.pipeline.stop()
@@ -122,7 +130,7 @@ class Host:
                 name = str(message["job"]["name"])
                 if name not in self.pipeline.jobs and name not in self._wanted:  # it comes twice while this starts
                     self._wanted[name] = message["wanted"]
-                    self._begin(self._add(name, message["job"], str(message["tenant"])))
+                    self._begin(self._add(name, message["job"], str(message["tenant"]), int(message["told"])))
                     self._rule(message)
             case "pause" | "resume" | "cancel":
                 self._steer(message["job"], message["do"])
@@ -149,10 +157,10 @@ class Host:
 
     # --- jobs -------------------------------------------------------------------------------------------------------------
 
-    async def _add(self, name: str, tree: Mapping[str, Any], tenant: str) -> None:
+    async def _add(self, name: str, tree: Mapping[str, Any], tenant: str, told: int) -> None:
         try:
             async with self._preparing:
-                job = await asyncio.to_thread(self._prepared, tree)
+                job = await asyncio.to_thread(self._prepared, tree, told)
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._wanted.pop(name)
             self._changes.pop(name, None)
@@ -163,8 +171,8 @@ class Host:
             self._change(name, self._changes.pop(name, {}))
             self._steer(name, self._wanted.pop(name))
 
-    def _prepared(self, tree: Mapping[str, Any]) -> Job:
-        job, _ = prepare(JobConfig.model_validate(tree), self.base, self.directory)
+    def _prepared(self, tree: Mapping[str, Any], told: int) -> Job:
+        job, _ = prepare(JobConfig.model_validate(tree), self.base, self.directory, UPLOADED)
         job.directory.open(identity(job, self.base, self._config), accept_changes=True)
         for why in self.workshop.inexact:
             job.note_inexact(why)
@@ -173,7 +181,8 @@ class Host:
             job.progress.step = committed.step
             tokens = job.directory.read_tokens(committed)
             for record in job.directory.read_metrics(committed):  # one may have got lost with the last process
-                job.tell("step", {**record, **tokens.get(int(record["step"]), {})})
+                if int(record["step"]) >= told:
+                    job.tell("step", {**record, **tokens.get(int(record["step"]), {})})
         return job
 
     def _rule(self, message: Mapping[str, Any]) -> None:
@@ -203,7 +212,7 @@ class Host:
             self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
             self.say(
                 progress={job.name: _progress(job.progress) for job in running},
-                device={"decode": busy.decode, "train": busy.train, "started": busy.started},
+                device={"decode": busy.decode, "train": busy.train},
             )
 
     def _measure(self, every: float) -> None:
@@ -216,6 +225,18 @@ class Host:
         told = {"engine": self._shared.engine_suffix, "window": self._windows, "microseconds": dict(self._used)}
         self._used.clear()
         self.say(job="", event="usage", data=told)
+
+
+def line_of(message: Mapping[str, Any]) -> bytes:
+    """A message as it is sent.
+
+    Raises:
+        EngineError: it is too long.
+    """
+    line = json.dumps(as_json(message), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    if len(line) > wire.LONGEST_LINE:
+        raise EngineError(f"{len(line) >> 20} MB, where {wire.LONGEST_LINE >> 20} MB are the most")
+    return line
 
 
 def _fault(task: asyncio.Task[None]) -> BaseException | None:

@@ -23,7 +23,7 @@ from safetensors.numpy import load, save
 
 from motet import seeds
 from motet.errors import AdapterError
-from motet.types import FloatArray, IntArray
+from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FloatArray, IntArray
 
 Vector = NDArray[np.float64]
 
@@ -32,7 +32,6 @@ END = 0
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 """Token t > 0 is the character CHARACTERS[t − 1]."""
 VOCABULARY = len(CHARACTERS) + 1
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class FakeTokenizer:
@@ -125,7 +124,9 @@ def write_adapter(directory: Path, adapter: FakeAdapter) -> None:
     """Write an adapter under the file names of PEFT."""
     config = {"peft_type": "LORA", "r": adapter.rank, "lora_alpha": adapter.alpha, "base_model_name_or_path": "fake"}
     tensors = {"fake.lora_A.weight": adapter.a, "fake.lora_B.weight": adapter.b}
-    write_files(directory, {CONFIG: json.dumps(config, sort_keys=True).encode(), WEIGHTS: save(tensors)})
+    write_files(
+        directory, {ADAPTER_CONFIG: json.dumps(config, sort_keys=True).encode(), ADAPTER_WEIGHTS: save(tensors)}
+    )
 
 
 def read_tensors(path: Path) -> dict[str, Vector]:
@@ -146,9 +147,9 @@ def read_adapter(directory: Path) -> FakeAdapter:
     Raises:
         AdapterError: it is not there, damaged, or not an adapter of this base.
     """
-    tensors = read_tensors(directory / WEIGHTS)
+    tensors = read_tensors(directory / ADAPTER_WEIGHTS)
     try:
-        config = json.loads((directory / CONFIG).read_text())
+        config = json.loads((directory / ADAPTER_CONFIG).read_text())
         return FakeAdapter(
             config["r"], config["lora_alpha"], tensors["fake.lora_A.weight"], tensors["fake.lora_B.weight"]
         )

@@ -23,9 +23,8 @@ from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
 from motet.model.lora import AdapterLayout
+from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 _REFUSED = {
@@ -87,9 +86,9 @@ def write_adapter(
         "use_dora": False,
         "use_rslora": False,
     }
-    save_tensors(tensors, directory / WEIGHTS, {"format": "pt"})
-    (directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    _sync(directory / CONFIG)
+    save_tensors(tensors, directory / ADAPTER_WEIGHTS, {"format": "pt"})
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _sync(directory / ADAPTER_CONFIG)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -121,12 +120,12 @@ def read_adapter(directory: Path) -> PeftAdapter:
     Raises:
         AdapterError: it is not there, not a plain LoRA (the kind is named), or damaged.
     """
-    config_file, weights_file = directory / CONFIG, directory / WEIGHTS
+    config_file, weights_file = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
     if not config_file.is_file():
-        raise AdapterError(f"{directory} has no {CONFIG}; give a directory that `peft` or Motet wrote")
+        raise AdapterError(f"{directory} has no {ADAPTER_CONFIG}; give a directory that `peft` or Motet wrote")
     if not weights_file.is_file():
         kind = " (a pickle is not read; save it as safetensors)" if (directory / "adapter_model.bin").exists() else ""
-        raise AdapterError(f"{directory} has no {WEIGHTS}{kind}")
+        raise AdapterError(f"{directory} has no {ADAPTER_WEIGHTS}{kind}")
     try:
         config: Any = json.loads(config_file.read_text())
     except ValueError as error:
@@ -205,9 +204,9 @@ def examine(base: BaseModel, directory: Path) -> AdapterConfig:
         shape = AdapterConfig(rank=adapter.rank, alpha=adapter.alpha, target_modules=targets)
     except ValidationError as error:
         first = error.errors()[0]
-        raise AdapterError(f"{CONFIG}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise AdapterError(f"{ADAPTER_CONFIG}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     except (OverflowError, RecursionError) as error:
-        raise AdapterError(f"{CONFIG} is damaged: {error}") from error
+        raise AdapterError(f"{ADAPTER_CONFIG} is damaged: {error}") from error
     layout = base.adapter_layout(shape.target_modules, shape.rank)
     flatten(adapter, base, layout, directory)
     chosen = sorted({place.path.rsplit(".", 1)[-1] for place in layout.places})

@@ -70,7 +70,7 @@ class EmbeddedEngine:
 
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
         """Make a version servable from a PEFT directory."""
-        self.install(ref, self.read(source))
+        self.install(ref, await asyncio.to_thread(self.read, source))
 
     def read(self, source: Path) -> AdapterWeights:
         """Weights from a PEFT directory.

@@ -16,7 +16,7 @@ from motet.errors import EngineError, ServerFault, ServerGone
 from motet.rollout.fleet import Fleet
 from motet.rollout.replica import Replica, again
 from motet.rollout.version_files import VersionFiles
-from motet.types import AdapterRef, FloatArray, IntArray
+from motet.types import ADAPTER_FILES, AdapterRef, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
 
@@ -183,5 +183,5 @@ class ServedVersions:
 
 def copy_adapter(source: Path, target: Path) -> None:
     """Copy the files of a PEFT directory that servers read."""
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
+    for file in ADAPTER_FILES:
         shutil.copyfile(source / file, target / file)

@@ -27,8 +27,7 @@ import yaml
 
 from motet.errors import DiskFull, RunError
 from motet.tasks.plain_json import as_json
-
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+from motet.types import ADAPTER_FILES
 
 
 @dataclass(frozen=True)
@@ -150,6 +149,26 @@ class JobDirectory:
         """Committed steps, in order. Anything in the directory that is not a number is left alone."""
         return sorted(int(item.name) for item in (self.path / "state").iterdir() if item.name.isdecimal())
 
+    def version(self, number: int) -> Path:
+        """Where a version's PEFT directory lies, if it is kept."""
+        return self.path / "versions" / f"v{number}"
+
+    def versions(self) -> list[int]:
+        """Numbers of the versions that are kept, in order."""
+        found = (self.path / "versions").glob("v*")
+        return sorted(int(path.name[1:]) for path in found if path.name[1:].isdecimal())
+
+    def sampled(self, *, evals: bool = False) -> list[int]:
+        """Steps whose rollouts are kept, in order; with `evals` the versions whose evaluations are."""
+        before = _before(evals)
+        names = [path.stem.removeprefix(before) for path in (self.path / "rollouts").glob(f"{before}*.jsonl")]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def read_rollouts(self, number: int, *, evals: bool = False) -> list[dict[str, Any]]:
+        """What a step sampled, or with `evals` the evaluation of a version; one of `sampled`."""
+        path = self.path / "rollouts" / f"{_before(evals)}{number}.jsonl"
+        return [json.loads(line) for line in path.read_bytes().splitlines()]  # a text would be split at U+2028 too
+
     def _cut_back(self, committed: Committed | None) -> None:
         """Forget what was written after the commit."""
         done = committed or Committed()
@@ -209,7 +228,7 @@ class JobDirectory:
 
     def link_version(self, step: int) -> None:
         """Make versions/v<step> from the committed files: links, or copies on a file system that has none."""
-        final = self.path / "versions" / f"v{step}"
+        final = self.version(step)
         if final.exists():
             return
         draft = final.with_name(f".tmp-v{step}")
@@ -254,6 +273,11 @@ class JobDirectory:
         except (OSError, ValueError):
             return {}
         return found
+
+
+def _before(evals: bool) -> str:
+    """What the names of rollout logs begin with."""
+    return "eval-" if evals else ""
 
 
 def _lines(path: Path, length: int) -> list[dict[str, Any]]:

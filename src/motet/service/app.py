@@ -65,7 +65,7 @@ def create_app(settings: Settings) -> FastAPI:
     desk = app.state.desk = Desk(settings, store)
     app.state.feed = Feed(store, desk.news)
     answer_errors(app)
-    uploads = {"/v1/files": settings.max_upload_mb, "/v1/adapters": settings.max_adapter_mb}
+    uploads = {"/v1/files": settings.config.max_upload_mb, "/v1/adapters": settings.config.max_adapter_mb}
     app.add_middleware(Bodies, uploads=uploads, told=error_body, known=lambda request: known(request, desk))
     for part in (
         jobs,

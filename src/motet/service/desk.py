@@ -5,26 +5,27 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy.exc import OperationalError
-
-from motet.config import EngineConfig, JobConfig, RolloutConfig
-from motet.config.service import LimitsConfig, RateConfig
-from motet.errors import ConfigError, MotetError, StoreError
+from motet.config import JobConfig
+from motet.config.service import ServiceConfig
+from motet.errors import ConfigError, StoreError
 from motet.runtime.checkpoint import JobDirectory
 from motet.service.adapters.adapters import Adapters
-from motet.service.database.store import Principal, Store
+from motet.service.database.store import AWAY, Store, find_job
 from motet.service.database.tables import StoredJob, now
+from motet.service.database.tenants import Principal
 from motet.service.engine.host_link import HostLink
+from motet.service.events import watching
 from motet.service.events.news import News
 from motet.service.http.rate import RateLimit
 from motet.service.jobs import specs
-from motet.service.jobs.starts import NOW, Plan, Starts, When
+from motet.service.jobs.starts import NOW, UNFIT, Plan, Starts, When
 from motet.service.rewards import scoring
 from motet.service.rewards.grading import Grading
 from motet.service.rewards.workers import WAITS, RewardWorkers
@@ -43,28 +44,19 @@ class Settings:
     """Jobs, uploaded files, logs, and the database unless it has a URL."""
     database: str = ""
     """A SQLAlchemy URL; SQLite in the directory without one."""
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    config: ServiceConfig = field(default_factory=ServiceConfig)
+    """What its configuration file says."""
     open_to_all: bool = False
     """No key is needed: only for a service that this machine alone can reach."""
     hub: bool = False
     """Whether jobs may read data from the hub."""
     rewards: Mapping[str, Installed] = field(default_factory=dict)
-    """Functions that jobs may use by name, besides the built-in rewards."""
-    reward_hosts: tuple[str, ...] | None = None
-    """Hosts that a reward may be asked of; without them all but private ones."""
-    lease_seconds: float = 60.0
-    """How long a reward worker that says nothing more keeps what it took."""
-    metrics_token: str = ""
-    """What Prometheus brings to read /metrics; an admin's key does too."""
-    max_upload_mb: float = 64.0
-    """The largest file of rows."""
-    max_adapter_mb: float = 512.0
-    """The largest adapter, packed or unpacked."""
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
-    """What a tenant may use unless an admin sets something else for it."""
-    rate: RateConfig | None = None
-    """How often a key may ask."""
+    """The functions of `config.rewards`, looked at: those that jobs may use by name, besides the built-in rewards."""
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """Hosts that a reward may be asked of; None: all but private ones."""
+        return None if self.config.reward_hosts is None else tuple(self.config.reward_hosts)
 
 
 class Desk:
@@ -72,29 +64,32 @@ class Desk:
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self.settings, self.store = settings, store
-        self.started = time.time()
+        config = settings.config
         hello = {
             "base": settings.base,
             "run": str(settings.directory / "run"),
-            "engine": settings.engine.model_dump(mode="json"),
-            "rollout": settings.rollout.model_dump(mode="json"),
+            "engine": config.engine.model_dump(mode="json"),
+            "rollout": config.rollout.model_dump(mode="json"),
             "rewards": {name: asdict(one) for name, one in settings.rewards.items()},
         }
         log, score = settings.directory / "engine.log", functools.partial(scoring.answer, self)
-        self.workers = RewardWorkers(store, settings.lease_seconds)
-        self.link = HostLink(hello, self._hear, self._open_jobs, log, score, self.workers.rest)
-        self.addresses = HttpRewards(Addresses(settings.reward_hosts))
+        self.workers = RewardWorkers(store, config.lease_seconds)
+        self.link = HostLink(hello, self.hear, self._open_jobs, log, score, self.workers.rest)
+        self._hosts = Addresses(settings.hosts)
+        self.addresses = HttpRewards(self._hosts)
         self.unwritten = ""
         """Why what the engine tells cannot be kept just now."""
         self.news = News(lambda: self._loop)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Future[Any] | None = None
+        self._changing = threading.Lock()
         self.adapters = Adapters(store, settings.directory / "adapters", self.version)
         self.grading = Grading(self.link, settings.base, self.adapters)
-        self.steward = Steward(store, settings.limits, settings.engine.slots, self._stored_by, self._send)
+        self.steward = Steward(store, config.limits, config.engine.slots, self._stored_by, self._send)
+        self.limits, self.ledger = self.steward.limits, self.steward.ledger
         self.link.counted = self.steward.count
-        self.rate = RateLimit(settings.rate)
-        self.starts = Starts(store, self.adapters, settings.directory / "run", self._hear, self._hand_over)
+        self.rate = RateLimit(config.rate)
+        self.starts = Starts(store, self.adapters, settings.directory / "run", self.hear, self._hand_over)
 
     async def open(self) -> None:
         """Start the engine."""
@@ -122,10 +117,8 @@ class Desk:
         Raises:
             MotetError: it cannot be taken, and why.
         """
-        config = specs.validated(
-            tree, hub=self.settings.hub, rewards=self.settings.rewards, addresses=Addresses(self.settings.reward_hosts)
-        )
-        self.steward.limits.fits(who.tenant_id, config)
+        config = specs.validated(tree, hub=self.settings.hub, rewards=self.settings.rewards, addresses=self._hosts)
+        self.limits.fits(who.tenant_id, config)
         self._for_engine(who, config, "job")  # what it names has to be there now
         return config, self.starts.plan(who, config, when)
 
@@ -150,20 +143,25 @@ class Desk:
 
         Raises:
             StoreError: its state does not allow it.
+            ConfigError: what it names is gone.
+            LimitError: a limit keeps it where it is.
         """
         state = JobState(job.state)
         if state in (JobState.SUCCEEDED, JobState.CANCELLED) or (state is JobState.FAILED and word != "resume"):
             raise StoreError(f"job {job.name!r} has {state.value}; it cannot be asked to {word}")
         if word == "resume" and state in (JobState.PAUSED, JobState.FAILED):
             self.steward.may_resume(job)
-        self.store.change_job(job.id, wanted={"pause": "pause", "resume": "run", "cancel": "cancel"}[word])
+        job.wanted = {"pause": "pause", "resume": "run", "cancel": "cancel"}[word]
+        # before anything is changed: what it names may be gone
+        again = self._message_of(job) if state is JobState.FAILED and not job.waits else None
+        self.store.change_job(job.id, wanted=job.wanted)
         if self.starts.steer(job, word):
             return
-        if state is JobState.FAILED:  # the engine may have started since, and not know it
+        if again is not None:  # the engine may have started since, and not know it
             self.store.change_job(job.id, state=JobState.QUEUED.value, message="", ended=None)
             job.state = JobState.QUEUED.value
             self._send(do="forget", job=job.id)
-            self._send(do="add", **self._message_of(job))
+            self._send(do="add", **again)
         else:
             self._send(do=word, job=job.id)
 
@@ -176,12 +174,17 @@ class Desk:
         """
         if JobState(job.state) in (JobState.SUCCEEDED, JobState.CANCELLED):
             raise StoreError(f"job {job.name!r} has {job.state}; nothing of it can be changed")
-        config = JobConfig.model_validate({**job.spec, **fields})
-        if config.priority > int(job.spec["priority"]):
-            self.steward.limits.priority(job.tenant_id, config.priority)
-        found = {"budget": config.budget, "priority": config.priority}
-        self.store.change_job(job.id, spec={**job.spec, **found})
-        self._send(do="change", job=job.id, fields=found)
+        with self._changing:  # of two that come together, the second changes what the first has left
+            with self.store.transaction() as session:
+                row = find_job(session, job.id)
+                if row is None:
+                    return
+                config = JobConfig.model_validate({**row.spec, **fields})
+                if config.priority > int(row.spec["priority"]):
+                    self.limits.priority(job.tenant_id, config.priority)
+                found = {"budget": config.budget, "priority": config.priority}
+                row.spec = {**row.spec, **found}
+            self._send(do="change", job=job.id, fields=found)
 
     def delete(self, job: StoredJob) -> None:
         """Forget a job that has ended, and its files.
@@ -208,7 +211,7 @@ class Desk:
     def version(self, job: StoredJob, wanted: str) -> tuple[int, Path] | None:
         """A saved version of a job: a number, `latest` or `best`."""
         directory = self.directory(job.id)
-        versions = self.versions(job.id)
+        versions = directory.versions()
         committed = directory.newest() if versions else None
         if committed is None:
             return None
@@ -217,26 +220,21 @@ class Desk:
             "best": versions[-1] if committed.best_version is None else committed.best_version,
         }
         chosen = number.get(wanted, next((one for one in versions if str(one) == wanted), None))
-        return None if chosen not in versions else (chosen, directory.path / "versions" / f"v{chosen}")
-
-    def versions(self, job_id: str) -> list[int]:
-        """Numbers of the versions that are kept."""
-        found = (self.directory(job_id).path / "versions").glob("v*")
-        return sorted(int(path.name[1:]) for path in found if path.name[1:].isdecimal())
+        return None if chosen not in versions else (chosen, directory.version(chosen))
 
     def _stored_by(self, jobs: list[str]) -> int:
         """Bytes of the saved versions of some jobs."""
-        folders = (self.directory(job).path / "versions" for job in jobs)
-        return sum(path.stat().st_size for folder in folders for path in folder.glob("v*/*"))
+        kept = ((self.directory(job), number) for job in jobs for number in self.directory(job).versions())
+        return sum(path.stat().st_size for job, number in kept for path in job.version(number).glob("*"))
 
     # --- events -----------------------------------------------------------------------------------------------------------
 
-    def _hear(self, job_id: str, event: str, data: Mapping[str, Any]) -> None:
+    def hear(self, job_id: str, event: str, data: Mapping[str, Any]) -> None:
         """Keep what the engine tells of a job; runs in a worker thread, one event after another."""
         if event == "usage":
             self._keep(lambda: self.steward.hear(data))
             return
-        also = self.steward.ledger.step(job_id, data) if event == "step" else None
+        also = self.ledger.step(job_id, data) if event == "step" else None
         key, told, fields = _as_kept(event, data, self.settings.directory)
         self._keep(lambda: self.store.tell(job_id, event, key, told, also, **fields))
         self.news.announce(job_id)
@@ -251,8 +249,8 @@ class Desk:
                 write()
                 self.unwritten = ""
                 return
-            except OperationalError as error:
-                self.unwritten = f"the database cannot be written: {error.orig}"
+            except AWAY as error:
+                self.unwritten = f"the database cannot be written: {getattr(error, 'orig', error)}"
                 if self.link.closing:
                     raise
             time.sleep(0.5)
@@ -272,21 +270,26 @@ class Desk:
             try:
                 if job.wanted == "cancel":
                     told = {"state": JobState.CANCELLED.value, "message": f"cancelled after step {job.step}"}
-                    self._hear(job.id, "state", told)
+                    self.hear(job.id, "state", told)
                 else:
                     found.append(self._message_of(job))
-            except MotetError as error:
-                self._hear(job.id, "state", {"state": JobState.FAILED.value, "message": str(error)})
+            except UNFIT as error:
+                self.hear(job.id, "state", {"state": JobState.FAILED.value, "message": str(error)})
         return found
 
     def _hand_over(self, job: StoredJob) -> None:
-        self._send(do="add", **self._message_of(job))
+        """Give a job to the engine; one whose file or start is gone has failed."""
+        try:
+            self._send(do="add", **self._message_of(job))
+        except UNFIT as error:
+            self.hear(job.id, "state", {"state": JobState.FAILED.value, "message": str(error)})
 
     def _message_of(self, job: StoredJob) -> dict[str, Any]:
         self.starts.keep(job)
-        who = Principal(job.tenant_id, "", "", "member")
+        who = Principal.member_of(job.tenant_id)
         found = self._for_engine(who, JobConfig.model_validate(job.spec), job.id)
-        return {"job": found, "wanted": job.wanted, **self.steward.of_job(job)}
+        told = watching.told(self.store, job.id)
+        return {"job": found, "wanted": job.wanted, "told": told, **self.steward.of_job(job)}
 
     def _for_engine(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
         def file(name: str) -> Path | None:
@@ -303,6 +306,11 @@ class Desk:
         return self.settings.directory / "files" / f"{file_id}{ending}"
 
 
+def _kept_text(text: str) -> str:
+    """A text without what a database cannot keep: a reason may hold whatever a reward worker wrote."""
+    return text.replace("\0", "").encode("utf-8", "replace").decode()
+
+
 def _as_kept(event: str, data: Mapping[str, Any], directory: Path) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
     """Of a step or a state: the event's key, what is told of it, and what the job's row gets."""
     if event == "step":
@@ -310,7 +318,7 @@ def _as_kept(event: str, data: Mapping[str, Any], directory: Path) -> tuple[str,
         if "loss" in data:
             fields["reward"] = data.get("reward")
         return f"{data['step']}", data, fields
-    state, message = JobState(data["state"]), str(data.get("message", ""))
+    state, message = JobState(data["state"]), _kept_text(str(data.get("message", "")))
     for place in ("files", "run", ""):  # where things lie on this machine is nobody's business
         message = message.replace(f"{directory / place}/", "")
     fields = {"state": state.value, "message": message, "ended": now() if state.final else None}

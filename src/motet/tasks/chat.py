@@ -52,6 +52,11 @@ class Chat:
         """The chat that a job's data section asks for."""
         return cls(tokenizer, config.chat_template, config.chat_template_kwargs)
 
+    @classmethod
+    def plain(cls, tokenizer: Any) -> Chat:
+        """The chat with a base as it is, for people: through its template where it has one."""
+        return cls(tokenizer, bool(tokenizer.chat_template))
+
     def prompt_text(self, problem: Problem) -> str:
         """What the model reads before it answers, as text."""
         return self._render(problem.messages)

@@ -6,6 +6,7 @@ A Problem's id is its row's index in the source, so logs and random numbers name
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,8 @@ from motet import seeds
 from motet.config import DataConfig
 from motet.errors import DataError
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.sources import Row, read_rows
+from motet.tasks.row_files import Bounds, Row
+from motet.tasks.sources import read_rows
 from motet.types import Message, Problem
 
 PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "input")
@@ -33,16 +35,20 @@ class Dataset:
     """The data's own scorer, for the reward `scorer`."""
 
 
-def load_dataset(config: DataConfig) -> Dataset:
+def load_dataset(config: DataConfig, bounds: Bounds | None = None) -> Dataset:
     """Read, check and split a job's data. The split depends on `config.seed` only, so jobs of a sweep share it.
+
+    Args:
+        config: the job's data section.
+        bounds: of what somebody else gives; None for data of one's own.
 
     Raises:
         DataError: the source cannot be read, a row does not fit, or too few rows remain; says where and what to do.
     """
-    rows, scorer = read_rows(config)
-    problems = [_problem(config, row, index) for index, row in enumerate(rows)]
+    rows, scorer = read_rows(config, bounds)
+    problems = _problems(config, rows, bounds)
     if config.eval_source is not None:
-        holdout, eval_scorer = _evaluation(config)
+        holdout, eval_scorer = _evaluation(config, bounds)
         scorer = replace(scorer, evaluation=eval_scorer) if scorer else eval_scorer
     else:
         order = seeds.permutation(seeds.key(config.seed, "holdout"), len(problems))
@@ -75,14 +81,28 @@ def data_window(problems: Sequence[Problem], step: int, width: int, seed: int, s
     return window
 
 
-def _evaluation(config: DataConfig) -> tuple[tuple[Problem, ...], ScorerSpec | None]:
+def _evaluation(config: DataConfig, bounds: Bounds | None) -> tuple[tuple[Problem, ...], ScorerSpec | None]:
     if config.holdout == 0:
         raise DataError("data.eval_source is set but data.holdout is 0: set it to how many of its rows to use")
     # reasoning-gym seeds row i with seed + i: a far-away seed keeps evaluation rows from being training rows.
     far = seeds.key(config.seed, "eval_source") % (1 << 31)
     other = config.model_copy(update={"source": config.eval_source, "size": config.holdout, "seed": far})
-    rows, scorer = read_rows(other)
-    return tuple(_problem(other, row, index) for index, row in enumerate(rows)), scorer
+    rows, scorer = read_rows(other, bounds)
+    return tuple(_problems(other, rows, bounds)), scorer
+
+
+def _problems(config: DataConfig, rows: Sequence[Row], bounds: Bounds | None) -> list[Problem]:
+    problems, size = [], 0
+    for index, row in enumerate(rows):
+        problems.append(_problem(config, row, index))
+        if bounds is not None and config.template is not None:
+            size += sum(len(message.content) for message in problems[-1].messages)
+            if size > bounds.bytes:
+                raise DataError(
+                    f"data.template makes prompts of more than {bounds.bytes / 2**20:g} MB together out of {config.source}; "
+                    "shorten it, or set data.size"
+                )
+    return problems
 
 
 def _problem(config: DataConfig, row: Row, index: int) -> Problem:
@@ -126,13 +146,35 @@ def _columns(row: Mapping[str, Any]) -> str:
 
 
 def _filled(template: str, row: Row, where: str) -> str:
+    pieces = []
+    for text, column in parts_of(template):
+        pieces.append(text)
+        if column is not None:
+            if column not in row:
+                raise DataError(f"{where} has no column {column!r} that data.template asks for. {_columns(row)}")
+            pieces.append(str(row[column]))
+    return "".join(pieces)
+
+
+def parts_of(template: str) -> list[tuple[str, str | None]]:
+    """A template as plain texts, each with the column that follows it.
+
+    Raises:
+        DataError: it asks for more than columns, which could be made to take any amount of memory.
+    """
+    hint = "Write {column} for a column, {{ and }} for braces"
     try:
-        return template.format_map(row)
-    except KeyError as error:
-        raise DataError(f"{where} has no column {error} that data.template asks for. {_columns(row)}") from error
-    except (ValueError, IndexError, AttributeError, TypeError) as error:
-        hint = "Write {column} for a column, {{ and }} for braces"
+        found = list(string.Formatter().parse(template))
+    except ValueError as error:
         raise DataError(f"data.template cannot be filled: {error}. {hint}") from error
+    for _, column, form, conversion in found:
+        if column is not None and (form or conversion or not column or set(column) & set(".[")):
+            asked = f"{{{column}{'!' + conversion if conversion else ''}{':' + form if form else ''}}}"
+            raise DataError(
+                f"data.template cannot be filled: {asked:.80} is not the name of a column alone. {hint}; for anything else "
+                "make a column of its own"
+            )
+    return [(text, column) for text, column, _, _ in found]
 
 
 def _messages(value: Any, where: str, column: str) -> tuple[Message, ...]:

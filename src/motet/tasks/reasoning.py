@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.errors import DataError, RewardError
+from motet.tasks.row_files import Bounds
 from motet.types import Problem
 
 HASH_SEED = "0"
@@ -56,13 +58,14 @@ class ScorerSpec:
         return reasoning_gym.create_dataset(self.task, **{**self.config, "size": self.size, "seed": self.seed})
 
 
-def make_entries(spec: ScorerSpec) -> list[dict[str, Any]]:
+def make_entries(spec: ScorerSpec, bounds: Bounds | None = None) -> list[dict[str, Any]]:
     """The rows of a task: `question`, `answer` and `metadata`, as JSON values; the same for the same spec.
 
     Raises:
-        DataError: there is no such task (with close matches), or it refuses its options (with those it has).
+        DataError: there is no such task (with close matches), it refuses its options (with those it has), or its rows take
+            more time or memory than the bounds.
     """
-    reply = json.loads(_made_apart(json.dumps(spec.to_json(), sort_keys=True)))
+    reply = json.loads(_made_apart(json.dumps(spec.to_json(), sort_keys=True), bounds))
     if "error" in reply:
         raise DataError(reply["error"])
     entries: list[dict[str, Any]] = reply["entries"]
@@ -70,7 +73,7 @@ def make_entries(spec: ScorerSpec) -> list[dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=4)  # jobs of a sweep share their data
-def _made_apart(spec: str) -> str:
+def _made_apart(spec: str, bounds: Bounds | None) -> str:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise DataError(
             "reasoning-gym is not installed: `make smollm2` brings it, or pip install '.[reasoning]' in Motet's directory "
@@ -79,7 +82,17 @@ def _made_apart(spec: str) -> str:
     package_root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED, "PYTHONPATH": package_root, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-P", "-m", __name__]
-    done = subprocess.run(command, input=spec, capture_output=True, text=True, env=environment, check=False)
+    command += [] if bounds is None else [str(bounds.memory_mb)]
+    seconds = None if bounds is None else bounds.seconds
+    try:
+        done = subprocess.run(
+            command, input=spec, capture_output=True, text=True, env=environment, check=False, timeout=seconds
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise DataError(
+            f"reasoning-gym made no rows within {seconds:g} s, the most here; lower data.size, or make the task easier in "
+            "data.config"
+        ) from error
     if done.returncode != 0:
         raise DataError(f"reasoning-gym made no rows (exit status {done.returncode}):\n{done.stderr[-2000:]}")
     return done.stdout
@@ -95,7 +108,7 @@ def build_scorer(spec: ScorerSpec) -> Callable[[Problem, str], float]:
     """
     try:
         made = [source.build() for source in (spec, spec.evaluation) if source is not None]
-    except Exception as error:
+    except Exception as error:  # tasks are code of many authors, who check their options each in their own way
         raise RewardError(f"the scorer of reasoning-gym task {spec.task!r} cannot be built: {error}") from error
 
     @functools.lru_cache(maxsize=64)
@@ -132,12 +145,15 @@ def _reply(spec: ScorerSpec) -> dict[str, Any]:
     try:
         dataset = spec.build()
         return {"entries": [as_json(dict(dataset[i])) for i in range(spec.size)]}
-    except Exception as error:
+    except Exception as error:  # see build_scorer
         options = sorted(set(getattr(DATASETS[spec.task][1], "__dataclass_fields__", {})) - {"seed", "size"})
         refused = f"reasoning-gym task {spec.task!r} refuses data.config {dict(spec.config)}: {error!r}"
         return {"error": f"{refused}. Its options: {', '.join(options)}"}
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        most = int(sys.argv[1]) * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     replies, sys.stdout = sys.stdout, sys.stderr  # a task that prints must not end up among the rows
     json.dump(_reply(ScorerSpec.from_json(json.load(sys.stdin))), replies)

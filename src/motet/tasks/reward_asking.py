@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from motet.config import RewardConfig
-from motet.errors import ScorerAway
+from motet.errors import EngineError, ScorerAway
 from motet.tasks.reward_elsewhere import Score, from_wire
 
 
@@ -21,7 +21,7 @@ class AskedOfService:
     """Scores that were asked for and have not come. Lives in one event loop."""
 
     def __init__(self, say: Callable[..., None]) -> None:
-        """`say` sends a message, its fields given as keywords."""
+        """`say` sends a message, its fields given as keywords; it raises `EngineError` where that is too long."""
         self._say = say
         self._open: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._keys = itertools.count()
@@ -36,9 +36,12 @@ class AskedOfService:
         """
         key = next(self._keys)
         answer = self._open[key] = asyncio.get_running_loop().create_future()
-        self._say(
-            score=key, job=job, reward=reward.model_dump(mode="json"), problem=problem, completions=completions
-        )  # fmt: skip
+        given = reward.model_dump(mode="json")
+        try:
+            self._say(score=key, job=job, reward=given, problem=problem, completions=completions)
+        except EngineError as error:  # too long
+            del self._open[key]
+            return [f"cannot be sent to be scored: {error}; leave large columns out of the data"] * len(completions)
         try:
             found = await answer
         except asyncio.CancelledError:

@@ -84,7 +84,7 @@ class WorkerArgs(Config):
 
 
 class JudgeArgs(Config):
-    """A model of the service judges; whoever answers for it knows the arguments."""
+    """A model of the service judges; `args` is a score_model, label_model or multi grader (docs: "Graders", openai.md)."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -8,12 +8,14 @@ and the connection goes to an address that was looked at, so that a name cannot 
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import json
 import socket
 import ssl
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -108,8 +110,13 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 """(host, port) → its addresses, as text."""
 
 
+_RESOLVING = ThreadPoolExecutor(64, "motet-names")
+"""Of its own: a name server that does not answer holds threads for a long time, and others wait for those of the loop."""
+
+
 async def _resolve(host: str, port: int) -> list[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    asking = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_RESOLVING, asking)
     return [str(one[4][0]).partition("%")[0] for one in found]
 
 

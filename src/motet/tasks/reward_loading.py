@@ -75,7 +75,7 @@ def resolve(source: RewardSource, scorer: ScorerSpec | None = None) -> LoadedRew
         loaded = adapted(BUILTIN[source.name], source.args, source.name)
         try:
             check_args(source.name, source.args)
-        except Exception as error:
+        except Exception as error:  # a pattern that is none, a type that does not compare: whatever args may hold
             raise RewardError(f"reward {source.name!r}: args {dict(source.args)}: {error}") from error
         if source.name == "math":
             importlib.import_module("math_verify")  # slow to import: not on the first completion's CPU time

@@ -203,10 +203,7 @@ class RewardPool:
         return reward.model_copy(update={"name": known.target, "args": {**known.args, **reward.args}})
 
     async def _column(self, lane: _Lane, place: int, problem: dict[str, Any], completions: list[str]) -> list[_Part]:
-        """One reward's parts.
-
-        A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
-        """
+        """One reward's parts, one for each completion."""
         if place not in lane.places:
             return await self._asked(lane, place, problem, completions)
         parts = await self._in_process(lane, place, problem, completions)
@@ -227,6 +224,10 @@ class RewardPool:
     async def _in_process(
         self, lane: _Lane, place: int, problem: dict[str, Any], completions: list[str]
     ) -> list[_Part]:
+        """Parts of a reward that a process of the job scores.
+
+        A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
+        """
         if lane.together[lane.places[place]] and len(completions) > 1:
             parts = await self._call(lane, place, problem, completions)
             if parts is not None:
@@ -355,7 +356,7 @@ def _hello(rewards: Sequence[RewardConfig], scorer: ScorerSpec | None) -> bytes:
 
             try:
                 function = base64.b64encode(cloudpickle.dumps(reward.function)).decode()
-            except Exception as error:
+            except Exception as error:  # whatever the function holds says in its own way that it cannot be pickled
                 raise RewardError(
                     f"the function of reward {reward.name!r} cannot be sent to its process: {error}. Open files, locks "
                     "and clients inside the function, or put it in a file and name it `file.py:function`"

@@ -124,7 +124,7 @@ def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mappin
         replace = "memory"
     except KeyboardInterrupt:
         raise
-    except BaseException as raised:
+    except BaseException as raised:  # a reward may call sys.exit too
         error = describe(raised)
     if limits.fired:  # also where the reward swallowed the exception and returned something
         replace = "cpu"
@@ -216,7 +216,7 @@ def load(request: Mapping[str, Any]) -> list[LoadedReward]:
         try:
             # The bytes come from the process of the person whose function it is, over a private pipe.
             function = pickle.loads(base64.b64decode(item["function"])) if item["function"] else None  # noqa: S301
-        except Exception as error:
+        except Exception as error:  # unpickling imports, and runs, what the function stands on
             raise RewardError(f"reward {item['name']!r} cannot be unpickled: {describe(error)}") from error
         loaded.append(resolve(_Source(item["name"], item["args"], function), scorer))
         if loaded[-1].is_async:

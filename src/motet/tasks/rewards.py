@@ -105,7 +105,10 @@ def length(problem: Problem, completion: str, *, target: float, unit: str = "wor
 
 
 def grader(problem: Problem, completion: str, /, *, type: str, **fields: Any) -> float:
-    """What a grader gives the completion: string_check, text_similarity or multi, the fields of its JSON as `args`."""
+    """What a grader gives the completion; `args` are its fields, which the docs give under "Graders" (openai.md).
+
+    It is a string_check, a text_similarity or a multi of these.
+    """
     from motet.tasks import graders  # what it stands on is loaded only where there is one
 
     return graders.score(problem, completion, {"type": type, **fields})

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import json
-import sys
-from collections.abc import Callable
+import itertools
 from pathlib import Path
-from typing import Any
 
 from motet.config import GENERATED_ROWS, DataConfig
 from motet.errors import DataError
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
+from motet.tasks.row_files import READERS, Bounds, Row, rows_of
 
-Row = dict[str, Any]
 
-
-def read_rows(config: DataConfig) -> tuple[list[Row], ScorerSpec | None]:
+def read_rows(config: DataConfig, bounds: Bounds | None = None) -> tuple[list[Row], ScorerSpec | None]:
     """At most `config.size` rows of a source, with JSON values only, and the data's own scorer where it has one.
+
+    Args:
+        config: which source.
+        bounds: of what somebody else gives; None for data of one's own.
 
     Raises:
         DataError: the source does not exist, cannot be read, or holds something other than rows.
@@ -26,21 +26,23 @@ def read_rows(config: DataConfig) -> tuple[list[Row], ScorerSpec | None]:
     source = config.source
     if source.startswith("reasoning-gym:"):
         spec = ScorerSpec(source.partition(":")[2], as_json(config.config), config.size or GENERATED_ROWS, config.seed)
-        return make_entries(spec), spec
+        return make_entries(spec, bounds), spec
     if source.startswith("toy:"):
         return _toy(config, source.partition(":")[2]), None
-    reader = _FILES.get(Path(source).suffix.lower())
-    if reader is None:
+    if Path(source).suffix.lower() not in READERS:
         rows = _datasets(config)
     else:
         path = Path(source).expanduser()
         if not path.is_file():
             near = _near(path.name, _siblings(path))
             raise DataError(f"data.source {source!r} is not a file{near} (looked in {path.parent.resolve()})")
-        rows = reader(path, config.size or sys.maxsize)
+        rows = list(itertools.islice(rows_of(path, bounds), config.size))
     if not rows:
         raise DataError(f"data.source {source!r} has no rows")
-    return [{str(name): as_json(value) for name, value in row.items()} for row in rows], None
+    try:
+        return [{str(name): as_json(value) for name, value in row.items()} for row in rows], None
+    except RecursionError as error:
+        raise DataError(f"data.source {source!r} has a row that is nested too deep") from error
 
 
 def _near(name: str, known: list[str]) -> str:
@@ -58,56 +60,6 @@ def _toy(config: DataConfig, name: str) -> list[Row]:
     if name not in FAMILIES:
         raise DataError(f"there is no toy task {name!r}{_near(name, list(FAMILIES))}; there are: {', '.join(FAMILIES)}")
     return list(make_rows(name, config.size or GENERATED_ROWS, config.seed))
-
-
-def _json_lines(path: Path, size: int) -> list[Row]:
-    rows: list[Row] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if len(rows) == size:
-                break
-            if line.strip():
-                rows.append(_object(_parse(line, f"{path} line {number}"), f"{path} line {number}"))
-    return rows
-
-
-def _json_list(path: Path, size: int) -> list[Row]:
-    value = _parse(path.read_bytes(), str(path))
-    if not isinstance(value, list):
-        raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; for one row a line use .jsonl")
-    return [_object(row, f"{path} row {number}") for number, row in enumerate(value[:size])]
-
-
-def _parse(text: bytes, where: str) -> Any:
-    try:
-        return json.loads(text.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON in UTF-8: {error}") from error
-
-
-def _object(value: Any, where: str) -> Row:
-    if not isinstance(value, dict):
-        example = '{"prompt": "...", "answer": "..."}'
-        raise DataError(f"{where} must be an object such as {example}, got {type(value).__name__}")
-    return value
-
-
-def _parquet(path: Path, size: int) -> list[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    rows: list[Row] = []
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=min(size, 4096)):
-            rows += batch.to_pylist()
-            if len(rows) >= size:
-                break
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}") from error
-    return rows[:size]
-
-
-_FILES: dict[str, Callable[[Path, int], list[Row]]] = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet}
 
 
 def _datasets(config: DataConfig) -> list[Row]:

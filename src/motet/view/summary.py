@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.progress import JobProgress
 from motet.types import JobState
 from motet.view.text import RECENT, STATE_STYLES, UNICODE, Glyphs, count_text, duration_text, finite, reward_text
@@ -97,8 +97,7 @@ def _gain(values: Sequence[float]) -> Text:
 
 def _version(job: JobProgress, run: Path) -> str:
     """The newest version on disk; says which one is the best by evaluation if it is another."""
-    directory = run / job.name / "versions"
-    found = [int(match[1]) for path in directory.glob("v*") if (match := re.fullmatch(r"v(\d+)", path.name))]
+    found = JobDirectory(run / job.name).versions()
     if not found:
         return ""
     known = [(value, version) for version, value in job.evaluations if version in found and finite([value])]

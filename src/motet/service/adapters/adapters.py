@@ -15,8 +15,9 @@ from sqlalchemy import delete, select
 from sqlalchemy.exc import IntegrityError
 
 from motet.errors import StoreError
-from motet.service.database.store import Principal, Store
-from motet.service.database.tables import Share, StoredJob, Tenant, UploadedAdapter
+from motet.service.database.store import Store, find_job
+from motet.service.database.tables import Share, StoredJob, UploadedAdapter
+from motet.service.database.tenants import Principal
 
 ALL = "*"
 """In the place of a tenant: all of them."""
@@ -50,7 +51,6 @@ class Adapters:
     def __init__(self, store: Store, directory: Path, version: FindVersion) -> None:
         """Uploaded adapters lie in `directory`, one below each id."""
         self._store, self.directory, self._version = store, directory, version
-        self._names: dict[str, str] = {}
 
     # --- uploaded ones ----------------------------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class Adapters:
             StoreError: the tenant has an adapter or a job of this name.
         """
         taken = f"there is an adapter or a job {adapter.name!r} already; give this one another name"
-        own = self._store.job(Principal(who.tenant_id, who.tenant, who.key_id, "member"), adapter.name)
+        own = self._store.job(Principal.member_of(who.tenant_id), adapter.name)
         if own is not None:
             raise StoreError(taken)
         try:
@@ -105,10 +105,10 @@ class Adapters:
         if not slash:
             thing = self._store.job(who, title) or self.uploaded(who, title)
             return None if thing is None else Named(thing, version)
-        tenant = self._tenant(owner)
+        tenant = self._store.tenants.find(owner)
         if tenant is None:
             return None
-        as_owner = Principal(tenant.id, tenant.name, "", "member")
+        as_owner = Principal.member_of(tenant.id)
         thing = self._store.job(as_owner, title) or self.uploaded(as_owner, title)
         if thing is None or not (tenant.id == who.tenant_id or who.admin or self._shared(thing.id, who)):
             return None
@@ -128,8 +128,7 @@ class Adapters:
     def by_id(self, thing_id: str) -> StoredJob | UploadedAdapter | None:
         """A job or an uploaded adapter, whoever's it is."""
         with self._store.transaction() as session:
-            job = session.scalar(select(StoredJob).where(StoredJob.id == thing_id))
-            return job or session.get(UploadedAdapter, thing_id)
+            return find_job(session, thing_id) or session.get(UploadedAdapter, thing_id)
 
     def directory_of(self, named: Named) -> Found | None:
         """The PEFT directory of a thing's version; None where it has no such version."""
@@ -174,25 +173,6 @@ class Adapters:
         """End all shares of something that goes away."""
         with self._store.transaction() as session:
             session.execute(delete(Share).where(Share.object == thing_id))
-
-    def tenant_id(self, name: str) -> str | None:
-        """The id of the tenant of this name."""
-        found = self._tenant(name)
-        return None if found is None else found.id
-
-    def tenant_name(self, tenant_id: str) -> str:
-        """The name of a tenant; it never changes."""
-        if tenant_id not in self._names:
-            with self._store.transaction() as session:
-                found = session.get(Tenant, tenant_id)
-            if found is None:
-                return ""
-            self._names[tenant_id] = found.name
-        return self._names[tenant_id]
-
-    def _tenant(self, name: str) -> Tenant | None:
-        with self._store.transaction() as session:
-            return session.scalar(select(Tenant).where(Tenant.name == name))
 
     def _shared(self, thing_id: str, who: Principal) -> bool:
         query = select(Share.id).where(Share.object == thing_id, Share.with_tenant.in_((who.tenant_id, ALL)))

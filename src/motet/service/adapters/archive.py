@@ -17,10 +17,11 @@ from pathlib import Path, PurePosixPath
 from typing import IO, NoReturn
 
 from motet.errors import DataError
+from motet.types import ADAPTER_CONFIG, ADAPTER_FILES
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FILES = (CONFIG, WEIGHTS)
 MOST_MEMBERS = 1000
+MOST_LIST = 2**20
+"""Bytes of a .zip's list of members."""
 MOST_CONFIG = 2**20
 """Bytes of adapter_config.json."""
 _HEADER = 2**16  # a member's long name and the like; `tarfile` reads them whole
@@ -52,13 +53,13 @@ def unpack(archive: Path, directory: Path, limit: int) -> int:
                 raise DataError(
                     "this is neither a .tar.gz nor a .zip; pack adapter_config.json and the weights into one"
                 )
-        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, LookupError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # of the disk, not of the archive
             raise DataError(f"the archive is damaged: {error}") from error
         except (NotImplementedError, RuntimeError) as error:  # what `zipfile` says of compressions and passwords
             raise DataError(f"the archive cannot be read: {error}") from error
-    for name in FILES:
+    for name in ADAPTER_FILES:
         if name not in sizes:
             raise DataError(f"the archive has no {name}; pack the files of one PEFT directory, nothing around them")
     return sum(sizes.values())
@@ -67,11 +68,16 @@ def unpack(archive: Path, directory: Path, limit: int) -> int:
 def pack(directory: Path, name: str) -> bytes:
     """An adapter as a .tar.gz of the directory `name`."""
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
-        for file in FILES:
+    pack_into(packed, directory, name)
+    return packed.getvalue()
+
+
+def pack_into(target: IO[bytes], directory: Path, name: str) -> None:
+    """Write what `pack` gives to a file."""
+    with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as archive:
+        for file in ADAPTER_FILES:
             if (directory / file).is_file():
                 archive.add(directory / file, f"{name}/{file}")
-    return packed.getvalue()
 
 
 # --- both -------------------------------------------------------------------------------------------------------------------
@@ -97,7 +103,7 @@ class _Taken:
             raise DataError(f"the archive has more than {MOST_MEMBERS} members; pack the files of one PEFT directory")
         if path.is_absolute() or ".." in path.parts or "\\" in member or "\0" in member:
             raise DataError(f"the archive has a member {member!r}, which lies outside of it")
-        if path.name not in FILES or len(path.parts) > 2:
+        if path.name not in ADAPTER_FILES or len(path.parts) > 2:
             return None
         self._places.add(str(path.parent))
         if path.name in self.sizes or len(self._places) > 1:
@@ -106,7 +112,7 @@ class _Taken:
 
     def take(self, name: str, source: IO[bytes]) -> None:
         """Write one of the files."""
-        left = min(self._left, MOST_CONFIG) if name == CONFIG else self._left
+        left = min(self._left, MOST_CONFIG) if name == ADAPTER_CONFIG else self._left
         size = 0
         with (self._directory / name).open("wb") as target:
             while piece := source.read(_PIECE):
@@ -131,12 +137,19 @@ _EXTENDED = (
 
 
 class _Plain(tarfile.TarInfo):
-    """A member whose extra headers are short; `tarfile` would read a gigabyte of them into memory."""
+    """A member without holes whose extra headers are short; `tarfile` would read gigabytes of both into memory."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _EXTENDED and self.size > _HEADER:
             raise tarfile.ReadError("a member's name is too long")
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            self._refuse_holes()
         return super()._proc_member(tar)  # type: ignore[misc,no-any-return]
+
+    def _refuse_holes(self, *_: object) -> NoReturn:
+        raise tarfile.ReadError("a member is sparse; pack without --sparse")
+
+    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_holes
 
 
 class _Bounded(io.RawIOBase):
@@ -198,8 +211,10 @@ def _look_at_directory(file: IO[bytes]) -> None:
     if place < 0 or len(tail) - place < _END.size:
         raise DataError("the archive is damaged: a .zip ends otherwise")
     _, _, _, _, members, length, _, _ = _END.unpack_from(tail, place)
-    if members > MOST_MEMBERS or length > MOST_MEMBERS * _HEADER or _END_64 in tail[max(0, place - 20) : place]:
-        raise DataError(f"the archive has more than {MOST_MEMBERS} members; pack the files of one PEFT directory")
+    if members > MOST_MEMBERS or length > MOST_LIST or _END_64 in tail[max(0, place - 20) : place]:
+        raise DataError(
+            f"the archive has more than {MOST_MEMBERS} members, or long names; pack the files of one PEFT directory"
+        )
     file.seek(0)
 
 
@@ -210,4 +225,9 @@ def _wanted(archive: zipfile.ZipFile, taken: _Taken) -> Iterator[tuple[str, Call
         if kind not in (0, 8, 4):
             raise DataError(f"the archive has a member {member.filename!r} that is neither a file nor a directory")
         if name is not None and not member.is_dir():
+            if member.compress_type not in (
+                zipfile.ZIP_STORED,
+                zipfile.ZIP_DEFLATED,
+            ):  # `zipfile` unpacks others at one go
+                raise DataError(f"the archive packs {member.filename!r} in a way that is not taken here; use deflate")
             yield name, lambda member=member: archive.open(member)  # type: ignore[misc]

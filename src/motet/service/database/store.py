@@ -7,51 +7,29 @@ another tenant's object is not there.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from alembic.util.exc import CommandError
 from sqlalchemy import Engine, create_engine, delete, event, func, select, update
-from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
 from motet.errors import StoreError
-from motet.service.database.tables import AuditEntry, Event, FineTuning, Key, StoredFile, StoredJob, Tenant, now
+from motet.service.database.tables import AuditEntry, Event, FineTuning, StoredFile, StoredJob, new_id
+from motet.service.database.tenants import Principal, Tenants
 from motet.types import JobState
 
-Role = Literal["admin", "member"]
-PREFIX = "mk-"
-"""What API keys begin with."""
+AWAY = (OperationalError, InterfaceError, NoConnection)
+"""What is raised while a database is away, full, or has no connection free: the same may succeed a moment later."""
 OPEN = tuple(state.value for state in JobState if not state.final)
 
 
-@dataclass(frozen=True)
-class Principal:
-    """Who asks."""
-
-    tenant_id: str
-    tenant: str
-    key_id: str
-    role: str
-
-    @property
-    def admin(self) -> bool:
-        """Whether every tenant's objects are theirs."""
-        return self.role == "admin"
-
-
-def digest(key: str) -> str:
-    """What is stored of a key. Keys are random, so a plain hash is enough."""
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
-def new_id(kind: str) -> str:
-    """A name for an object."""
-    return f"{kind}-{secrets.token_hex(8)}"
+def find_job(session: Session, job_id: str) -> StoredJob | None:
+    """A job by its id, whoever's it is, in a transaction under way."""
+    return session.scalar(select(StoredJob).where(StoredJob.id == job_id))
 
 
 class Store:
@@ -63,9 +41,9 @@ class Store:
         Raises:
             StoreError: it cannot be opened, and why.
         """
-        self.url = url
         self._engine = _engine(url)
         self._session = sessionmaker(self._engine, expire_on_commit=False)
+        self.tenants = Tenants(self.transaction)
         try:
             _migrate(self._engine)
         except (SQLAlchemyError, CommandError) as error:
@@ -88,60 +66,9 @@ class Store:
         try:
             with self.transaction() as session:
                 session.execute(select(1))
-        except OperationalError:
+        except AWAY:
             return False
         return True
-
-    # --- tenants and keys ---------------------------------------------------------------------------------------------------
-
-    def tenant(self, name: str) -> Tenant:
-        """The tenant of this name, made where there is none."""
-        query = select(Tenant).where(Tenant.name == name)
-        with self.transaction() as session:
-            if (found := session.scalar(query)) is not None:
-                return found
-        # another may make it at the same time
-        with contextlib.suppress(IntegrityError), self.transaction() as session:
-            session.add(Tenant(id=new_id("tenant"), name=name))
-        with self.transaction() as session:
-            return session.scalars(query).one()
-
-    def create_key(self, tenant: str, name: str, role: Role, expires: float | None = None) -> tuple[Key, str]:
-        """A new key of a tenant, and its text, which is shown once."""
-        owner, text = self.tenant(tenant), PREFIX + secrets.token_urlsafe(32)
-        with self.transaction() as session:
-            key = Key(id=new_id("key"), tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires)
-            session.add(key)
-        return key, text
-
-    def all_keys(self, tenant_id: str | None = None) -> list[tuple[Key, str]]:
-        """Keys and the names of their tenants, oldest first; all tenants' unless one is given."""
-        query = select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).order_by(Key.created, Key.id)
-        with self.transaction() as session:
-            rows = session.execute(query if tenant_id is None else query.where(Key.tenant_id == tenant_id)).all()
-            return [(key, tenant) for key, tenant in rows]
-
-    def revoke_key(self, key_id: str, tenant_id: str | None = None) -> bool:
-        """End a key; False where there is none."""
-        with self.transaction() as session:
-            key = session.get(Key, key_id)
-            if key is None or (tenant_id is not None and key.tenant_id != tenant_id):
-                return False
-            key.revoked = key.revoked or now()
-            return True
-
-    def who(self, text: str) -> Principal | None:
-        """Whose key this is; None where it is unknown, revoked or expired."""
-        with self.transaction() as session:
-            row = session.execute(
-                select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).where(Key.digest == digest(text))
-            ).first()
-        if row is None:
-            return None
-        key, tenant = row
-        if key.revoked is not None or (key.expires is not None and key.expires <= now()):
-            return None
-        return Principal(key.tenant_id, tenant, key.id, key.role)
 
     def audit(self, who: Principal, action: str, thing: str) -> None:
         """Remember who changed what."""
@@ -206,6 +133,11 @@ class Store:
         own = [job for job in found if job.tenant_id == who.tenant_id]
         return next(iter(own or (found if who.admin else [])), None)
 
+    def job_by_id(self, job_id: str) -> StoredJob | None:
+        """A job by its id, whoever's it is."""
+        with self.transaction() as session:
+            return find_job(session, job_id)
+
     def open_jobs(self) -> list[StoredJob]:
         """Jobs that have not ended, in the order they came: what a service that starts takes up again."""
         with self.transaction() as session:
@@ -214,7 +146,7 @@ class Store:
     def change_job(self, job_id: str, **fields: Any) -> None:
         """Set columns of a job."""
         with self.transaction() as session:
-            if (job := session.scalar(select(StoredJob).where(StoredJob.id == job_id))) is not None:
+            if (job := find_job(session, job_id)) is not None:
                 for name, value in fields.items():
                     setattr(job, name, value)
 

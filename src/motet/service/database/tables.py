@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +15,11 @@ BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only in I
 def now() -> float:
     """Unix seconds."""
     return datetime.now(UTC).timestamp()
+
+
+def new_id(kind: str) -> str:
+    """A name for an object."""
+    return f"{kind}-{secrets.token_hex(8)}"
 
 
 class Table(DeclarativeBase):
@@ -83,7 +89,11 @@ class Event(Table):
     """Something that happened to a job. (job, kind, key) is unique, so that what is told twice is kept once."""
 
     __tablename__ = "events"
-    __table_args__ = (UniqueConstraint("job_id", "kind", "key"), Index("events_of_job", "job_id", "id"))
+    __table_args__ = (
+        UniqueConstraint("job_id", "kind", "key"),
+        Index("events_of_job", "job_id", "id"),
+        {"sqlite_autoincrement": True},  # an id is never used again: who listens asks for what came after the last one
+    )
     id: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
     kind: Mapped[str] = mapped_column(String(20))
@@ -162,7 +172,6 @@ class TenantLimits(Table):
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     given: Mapped[dict[str, Any]] = mapped_column(JSON)
     """Fields of `LimitsConfig`; null is no limit."""
-    changed: Mapped[float] = mapped_column(default=now)
 
 
 class Usage(Table):

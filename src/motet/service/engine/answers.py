@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.service.adapters.adapters import Adapters
-from motet.service.database.store import Principal
+from motet.service.database.tenants import Principal
 from motet.service.engine.host_link import HostLink, chunk_of
 from motet.types import FinishReason
 

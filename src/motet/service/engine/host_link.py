@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ Score = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 """A `score` message of the engine → the fields of its answer."""
 _QUICK_SECONDS = 10.0
 _LONGEST_WAIT = 60.0
-_LONGEST_LINE = 2**26
 _STOP_SECONDS = 120.0
 
 
@@ -66,11 +66,12 @@ class HostLink:
         self._keys = itertools.count()
         self._stopped = asyncio.Event()
         self._closing = asyncio.Event()
+        # of its own: what others wait for in threads, a slow disk or a slow name, does not keep the engine waiting
+        self._telling = ThreadPoolExecutor(1, "motet-events")
         self._ready_since = math.inf
         self.ready = asyncio.Event()
         self.failure = ""
         """Why there is no engine, for a person."""
-        self.facts: dict[str, Any] = {}
         self.progress: dict[str, dict[str, Any]] = {}
         self.device: dict[str, float] = {}
         self.starts = 0
@@ -140,6 +141,7 @@ class HostLink:
             self._process.stdin.close()
         if self._keeping is not None:
             await self._keeping
+        self._telling.shutdown(wait=False)
 
     # --- the process --------------------------------------------------------------------------------------------------------
 
@@ -174,7 +176,7 @@ class HostLink:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "motet.hosting",
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
-                start_new_session=True, limit=_LONGEST_LINE, env=dict(os.environ),
+                start_new_session=True, limit=wire.LONGEST_LINE, env=dict(os.environ),
             )  # fmt: skip
         self.send(**self._hello)
         assert self._process.stdout is not None
@@ -201,8 +203,9 @@ class HostLink:
 
     async def _handle(self, message: dict[str, Any]) -> None:
         if "ready" in message:
-            self.facts = message["ready"]
-            for job in await asyncio.to_thread(self._jobs):
+            for note in message["ready"]["notes"]:  # such as why results depend on more than the seed
+                _log.warning("%s", note)
+            for job in await asyncio.get_running_loop().run_in_executor(self._telling, self._jobs):
                 self.send(do="add", **job)
             self.failure, self._ready_since = "", time.monotonic()
             self.ready.set()
@@ -222,7 +225,7 @@ class HostLink:
             if (gone := self._scoring.get(message["unscore"])) is not None:
                 gone.cancel()
         elif "event" in message:
-            await asyncio.to_thread(self._tell, message)
+            await asyncio.get_running_loop().run_in_executor(self._telling, self._tell, message)
         elif (messages := self._open.get(message.get("key", -1))) is not None:
             messages.put_nowait(message)
 

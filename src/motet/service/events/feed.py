@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from sqlalchemy import select
 
-from motet.service.database.store import Principal, Store
+from motet.service.database.store import Store
 from motet.service.database.tables import Event, StoredJob
+from motet.service.database.tenants import Principal
 from motet.service.events.news import News
+from motet.service.events.stream import written
 from motet.service.schemas import TenantEvent
 
 KEPT = 1000
@@ -82,5 +84,4 @@ def _told(event: Event, tenant_id: str) -> Told:
     shown = TenantEvent.model_validate(
         {"id": event.id, "job": event.job_id, "kind": event.kind, "time": event.time, "data": event.data}
     )
-    text = f"id: {event.id}\nevent: {event.kind}\ndata: {shown.model_dump_json()}\n\n"
-    return Told(event.id, tenant_id, text)
+    return Told(event.id, tenant_id, written(shown))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import Integer, cast, func, select
 
 from motet.service.database.store import Store
 from motet.service.database.tables import Event
@@ -32,6 +32,15 @@ def steps(store: Store, job_id: str, points: int, fields: Collection[str] = ()) 
     if fields:
         kept = [{name: line[name] for name in ("step", *fields) if name in line} for line in kept]
     return kept, last
+
+
+def told(store: Store, job_id: str) -> int:
+    """The first step of a job that is not kept, or not sure to be: the engine has to tell it again, and those after it."""
+    number = cast(Event.key, Integer)
+    query = select(func.count(), func.max(number)).where(Event.job_id == job_id, Event.kind == "step")
+    with store.transaction() as session:
+        count, last = session.execute(query).one()
+    return int(count) if count and count == last + 1 else 0  # else one of them is missing
 
 
 def newest(store: Store) -> int:

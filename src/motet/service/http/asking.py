@@ -10,12 +10,12 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DataError as DatabaseDataError
-from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
 from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetError, RewardError, StoreError
-from motet.service.database.store import Principal
+from motet.service.database.store import AWAY
 from motet.service.database.tables import StoredJob
+from motet.service.database.tenants import Principal
 from motet.service.desk import Desk
 
 _log = logging.getLogger(__name__)
@@ -56,15 +56,15 @@ def bearer(request: Request) -> str:
 def known(request: Request, desk: Desk) -> bool:
     """Whether a request brings a good key, or needs none."""
     try:
-        return desk.settings.open_to_all or desk.store.who(bearer(request)) is not None
-    except OperationalError:  # whoever answers finds that out too, and says so
+        return desk.settings.open_to_all or desk.store.tenants.who(bearer(request)) is not None
+    except AWAY:  # whoever answers finds that out too, and says so
         return True
 
 
 def principal_of(request: Request, desk: AtDesk) -> Principal:
     """Whose key the request brings."""
     if key := bearer(request):
-        found = desk.store.who(key)
+        found = desk.store.tenants.who(key)
         if found is not None:
             _within_rate(desk, found.key_id)
             return found
@@ -73,14 +73,14 @@ def principal_of(request: Request, desk: AtDesk) -> Principal:
             raise Refusal(401, "this key is unknown, revoked or expired; `motet keys create` makes one")
     if desk.settings.open_to_all:
         _within_rate(desk, "none")
-        return Principal(desk.store.tenant("local").id, "local", "none", "admin")
+        return Principal(desk.store.tenants.made("local").id, "local", "none", "admin")
     raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
 
 
 def _within_rate(desk: Desk, key: str) -> None:
     """Count a request of a key."""
     if seconds := desk.rate.wait(key):
-        rate = desk.settings.rate
+        rate = desk.settings.config.rate
         often = rate.requests_per_second if rate is not None else None
         told = f"more than {often:g} requests a second, the most for one key here; try again in {seconds} s"
         raise Refusal(429, told, headers={"Retry-After": str(seconds)})
@@ -128,10 +128,12 @@ def answer_errors(app: FastAPI) -> None:
         status = 400 if request.url.path.startswith(OPENAI) else 422
         return error_body(status, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
 
-    @app.exception_handler(OperationalError)
-    async def _database(_: Request, error: OperationalError) -> JSONResponse:
-        _log.error("the database does not answer: %s", error.orig)
+    async def _database(_: Request, error: Exception) -> JSONResponse:
+        _log.error("the database does not answer: %s", getattr(error, "orig", error))
         return error_body(503, "the database does not answer; try again in a moment")
+
+    for kind in AWAY:
+        app.add_exception_handler(kind, _database)
 
     @app.exception_handler(DatabaseDataError)
     async def _unkept(_: Request, error: DatabaseDataError) -> JSONResponse:

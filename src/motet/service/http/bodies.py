@@ -1,6 +1,7 @@
 """How much of a request is read: a body is refused as soon as it is known to be too large, before it lies anywhere.
 
-A file of somebody without a key is not read at all. Also refused here are addresses with a NUL character, which no database
+Of somebody without a good key nothing but small bodies is read. JSON is parsed at one go, while nobody else is answered, so
+that each path takes only what it has a use for. Also refused here are addresses with a NUL character, which no database
 keeps.
 """
 
@@ -15,8 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MOST = 16 * 2**20
+MOST = 2**20
 """Bytes of a body where no other limit is set."""
+MOST_PROMPT = 4 * 2**20
+"""Of a request for completions, or to try a grader."""
+MOST_SCORES = 8 * 2**20
+"""Of what a reward worker hands in."""
+MOST_OF_NOBODY = 2**16
+"""Of a request whose key has not been looked at."""
+_PROMPTS = ("/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run")
+_SCORES = "/scoring/results"
 _AROUND = 2**16  # what a form has around its file
 _DRAIN_SECONDS = 5.0
 
@@ -54,19 +63,26 @@ class Bodies:
             await self._told(422, "the address has a NUL character; take it out")(scope, receive, send)
             return
         path = scope["path"].rstrip("/")
-        limit = self._limits.get(path, MOST)
-        words = self._words.get(path, f"a request may have {MOST // 2**20} MB at most")
-        length = dict(scope["headers"]).get(b"content-length", b"")
+        limit = self._limits.get(path) or _limit(path)
+        words = self._words.get(path, f"this request may have {limit // 2**20} MB at most")
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
             await self._told(413, words)(scope, receive, send)
             await _drain(receive, limit)
             return
+        large = int(length) > MOST_OF_NOBODY if length.isdigit() else b"transfer-encoding" in headers
         uploads = path in self._limits and scope["method"] == "POST"
-        if uploads and not await asyncio.to_thread(self._known, Request(scope)):
+        if (uploads or large) and not await asyncio.to_thread(self._known, Request(scope)):
             await self._told(401, "give an API key that is good: Authorization: Bearer mk-…")(scope, receive, send)
             await _drain(receive, MOST)
             return
         await self._app(scope, _bounded(receive, limit, words), send)
+
+
+def _limit(path: str) -> int:
+    """Bytes of a body of a path that takes no files."""
+    return MOST_PROMPT if path in _PROMPTS else MOST_SCORES if path.endswith(_SCORES) else MOST
 
 
 def _bounded(receive: Receive, limit: int, words: str) -> Receive:

@@ -8,15 +8,16 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.errors import EngineError
-from motet.service.database.store import Principal
+from motet.service.database.tenants import Principal
 from motet.service.desk import Desk
 from motet.service.engine.answers import NoModelError, directory_of
 from motet.service.http.asking import Refusal
 
 Text = Annotated[str, Field(max_length=200_000)]
+_MOST_FIELDS = 100
 Zero = Annotated[float, Field(ge=0, le=0)]
 """A field that clients send with its neutral value."""
 
@@ -42,13 +43,20 @@ class Sampled(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=16)
-    stop: str | list[str] | None = Field(None, max_length=8)
+    stop: Text | Annotated[list[Text], Field(max_length=8)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MOST_FIELDS:  # each would be a mistake of its own, in memory too
+            raise ValueError(f"there are {len(value)} fields, and this takes at most {_MOST_FIELDS}")
+        return value
 
     @property
     def tells_usage(self) -> bool:
@@ -87,7 +95,7 @@ async def adapter_of(desk: Desk, who: Principal, model: str) -> str | None:
         Refusal: there is no such model for the asker.
         LimitError: the asker's tokens of this day are spent.
     """
-    await asyncio.to_thread(desk.steward.limits.tokens, who.tenant_id)
+    await asyncio.to_thread(desk.limits.tokens, who.tenant_id)
     try:
         found = await asyncio.to_thread(directory_of, desk.settings.base, desk.adapters, who, model)
     except NoModelError as error:

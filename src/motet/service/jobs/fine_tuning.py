@@ -17,14 +17,16 @@ from sqlalchemy.exc import IntegrityError
 from motet.config import DataConfig, JobConfig
 from motet.errors import ConfigError, DataError, GraderError
 from motet.jobfile import merge
-from motet.service.database.store import Principal, Store
+from motet.service.database.store import Store
 from motet.service.database.tables import Event, FineTuning, StoredFile, StoredJob
+from motet.service.database.tenants import Principal
 from motet.service.desk import Desk
 from motet.service.engine.answers import NoModelError, directory_of
 from motet.service.http.asking import Refusal
 from motet.service.schemas.fine_tuning import FineTuningRequest, Reinforcement
 from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import Grader, columns, judges, parse
+from motet.tasks.row_files import UPLOADED
 from motet.types import Problem
 
 GRADER = "method.reinforcement.grader"
@@ -122,11 +124,12 @@ def _rows(desk: Desk, who: Principal, file_id: str, field: str, grader: Grader) 
         raise Refusal(400, f"{field}: there is no file {file_id!r}; upload it first", field)
     path = desk.file_path(file.id, file.filename)
     try:
-        problems = load_dataset(DataConfig(source=str(path), prompt="messages", holdout=0)).train
+        problems = load_dataset(DataConfig(source=str(path), prompt="messages", holdout=0), UPLOADED).train
     except DataError as error:
         raise Refusal(400, f"{field}: {str(error).replace(str(path), file.filename)}", field) from error
+    read = columns(grader)
     for problem in problems:
-        if missing := columns(grader) - {*problem.metadata, "messages"}:
+        if missing := read - {*problem.metadata, "messages"}:
             there = ", ".join(problem.metadata) or "none besides messages"
             raise Refusal(
                 400,

@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select, update
-from sqlalchemy.exc import SQLAlchemyError
 
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError, StoreError
 from motet.service.adapters.adapters import Adapters, Found
-from motet.service.adapters.archive import CONFIG, FILES
-from motet.service.database.store import Principal, Store, new_id
-from motet.service.database.tables import StoredJob
-from motet.types import JobState
+from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob, new_id
+from motet.service.database.tenants import Principal
+from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, JobState
 
 _log = logging.getLogger(__name__)
+UNFIT = (MotetError, OSError, ValueError)
+"""What is raised where a job cannot be taken up as it stands: it fails with the reason, and no other does."""
 FURTHEST = 366 * 24 * 3600.0
 """Seconds that a start may lie ahead."""
 _LOOK_SECONDS = 30.0
@@ -78,7 +79,7 @@ class Starts:
             adapters: what the names of starts mean.
             run: the directory of jobs.
             hear: told of a job's new state.
-            hand_over: gives a job to the engine.
+            hand_over: gives a job to the engine, or tells that it has failed.
         """
         self._store, self._adapters, self._run = store, adapters, run
         self._hear, self._hand_over = hear, hand_over
@@ -94,7 +95,7 @@ class Starts:
             ConfigError: something of it is not there for them, or cannot come.
             StoreError: its name is taken by an uploaded adapter.
         """
-        member = Principal(who.tenant_id, who.tenant, who.key_id, "member")
+        member = Principal.member_of(who.tenant_id)
         if self._adapters.uploaded(member, config.name) is not None:
             raise StoreError(f"there is an adapter {config.name!r} already; give the job another name")
         before = [self._awaited(who, name) for name in dict.fromkeys(when.after)]
@@ -173,7 +174,7 @@ class Starts:
         begun = any((self._run / job.id / "state").glob("[0-9]*"))
         if name is None or begun or self.path(job.id).exists():
             return
-        owner = Principal(job.tenant_id, "", "", "member")
+        owner = Principal.member_of(job.tenant_id)
         found = self._adapters.find_by_id(job.starts_from) if job.starts_from else self._adapters.find(owner, name)
         if found is None:
             raise ConfigError(
@@ -213,7 +214,7 @@ class Starts:
             self._changed.clear()
             try:
                 seconds = await asyncio.to_thread(self.release)
-            except SQLAlchemyError:
+            except Exception:  # whatever it is, the next look may succeed; without any, no job that waits would start
                 _log.exception("the jobs that wait could not be looked at")
                 seconds = 5.0
             try:
@@ -230,7 +231,7 @@ class Starts:
                 message = self._held_back(job.after or (), job.start_at)
                 if not message:
                     self.keep(job)
-            except MotetError as error:
+            except UNFIT as error:
                 self._let_go(job, JobState.FAILED, str(error))
                 continue
             if not message:
@@ -296,7 +297,7 @@ def _link(source: Path, target: Path) -> None:
     draft = target.with_name(f".tmp-{target.name.removeprefix('.tmp-')}-{new_id('link')}")
     draft.mkdir(parents=True)
     try:
-        for name in FILES:
+        for name in ADAPTER_FILES:
             try:
                 os.link(source / name, draft / name)
             except FileNotFoundError:
@@ -317,7 +318,7 @@ def _fits(config: JobConfig, name: str, path: Path) -> None:
         ConfigError: it has not, and which field to set.
     """
     try:
-        told = json.loads((path / CONFIG).read_text())
+        told = json.loads((path / ADAPTER_CONFIG).read_text())
         shape = {"rank": told["r"], "alpha": told["lora_alpha"]}
     except (OSError, ValueError, KeyError, TypeError):
         return  # the engine looks closer

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from motet.config import RewardConfig
 from motet.errors import ConfigError, EngineError, RewardError
 from motet.service.adapters.adapters import Adapters
-from motet.service.database.store import Principal
 from motet.service.database.tables import StoredJob
+from motet.service.database.tenants import Principal
 from motet.service.engine.answers import NoModelError, directory_of
 from motet.service.engine.host_link import HostLink
 from motet.service.rewards import judging
@@ -54,6 +54,7 @@ class Grading:
         self._pool = RewardPool(_PROCESSES)
         self._lanes: OrderedDict[str, int] = OrderedDict()  # how many use each now
         self._opening = asyncio.Lock()
+        self._free = asyncio.Semaphore(_LANES)  # each in use has a lane of its own, which has processes
 
     async def close(self) -> None:
         """End the processes."""
@@ -79,7 +80,7 @@ class Grading:
         self, job: StoredJob, spec: Mapping[str, Any], problem: Mapping[str, Any], outputs: Sequence[str]
     ) -> list[Score]:
         """What a grader gives the answers of a job to a problem (as plain values); a reason where it gives nothing."""
-        who = Principal(job.tenant_id, "", "", "member")
+        who = Principal.member_of(job.tenant_id)
         found = await self.grade(who, parse(spec), item_of(problem_of(problem)), outputs)
         return [one.reward if one.reward is not None else _reason(one) for one in found]
 
@@ -115,21 +116,22 @@ class Grading:
     async def _computed(self, part: Single, item: Mapping[str, Any], outputs: Sequence[str]) -> list[float | str]:
         """Scores by a grader that asks no model, or why there is none."""
         spec = json.dumps(part.model_dump(mode="json"), sort_keys=True)
-        try:
-            async with self._opening:
-                await self._open(spec, part)
-        except RewardError as error:
-            return [str(error)] * len(outputs)
-        try:
-            scored = await self._pool.score(spec, Problem(0, (), "", item), outputs)
-        finally:
-            self._lanes[spec] -= 1
+        async with self._free:
+            try:
+                async with self._opening:
+                    await self._open(spec, part)
+            except RewardError as error:
+                return [str(error)] * len(outputs)
+            try:
+                scored = await self._pool.score(spec, Problem(0, (), "", item), outputs)
+            finally:
+                self._lanes[spec] -= 1
         return [one.error or one.reward for one in scored]
 
     async def _open(self, spec: str, part: Single) -> None:
         """A lane for a grader; one that nobody uses goes when there are too many."""
         if spec not in self._lanes:
-            for idle in [name for name, users in self._lanes.items() if users == 0][: len(self._lanes) + 1 - _LANES]:
+            for idle in [name for name, users in self._lanes.items() if users == 0][: max(0, len(self._lanes) + 1 - _LANES)]:
                 del self._lanes[idle]
                 await self._pool.unregister(idle)
             config = RewardConfig(
@@ -149,6 +151,8 @@ class Grading:
             found.tokens[judge.model] = found.tokens.get(judge.model, 0) + tokens
         except judging.VerdictError as error:
             found.faults["parse"] = str(error)
+        except UnfilledError as error:  # each message could be filled, but together they are too long
+            found.faults["variable"] = str(error)
         except (ConfigError, EngineError, NoModelError) as error:
             found.faults["server"] = str(error)
 

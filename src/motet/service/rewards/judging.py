@@ -11,7 +11,7 @@ from typing import Any
 from motet.service.engine.answers import whole
 from motet.service.engine.host_link import HostLink
 from motet.tasks.graders.shapes import Judge, JudgeSampling, LabelModel, ScoreModel
-from motet.tasks.graders.template import fill
+from motet.tasks.graders.template import MOST_FILLED, UnfilledError, fill
 from motet.tasks.rewards import last_number
 
 _RESULT = re.compile(r'"result"\s*:\s*"?(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')
@@ -62,7 +62,7 @@ def prompt(judge: Judge, item: Mapping[str, Any], output: str) -> list[dict[str,
     """The messages to a judge, with what it has to end its answer with.
 
     Raises:
-        UnfilledError: a variable has no value.
+        UnfilledError: a variable has no value, or the messages are too long together.
     """
     messages = [
         {
@@ -71,6 +71,10 @@ def prompt(judge: Judge, item: Mapping[str, Any], output: str) -> list[dict[str,
         }
         for one in judge.input
     ]
+    if (size := sum(len(one["content"]) for one in messages)) > MOST_FILLED:
+        raise UnfilledError(
+            "item", f"the messages to the judge have {size} characters; the most are {MOST_FILLED}", of_item=True
+        )
     messages[-1]["content"] += f"\n\n{_form(judge)}"
     return messages
 

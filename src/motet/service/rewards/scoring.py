@@ -58,7 +58,7 @@ async def answer(desk: Desk, message: Mapping[str, Any]) -> dict[str, Any]:
     """What the engine is told of one `score` message; see `tasks.reward_asking`."""
     reward, completions = RewardConfig.model_validate(message["reward"]), list(message["completions"])
     try:
-        job = await asyncio.to_thread(desk.workers.units.job, message["job"])
+        job = await asyncio.to_thread(desk.store.job_by_id, message["job"])
         scorer = SCORERS.get(reward.name)
         if job is None or scorer is None:
             what = f"reward {reward.name!r}" if job is not None else "job"

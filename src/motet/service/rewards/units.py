@@ -16,8 +16,8 @@ from typing import Any
 from sqlalchemy import delete, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from motet.service.database.store import Store, new_id
-from motet.service.database.tables import ScoringUnit, StoredJob, now
+from motet.service.database.store import Store
+from motet.service.database.tables import ScoringUnit, new_id, now
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,6 @@ class ScoringUnits:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-
-    def job(self, job_id: str) -> StoredJob | None:
-        """A job by its id, whoever's it is."""
-        with self._store.transaction() as session:
-            return session.scalar(select(StoredJob).where(StoredJob.id == job_id))
 
     def ask(self, job_id: str, key: str, step: int, work: Mapping[str, Any]) -> list[Any] | None:
         """Scores of a piece of work where they are known; else it waits for a worker from now on.

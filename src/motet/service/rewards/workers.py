@@ -33,7 +33,7 @@ class RewardWorkers:
     def __init__(self, store: Store, lease_seconds: float) -> None:
         """`lease_seconds`: how long a worker that says nothing more keeps what it was handed."""
         self.lease_seconds = lease_seconds
-        self.units = ScoringUnits(store)
+        self._store, self.units = store, ScoringUnits(store)
         self._waiting: defaultdict[str, dict[str, list[asyncio.Future[list[Any]]]]] = defaultdict(dict)
         self._news: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._seen: defaultdict[str, dict[str, float]] = defaultdict(dict)
@@ -141,7 +141,7 @@ class RewardWorkers:
 
     async def state(self, job_id: str) -> JobState:
         """Where a job stands; one that is gone was cancelled."""
-        job = await asyncio.to_thread(self.units.job, job_id)
+        job = await asyncio.to_thread(self._store.job_by_id, job_id)
         return JobState.CANCELLED if job is None else JobState(job.state)
 
     async def expected(self, job_id: str, keys: Sequence[str]) -> dict[str, int]:

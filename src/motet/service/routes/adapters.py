@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 from fastapi import APIRouter, Query, UploadFile
 from fastapi import File as FormFile
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 
 from motet.errors import DataError
-from motet.service.adapters.archive import FILES, pack, unpack
-from motet.service.database.store import Principal, new_id
-from motet.service.database.tables import UploadedAdapter
+from motet.service.adapters.archive import pack_into, unpack
+from motet.service.database.tables import UploadedAdapter, new_id
+from motet.service.database.tenants import Principal
 from motet.service.desk import Desk
 from motet.service.http.asking import Asker, AtDesk, NamedJob, Refusal
 from motet.service.schemas import Version, Versions
 from motet.service.schemas.adapters import Adapter, Adapters
+from motet.types import ADAPTER_FILES
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
@@ -28,7 +31,7 @@ _PIECE = 2**20
 @router.get("/jobs/{job}/versions")
 def list_versions(desk: AtDesk, job: NamedJob) -> Versions:
     """The versions that are kept."""
-    best, latest = desk.version(job, "best"), desk.version(job, "latest")
+    directory, best, latest = desk.directory(job.id), desk.version(job, "best"), desk.version(job, "latest")
     return Versions(
         data=[
             Version(
@@ -36,9 +39,9 @@ def list_versions(desk: AtDesk, job: NamedJob) -> Versions:
                 best=best is not None and best[0] == number,
                 latest=latest is not None and latest[0] == number,
                 model=f"{job.name}@{number}",
-                bytes=_size(desk.directory(job.id).path / "versions" / f"v{number}"),
+                bytes=_size(directory.version(number)),
             )
-            for number in desk.versions(job.id)
+            for number in directory.versions()
         ]
     )
 
@@ -48,9 +51,9 @@ def download_version(desk: AtDesk, job: NamedJob, version: str) -> Response:
     """A version (a number, `best` or `latest`) as a .tar.gz of a PEFT directory."""
     found = desk.version(job, version)
     if found is None:
-        kept = ", ".join(map(str, desk.versions(job.id))) or "none yet"
+        kept = ", ".join(map(str, desk.directory(job.id).versions())) or "none yet"
         raise Refusal(404, f"version {version!r} of job {job.name!r} is not there; kept are {kept}")
-    return _packed(found[1], f"{job.name}-v{found[0]}")
+    return _packed(desk, found[1], f"{job.name}-v{found[0]}")
 
 
 @router.post("/adapters", status_code=201)
@@ -68,13 +71,14 @@ async def upload(
     directory.mkdir(parents=True)
     try:
         size = await _unpacked(desk, file, directory)
-        await asyncio.to_thread(desk.steward.limits.room, who.tenant_id, size)
+        await asyncio.to_thread(desk.limits.room, who.tenant_id, size)  # before the engine is troubled
         shape = await _examined(desk, directory)
         adapter = UploadedAdapter(
             id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape["rank"],
             alpha=shape["alpha"], target_modules=shape["target_modules"],
         )  # fmt: skip
-        await asyncio.to_thread(desk.adapters.add, who, adapter)
+        with_room = desk.steward.storing(who.tenant_id, size)
+        await asyncio.to_thread(with_room(desk.adapters.add), who, adapter)
     except BaseException:  # also when the client has gone
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -94,7 +98,7 @@ def download(who: Asker, desk: AtDesk, adapter: str) -> Response:
     found = desk.adapters.find(who, adapter)
     if found is None:
         raise Refusal(404, f"there is no adapter {adapter!r}")
-    return _packed(found.path, found.name)
+    return _packed(desk, found.path, found.name)
 
 
 @router.get("/adapters/{adapter}")
@@ -120,7 +124,7 @@ def _uploaded(desk: Desk, who: Principal, name: str) -> UploadedAdapter:
 
 async def _unpacked(desk: Desk, file: UploadFile, directory: Path) -> int:
     """The archive's two files in the directory; gives their bytes."""
-    archive, limit = directory / "archive", int(desk.settings.max_adapter_mb * 2**20)
+    archive, limit = directory / "archive", int(desk.settings.config.max_adapter_mb * 2**20)
 
     def work() -> int:
         with archive.open("wb") as target:
@@ -156,10 +160,24 @@ def _shown(one: UploadedAdapter) -> Adapter:
     )  # fmt: skip
 
 
-def _packed(directory: Path, name: str) -> Response:
-    headers = {"Content-Disposition": f'attachment; filename="{name}.tar.gz"'}
-    return Response(pack(directory, name), media_type="application/gzip", headers=headers)
+def _packed(desk: Desk, directory: Path, name: str) -> Response:
+    """A download; it lies in a file without a name meanwhile, of which nothing is left whatever happens."""
+    file = tempfile.TemporaryFile(dir=desk.settings.directory)  # noqa: SIM115 -- `_pieces` closes it
+    try:
+        pack_into(file, directory, name)
+    except BaseException:
+        file.close()
+        raise
+    headers = {"Content-Disposition": f'attachment; filename="{name}.tar.gz"', "Content-Length": str(file.tell())}
+    file.seek(0)
+    return StreamingResponse(_pieces(file), media_type="application/gzip", headers=headers)
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(_PIECE):
+            yield piece
 
 
 def _size(directory: Path) -> int:
-    return sum((directory / name).stat().st_size for name in FILES if (directory / name).is_file())
+    return sum((directory / name).stat().st_size for name in ADAPTER_FILES if (directory / name).is_file())

@@ -22,11 +22,11 @@ def list_entries(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> AuditEntries:
     """Who changed what, newest first. Every change that is asked for over HTTP is written down."""
-    tenant_id = None if tenant is None else desk.adapters.tenant_id(tenant)
-    if tenant is not None and tenant_id is None:
+    known = None if tenant is None else desk.store.tenants.find(tenant)
+    if tenant is not None and known is None:
         raise Refusal(404, f"there is no tenant {tenant!r}", "tenant")
     before = None if after is None else int(after)
-    found = audit.entries(desk.store, tenant_id=tenant_id, before=before, limit=limit + 1)
+    found = audit.entries(desk.store, tenant_id=None if known is None else known.id, before=before, limit=limit + 1)
     page = [
         AuditEntry(id=entry.id, time=entry.time, tenant=name, key=entry.key_id, key_name=key, action=entry.action,
                    object=entry.object)

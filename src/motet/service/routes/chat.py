@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 
-from motet.service.database.store import new_id
+from motet.service.database.tables import new_id
 from motet.service.engine.answers import Answered, begin, pieces, usage, whole
 from motet.service.http.asking import Asker, AtDesk
 from motet.service.http.completing import STREAMED, Sampled, Text, adapter_of, with_its_end
@@ -33,7 +33,7 @@ class ChatMessage(BaseModel):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[Part]
+    content: Text | Annotated[list[Part], Field(max_length=1000, fail_fast=True)]
 
     def plain(self) -> dict[str, str]:
         """As the engine takes it."""
@@ -44,7 +44,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(Sampled):
     """A conversation to go on with."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1000, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=100_000)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
@@ -55,7 +55,7 @@ def models(who: Asker, desk: AtDesk) -> Models:
     """The base, the versions of the asker's jobs, uploaded adapters, and what others share."""
     found = [Model(id=desk.settings.base)]
     for job in desk.store.jobs(who, limit=200):
-        numbers = [*map(str, desk.versions(job.id))]
+        numbers = [*map(str, desk.directory(job.id).versions())]
         names = [*numbers, *(["latest", "best"] if numbers else [])]
         found.extend(Model(id=f"{job.name}@{name}", created=int(job.created)) for name in names)
     found.extend(Model(id=one.name, created=int(one.created)) for one in desk.adapters.all(who))

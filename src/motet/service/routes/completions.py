@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field
 
-from motet.service.database.store import new_id
+from motet.service.database.tables import new_id
 from motet.service.desk import Desk
 from motet.service.engine.answers import Piece, begin, pieces, usage, whole
 from motet.service.http.asking import Asker, AtDesk, Refusal
@@ -21,9 +21,9 @@ from motet.service.http.completing import STREAMED, Sampled, Text, adapter_of, w
 router = APIRouter(prefix="/v1", tags=["completions"])
 _MAX_TOKENS = 16
 _MOST_PROMPTS = 16
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=200_000)]
-Prompts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS)]
-PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=_MOST_PROMPTS)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=200_000, fail_fast=True)]
+Prompts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
+PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
 
 
 class CompletionRequest(Sampled):

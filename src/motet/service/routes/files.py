@@ -10,13 +10,11 @@ from fastapi import APIRouter, Depends, Form, Query, Request, UploadFile
 from fastapi import File as FormFile
 from fastapi.responses import FileResponse
 
-from motet.config import DataConfig
 from motet.errors import LimitError, MotetError
-from motet.service.database.store import new_id
-from motet.service.database.tables import StoredFile
+from motet.service.database.tables import StoredFile, new_id
 from motet.service.http.asking import Asker, AtDesk, Refusal
 from motet.service.schemas import File, FileDeleted, Files
-from motet.tasks.sources import read_rows
+from motet.tasks.row_files import UPLOADED, count_rows
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 _PIECE = 2**20
@@ -38,7 +36,7 @@ async def upload(
     if odd := sorted(set(await request.form()) - {"file", "purpose"}):
         raise Refusal(400, f"{odd[0]:.80}: this field is not supported", odd[0][:80])
     file_id, name = new_id("file"), (file.filename or "rows.jsonl").replace("\0", "")[-255:]
-    path, limit = desk.file_path(file_id, name), int(desk.settings.max_upload_mb * 2**20)
+    path, limit = desk.file_path(file_id, name), int(desk.settings.config.max_upload_mb * 2**20)
     path.parent.mkdir(parents=True, exist_ok=True)
     size = 0
     try:
@@ -47,19 +45,20 @@ async def upload(
                 size += len(piece)
                 if size > limit:
                     raise Refusal(
-                        413, f"{name} is larger than {desk.settings.max_upload_mb:g} MB, the limit of this service"
+                        413,
+                        f"{name} is larger than {desk.settings.config.max_upload_mb:g} MB, the limit of this service",
                     )
                 await asyncio.to_thread(target.write, piece)
-        rows = await asyncio.to_thread(lambda: len(read_rows(DataConfig(source=str(path)))[0]))
-        await asyncio.to_thread(desk.steward.limits.room, who.tenant_id, size)
-        found = await asyncio.to_thread(desk.store.add_file, who, file_id, name, size, rows)
-        await asyncio.to_thread(desk.store.audit, who, "upload file", file_id)
-        return _shown(found)
-    except (Refusal, MotetError, OSError) as error:
+        rows = await asyncio.to_thread(count_rows, path, UPLOADED)
+        with_room = desk.steward.storing(who.tenant_id, size)
+        found = await asyncio.to_thread(with_room(desk.store.add_file), who, file_id, name, size, rows)
+    except BaseException as error:  # whatever it is, also when the client has gone: what is not listed must not stay
         path.unlink(missing_ok=True)
         if isinstance(error, MotetError) and not isinstance(error, LimitError):
             raise Refusal(400, str(error).replace(str(path), name)) from error
         raise
+    await asyncio.to_thread(desk.store.audit, who, "upload file", file_id)
+    return _shown(found)
 
 
 @router.get("")

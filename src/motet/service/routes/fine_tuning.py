@@ -127,8 +127,8 @@ def checkpoints(
     """The versions of the adapter that are kept, newest first."""
     job = made[0]
     before = None if after is None else int(after.rpartition("-")[2])
-    numbers = [one for one in reversed(desk.versions(job.id)) if one > 0 and (before is None or one < before)]
     directory = desk.directory(job.id)
+    numbers = [one for one in reversed(directory.versions()) if one > 0 and (before is None or one < before)]
     committed = directory.newest() if numbers else None
     lines = [] if committed is None else directory.read_metrics(committed)
     data = [_checkpoint(desk, job, number, lines) for number in numbers[:limit]]
@@ -144,7 +144,8 @@ def _shown(desk: Desk, made: Made) -> FineTuningJob:
     given = {name: value for name, value in (method["reinforcement"].get("hyperparameters") or {}).items() if value}
     told = {name: given.get(name, "auto") for name in ("n_epochs", "batch_size", "learning_rate_multiplier")}
     tokens = None
-    if state.final and desk.versions(job.id) and (committed := desk.directory(job.id).newest()) is not None:
+    directory = desk.directory(job.id)
+    if state.final and directory.versions() and (committed := directory.newest()) is not None:
         tokens = committed.tokens_trained
     return FineTuningJob(
         id=job.id,
@@ -198,7 +199,7 @@ def _told(job: StoredJob, entry: Event) -> FineTuningEvent:
 
 
 def _checkpoint(desk: Desk, job: StoredJob, number: int, lines: list[dict[str, Any]]) -> Checkpoint:
-    path = desk.directory(job.id).path / "versions" / f"v{number}"
+    path = desk.directory(job.id).version(number)
     trained: dict[str, Any] = next((line for line in lines if line["step"] == number - 1 and "loss" in line), {})
     evaluated: dict[str, Any] = next(
         (line["eval"] for line in lines if line["step"] == number and line.get("eval")), {}

@@ -35,7 +35,7 @@ async def run(who: Asker, desk: AtDesk, asked: GraderRun) -> GraderResult:
     """Score one sample, as a job would."""
     grader = await asyncio.to_thread(checked_grader, desk, who, asked.grader)
     if judges(grader):
-        await asyncio.to_thread(desk.steward.limits.tokens, who.tenant_id)
+        await asyncio.to_thread(desk.limits.tokens, who.tenant_id)
     started = time.monotonic()
     (found,) = await desk.grading.grade(who, grader, asked.item or {}, [asked.model_sample])
     models = [judge.model for judge in judges(grader)]

@@ -34,7 +34,7 @@ def ready(desk: AtDesk) -> JSONResponse:
 
 def measurer(request: Request, desk: AtDesk) -> None:
     """Whoever asks has the token for metrics, or an admin's key."""
-    token = desk.settings.metrics_token
+    token = desk.settings.config.metrics_token
     if not token or not hmac.compare_digest(bearer(request).encode(), token.encode()):
         admin_of(principal_of(request, desk))
 
@@ -51,7 +51,7 @@ def metrics(desk: AtDesk, _: Annotated[None, Depends(measurer)]) -> Response:
     for job_id, progress in desk.link.progress.items():
         job = desk.adapters.by_id(job_id)
         if isinstance(job, StoredJob):
-            rate.labels(desk.adapters.tenant_name(job.tenant_id), job.name).set(progress["tokens_per_second"])
+            rate.labels(desk.store.tenants.name_of(job.tenant_id), job.name).set(progress["tokens_per_second"])
     Gauge("motet_engine_ready", "Whether the engine runs.", registry=registry).set(desk.link.ready.is_set())
     Gauge("motet_engine_starts", "How often the engine was started.", registry=registry).set(desk.link.starts)
     for name in ("decode", "train"):

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Header, Query, Request
 from fastapi.responses import StreamingResponse
 
-from motet.service.database.store import Principal
 from motet.service.database.tables import Event, StoredJob
+from motet.service.database.tenants import Principal
 from motet.service.desk import Desk
-from motet.service.http.asking import Asker, AtDesk, NamedJob, Refusal
+from motet.service.events.stream import ALIVE, PAGE, QUIET_SECONDS, written
+from motet.service.http.asking import Asker, AtDesk, NamedJob, Refusal, known
 from motet.service.jobs.specs import masked
 from motet.service.jobs.starts import When
-from motet.service.schemas import Events, Job, JobEvent, Jobs
+from motet.service.schemas import Events, Job, JobEvent, Jobs, Rollouts
 from motet.service.schemas.usage import JobChange
 from motet.types import JobState
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
-_QUIET_SECONDS = 15.0
-_PAGE = 500
 
 
 def shown(desk: Desk, who: Principal, job: StoredJob) -> Job:
     """A job as it is answered."""
     return Job(
-        id=job.id, name=job.name, tenant=desk.adapters.tenant_name(job.tenant_id) if who.admin else None,
+        id=job.id, name=job.name, tenant=desk.store.tenants.name_of(job.tenant_id) if who.admin else None,
         state=job.state, message=job.message,
         step=job.step, steps=job.steps, created=job.created, ended=job.ended, spec=masked(job.spec),
         reward=job.reward, after=job.after or [], at=job.start_at,
@@ -113,17 +111,16 @@ def rollouts(
     ] = "train",
     problem: Annotated[int | None, Query(ge=0, description="Only those of this problem.")] = None,
     tokens: Annotated[bool, Query(description="With the text and the logprob of each token.")] = False,
-) -> dict[str, Any]:
+) -> Rollouts:
     """What a step sampled, or what an evaluation did, with rewards."""
-    directory, before = desk.directory(job.id).path / "rollouts", "eval-" if purpose == "eval" else ""
-    names = [path.stem.removeprefix(before) for path in directory.glob(f"{before}*.jsonl")]
-    steps = sorted(int(name) for name in names if name.isdecimal())
+    directory, evals = desk.directory(job.id), purpose == "eval"
+    steps = directory.sampled(evals=evals)
     chosen = steps[-1] if step is None and steps else step
-    if chosen not in steps:
-        what = f"the evaluation of version {step}" if before else f"the rollouts of step {step}"
-        nothing = "no evaluation is done yet" if before else "no step is done yet"
+    if chosen is None or chosen not in steps:
+        what = f"the evaluation of version {step}" if evals else f"the rollouts of step {step}"
+        nothing = "no evaluation is done yet" if evals else "no step is done yet"
         raise Refusal(404, f"{what} of job {job.name!r} is not there" if steps else nothing)
-    found = [json.loads(line) for line in (directory / f"{before}{chosen}.jsonl").read_text().splitlines()]
+    found = directory.read_rollouts(chosen, evals=evals)
     if not tokens:
         for one in found:
             one.pop("token_texts", None)
@@ -137,13 +134,13 @@ def rollouts(
         if (low is None or (one["reward"] is not None and one["reward"] >= low))
         and (high is None or (one["reward"] is not None and one["reward"] <= high))
     ]
-    return {"step": chosen, "steps": steps, "data": found[:limit]}
+    return Rollouts(step=chosen, steps=steps, data=found[:limit])
 
 
 @router.get("/{job}/events")
 def events(desk: AtDesk, job: NamedJob, after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Events:
     """Events after one of them, at most 500."""
-    return Events(data=[_event(entry) for entry in desk.store.events(job.id, after, _PAGE)])
+    return Events(data=[_event(entry) for entry in desk.store.events(job.id, after, PAGE)])
 
 
 @router.get("/{job}/events/stream", response_class=StreamingResponse)
@@ -162,19 +159,21 @@ async def stream(
 async def _stream(request: Request, desk: Desk, job_id: str, after: int) -> AsyncIterator[str]:
     while not await request.is_disconnected():
         # before looking, so that nothing is missed
-        waiting = asyncio.create_task(desk.news.wait(job_id, _QUIET_SECONDS))
+        waiting = asyncio.create_task(desk.news.wait(job_id, QUIET_SECONDS))
         try:
-            found = await asyncio.to_thread(desk.store.events, job_id, after, _PAGE)
+            if not await asyncio.to_thread(known, request, desk):  # the key was revoked, or has expired, since it began
+                return
+            found = await asyncio.to_thread(desk.store.events, job_id, after, PAGE)
             for entry in found:
                 after = entry.id
-                yield f"id: {entry.id}\nevent: {entry.kind}\ndata: {_event(entry).model_dump_json()}\n\n"
+                yield written(_event(entry))
             if found and _ends(found[-1]):
                 return
             if not found:
                 last = await asyncio.to_thread(desk.store.last_event, job_id)
                 if last is None or (last.id <= after and _ends(last)):
                     return
-                yield ": still here\n\n"
+                yield ALIVE
                 await waiting
         finally:
             waiting.cancel()

@@ -16,7 +16,7 @@ _DAY = 86400.0
 def create(who: Admin, desk: AtDesk, wanted: KeyRequest) -> NewKey:
     """Make a key, and its tenant where there is none of the name. The key is shown this once."""
     expires = None if wanted.expires_days is None else now() + wanted.expires_days * _DAY
-    key, text = desk.store.create_key(wanted.tenant, wanted.name, wanted.role, expires)
+    key, text = desk.store.tenants.create_key(wanted.tenant, wanted.name, wanted.role, expires)
     desk.store.audit(who, "create key", key.id)
     return NewKey(**_shown(key, wanted.tenant).model_dump(), key=text)
 
@@ -24,13 +24,13 @@ def create(who: Admin, desk: AtDesk, wanted: KeyRequest) -> NewKey:
 @router.get("")
 def list_keys(who: Admin, desk: AtDesk) -> Keys:
     """All keys, without their texts."""
-    return Keys(data=[_shown(key, tenant) for key, tenant in desk.store.all_keys()])
+    return Keys(data=[_shown(key, tenant) for key, tenant in desk.store.tenants.all_keys()])
 
 
 @router.delete("/{key}", status_code=204)
 def revoke(who: Admin, desk: AtDesk, key: str) -> None:
     """End a key; it is refused from now on."""
-    if not desk.store.revoke_key(key):
+    if not desk.store.tenants.revoke_key(key):
         raise Refusal(404, f"there is no key {key!r}")
     desk.store.audit(who, "revoke key", key)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from motet.service.adapters.adapters import ALL
-from motet.service.database.store import Principal, new_id
 from motet.service.database.tables import Share as StoredShare
-from motet.service.database.tables import StoredJob
+from motet.service.database.tables import StoredJob, new_id
+from motet.service.database.tenants import Principal
 from motet.service.desk import Desk
 from motet.service.http.asking import Asker, AtDesk, Refusal
 from motet.service.schemas.adapters import Share, ShareRequest, Shares
@@ -21,7 +21,8 @@ def share(who: Asker, desk: AtDesk, wanted: ShareRequest) -> Share:
     thing = desk.store.job(who, wanted.name) or desk.adapters.uploaded(who, wanted.name)
     if thing is None:
         raise Refusal(404, f"there is no job or uploaded adapter {wanted.name!r}", "name")
-    other = ALL if wanted.tenant == ALL else desk.adapters.tenant_id(wanted.tenant)
+    known = desk.store.tenants.find(wanted.tenant)
+    other = ALL if wanted.tenant == ALL else None if known is None else known.id
     if other is None:
         raise Refusal(404, f"there is no tenant {wanted.tenant!r}; an admin's `motet keys create` makes one", "tenant")
     if other == thing.tenant_id:
@@ -62,12 +63,12 @@ def _received(share: StoredShare, who: Principal) -> bool:
 
 
 def _shown(desk: Desk, share: StoredShare) -> Share:
-    owner = desk.adapters.tenant_name(share.tenant_id)
-    tenant = ALL if share.with_tenant == ALL else desk.adapters.tenant_name(share.with_tenant)
+    owner = desk.store.tenants.name_of(share.tenant_id)
+    tenant = ALL if share.with_tenant == ALL else desk.store.tenants.name_of(share.with_tenant)
     thing = desk.adapters.by_id(share.object)
     name, models = "" if thing is None else thing.name, []
     if isinstance(thing, StoredJob):
-        numbers = [str(number) for number in desk.versions(thing.id)]
+        numbers = [str(number) for number in desk.directory(thing.id).versions()]
         models = [f"{owner}/{name}@{version}" for version in [*numbers, *(["latest", "best"] if numbers else [])]]
     elif thing is not None:
         models = [f"{owner}/{name}"]

@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
 
-from motet.service.database.store import Principal
+from motet.service.database.tenants import Principal
 from motet.service.desk import Desk
 from motet.service.http.asking import Asker, AtDesk, Refusal
-from motet.service.schemas.usage import UsageLine, UsageReport
-from motet.service.tenants.ledger import By, Used
+from motet.service.schemas.usage import By, UsageLine, UsageReport
+from motet.service.tenants.ledger import Used
 
 router = APIRouter(prefix="/v1/usage", tags=["usage"])
 
@@ -36,7 +36,7 @@ def usage(
     form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
 ) -> Response:
     """Tokens and device time, of the asker's tenant; of all tenants, and of nobody, for admins."""
-    found = desk.steward.ledger.report(
+    found = desk.ledger.report(
         _whose(desk, who, tenant),
         by,
         None if since is None else since.isoformat(),
@@ -52,7 +52,7 @@ def _whose(desk: Desk, who: Principal, tenant: str | None) -> str | None:
     """The id of the tenant whose usage is told; None for all."""
     if tenant is None:
         return None if who.admin else who.tenant_id
-    known = desk.steward.limits.tenant(tenant)
+    known = desk.store.tenants.find(tenant)
     if known is None or not (who.admin or known.id == who.tenant_id):
         raise Refusal(404, f"there is no tenant {tenant!r}", "tenant")
     return known.id

@@ -14,18 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from motet.errors import ConfigError
 from motet.jobfile import parse_jobs
-from motet.service.database.store import Principal
+from motet.service.database.tenants import Principal
 from motet.service.desk import Desk
 from motet.service.events import watching
 from motet.service.events.feed import Feed
 from motet.service.events.news import EVERYTHING
-from motet.service.http.asking import Asker, AtDesk, NamedJob, bearer
+from motet.service.events.stream import ALIVE, PAGE, QUIET_SECONDS
+from motet.service.http.asking import Asker, AtDesk, NamedJob, known
 from motet.service.schemas import CheckedJobs, Steps
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
-_QUIET_SECONDS = 15.0
 _KEY_SECONDS = 30.0
-_PAGE = 500
 _MOST_JOBS = 200
 
 
@@ -70,29 +69,24 @@ async def _stream(request: Request, desk: Desk, who: Principal, after: int) -> A
     yield f"id: {after}\n: from here on\n\n"  # whoever loses the connection at once knows where to go on
     said = asked = time.monotonic()
     while not await request.is_disconnected():
-        waiting = asyncio.create_task(desk.news.wait(EVERYTHING, _QUIET_SECONDS))  # before looking: nothing is missed
+        waiting = asyncio.create_task(desk.news.wait(EVERYTHING, QUIET_SECONDS))  # before looking: nothing is missed
         try:
-            found = await asyncio.to_thread(feed.since, who, after, _PAGE)
+            found = await asyncio.to_thread(feed.since, who, after, PAGE)
             if found:
                 after = found[-1].id
                 yield "".join(one.text for one in found)
-            elif time.monotonic() - said < _QUIET_SECONDS:
+            elif time.monotonic() - said < QUIET_SECONDS:
                 await waiting
                 continue
             else:
-                yield ": still here\n\n"
+                yield ALIVE
             said = time.monotonic()
             if said - asked > _KEY_SECONDS:
                 asked = said
-                if await asyncio.to_thread(_locked_out, request, desk):
+                if not await asyncio.to_thread(known, request, desk):
                     return
         finally:
             waiting.cancel()
-
-
-def _locked_out(request: Request, desk: Desk) -> bool:
-    """Whether the key was revoked or has expired since the stream began."""
-    return not desk.settings.open_to_all and desk.store.who(bearer(request)) is None
 
 
 @router.post("/check")

@@ -84,6 +84,17 @@ class Steps(Answer):
     """The newest event: a stream of events goes on from there without gap or double."""
 
 
+class Rollouts(Answer):
+    """What a step of a job sampled, or the evaluation of a version."""
+
+    step: int
+    """The step; of an evaluation the version."""
+    steps: list[int]
+    """Steps whose rollouts are kept; of evaluations the versions."""
+    data: list[dict[str, Any]]
+    """As in the run directory's rollouts/<step>.jsonl."""
+
+
 class CheckedJobs(Answer):
     """The jobs that a text holds; each can be submitted as it is."""
 

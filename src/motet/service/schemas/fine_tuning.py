@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from motet.service.schemas import Answer
+from motet.tasks.row_files import UPLOADED
 
 
 def _auto(value: Any) -> Any:
     return None if value == "auto" else value
+
+
+def _short(item: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(item)) > UPLOADED.row_bytes:
+        raise ValueError(f"a row may have {UPLOADED.row_bytes / 2**20:g} MB at most")
+    return item
 
 
 Whole = Annotated[Annotated[int, Field(ge=1, le=1_000_000)] | None, BeforeValidator(_auto)]
@@ -185,8 +193,8 @@ class GraderRun(GraderAsked):
 
     model_sample: str = Field(max_length=100_000)
     """An answer; `sample.output_json` is there where it is JSON."""
-    item: dict[str, Any] | None = None
-    """The row that it answers."""
+    item: Annotated[dict[str, Any], AfterValidator(_short)] | None = None
+    """The row that it answers, of at most 1 MB."""
 
 
 class GraderValid(Answer):

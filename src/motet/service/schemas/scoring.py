@@ -61,7 +61,7 @@ class Result(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     id: str = Field(pattern=r"^[!-~]{1,64}$")
-    scores: list[Given] = Field(max_length=100_000)
+    scores: list[Given] = Field(max_length=100_000, fail_fast=True)
     """One for each completion, in order: a finite number, a text that says why there is none, or that text as `chance`."""
 
 
@@ -69,7 +69,7 @@ class Results(BaseModel):
     """Scores, of several units at once."""
 
     model_config = ConfigDict(extra="forbid")
-    results: list[Result] = Field(max_length=1000)
+    results: list[Result] = Field(max_length=1000, fail_fast=True)
 
 
 class Counted(Answer):

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from motet.config.service import LimitsConfig
 from motet.service.schemas import Answer
 
+By = Literal["job", "day", "tenant"]
+"""What gets lines of its own in a report of usage."""
+
 
 class UsageLine(Answer):
     """What was used, by whoever the line names."""
@@ -60,20 +63,6 @@ class Tenants(Answer):
     """Tenants by name."""
 
     data: list[TenantInfo]
-
-
-class LimitsRequest(BaseModel):
-    """A tenant's own limits, all of them: null is no limit, and the service's default stands for what is left out."""
-
-    model_config = ConfigDict(extra="forbid")
-    running_jobs: int | None = Field(None, ge=1, le=10**6)
-    queued_jobs: int | None = Field(None, ge=0, le=10**6)
-    rank: int | None = Field(None, ge=1, le=10**6)
-    steps: int | None = Field(None, ge=1, le=10**9)
-    tokens_per_day: int | None = Field(None, ge=1, le=10**15)
-    storage_mb: float | None = Field(None, ge=0, le=1e12, allow_inf_nan=False)
-    priority: Literal["low", "normal", "high"] | None = None
-    share: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False)
 
 
 class JobChange(BaseModel):

@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from motet.runtime.meter import COMPLETIONS, IDLE
-from motet.service.database.store import Store
+from motet.service.database.store import Store, find_job
 from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage, now
+from motet.service.schemas.usage import By
 
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
-
-By = Literal["job", "day", "tenant"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Ledger:
         """What a step's event adds, for the transaction that keeps the event."""
 
         def add(session: Session) -> None:
-            job = session.scalar(select(StoredJob).where(StoredJob.id == job_id))
+            job = find_job(session, job_id)
             if job is not None:
                 counts = {name: int(data.get(name) or 0) for name in ("tokens_sampled", "tokens_trained")}
                 _add(session, self.day(), job.tenant_id, job.id, job.name, counts)

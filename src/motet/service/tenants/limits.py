@@ -11,8 +11,8 @@ from sqlalchemy import func, select
 from motet.config import JobConfig
 from motet.config.service import LimitsConfig
 from motet.errors import LimitError
-from motet.service.database.store import Store
-from motet.service.database.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter, now
+from motet.service.database.store import OPEN, Store
+from motet.service.database.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter
 from motet.service.tenants.ledger import Ledger
 from motet.types import JobState
 
@@ -60,11 +60,6 @@ class Limits:
 
     # --- what is set ------------------------------------------------------------------------------------------------------
 
-    def tenant(self, name: str) -> Tenant | None:
-        """The tenant of a name, where there is one."""
-        with self._store.transaction() as session:
-            return session.scalar(select(Tenant).where(Tenant.name == name))
-
     def of(self, tenant_id: str) -> LimitsConfig:
         """What holds for a tenant."""
         with self._store.transaction() as session:
@@ -80,7 +75,7 @@ class Limits:
     def set(self, tenant_id: str, given: Mapping[str, Any]) -> LimitsConfig:
         """Set a tenant's own limits, all at once; the defaults stand for what is not given."""
         with self._store.transaction() as session:
-            session.merge(TenantLimits(tenant_id=tenant_id, given=dict(given), changed=now()))
+            session.merge(TenantLimits(tenant_id=tenant_id, given=dict(given)))
         return self._with(given)
 
     def _with(self, given: Mapping[str, Any] | None) -> LimitsConfig:
@@ -193,9 +188,7 @@ class Limits:
         if limits.queued_jobs is None:
             return
         at_once = min(limits.running_jobs or self._slots, self._slots)
-        found = self._jobs(
-            tenant_id, *WAITING, JobState.RUNNING.value
-        )  # who runs already may be a matter of milliseconds
+        found = self._jobs(tenant_id, *OPEN)  # who runs already may be a matter of milliseconds
         if found >= limits.queued_jobs + at_once:
             raise LimitError(
                 f"queued_jobs: {found} jobs of this tenant run or wait; {at_once} may run and {limits.queued_jobs} wait. Let "

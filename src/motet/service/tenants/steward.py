@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy.exc import OperationalError
-
 from motet.config import JobConfig
 from motet.config.service import LimitsConfig
 from motet.errors import LimitError, StoreError
 from motet.runtime.slots import Rule
-from motet.service.database.store import Store
+from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import StoredJob
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.limits import ASK, Limits, spent
@@ -46,6 +44,7 @@ class Steward:
         """Tokens of completions that are not in the ledger yet: {tenant id: (read, sampled)}."""
         self._counting = threading.Lock()
         self._submitting = threading.Lock()
+        self._storing: dict[str, threading.Lock] = {}
 
     # --- jobs -------------------------------------------------------------------------------------------------------------
 
@@ -58,6 +57,17 @@ class Steward:
         """
         with self._submitting:
             self.limits.admit(tenant_id, config)
+            yield
+
+    @contextlib.contextmanager
+    def storing(self, tenant_id: str, size: int) -> Iterator[None]:
+        """While so many bytes are written down as a tenant's: one upload of it at a time, as in `admitting`.
+
+        Raises:
+            LimitError: there is no room for them.
+        """
+        with self._storing.setdefault(tenant_id, threading.Lock()):
+            self.limits.room(tenant_id, size)
             yield
 
     def may_resume(self, job: StoredJob) -> None:
@@ -107,7 +117,7 @@ class Steward:
             return
         try:
             self.ledger.completions(counted)
-        except OperationalError:
+        except AWAY:
             for tenant_id, counts in counted.items():
                 self.count(tenant_id, *counts)  # a database that is away for a while comes back
             raise

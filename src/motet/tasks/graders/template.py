@@ -12,11 +12,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_BRACES = re.compile(r"\{\{(.*?)\}\}", re.DOTALL)
 _PATH = re.compile(r"\s*(item|sample)((?:\.[^\s.\[\]{}|()'\"]+|\[\d{1,9}\])+)\s*")
 _PART = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 SAMPLE = ("output_text", "output_json")
 """Variables of `sample`."""
+MOST_FILLED = 2**20
+"""Characters of a template with its variables filled in."""
 
 
 class UnfilledError(Exception):
@@ -34,11 +35,11 @@ def variables(text: str) -> list[tuple[str, tuple[str | int, ...]]]:
         ValueError: what stands between braces is no variable; says what would be.
     """
     found = []
-    for inside in _BRACES.findall(text):
+    for inside in _split(text)[1::2]:
         match = _PATH.fullmatch(inside)
         if match is None:
             raise ValueError(
-                f"{{{{{inside}}}}} is not a variable: write {{{{item.COLUMN}}}}, {{{{sample.output_text}}}} or "
+                f"{{{{{inside:.80}}}}} is not a variable: write {{{{item.COLUMN}}}}, {{{{sample.output_text}}}} or "
                 "{{sample.output_json.FIELD}}"
             )
         path = tuple(int(place) if place else name for name, place in _PART.findall(match[2]))
@@ -54,10 +55,28 @@ def fill(text: str, item: Mapping[str, Any], output: str) -> str:
     """A template with its variables filled in. Text stands as it is, other values as JSON.
 
     Raises:
-        UnfilledError: a variable has no value.
+        UnfilledError: a variable has no value, or the text gets longer than `MOST_FILLED` characters.
     """
-    values = iter([_value(namespace, path, item, output) for namespace, path in variables(text)])
-    return _BRACES.sub(lambda _: next(values), text)
+    pieces = _split(text)
+    size = sum(map(len, pieces[::2]))
+    for place, (namespace, path) in enumerate(variables(text)):
+        pieces[2 * place + 1] = filled = _value(namespace, path, item, output)
+        size += len(filled)
+        if size > MOST_FILLED:
+            name = ".".join(map(str, (namespace, *path)))
+            raise UnfilledError(
+                name, f"with it the text has more than {MOST_FILLED} characters", of_item=namespace == "item"
+            )
+    return "".join(pieces)
+
+
+def _split(text: str) -> list[str]:
+    """Plain text and what stands between `{{` and `}}`, by turns; the time is linear in the text's length."""
+    pieces, done = [], 0
+    while (opened := text.find("{{", done)) >= 0 and (closed := text.find("}}", opened + 2)) >= 0:
+        pieces += [text[done:opened], text[opened + 2 : closed]]
+        done = closed + 2
+    return [*pieces, text[done:]]
 
 
 def _value(namespace: str, path: tuple[str | int, ...], item: Mapping[str, Any], output: str) -> str:

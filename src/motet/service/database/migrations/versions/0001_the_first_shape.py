@@ -133,6 +133,7 @@ def _events() -> None:
         ),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint("job_id", "kind", "key"),
+        sqlite_autoincrement=True,
     )
     with op.batch_alter_table("events", schema=None) as batch_op:
         batch_op.create_index("events_of_job", ["job_id", "id"], unique=False)

@@ -19,7 +19,6 @@ def upgrade() -> None:
         "limits",
         sa.Column("tenant_id", sa.String(length=40), nullable=False),
         sa.Column("given", sa.JSON(), nullable=False),
-        sa.Column("changed", sa.Double(), nullable=False),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"]),
         sa.PrimaryKeyConstraint("tenant_id"),
     )

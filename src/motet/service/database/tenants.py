@@ -1,0 +1,120 @@
+"""Whose things are: tenants, their keys, and who asks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal
+
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from motet.service.database.tables import Key, Tenant, new_id, now
+
+Role = Literal["admin", "member"]
+PREFIX = "mk-"
+"""What API keys begin with."""
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who asks."""
+
+    tenant_id: str
+    tenant: str
+    key_id: str
+    role: str
+
+    @classmethod
+    def member_of(cls, tenant_id: str) -> Principal:
+        """A tenant itself, without a key: its own objects are there, and no others, whoever asks on its behalf."""
+        return cls(tenant_id, "", "", "member")
+
+    @property
+    def admin(self) -> bool:
+        """Whether every tenant's objects are theirs."""
+        return self.role == "admin"
+
+
+def digest(key: str) -> str:
+    """What is stored of a key. Keys are random, so a plain hash is enough."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class Tenants:
+    """Tenants and keys of one database; part of its `Store`."""
+
+    def __init__(self, transaction: Callable[[], AbstractContextManager[Session]]) -> None:
+        """`transaction` is the store's."""
+        self._transaction = transaction
+        self._names: dict[str, str] = {}
+
+    # --- tenants ----------------------------------------------------------------------------------------------------------
+
+    def find(self, name: str) -> Tenant | None:
+        """The tenant of a name, where there is one."""
+        with self._transaction() as session:
+            return session.scalar(select(Tenant).where(Tenant.name == name))
+
+    def name_of(self, tenant_id: str) -> str:
+        """The name of a tenant, which never changes; empty where there is none."""
+        if tenant_id not in self._names:
+            with self._transaction() as session:
+                found = session.get(Tenant, tenant_id)
+            if found is None:
+                return ""
+            self._names[tenant_id] = found.name
+        return self._names[tenant_id]
+
+    def made(self, name: str) -> Tenant:
+        """The tenant of a name, made where there is none."""
+        if (found := self.find(name)) is not None:
+            return found
+        # another may make it at the same time
+        with contextlib.suppress(IntegrityError), self._transaction() as session:
+            session.add(Tenant(id=new_id("tenant"), name=name))
+        with self._transaction() as session:
+            return session.scalars(select(Tenant).where(Tenant.name == name)).one()
+
+    # --- keys -------------------------------------------------------------------------------------------------------------
+
+    def create_key(self, tenant: str, name: str, role: Role, expires: float | None = None) -> tuple[Key, str]:
+        """A new key of a tenant, which is made where there is none, and the key's text, which is shown once."""
+        owner, text = self.made(tenant), PREFIX + secrets.token_urlsafe(32)
+        with self._transaction() as session:
+            key = Key(id=new_id("key"), tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires)
+            session.add(key)
+        return key, text
+
+    def all_keys(self) -> list[tuple[Key, str]]:
+        """All keys and the names of their tenants, oldest first."""
+        query = select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).order_by(Key.created, Key.id)
+        with self._transaction() as session:
+            return [(key, tenant) for key, tenant in session.execute(query).all()]
+
+    def revoke_key(self, key_id: str, tenant_id: str | None = None) -> bool:
+        """End a key; False where there is none."""
+        with self._transaction() as session:
+            key = session.get(Key, key_id)
+            if key is None or (tenant_id is not None and key.tenant_id != tenant_id):
+                return False
+            key.revoked = key.revoked or now()
+            return True
+
+    def who(self, text: str) -> Principal | None:
+        """Whose key this is; None where it is unknown, revoked or expired."""
+        with self._transaction() as session:
+            row = session.execute(
+                select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).where(Key.digest == digest(text))
+            ).first()
+        if row is None:
+            return None
+        key, tenant = row
+        if key.revoked is not None or (key.expires is not None and key.expires <= now()):
+            return None
+        return Principal(key.tenant_id, tenant, key.id, key.role)

@@ -1,0 +1,107 @@
+"""Rows out of parquet. A few kilobytes of it may stand for terabytes, and nothing of Arrow's has bounds of its own.
+
+What somebody else gives is therefore read in a process of its own, whose memory and time are limited and which writes each
+row as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from motet.errors import DataError
+from motet.tasks.plain_json import as_json
+
+_BATCH = 256
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_BATCH):
+            yield from batch.to_pylist()
+    except (
+        OSError,
+        pyarrow.ArrowException,
+        ValueError,
+        OverflowError,
+        MemoryError,
+    ) as error:  # or a date Python has not
+        raise DataError(f"{path} cannot be read as parquet: {error or type(error).__name__}") from error
+
+
+def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Generator[bytes]:
+    """The rows of a file as lines of JSON.
+
+    Args:
+        path: the file.
+        seconds: the time that reading may take.
+        memory_mb: the memory of the process that reads.
+        longest: bytes of a line; what is longer comes in several pieces.
+
+    Raises:
+        DataError: it cannot be read, or not within the limits.
+    """
+    package_root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-P", "-m", __name__, str(path), str(memory_mb)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": package_root,
+        "PYTHONWARNINGS": "ignore",
+        "ARROW_DEFAULT_MEMORY_POOL": "system",
+    }
+    late = threading.Event()
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+
+        def end() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            while line := process.stdout.readline(longest):
+                if line.startswith(b'"'):  # a row is an object; a text says what is wrong
+                    raise DataError(json.loads(line))
+                yield line
+            if process.wait() != 0:
+                limit = f"{seconds:g} s" if late.is_set() else f"{memory_mb} MB of memory"
+                raise DataError(f"{path} cannot be read within {limit}, the most here; split it, or make it .jsonl")
+        finally:
+            timer.cancel()
+            process.kill()
+
+
+def _write(path: Path, target: IO[str]) -> None:
+    """Runs in the process that reads."""
+    try:
+        for row in read(path):
+            target.write(json.dumps(as_json(row), separators=(",", ":")) + "\n")
+    except DataError as error:
+        target.write(json.dumps(str(error)) + "\n")
+    target.flush()
+
+
+if __name__ == "__main__":
+    most = int(sys.argv[2]) * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _write(Path(sys.argv[1]), sys.stdout)

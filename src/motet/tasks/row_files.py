@@ -1,0 +1,153 @@
+"""Rows out of files, one after another. What a stranger uploads is bounded: a few kilobytes may stand for a million rows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet.errors import DataError
+from motet.tasks import parquet_rows
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The most that rows may take which somebody else gives."""
+
+    rows: int = 2_000_000
+    row_bytes: int = 2**20
+    """Of one row as JSON."""
+    bytes: int = 2**30
+    """Of all rows, and of all prompts that are made of them."""
+    values: int = 20_000_000
+    """Of all rows: numbers, texts, lists and so on, each of which is an object of Python's."""
+    seconds: float = 120.0
+    """Time that generating rows may take, and reading parquet."""
+    memory_mb: int = 4096
+    """Memory of the process that does either."""
+
+
+UPLOADED = Bounds()
+"""Those of a service."""
+
+
+def rows_of(path: Path, bounds: Bounds | None = None) -> Iterator[Row]:
+    """The rows of a .jsonl, .json or .parquet file, in order.
+
+    Args:
+        path: the file; its ending says what it is.
+        bounds: None for a file of one's own, which may be as large as the memory allows.
+
+    Raises:
+        DataError: it cannot be read, holds something other than rows, or more than the bounds.
+    """
+    for number, row in enumerate(READERS[path.suffix.lower()](path, bounds)):
+        if bounds is not None and number >= bounds.rows:
+            raise _too_many_rows(path, bounds)
+        yield row
+
+
+def count_rows(path: Path, bounds: Bounds) -> int:
+    """How many rows a file has; every one is read, and none is kept.
+
+    Raises:
+        DataError: as `rows_of`, and for a file without rows or of another kind.
+    """
+    if path.suffix.lower() not in READERS:
+        raise DataError(f"{path} is not a file of rows: its name must end with {', '.join(READERS)}")
+    if not (count := sum(1 for _ in rows_of(path, bounds))):
+        raise DataError(f"{path} has no rows")
+    return count
+
+
+def _too_many_rows(path: Path, bounds: Bounds) -> DataError:
+    return DataError(f"{path} has more than {bounds.rows} rows, the most here; split it")
+
+
+def _too_large(where: str, limit: int) -> DataError:
+    return DataError(f"{where} has more than {limit / 2**20:g} MB; shorten it")
+
+
+def _too_many_values(path: Path, bounds: Bounds) -> DataError:
+    return DataError(f"{path} has more than {bounds.values} values, the most here; leave columns out, or split it")
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------------
+
+
+def _json_lines(path: Path, bounds: Bounds | None) -> Iterator[Row]:
+    longest = -1 if bounds is None else bounds.row_bytes + 1
+    with path.open("rb") as lines:
+        yield from _checked(iter(lambda: lines.readline(longest), b""), path, "line", bounds)
+
+
+def _checked(lines: Iterable[bytes], path: Path, unit: str, bounds: Bounds | None) -> Iterator[Row]:
+    """The rows of lines, none of which is parsed before it is known to be within the bounds."""
+    size = values = 0
+    for number, line in enumerate(lines, 1):
+        where = f"{path} {unit} {number}"
+        if bounds is not None:
+            size, values = size + len(line), values + _values(line)
+            if len(line) > bounds.row_bytes:
+                raise _too_large(where, bounds.row_bytes)
+            if size > bounds.bytes:
+                raise _too_large(str(path), bounds.bytes)
+            if values > bounds.values:
+                raise _too_many_values(path, bounds)
+        if line.strip():
+            yield _object(_parse(line, where), where)
+
+
+def _json_list(path: Path, bounds: Bounds | None) -> Iterator[Row]:
+    text = path.read_bytes()
+    if bounds is not None and _values(text) > bounds.values:
+        raise _too_many_values(path, bounds)
+    value = _parse(text, str(path))
+    if not isinstance(value, list):
+        raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; for one row a line use .jsonl")
+    for number, row in enumerate(value):
+        where = f"{path} row {number}"
+        if bounds is not None and len(json.dumps(row)) > bounds.row_bytes:
+            raise _too_large(where, bounds.row_bytes)
+        yield _object(row, where)
+
+
+def _values(text: bytes) -> int:
+    """At least as many as a text of JSON has values, without parsing it."""
+    return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def _parse(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not valid JSON in UTF-8: {error}") from error
+
+
+def _object(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        example = '{"prompt": "...", "answer": "..."}'
+        raise DataError(f"{where} must be an object such as {example}, got {type(value).__name__}")
+    return value
+
+
+# --- parquet ----------------------------------------------------------------------------------------------------------------
+
+
+def _parquet(path: Path, bounds: Bounds | None) -> Iterator[Row]:
+    if bounds is None:
+        yield from parquet_rows.read(path)
+        return
+    lines = parquet_rows.read_apart(path, bounds.seconds, bounds.memory_mb, bounds.row_bytes + 1)
+    with contextlib.closing(lines):
+        yield from _checked(lines, path, "row", bounds)
+
+
+READERS: dict[str, Callable[[Path, Bounds | None], Iterator[Row]]] = {
+    ".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet,
+}  # fmt: skip

@@ -1,0 +1,117 @@
+"""The engine's process goes on while somebody's prompt is tokenised and somebody's adapter is read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from motet.config import EngineConfig
+from motet.device import Device
+from motet.errors import AdapterError
+from motet.hosting.answers import Answers
+from motet.launch import load
+from motet.model.lora import AdapterWeights
+from motet.rollout.embedded import EmbeddedEngine
+from motet.types import AdapterRef
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return load("small", EngineConfig(threads=1))
+
+
+class SlowDisk(EmbeddedEngine):
+    """Its files come when they may."""
+
+    begun, may = threading.Event(), threading.Event()
+
+    def read(self, source: Path) -> AdapterWeights:
+        """Wait, then read."""
+        self.begun.set()
+        assert self.may.wait(5), "nothing else went on meanwhile"
+        return super().read(source)
+
+
+def test_an_adapter_is_read_beside_everything_else(base: Any, tmp_path: Path) -> None:
+    device = Device()
+    engine = SlowDisk(base, device, max_rows=2, kv_tokens=1024, block_size=16, prefill_tokens=64)
+
+    async def scenario() -> None:
+        loading = asyncio.create_task(engine.load_adapter(AdapterRef("a", 0), tmp_path))
+        while not engine.begun.is_set():
+            await asyncio.sleep(0.01)
+        engine.may.set()
+        with pytest.raises(AdapterError, match="adapter_config"):
+            await loading
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        device.close()
+
+
+class Crowded:
+    """A base that counts who looks at it at the same time."""
+
+    def __init__(self, base: Any) -> None:
+        self._base, self.here, self.most = base, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+    def adapter_layout(self, *given: Any) -> Any:
+        """Slowly."""
+        self.here += 1
+        self.most = max(self.most, self.here)
+        time.sleep(0.05)
+        self.here -= 1
+        return self._base.adapter_layout(*given)
+
+
+def answers(base: Any, said: list[dict[str, Any]]) -> Answers:
+    """Without an engine."""
+    shared: Any = SimpleNamespace(engine=None, scheduler=None, engine_suffix="x")
+    return Answers(base, shared, lambda **message: said.append(message))
+
+
+def test_adapters_are_looked_at_one_at_a_time(base: Any, trained_adapter: Path) -> None:
+    crowded, said = Crowded(base), list[dict[str, Any]]()
+    told = answers(crowded, said)
+
+    async def scenario() -> None:
+        await asyncio.gather(*(told.examine(key, trained_adapter) for key in range(4)))
+
+    asyncio.run(scenario())
+    assert [message["key"] for message in said if "found" in message] == [0, 1, 2, 3]
+    assert crowded.most == 1
+
+
+def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base: Any) -> None:
+    said: list[dict[str, Any]] = []
+    told = answers(base, said)
+    text = "a" * (2 * base.max_positions * max(map(len, base.tokenizer.get_vocab())))
+    asked: Any = {"tenant": "", "adapter": None, "sampling": {}, "seed": 0, "n": 1, "stream": False, "logprobs": False}
+
+    async def scenario() -> None:
+        for number, prompt in enumerate(({"prompt": text}, {"messages": [{"role": "user", "content": text[::2]}] * 2})):
+            await told.answer({**asked, **prompt, "key": number})
+
+    asyncio.run(scenario())
+    assert [message["key"] for message in said] == [0, 1]
+    assert all(f"{len(text)} characters" in message["refused"] and message["theirs"] for message in said)
+
+
+@pytest.fixture(scope="module")
+def trained_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PEFT directory that fits the small base."""
+    from tests.adapter_files import run_alone
+    from tests.service_run import tiny
+
+    result = run_alone(tmp_path_factory.mktemp("run"), tiny("sort", 1))
+    return result.jobs["sort"].adapter

@@ -1,0 +1,301 @@
+"""What goes wrong in a service stays with the one it happens to: files that vanish, odd texts, and two who come together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import InterfaceError
+from sqlalchemy.exc import TimeoutError as NoConnection
+
+import motet
+from motet.config import RewardConfig
+from motet.hosting.host import line_of
+from motet.rollout import wire
+from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
+from motet.service.desk import _as_kept
+from motet.service.engine.host_link import HostLink
+from motet.service.events import watching
+from motet.service.jobs.starts import When
+from motet.tasks.reward_asking import AskedOfService
+from motet.tasks.reward_http import Addresses, HttpRewards
+from tests.database import person
+from tests.house import House
+from tests.misbehaving_rewards import misbehaving
+from tests.service_run import ROWS, Json, tiny
+from tests.test_service_starts import Place
+from tests.waiting import until
+
+
+def uploaded(house: House) -> str:
+    """The id of a new file."""
+    return str(house.ask("POST", "/v1/files", files={"file": ("rows.jsonl", ROWS)}).json()["id"])
+
+
+def at_once(work: Callable[[int], int], n: int) -> list[int]:
+    """What n answer who begin together."""
+    together = threading.Barrier(n)
+
+    def one(number: int) -> int:
+        together.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(n) as threads:
+        return list(threads.map(one, range(n)))
+
+
+# --- what a job names goes away ---------------------------------------------------------------------------------------------
+
+
+def test_a_job_whose_file_is_gone_when_it_may_start_fails_and_those_behind_it_start(house: House) -> None:
+    file, soon = uploaded(house), {"at": time.time() + 0.5}
+    for name, data in (("unlucky", {"data": file}), ("lucky", {})):
+        assert house.ask("POST", "/v1/jobs", json={**tiny(name), **data}, params=soon).json()["state"] == "queued"
+    assert house.ask("DELETE", f"/v1/files/{file}").status_code == 200
+    time.sleep(0.6)
+    house.desk.starts.release()
+    found = {name: house.ask("GET", f"/v1/jobs/{name}").json() for name in ("unlucky", "lucky")}
+    assert (found["unlucky"]["state"], found["lucky"]["state"]) == ("failed", "queued")
+    assert file in found["unlucky"]["message"]
+    handed = [message["job"]["name"] for message in house.desk._open_jobs()]
+    assert found["lucky"]["id"] in handed
+    assert found["unlucky"]["id"] not in handed
+
+
+def test_a_start_that_cannot_be_linked_fails_its_job_alone(store: Store, tmp_path: Path) -> None:
+    place = Place(store, tmp_path / "run")
+    us = person(store, "us")
+    elder = place.submit(us, "elder")
+    place.save(elder, 1)
+    younger = place.submit(us, "younger", When(after=["elder"]), adapter={"init": "elder@best"})
+    place.submit(us, "other", When(after=["elder"]))
+    place.end(elder)
+    place.starts.path(younger.id).parent.write_text("no directory")  # as when the disk is full: no file can be made
+    place.starts.release()
+    assert (place.now(younger).state, place.handed) == ("failed", ["other"])
+    assert place.now(younger).message
+
+
+def test_those_who_wait_are_looked_at_again_after_whatever_goes_wrong(store: Store, tmp_path: Path) -> None:
+    class Broken(Place):
+        """Cannot hand over a job of one name."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.starts._hand_over = self.take
+
+        def take(self, job: StoredJob) -> None:
+            """What the desk does with a job."""
+            if job.name == "odd":
+                raise LookupError("nobody thought of this")
+            self.handed.append(job.name)
+
+    place = Broken(store, tmp_path / "run")
+    us = person(store, "us")
+    place.submit(us, "odd", When(at=time.time() + 0.1))
+
+    async def work() -> None:
+        watching_them = asyncio.create_task(place.starts.watch())
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(place.submit, us, "plain", When(at=time.time() + 0.1))
+        await until(lambda: place.handed == ["plain"], 10)
+        watching_them.cancel()
+
+    asyncio.run(work())
+
+
+def test_a_failed_job_whose_file_is_gone_is_not_resumed_and_stays_failed(house: House) -> None:
+    file = uploaded(house)
+    job = house.ask("POST", "/v1/jobs", json={**tiny("stuck"), "data": file}).json()["id"]
+    house.desk.hear(job, "state", {"state": "failed", "message": "no luck"})
+    house.ask("DELETE", f"/v1/files/{file}")
+    assert file in house.refused(400, "POST", "/v1/jobs/stuck/resume")["message"]
+    assert house.ask("GET", "/v1/jobs/stuck").json()["state"] == "failed"
+
+
+# --- events -----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_events_id_is_never_used_again(store: Store) -> None:
+    us = person(store, "us")
+    stays, goes = store.submit(us, "stays", {}, 3, None).id, store.submit(us, "goes", {}, 3, None).id
+    last = store.tell(goes, "step", "0", {})
+    assert last is not None
+    store.delete_job(goes)
+    found = store.tell(stays, "step", "0", {})
+    assert found is not None
+    assert found > last
+    assert [event.key for event in store.events(stays, last)] == ["0"]
+
+
+def test_a_reason_with_characters_that_no_database_keeps_is_kept_without_them(store: Store, tmp_path: Path) -> None:
+    job = store.submit(person(store, "us"), "sort", {}, 3, None).id
+    key, told, fields = _as_kept("state", {"state": "failed", "message": "a\0b\ud800c\u2028d"}, tmp_path)
+    assert store.tell(job, "state", key, told, None, **fields) is not None
+    assert store.events(job)[-1].data["message"] == "ab?c\u2028d"
+
+
+@pytest.mark.parametrize("error", [NoConnection("the pool is empty"), InterfaceError("", {}, OSError("closed"))])
+def test_what_is_told_while_no_connection_is_free_is_kept_later(house: House, error: Exception) -> None:
+    tries: list[str] = []
+
+    def write() -> None:
+        tries.append(house.desk.unwritten)
+        if len(tries) < 3:
+            raise error
+
+    house.desk._keep(write)
+    assert len(tries) == 3
+    assert "cannot be written" in tries[2]
+    assert house.desk.unwritten == ""
+
+
+def test_texts_with_odd_ends_of_lines_come_whole(house: House) -> None:
+    text = "a\u2028b\u2029c\x85d\x1ee\r\nf"
+    house.desk.directory(house.job["id"]).write_rollouts("1", [{"text": text, "reward": 0.5, "step": 1}])
+    (one,) = house.ask("GET", "/v1/jobs/ended/rollouts?step=1").json()["data"]
+    assert one["text"] == text
+    job = house.ask("POST", "/v1/jobs", json=tiny("told")).json()["id"]
+    house.desk.hear(job, "state", {"state": "failed", "message": text})
+    with motet.Client(str(house.http.base_url), house.keys["ours"]) as client:
+        assert [event.data["message"] for event in client.events(job, follow=True)] == ["", text]
+
+
+def test_a_stream_of_a_job_ends_with_its_key(house: House) -> None:
+    key, text = house.desk.store.tenants.create_key("us", "short", "member")
+    job = house.ask("POST", "/v1/jobs", json=tiny("streamed")).json()["id"]
+    lines: list[str] = []
+    headers = {"Authorization": f"Bearer {text}"}
+    with house.http.stream("GET", f"/v1/jobs/{job}/events/stream", headers=headers) as answer:
+        for line in answer.iter_lines():
+            lines.append(line)
+            if line.startswith(":"):  # all that there was
+                house.desk.store.tenants.revoke_key(key.id)
+                house.desk.hear(job, "step", {"step": 0, "loss": 0.0})
+    assert [line for line in lines if line.startswith("event:")] == ["event: state"]
+
+
+def test_steps_are_told_again_only_from_the_first_that_is_not_kept(store: Store) -> None:
+    job = store.submit(person(store, "us"), "sort", {}, 3, None).id
+    assert watching.told(store, job) == 0
+    for step in (*range(12), 13):
+        store.tell(job, "step", str(step), {})
+        assert watching.told(store, job) == (step + 1 if step < 12 else 0)
+    store.tell(job, "step", "12", {})
+    assert watching.told(store, job) == 14
+
+
+def test_the_engine_hears_how_many_steps_are_kept(house: House) -> None:
+    job = house.ask("POST", "/v1/jobs", json=tiny("kept")).json()["id"]
+    for step in range(3):
+        house.desk.hear(job, "step", {"step": step, "loss": 0.0})
+    (message,) = [one for one in house.desk._open_jobs() if one["job"]["name"] == job]
+    assert message["told"] == 3
+
+
+# --- two who come together --------------------------------------------------------------------------------------------------
+
+
+def test_uploads_that_come_together_do_not_share_the_last_room(house: House) -> None:
+    rows = b'{"prompt": "a?", "answer": "b"}\n' * 200
+    stored = house.ask("GET", "/v1/limits").json()["stored_bytes"]
+    most = (stored + 2.5 * len(rows)) / 2**20
+    assert house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"storage_mb": most}).status_code == 200
+    try:
+        answers = at_once(
+            lambda _: house.ask("POST", "/v1/files", files={"file": ("rows.jsonl", rows)}).status_code, 12
+        )
+        assert sorted(answers) == [201] * 2 + [403] * 10
+    finally:
+        house.ask("PUT", "/v1/tenants/us/limits", "admin", json={})
+
+
+def test_two_changes_of_a_job_that_come_together_both_count(house: House) -> None:
+    house.ask("POST", "/v1/jobs", json=tiny("changed"))
+    for round_ in range(1, 13):
+        given = {"budget": round_}, {"priority": round_}
+
+        def change(number: int, given: tuple[Json, ...] = given) -> int:
+            return house.ask("PATCH", "/v1/jobs/changed", json=given[number % 2]).status_code
+
+        assert at_once(change, 6) == [200] * 6
+        spec = house.ask("GET", "/v1/jobs/changed").json()["spec"]
+        assert (spec["budget"], spec["priority"]) == (round_, round_)
+
+
+def test_a_stop_may_be_a_long_text_but_not_one_of_many(house: House) -> None:
+    asked: Json = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
+    for stop in ("</answer>", ["</answer>"] * 8):
+        house.refused(503, "POST", "/v1/chat/completions", json={**asked, "stop": stop})  # there is no engine here
+    house.refused(400, "POST", "/v1/chat/completions", json={**asked, "stop": ["a"] * 9})
+
+
+# --- the engine's messages --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_too_long_to_be_scored_elsewhere_is_a_reason_and_the_next_is_scored() -> None:
+    sent: list[Json] = []
+
+    def say(**message: Any) -> None:
+        sent.append(json.loads(line_of(message)))
+
+    async def work() -> None:
+        scores, reward = AskedOfService(say), RewardConfig(name="judge")
+        async with asyncio.timeout(10):  # sent in spite of it, nobody would answer
+            found = await scores("job", reward, {"id": 1, "metadata": {"page": "x" * wire.LONGEST_LINE}}, ["a", "b"])
+        assert len(found) == 2
+        assert all("64 MB" in str(one) and "columns" in str(one) for one in found)
+        assert sent == []
+        asking = asyncio.create_task(scores("job", reward, {"id": 2}, ["a"]))
+        await until(lambda: bool(sent))
+        scores.hear({"key": sent[0]["score"], "scores": [0.5]})
+        assert await asking == [0.5]
+
+    asyncio.run(work())
+
+
+@contextlib.contextmanager
+def busy_threads() -> Iterator[None]:
+    """All threads of the loop are taken, while the block runs."""
+    gate, loop = threading.Event(), asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    taken = loop.run_in_executor(None, gate.wait)
+    try:
+        yield
+    finally:
+        gate.set()
+        assert not taken.cancelled()
+
+
+def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_loop_are_taken(tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    async def answer(_: Any) -> Json:
+        return {}
+
+    link = HostLink(
+        {}, lambda job, *_: heard.append(job), list, tmp_path / "log", answer, lambda *_: None
+    )  # fmt: skip
+
+    async def work(url: str) -> None:
+        with busy_threads():
+            async with asyncio.timeout(10):
+                await link._handle({"job": "job-1", "event": "step", "data": {}})
+            rewards = HttpRewards(Addresses(("localhost",)), trust=ssl.create_default_context())
+            reward = RewardConfig(name="http", args={"url": url, "args": {"scale": 7.0}}, wall_seconds=5)
+            assert await rewards("job", reward, {"id": 7}, ["one", "three"]) == [3.0, 5.0]
+        await link.stop()
+
+    with misbehaving() as server:
+        asyncio.run(work(server.url("good", "localhost")))
+    assert heard == ["job-1"]

@@ -1,0 +1,25 @@
+"""Wait until something is true that other tasks, threads or processes bring about."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+PATIENCE = 20.0
+"""Seconds; a shared machine may be busy."""
+
+
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    """Let other tasks run until it is."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.0005)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    """Let other threads and processes run until it is."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not true after {seconds:g} s"
+        time.sleep(0.02)
