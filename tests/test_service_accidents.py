@@ -162,9 +162,10 @@ def test_what_is_told_while_no_connection_is_free_is_kept_later(house: House, er
 
 def test_texts_with_odd_ends_of_lines_come_whole(house: House) -> None:
     text = "a\u2028b\u2029c\x85d\x1ee\r\nf"
-    house.desk.directory(house.job["id"]).write_rollouts("1", [{"text": text, "reward": 0.5, "step": 1}])
+    odd = {"text": text, "reward": 0.5, "step": 1, "error": "a\ud800"}
+    house.desk.directory(house.job["id"]).write_rollouts("1", [odd])
     (one,) = house.ask("GET", "/v1/jobs/ended/rollouts?step=1").json()["data"]
-    assert one["text"] == text
+    assert (one["text"], one["error"]) == (text, "a?")
     job = house.ask("POST", "/v1/jobs", json=tiny("told")).json()["id"]
     house.desk.hear(job, "state", {"state": "failed", "message": text})
     with motet.Client(str(house.http.base_url), house.keys["ours"]) as client:
@@ -182,6 +183,7 @@ def test_a_stream_of_a_job_ends_with_its_key(house: House) -> None:
             if line.startswith(":"):  # all that there was
                 house.desk.store.tenants.revoke_key(key.id)
                 house.desk.hear(job, "step", {"step": 0, "loss": 0.0})
+                house.desk.hear(job, "state", {"state": "succeeded", "message": ""})
     assert [line for line in lines if line.startswith("event:")] == ["event: state"]
 
 

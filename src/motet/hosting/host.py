@@ -235,7 +235,7 @@ def line_of(message: Mapping[str, Any]) -> bytes:
     """
     line = json.dumps(as_json(message), separators=(",", ":"), allow_nan=False).encode() + b"\n"
     if len(line) > wire.LONGEST_LINE:
-        raise EngineError(f"{len(line) >> 20} MB, where {wire.LONGEST_LINE >> 20} MB are the most")
+        raise EngineError(f"{-(-len(line) // 2**20)} MB, where {wire.LONGEST_LINE >> 20} MB are the most")
     return line
 
 

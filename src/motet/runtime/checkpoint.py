@@ -64,8 +64,8 @@ class Committed:
 
 
 def dump_line(record: Mapping[str, Any]) -> bytes:
-    """One line of JSON; what is not finite becomes null."""
-    return (json.dumps(as_json(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
+    """One line of JSON; what is not finite becomes null, and half a character a question mark."""
+    return (json.dumps(as_json(record), ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
 
 
 class JobDirectory:
