@@ -7,7 +7,7 @@ import datetime
 import inspect
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,14 @@ from motet.config import DataConfig
 from motet.errors import DataError
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
 from motet.service.jobs.specs import TEMPLATE_PARAMETERS
+from motet.service.rewards.grading import _LANES, Grading
 from motet.tasks.dataset import load_dataset
+from motet.tasks.graders.shapes import parse
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
+from motet.tasks.reward_pool import RewardPool, Scored
 from motet.tasks.row_files import UPLOADED, Bounds, count_rows, rows_of
+from motet.types import Problem
 from tests.house import House, error_of, open_house
 from tests.service_run import ROWS, Json, tiny
 
@@ -132,7 +136,7 @@ def test_a_file_that_cannot_become_rows_is_a_400_and_leaves_nothing(house: House
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
         data = (tmp_path / "rows.parquet").read_bytes()
         error = house.refused(400, "POST", "/v1/files", files={"file": ("rows.parquet", data)})
-        assert "rows.parquet cannot be read" in error["message"]
+        assert "rows.parquet cannot be read as parquet" in error["message"]
         assert sorted(folder.iterdir()) == before
 
 
@@ -286,29 +290,43 @@ def test_generated_rows_take_bounded_time_and_memory() -> None:
 # --- graders ----------------------------------------------------------------------------------------------------------------
 
 
-def test_many_graders_at_once_have_as_many_processes_as_there_are_lanes(house: House) -> None:
-    from motet.service.rewards.grading import _LANES, Grading
-    from motet.tasks.graders.shapes import parse
+class Busy(RewardPool):
+    """Scores when it may."""
 
+    may: asyncio.Event
+
+    async def score(self, name: str, problem: Problem, completions: Sequence[str]) -> list[Scored]:
+        """Wait, then score."""
+        await self.may.wait()
+        return await super().score(name, problem, completions)
+
+
+def test_many_graders_at_once_have_as_many_processes_as_there_are_lanes(house: House) -> None:
     grading: Any = Grading(house.desk.link, "small", house.desk.adapters)
-    most = 0
+    grading._pool = pool = Busy(1)
 
     async def one(number: int) -> Any:
         spec = {"type": "string_check", "name": "c", "input": "a", "reference": f"{number}", "operation": "eq"}
-        nonlocal most
         (found,) = await grading.grade(None, parse(spec), {}, ["a"])
-        most = max(most, len(grading._lanes))
+        assert len(grading._lanes) <= _LANES
         return found
 
     async def all_of_them() -> None:
+        pool.may = asyncio.Event()
         try:
-            found = await asyncio.gather(*(one(number) for number in range(3 * _LANES)))
+            asked = [asyncio.create_task(one(number)) for number in range(_LANES + 4)]
+            while len(grading._lanes) < _LANES:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(1)  # enough for others to begin
+            assert len(grading._lanes) == _LANES
+            pool.may.set()
+            found = await asyncio.gather(*asked)
+            assert len(grading._lanes) == _LANES  # those that were used last stay
         finally:
             await grading.close()
         assert [(each.reward, each.faults) for each in found] == [(0.0, {})] * len(found)
 
     asyncio.run(all_of_them())
-    assert most == _LANES
 
 
 def test_a_row_for_a_grader_is_bounded(house: House) -> None:
