@@ -314,8 +314,13 @@ def test_many_graders_at_once_have_as_many_processes_as_there_are_lanes(house: H
     async def all_of_them() -> None:
         pool.may = asyncio.Event()
         try:
-            asked = [asyncio.create_task(one(number)) for number in range(_LANES + 4)]
-            while len(grading._lanes) < _LANES:
+            pool.may.set()
+            for number in range(_LANES):
+                await one(-number)
+            assert len(grading._lanes) == _LANES  # none goes before there are too many
+            pool.may.clear()
+            asked = [asyncio.create_task(one(number)) for number in range(1, _LANES + 4)]
+            while sum(grading._lanes.values()) < _LANES:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(1)  # enough for others to begin
             assert len(grading._lanes) == _LANES

@@ -131,9 +131,8 @@ class Grading:
     async def _open(self, spec: str, part: Single) -> None:
         """A lane for a grader; one that nobody uses goes when there are too many."""
         if spec not in self._lanes:
-            for idle in [name for name, users in self._lanes.items() if users == 0][
-                : max(0, len(self._lanes) + 1 - _LANES)
-            ]:
+            idle_ones = [name for name, users in self._lanes.items() if users == 0]
+            for idle in idle_ones[: max(0, len(self._lanes) + 1 - _LANES)]:
                 del self._lanes[idle]
                 await self._pool.unregister(idle)
             config = RewardConfig(
