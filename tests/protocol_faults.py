@@ -12,6 +12,10 @@ FOREVER = 10**9
 """As often as anybody asks, in the fields of `Faults` that count down."""
 
 
+ODD = "a\u2028b\u2029c\x85d"
+"""Characters that end lines for Python and not in a stream of events; a model may sample them."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """How the server was launched."""

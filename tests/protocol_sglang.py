@@ -31,6 +31,7 @@ from tests.protocol_core import (
     strings,
     whole_number,
 )
+from tests.protocol_faults import ODD
 
 DEFAULT_SEED = 42
 """What a deterministic server takes where a request names no seed."""
@@ -363,4 +364,5 @@ def _triples(entries: list[Entry]) -> list[tuple[float | None, int, None]]:
 
 
 def _event(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
+    text = json.dumps({**value, "odd": ODD}, ensure_ascii=False)  # as the real ones write it
+    return f"data: {text}\n\n"

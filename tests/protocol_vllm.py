@@ -31,6 +31,7 @@ from tests.protocol_core import (
     strings,
     whole_number,
 )
+from tests.protocol_faults import ODD
 
 LOST = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 COMPLETIONS = "/v1/completions"
@@ -348,4 +349,5 @@ def _error(refusal: Refusal) -> dict[str, Any]:
 
 
 def _event(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
+    text = json.dumps({**value, "odd": ODD}, ensure_ascii=False)  # as the real ones write it
+    return f"data: {text}\n\n"

@@ -219,11 +219,11 @@ class Replica:
                 if answer.status_code != 200:
                     text = await self._in_time(answer.aread(), call, begun, seconds)
                     self._check(call, answer.status_code, text.decode(errors="replace"))
-                lines = answer.aiter_lines()
+                lines = _lines(answer)
                 while (line := await self._in_time(anext(lines, None), call, begun, seconds)) is not None:
-                    data = line.removeprefix("data:").strip()
-                    if line.startswith("data:") and data != "[DONE]":
-                        yield _parsed(self, data)
+                    data = line.removeprefix(b"data:").strip()
+                    if line.startswith(b"data:") and data != b"[DONE]":
+                        yield _parsed(self, data.decode(errors="replace"))
             finally:
                 await answer.aclose()
         except _GONE as error:
@@ -337,6 +337,17 @@ def _is_token(value: Any, vocabulary: int) -> bool:
 
 def _is_logprob(value: Any) -> bool:
     return isinstance(value, int | float) and -9990.0 < value <= 1e-4  # vLLM says −9999 where it has none
+
+
+async def _lines(answer: httpx2.Response) -> AsyncGenerator[bytes, None]:
+    """Lines of a stream of events. Only a newline ends one: a text may hold what Python takes for the end of a line."""
+    rest = b""
+    async for part in answer.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
 
 
 def _parsed(replica: Replica, data: str) -> Json:
