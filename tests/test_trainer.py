@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +14,9 @@ import pytest
 import torch
 from peft import PeftModel
 
-from motet.config import AdapterConfig, OptimizerConfig
+from motet.config import AdapterConfig, EngineConfig, OptimizerConfig
 from motet.errors import AdapterError
+from motet.launch import load
 from motet.model.base import BaseModel
 from motet.model.distribution import Distribution, draw
 from motet.training import torch_trainer
@@ -450,3 +452,54 @@ def test_prompts_are_shared_only_where_they_are_the_same():
     assert shared_prompts((*same, *other, *same)) == (0, 6, 0, 0, 6)
     assert shared_prompts((*same, *longer)) == (0, 6, 0)
     assert shared_prompts(()) == ()
+
+
+# --- a real base, and lengths as jobs have them --------------------------------------------------------------------------
+
+
+def some_samples(source: random.Random, vocabulary: int) -> tuple[Sample, ...]:
+    """Two groups of four, each with a prompt that they share and answers of other lengths."""
+    found = []
+    for _ in range(2):
+        prompt = [source.randrange(100, vocabulary) for _ in range(source.randrange(8, 60))]
+        for _ in range(4):
+            answer = [source.randrange(100, vocabulary) for _ in range(source.randrange(1, 70))]
+            mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
+            found.append(
+                Sample(
+                    token_ids=np.array(prompt + answer, np.int32),
+                    loss_mask=mask,
+                    logprobs=np.where(mask, -3.0, 0.0).astype(np.float32),
+                    advantages=np.where(mask, source.uniform(-1, 1), 0.0).astype(np.float32),
+                    versions=np.zeros(len(mask), np.int32),
+                )
+            )
+    return tuple(found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_do_not_depend_on_how_long_the_neighbours_are(dtype):
+    """Company decides how far sequences are padded and which of them share a product; no sum may show it."""
+    base = load("small", EngineConfig(dtype=dtype, threads=1))
+    trainer = TorchTrainer(base, block_size=32, slots=4)
+    names = ("a", "b", "c", "d")
+    for name in names:
+        trainer.add_adapter(name, AdapterConfig(rank=16, alpha=32), OPTIMIZER_CONFIG, seed=ord(name))
+        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=16, seed=ord(name))[1])
+
+    def gradients(segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
+        trainer.forward_backward(Batch(tuple(segments)))
+        found = {segment.adapter: gradient(trainer, segment.adapter) for segment in segments}
+        for segment in segments:
+            trainer._arena(segment.adapter).gradient.zero_()
+        return found
+
+    source = random.Random(0)
+    for _ in range(8):
+        segments = [
+            Segment(name, some_samples(source, base.vocab_size), LossSpec("reinforce"), 64.0)
+            for name in source.sample(names, 3)
+        ]
+        together = gradients(segments)
+        for segment in segments:
+            assert torch.equal(gradients([segment])[segment.adapter], together[segment.adapter])

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.errors import BaseModelError
@@ -28,6 +29,9 @@ from motet.model.layout import ROWS, AttentionLayout, Group
 
 NAME = "motet"
 """Under which the function is registered with transformers' `AttentionInterface`."""
+
+TILE = 128
+"""Folded query rows that are summed in one product."""
 
 _UNDERSTOOD = {"use_cache", "position_ids", "cache_position", "output_attentions", "return_dict", "is_causal"}
 
@@ -191,12 +195,27 @@ def _blocks(states_TKE: Tensor, group: Group, block: int) -> Tensor:
 
 def _keys_back(grads: list[Tensor], like_TKE: Tensor, layout: AttentionLayout) -> Tensor:
     """Gradients of padded keys [B, S, K, C, E] per group to packed rows; those of a shared prefix are added up."""
-    padded = [grad.permute(1, 0, 3, 2, 4).reshape(grad.shape[1], -1, *like_TKE.shape[1:]) for grad in grads]
-    rows_TKE = _rows([grad.flatten(0, 1) for grad in padded], layout.key_places_T)
+    padded = torch.cat([grad.permute(1, 0, 3, 2, 4).reshape(-1, *like_TKE.shape[1:]) for grad in grads])
+    rows_TKE = _rows([padded], layout.key_places_T)
     for shared in layout.shared:
-        prefix, members = shared.prefix, padded[shared.group][shared.members, : shared.prefix.length]
-        rows_TKE[prefix.row : prefix.row + prefix.length].add_(members.sum(0))
+        members = padded.index_select(0, shared.places_NP.flatten()).unflatten(0, shared.places_NP.shape)
+        rows_TKE[shared.prefix.row : shared.prefix.row + shared.prefix.length].add_(members.sum(0))
     return rows_TKE
+
+
+def _over_queries(left_SKRC: Tensor, right_SKRE: Tensor) -> Tensor:
+    """leftᵀ · right, summed over the rows of each sequence: fp32 [S, K, C, E].
+
+    How far company pads a sequence must not matter, and products of other lengths have other bits, even where only zeros
+    were added. So the rows are summed in tiles that begin at the sequence's first row, one after another.
+    """
+    pad = -left_SKRC.shape[2] % TILE
+    left, right = (F.pad(each, (0, 0, 0, pad)).unflatten(2, (-1, TILE)) for each in (left_SKRC, right_SKRE))
+    parts = torch.matmul(left.transpose(-1, -2), right)
+    total = torch.zeros_like(parts[:, :, 0], dtype=torch.float32)
+    for part in parts.unbind(2):
+        total.add_(part)
+    return total
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -260,14 +279,14 @@ def _attend_backward(
     for block, (first, keys, values) in enumerate(
         zip(call.layout.groups[index].first_query_B, keys_BSKCE, values_BSKCE, strict=True)
     ):
-        first *= call.fold
+        first = first * call.fold // TILE * TILE
         query, grad = query_SKRE[:, :, first:], grad_SKRE[:, :, first:]
         score = _scores(query, keys, index, block, call)
         slope = None
         if call.softcap is not None:
             slope = 1 - (score / call.softcap).square().nan_to_num_(posinf=1.0).clamp_max_(1.0)
         weights = score.sub_(log_sum_SKR1[:, :, first:]).exp_()
-        grad_values[block] = torch.matmul(weights.to(dtype).transpose(-1, -2), grad)
+        grad_values[block] = _over_queries(weights.to(dtype), grad)
         grad_score = torch.matmul(grad, values.transpose(-1, -2)).float().sub_(common_SKR1[:, :, first:])
         grad_score.mul_(weights).mul_(call.scaling)
         if slope is not None:
@@ -278,6 +297,6 @@ def _attend_backward(
             grad_query = part.float()
         else:
             grad_query[:, :, first:].add_(part)
-        grad_keys[block] = torch.matmul(grad_score.transpose(-1, -2), query)
+        grad_keys[block] = _over_queries(grad_score, query)
     assert grad_query is not None
     return grad_query.to(dtype), grad_keys, grad_values

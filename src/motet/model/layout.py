@@ -69,11 +69,11 @@ class Group:
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Sequences of a group that begin with the same packed rows; the gradients of those keys add up."""
+    """Sequences that begin with the same packed rows; the gradients of those keys add up."""
 
     prefix: Prefix
-    group: int
-    members: slice
+    places_NP: Tensor
+    """Places of the prefix's rows among the padded keys of all groups, for each of the N sequences in their order."""
 
 
 @dataclass
@@ -153,7 +153,7 @@ def packed_layout(
     reach = [-(-(length + _length(prefix)) // block_size) for length, prefix in zip(lengths, before, strict=True)]
     out_rows, key_places = torch.empty(total, dtype=torch.long), torch.empty(total, dtype=torch.long)
     groups: list[Group] = []
-    shared: list[SharedKeys] = []
+    first_keys = [0] * len(lengths)
     queries = keys = 0
     for n_blocks, members in _alike(lengths, reach):
         n_queries, n_keys = round_up(max(lengths[index] for index in members), ROWS), n_blocks * block_size
@@ -166,6 +166,7 @@ def packed_layout(
         for place, index in enumerate(members):
             start, length, prefix = starts[index], lengths[index], before[index]
             rows = torch.arange(length)
+            first_keys[index] = keys + place * n_keys
             out_rows[start : start + length] = queries + place * n_queries + rows
             key_places[start : start + length] = keys + place * n_keys + _length(prefix) + rows
             if prefix is not None:
@@ -181,9 +182,9 @@ def packed_layout(
                 padding_SQ=(query_Q > last_S).to(device),
             )
         )
-        shared.extend(_shared_keys([before[index] for index in members], len(groups) - 1))
         queries += len(members) * n_queries
         keys += len(members) * n_keys
+    shared = _shared_keys(before, first_keys, device)
     return AttentionLayout(groups, out_rows.to(device), block_size, key_places.to(device), shared)
 
 
@@ -214,18 +215,16 @@ def _first_queries(first_position: int, n_queries: int, n_blocks: int, block_siz
     return tuple(min(first, n_queries - ROWS) for first in firsts)
 
 
-def _shared_keys(prefixes: list[Prefix | None], group: int) -> list[SharedKeys]:
-    """Runs of neighbours with the same prefix."""
-    found: list[SharedKeys] = []
-    for place, prefix in enumerate(prefixes):
-        if prefix is None:
-            continue
-        last = found[-1] if found else None
-        if last is not None and last.prefix == prefix and last.members.stop == place:
-            found[-1] = SharedKeys(prefix, group, slice(last.members.start, place + 1))
-        else:
-            found.append(SharedKeys(prefix, group, slice(place, place + 1)))
-    return found
+def _shared_keys(prefixes: list[Prefix | None], first_keys: list[int], device: torch.device) -> list[SharedKeys]:
+    """By prefix; sequences in their own order, whichever groups company has put them in."""
+    members: dict[Prefix, list[int]] = {}
+    for prefix, first in zip(prefixes, first_keys, strict=True):
+        if prefix is not None:
+            members.setdefault(prefix, []).append(first)
+    return [
+        SharedKeys(prefix, (torch.tensor(firsts)[:, None] + torch.arange(prefix.length)).to(device))
+        for prefix, firsts in members.items()
+    ]
 
 
 def cached_layout(spans: Sequence[Span], cache: KVCache, device: torch.device) -> AttentionLayout:
