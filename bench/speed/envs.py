@@ -3,8 +3,8 @@
     python -m bench.speed.envs              # what is missing or out of date; a peer that cannot be installed is left out
     python -m bench.speed.envs vllm         # this one only
 
-With pip's own settings choose where packages come from: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gets the
-smaller CPU build of torch.
+Pip's own settings choose where packages come from: PIP_EXTRA_INDEX_URL with the address of torch's builds for CPUs gets the
+smaller one.
 """
 
 from __future__ import annotations
