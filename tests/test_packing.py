@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.algorithms.packing import Waiting, cut, merge
+from motet.algorithms.packing import Standing, Waiting, cut, merge
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=40)
 BUDGET = st.integers(1, 60)
 SHARES = {name: (consumed, weight) for name, consumed, weight in (("a", 0.0, 1.0), ("b", 30.0, 2.0), ("c", 30.0, 0.5))}
 WAITING = st.lists(
     st.builds(
-        lambda job, tokens: Waiting(job, tokens, *SHARES[job]), st.sampled_from(sorted(SHARES)), st.integers(1, 40)
+        lambda job, tokens: Waiting(job, tokens, Standing(*SHARES[job])),
+        st.sampled_from(sorted(SHARES)),
+        st.integers(1, 40),
     ),
     max_size=20,
 )
@@ -73,7 +75,8 @@ def test_merge_leaves_no_room_for_a_cut_that_could_go(waiting: list[Waiting], bu
 def test_the_least_served_job_goes_first(waiting: list[Waiting], budget: int) -> None:
     if waiting:
         first = waiting[merge(waiting, budget)[0]]
-        assert first.consumed / first.weight == min(item.consumed / item.weight for item in waiting)
+        had = [item.standing for item in waiting]
+        assert first.standing.consumed / first.standing.weight == min(one.consumed / one.weight for one in had)
 
 
 @given(WAITING, BUDGET)
@@ -95,9 +98,13 @@ def test_company_changes_neither_the_cuts_nor_their_order(waiting: list[Waiting]
 def test_shares_follow_the_weights() -> None:
     """Two jobs with endless work and weights 2 : 1, cuts of uneven size: tokens trained are 2 : 1."""
     consumed = {"heavy": 0.0, "light": 0.0}
-    cuts = {"heavy": Waiting("heavy", 7, weight=2.0), "light": Waiting("light", 5, weight=1.0)}
+    cuts = {"heavy": Waiting("heavy", 7, Standing(weight=2.0)), "light": Waiting("light", 5, Standing(weight=1.0))}
     for _ in range(200):
-        waiting = [replace(cuts[job], consumed=consumed[job]) for job in ("light", "heavy") for _ in range(4)]
+        waiting = [
+            replace(cuts[job], standing=replace(cuts[job].standing, consumed=consumed[job]))
+            for job in ("light", "heavy")
+            for _ in range(4)
+        ]
         for index in merge(waiting, budget=24):
             consumed[waiting[index].job] += waiting[index].tokens
     assert consumed["heavy"] / consumed["light"] == pytest.approx(2.0, rel=0.05)
@@ -106,11 +113,11 @@ def test_shares_follow_the_weights() -> None:
 def test_what_the_batch_gives_counts_at_once() -> None:
     waiting = [Waiting("a", 4)] * 4 + [Waiting("b", 4)] * 4
     assert merge(waiting, budget=16) == (0, 4, 1, 5)
-    assert merge([Waiting("c", 4, consumed=6.0), *waiting], budget=16) == (1, 5, 2, 6)  # 0, 0, 4, 4 before 6
+    assert merge([Waiting("c", 4, Standing(consumed=6.0)), *waiting], budget=16) == (1, 5, 2, 6)  # 0, 0, 4, 4 before 6
 
 
 def test_a_small_cut_may_fill_the_batch_but_not_overtake_its_own_job() -> None:
-    waiting = [Waiting("a", 6), Waiting("a", 5), Waiting("a", 1), Waiting("b", 3, consumed=100.0)]
+    waiting = [Waiting("a", 6), Waiting("a", 5), Waiting("a", 1), Waiting("b", 3, Standing(consumed=100.0))]
     assert merge(waiting, budget=10) == (0, 3)
     assert merge([Waiting("a", 50), Waiting("b", 1)], budget=10) == (0,)
     assert merge([], budget=10) == ()
@@ -126,13 +133,13 @@ def test_a_group_stays_together_where_it_fits():
 
 
 def test_tenants_choose_in_turn_and_their_jobs_within() -> None:
-    crowd = [Waiting(f"a{number}", 4, tenant="a") for number in range(10)]
-    few = [Waiting("b", 4, tenant="b") for _ in range(5)]
+    crowd = [Waiting(f"a{number}", 4, Standing(tenant="a")) for number in range(10)]
+    few = [Waiting("b", 4, Standing(tenant="b")) for _ in range(5)]
     chosen = merge([*crowd, *few], budget=40)
     assert sum(index >= 10 for index in chosen) == 5  # half of the budget, as many as it has
-    ahead = [Waiting("a", 4, tenant="a", tenant_consumed=8.0), Waiting("a", 4, tenant="a", tenant_consumed=8.0), *few]
+    ahead = [*[Waiting("a", 4, Standing(tenant="a", tenant_consumed=8.0))] * 2, *few]
     assert merge(ahead, budget=12) == (2, 3, 0)
-    heavy = [Waiting("a", 4, weight=2.0, tenant="a") for _ in range(9)]
+    heavy = [Waiting("a", 4, Standing(weight=2.0, tenant="a")) for _ in range(9)]
     assert sum(index < 9 for index in merge([*heavy, *few], budget=24)) == 4  # a token of such a job counts for half
-    wide = [Waiting("a", 4, tenant="a", share=2.0) for _ in range(9)]
+    wide = [Waiting("a", 4, Standing(tenant="a", share=2.0)) for _ in range(9)]
     assert sum(index < 9 for index in merge([*wide, *few], budget=24)) == 4

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.runtime.scheduler import FairScheduler, Standing, next_job, weight_of
+from motet.algorithms.packing import Standing
+from motet.runtime.scheduler import FairScheduler, next_job, weight_of
 
 
 @dataclass

@@ -54,22 +54,29 @@ def _together(lengths: Sequence[int], saved: Sequence[int], first: int) -> int:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """What one job has had, and its tenant with it."""
+
+    consumed: float = 0.0
+    """Tokens sampled and trained by the job."""
+    weight: float = 1.0
+    """The job's share among those of its tenant."""
+    tenant: str = ""
+    tenant_consumed: float = 0.0
+    """Tokens of all jobs of the tenant, each divided by the weight of its job."""
+    share: float = 1.0
+    """The tenant's share among tenants."""
+
+
+@dataclass(frozen=True)
 class Waiting:
     """A cut that waits to be trained."""
 
     job: str
     tokens: int
     """Packed tokens of the cut."""
-    consumed: float = 0.0
-    """What the job has consumed before this batch, in tokens."""
-    weight: float = 1.0
-    """The job's share among those of its tenant; above 0."""
-    tenant: str = ""
-    """Whose job it is."""
-    tenant_consumed: float = 0.0
-    """What all jobs of the tenant have consumed before this batch: tokens, each divided by the weight of its job."""
-    share: float = 1.0
-    """The tenant's share; above 0."""
+    standing: Standing = Standing()
+    """Of the job, before this batch."""
 
 
 def merge(waiting: Sequence[Waiting], budget: int) -> tuple[int, ...]:
@@ -90,12 +97,12 @@ def merge(waiting: Sequence[Waiting], budget: int) -> tuple[int, ...]:
     queues: dict[str, deque[int]] = {}
     for index, item in enumerate(waiting):
         queues.setdefault(item.job, deque()).append(index)
-    jobs = {job: waiting[queue[0]].consumed for job, queue in queues.items()}
-    tenants = {item.tenant: item.tenant_consumed for item in waiting}
+    jobs = {job: waiting[queue[0]].standing.consumed for job, queue in queues.items()}
+    tenants = {item.standing.tenant: item.standing.tenant_consumed for item in waiting}
 
     def place(job: str) -> tuple[float, float, int]:
-        item = waiting[queues[job][0]]
-        return tenants[item.tenant] / item.share, jobs[job] / item.weight, queues[job][0]
+        had = waiting[queues[job][0]].standing
+        return tenants[had.tenant] / had.share, jobs[job] / had.weight, queues[job][0]
 
     chosen: list[int] = []
     room = budget
@@ -108,7 +115,7 @@ def merge(waiting: Sequence[Waiting], budget: int) -> tuple[int, ...]:
         chosen.append(queues[job].popleft())
         room -= item.tokens
         jobs[job] += item.tokens
-        tenants[item.tenant] += item.tokens / item.weight
+        tenants[item.standing.tenant] += item.tokens / item.standing.weight
         if not queues[job]:
             del queues[job]
     return tuple(chosen)

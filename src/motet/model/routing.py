@@ -213,8 +213,8 @@ class _Trained:
     def sums(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
         """leftᵀ · right of each segment's rows: [A·M, K], [A·M, N] → [K, N] each, with the bits of the segment alone."""
         if self.equal and len(self.spans) > 1:
-            parts = (each.unflatten(0, (len(self.spans), -1)) for each in (left, right))
-            return torch.bmm(next(parts).transpose(1, 2), next(parts)).unbind()
+            left_SMK, right_SMN = (each.unflatten(0, (len(self.spans), -1)) for each in (left, right))
+            return torch.bmm(left_SMK.transpose(1, 2), right_SMN).unbind()
         return [torch.mm(left[first:last].t(), right[first:last]) for first, last in self.spans]
 
 

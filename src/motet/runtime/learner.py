@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from motet.algorithms.packing import Waiting, merge
+from motet.algorithms.packing import Standing, Waiting, merge
 from motet.device import Device
 from motet.errors import DeviceError
 from motet.protocols import Trainer
-from motet.runtime.scheduler import Standing
 from motet.types import Batch, LossStats, Segment
 
 
@@ -83,14 +82,7 @@ class Learner:
                 entry.done.set_exception(error)
 
     def _choose(self) -> list[_Entry]:
-        waiting = []
-        for entry in self._waiting:
-            had = self._account(entry.job)
-            waiting.append(
-                Waiting(
-                    entry.job, entry.segment.n_tokens, had.consumed, had.weight, had.tenant, had.tenant_consumed, had.share
-                )
-            )  # fmt: skip
+        waiting = [Waiting(entry.job, entry.segment.n_tokens, self._account(entry.job)) for entry in self._waiting]
         chosen = [self._waiting[index] for index in merge(waiting, self._budget)]
         if self._apart:
             chosen = [entry for entry in chosen if entry.job == chosen[0].job]

@@ -30,10 +30,11 @@ class Room:
             committed = directory.restore()
         except (OSError, RunError):
             committed = None
-        needs = _free(directory) + _MORE
+        free = _free(directory)
+        needs = free + _MORE
         if committed is not None:
             state = directory.path / "state" / str(committed.step)
-            needs = max(_free(directory) + 1, 2 * sum(path.stat().st_size for path in state.iterdir()))
+            needs = max(free + 1, 2 * sum(path.stat().st_size for path in state.iterdir()))
         self._needs[job] = directory, needs
         return (
             f"waits: the disk of the service is full; it goes on by itself when {needs / 1e6:,.1f} MB are free (deleting jobs "

@@ -11,20 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class Standing:
-    """What one job has had, and its tenant with it."""
-
-    consumed: float = 0.0
-    """Tokens sampled and trained by the job."""
-    weight: float = 1.0
-    """The job's share among those of its tenant."""
-    tenant: str = ""
-    tenant_consumed: float = 0.0
-    """Tokens of all jobs of the tenant, each divided by the weight of its job."""
-    share: float = 1.0
-    """The tenant's share among tenants."""
+from motet.algorithms.packing import Standing
 
 
 @dataclass

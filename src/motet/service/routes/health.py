@@ -27,7 +27,7 @@ def healthy() -> Health:
 def ready(desk: AtDesk) -> JSONResponse:
     """Whether jobs can run: the database answers and the engine has loaded its base."""
     message = desk.link.failure or ("" if desk.link.ready.is_set() else "the engine is starting")
-    message = message or desk.unwritten if desk.store.alive() else "the database does not answer"
+    message = (message or desk.unwritten) if desk.store.alive() else "the database does not answer"
     found = Health(status="unavailable" if message else "ok", base=desk.settings.base, message=message)
     return JSONResponse(found.model_dump(), 503 if message else 200)
 
