@@ -409,7 +409,7 @@ def test_what_goes_wrong_there_is_sampled_here(
 
     async def run() -> None:
         wanted = bits(await collect(here, request("wanted", None)))
-        engine._open[0]["somebody"] = 9
+        engine._open[0]["somebody"] = 7
         assert engine._choose(request("wanted", None)) == 1
         assert bits(await collect(engine, request("wanted", None))) == wanted
         if links[0].ready:
@@ -455,7 +455,7 @@ def test_a_version_that_cannot_be_handed_over_harms_no_job(
     engine = SpreadEngine(here, links)
 
     async def run() -> None:
-        engine._open[0]["somebody"] = 9
+        engine._open[0]["somebody"] = 7
         task = asyncio.create_task(collect(engine, request("r", None)))
         await asyncio.sleep(0)
         shutil.rmtree(links[0]._files.name)
@@ -614,10 +614,15 @@ def test_an_interrupted_run_saves_and_leaves_no_process(tmp_path: Path, number: 
 # --- which place ----------------------------------------------------------------------------------------------------------
 
 
-def places(n: int, ready: Sequence[bool] = ()) -> SpreadEngine:
+def places(n: int, ready: Sequence[bool] = (), rows: int = 1000) -> SpreadEngine:
     """An engine whose places only count."""
-    links = [SimpleNamespace(ready=ready[index] if ready else True) for index in range(n - 1)]
-    return SpreadEngine(cast(Any, SimpleNamespace(capacity=4)), cast(Any, links))
+
+    async def nothing(_: object) -> None:
+        """Nobody is there to be told."""
+
+    links = [SimpleNamespace(ready=ready[index] if ready else True, abort=str) for index in range(n - 1)]
+    here = SimpleNamespace(capacity=rows, refuse=str, abort=nothing, unload_adapter=nothing)
+    return SpreadEngine(cast(Any, here), cast(Any, links))
 
 
 def ask(adapter: str, n: int) -> GenerateRequest:
@@ -668,3 +673,55 @@ def test_a_place_that_is_not_ready_is_left_out() -> None:
     engine._open[0]["a"] = 9
     engine._open[2]["a"] = 5
     assert engine._choose(ask("a", 4)) == 2
+
+
+def test_a_request_waits_for_a_free_row_wherever_it_comes_first() -> None:
+    engine = places(2, ready=[False], rows=4)
+
+    async def run() -> None:
+        turns = [asyncio.create_task(engine._turn(ask("a", 4))) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert await turns[0] == 0
+        assert engine._open[0].total() == 4
+        cast(Any, engine.links[0]).ready = True
+        await asyncio.to_thread(engine.links[0].on_ready)
+        assert await asyncio.wait_for(turns[1], 10) == 1, "the process that has become ready gets nothing"
+        await asyncio.sleep(0)
+        assert not any(turn.done() for turn in turns[2:])
+        turns[2].cancel()
+        engine._open[1]["a"] -= 1
+        engine._place()
+        assert await asyncio.wait_for(turns[3], 10) == 1, "who left is still in the way"
+        assert not turns[4].done()
+        engine._open[0].clear()
+        engine._place()
+        turns[4].cancel()  # it has got a place, and has not begun
+        await asyncio.gather(turns[2], turns[4], return_exceptions=True)
+        assert [place.total() for place in engine._open] == [0, 7]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", ["r", "j"])
+def test_who_waits_for_a_row_can_be_aborted_and_keeps_the_adapter(name: str) -> None:
+    engine = places(1, rows=4)
+    waits = dataclasses.replace(ask("a", 2), job="j")
+
+    async def run() -> None:
+        assert await engine._turn(ask("b", 4)) == 0
+        task = asyncio.create_task(collect(engine, waits))
+        await asyncio.sleep(0)
+        assert waits.adapter is not None
+        unloading = asyncio.create_task(engine.unload_adapter(waits.adapter))
+        await asyncio.sleep(0.02)
+        assert not unloading.done()
+        await engine.abort("others")
+        assert not task.done()
+        await engine.abort(name)
+        found = await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(unloading, 10)
+        reasons = {index: [chunk.finish_reason for chunk in chunks] for index, chunks in found.items()}
+        assert reasons == {0: [FinishReason.ABORT], 1: [FinishReason.ABORT]}
+        assert engine._open[0].total() == 4
+
+    asyncio.run(run())

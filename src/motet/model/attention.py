@@ -17,7 +17,8 @@ G = H / K, R = Q·G folded rows, E head width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,13 +26,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.errors import BaseModelError
-from motet.model.layout import ROWS, AttentionLayout, Group
+from motet.model.layout import ROWS, AttentionLayout, Group, Mask
 
 NAME = "motet"
 """Under which the function is registered with transformers' `AttentionInterface`."""
 
 TILE = 128
 """Folded query rows that are summed in one product."""
+
+LEAST_EXPONENT = -87.0
+"""Of a weight, whose exponential is just not subnormal: of what is smaller, −∞ above all, `exp` takes up to 30 times as long.
+
+Beside the row's largest weight, which is 1, it is nothing; of hidden keys it is replaced by 0.
+"""
 
 _UNDERSTOOD = {"use_cache", "position_ids", "cache_position", "output_attentions", "return_dict", "is_causal"}
 
@@ -83,6 +90,8 @@ def motet_attention(
     n_kv, fold = key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = _Call(layout, sliding_window, scale, softcap, n_kv, fold)
+    if math.frexp(scale)[0] == 0.5:  # a power of two: the query times it is exact, and smaller than the scores
+        query_THE, call = query_THE * scale, replace(call, scaling=1.0)
     if layout.cache is not None:
         return _through_cache(query_THE, key_TKE, value_TKE, call, layer)[None], None
     output: Tensor = _PackedAttention.apply(query_THE, key_TKE, value_TKE, call)  # type: ignore[no-untyped-call]
@@ -92,13 +101,21 @@ def motet_attention(
 # --- the arithmetic ---------------------------------------------------------------------------------------------------
 
 
-def _scores(query_SKRE: Tensor, keys_SKCE: Tensor, index: int, block: int, call: _Call) -> Tensor:
-    """fp32 scores [S, K, R, C] of a group's last R rows and one block of keys; −∞ where a key is hidden."""
-    score = torch.matmul(query_SKRE, keys_SKCE.transpose(-1, -2)).float().mul_(call.scaling)
+def _scores(query_SKRE: Tensor, keys_BSKCE: Tensor, call: _Call) -> Tensor:
+    """fp32 scores [B, S, K, R, C] of a group's rows and a run of blocks, whether a key is hidden or not."""
+    score = torch.matmul(query_SKRE, keys_BSKCE.transpose(-1, -2)).float()
+    if call.scaling != 1.0:
+        score.mul_(call.scaling)
     if call.softcap is not None:
         score.div_(call.softcap).tanh_().mul_(call.softcap)
-    hidden = call.layout.hidden_SRC(index, block, call.window, call.fold)
-    return score if hidden is None else score.masked_fill_(hidden[:, :, -score.shape[2] :], float("-inf"))
+    return score
+
+
+def _masked(score_BSKRC: Tensor, mask: Mask, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The part of the scores of rows from the first on that has hidden keys, as bits, with the bits of its mask."""
+    rows = slice(first, None)
+    keep, hide = mask.keep_BSRC[:, :, :, rows], mask.hide_BSRC[:, :, :, rows]
+    return score_BSKRC[mask.block :, :, :, : keep.shape[3]].view(torch.int32), keep, hide
 
 
 def _attend(
@@ -109,30 +126,42 @@ def _attend(
     Returns:
         Output [S, K, R, E], and of each row's scores the largest and the sum of weights relative to it, fp32 [S, K, R, 1].
     """
-    firsts = [first * call.fold for first in call.layout.groups[index].first_query_B]
-    scores = [
-        _scores(query_SKRE[:, :, first:], keys, index, block, call)
-        for block, (first, keys) in enumerate(zip(firsts, keys_BSKCE, strict=True))
-    ]
-    peak = scores[0].amax(-1, keepdim=True)
-    for first, score in zip(firsts[1:], scores[1:], strict=True):
-        rows = peak[:, :, first:]
-        torch.maximum(rows, score.amax(-1, keepdim=True), out=rows)
-    output = total = None
-    for first, score, values in zip(firsts, scores, values_BSKCE, strict=True):
-        weights = score.sub_(peak[:, :, first:]).exp_()
-        part, share = torch.matmul(weights.to(values.dtype), values).float(), weights.sum(-1, keepdim=True)
-        if output is None or total is None:
-            output, total = part, share
+    runs = [(run, run.first_query * call.fold) for run in call.layout.groups[index].runs]
+    masks = [call.layout.mask(index, run, call.window, call.fold) for run, _ in runs]
+    scores = []
+    peak = output = total = None
+    for (run, first), mask in zip(runs, masks, strict=True):
+        score = _scores(query_SKRE[:, :, first:], keys_BSKCE[run.start : run.stop], call)
+        if mask is not None:
+            bits, keep, hide = _masked(score, mask, first)
+            bits.bitwise_and_(keep).bitwise_or_(hide)
+        scores.append(score)
+        largest = score.amax(-1, keepdim=True)
+        largest = largest.amax(0) if len(largest) > 1 else largest[0]
+        if peak is None:
+            peak = largest
         else:
-            output[:, :, first:].add_(part)
-            total[:, :, first:].add_(share)
+            torch.maximum(peak[:, :, first:], largest, out=peak[:, :, first:])
+    assert peak is not None
+    for (run, first), mask, score in zip(runs, masks, scores, strict=True):
+        weights = score.sub_(peak[:, :, first:]).clamp_(LEAST_EXPONENT).exp_()
+        if mask is not None:
+            bits, keep, _ = _masked(weights, mask, first)
+            bits.bitwise_and_(keep)
+        values = values_BSKCE[run.start : run.stop]
+        parts, shares = torch.matmul(weights.to(values.dtype), values).float(), weights.sum(-1, keepdim=True)
+        for part, share in zip(parts, shares, strict=True):
+            if output is None or total is None:
+                output, total = part, share
+            else:
+                output[:, :, first:].add_(part)
+                total[:, :, first:].add_(share)
     assert output is not None and total is not None
     return output.div_(total).to(query_SKRE.dtype), peak, total
 
 
-def _fold(states_THE: Tensor, group: Group, call: _Call) -> Tensor:
-    """Bring rows of query heads to [S, K, R, E], R padded to a multiple of four with copies of the last row."""
+def _fold(states_THE: Tensor, group: Group, call: _Call, multiple: int = ROWS) -> Tensor:
+    """Bring rows of query heads to [S, K, R, E], R padded with zeros to a multiple."""
     rows_SQ = group.query_rows_SQ
     width = states_THE.shape[-1]
     if rows_SQ is None:
@@ -140,8 +169,12 @@ def _fold(states_THE: Tensor, group: Group, call: _Call) -> Tensor:
     else:
         states = states_THE.index_select(0, rows_SQ.reshape(-1)).view(*rows_SQ.shape, call.n_kv, call.fold, width)
         folded = states.permute(0, 2, 1, 3, 4).reshape(rows_SQ.shape[0], call.n_kv, -1, width)
-    pad = -folded.shape[2] % ROWS
-    return torch.cat([folded, folded[:, :, -1:].expand(-1, -1, pad, -1)], dim=2) if pad else folded
+    return _pad(folded, multiple)
+
+
+def _pad(folded_SKRE: Tensor, multiple: int) -> Tensor:
+    pad = -folded_SKRE.shape[2] % multiple
+    return F.pad(folded_SKRE, (0, 0, 0, pad)) if pad else folded_SKRE
 
 
 def _unfold(folded_SKRE: Tensor, group: Group, call: _Call) -> Tensor:
@@ -204,16 +237,15 @@ def _keys_back(grads: list[Tensor], like_TKE: Tensor, layout: AttentionLayout) -
 
 
 def _over_queries(left_SKRC: Tensor, right_SKRE: Tensor) -> Tensor:
-    """leftᵀ · right, summed over the rows of each sequence: fp32 [S, K, C, E].
+    """leftᵀ · right, summed over the rows of each sequence, R a multiple of TILE: fp32 [S, K, C, E].
 
     How far company pads a sequence must not matter, and products of other lengths have other bits, even where only zeros
     were added. So the rows are summed in tiles that begin at the sequence's first row, one after another.
     """
-    pad = -left_SKRC.shape[2] % TILE
-    left, right = (F.pad(each, (0, 0, 0, pad)).unflatten(2, (-1, TILE)) for each in (left_SKRC, right_SKRE))
-    parts = torch.matmul(left.transpose(-1, -2), right)
-    total = torch.zeros_like(parts[:, :, 0], dtype=torch.float32)
-    for part in parts.unbind(2):
+    left, right = left_SKRC.unflatten(2, (-1, TILE)), right_SKRE.unflatten(2, (-1, TILE))
+    first, *others = torch.matmul(left.transpose(-1, -2), right).unbind(2)
+    total = first.float()
+    for part in others:
         total.add_(part)
     return total
 
@@ -244,12 +276,14 @@ class _PackedAttention(torch.autograd.Function):
         common_TH1 = (grad_THE.float() * output_THE.float()).sum(-1, keepdim=True)
         queries, keys, values = [], [], []
         for index, group in enumerate(layout.groups):
-            query, grad, common = (_fold(states, group, call) for states in (query_THE, grad_THE, common_TH1))
-            for states in (grad, common):
-                states.masked_fill_(layout.padding_SR(index, call.fold), 0)
+            query, grad, common = (_fold(states, group, call, TILE) for states in (query_THE, grad_THE, common_TH1))
+            padding = layout.padding_SR(index, call.fold)
+            if padding is not None:
+                for states in (grad, common):
+                    states[:, :, : padding.shape[2]].masked_fill_(padding, 0)
             key, value = (_blocks(states, group, layout.block_size) for states in (key_TKE, value_TKE))
             grad_query, grad_keys, grad_values = _attend_backward(
-                query, grad, common, log_sums[index], key, value, index, call
+                query, grad, common, _pad(log_sums[index], TILE), key, value, index, call
             )
             queries.append(_unfold(grad_query, group, call))
             keys.append(grad_keys)
@@ -272,31 +306,34 @@ def _attend_backward(
     index: int,
     call: _Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries [S, K, R, E], keys and values [B, S, K, C, E] of a group."""
+    """Gradients of queries [S, K, R, E], keys and values [B, S, K, C, E] of a group; R is a multiple of TILE."""
     dtype = query_SKRE.dtype
     grad_query: Tensor | None = None
     grad_keys, grad_values = torch.empty_like(keys_BSKCE), torch.empty_like(values_BSKCE)
-    for block, (first, keys, values) in enumerate(
-        zip(call.layout.groups[index].first_query_B, keys_BSKCE, values_BSKCE, strict=True)
-    ):
-        first = first * call.fold // TILE * TILE
-        query, grad = query_SKRE[:, :, first:], grad_SKRE[:, :, first:]
-        score = _scores(query, keys, index, block, call)
-        slope = None
-        if call.softcap is not None:
-            slope = 1 - (score / call.softcap).square().nan_to_num_(posinf=1.0).clamp_max_(1.0)
-        weights = score.sub_(log_sum_SKR1[:, :, first:]).exp_()
-        grad_values[block] = _over_queries(weights.to(dtype), grad)
+    for run in call.layout.groups[index].runs:
+        first = run.first_query * call.fold // TILE * TILE
+        query, grad = query_SKRE[:, :, first:].contiguous(), grad_SKRE[:, :, first:].contiguous()
+        keys, values = keys_BSKCE[run.start], values_BSKCE[run.start]
+        score = _scores(query, keys[None], call)
+        slope = None if call.softcap is None else 1 - (score / call.softcap).square_()
+        weights = score.sub_(log_sum_SKR1[:, :, first:]).clamp_(LEAST_EXPONENT, -LEAST_EXPONENT).exp_()
+        mask = call.layout.mask(index, run, call.window, call.fold)
+        if mask is not None:
+            bits, keep, _ = _masked(weights, mask, first)
+            bits.bitwise_and_(keep)
+        grad_values[run.start] = _over_queries(weights[0].to(dtype), grad)
         grad_score = torch.matmul(grad, values.transpose(-1, -2)).float().sub_(common_SKR1[:, :, first:])
-        grad_score.mul_(weights).mul_(call.scaling)
+        grad_score.mul_(weights[0])
+        if call.scaling != 1.0:
+            grad_score.mul_(call.scaling)
         if slope is not None:
-            grad_score.mul_(slope)
+            grad_score.mul_(slope[0])
         grad_score = grad_score.to(dtype)
         part = torch.matmul(grad_score, keys)
         if grad_query is None:
             grad_query = part.float()
         else:
             grad_query[:, :, first:].add_(part)
-        grad_keys[block] = _over_queries(grad_score, query)
+        grad_keys[run.start] = _over_queries(grad_score, query)
     assert grad_query is not None
     return grad_query.to(dtype), grad_keys, grad_values

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from motet.types import SamplingParams
 
-CACHED_ROWS = 16
+CACHED_ROWS = 8
 """Rows of logits that are worked on at a time: few enough for the processor's caches."""
 
 _BLOCK = 256

@@ -19,6 +19,9 @@ from motet.model.kv_cache import KVCache
 ROWS = 4
 """Every product and reduction gets a multiple of this many rows."""
 
+MINUS_INFINITY = -(1 << 23)
+"""The bits of −∞ in fp32, as int32."""
+
 LEAST_FILL = 0.75
 """Shortest member of a group, as a share of its longest: more groups are more calls, fewer are more padding."""
 
@@ -48,6 +51,32 @@ class Prefix:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Consecutive blocks of keys that are read in one product, by all queries from some row on."""
+
+    start: int
+    stop: int
+    first_query: int
+    """Before this padded query nobody in the group sees a key of these blocks."""
+    hidden_from: int
+    """First block of which some query does not see every key, where no window hides more; `stop` if there is none."""
+    hidden_until: int
+    """From this padded query on everybody sees all of these blocks."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Bits that hide keys of a run. Scores are replaced, not added to, so that another tenant's Inf or NaN stays out."""
+
+    block: int
+    """First block of the run that it covers, to the last."""
+    keep_BSRC: Tensor
+    """int32 [B, S, 1, R, C]: all bits where the key is seen, none where it is hidden; R rows from the first on."""
+    hide_BSRC: Tensor
+    """The bits of −∞ where it is hidden, none where it is seen."""
+
+
+@dataclass(frozen=True)
 class Group:
     """Spans whose attention has the same shape."""
 
@@ -55,16 +84,13 @@ class Group:
     """Packed row of each padded query; None where sequence s has the one query of row s."""
     positions_SQ: Tensor
     n_blocks: int
-    first_query_B: tuple[int, ...]
-    """Before this padded query nobody in the group sees a key of the block."""
-    seen_B: tuple[bool, ...]
-    """Whether every query sees every key of the block, where no window hides it."""
+    runs: tuple[Run, ...]
     key_rows_SL: Tensor | None = None
     """Packed row of each padded key, where there is no cache."""
     block_table_BS: Tensor | None = None
     """The cache's blocks otherwise."""
     padding_SQ: Tensor | None = None
-    """True for queries that only repeat a sequence's last one; needed where gradients are."""
+    """True for queries that only repeat a sequence's last one, where gradients are needed and there are any."""
 
 
 @dataclass(frozen=True)
@@ -92,45 +118,39 @@ class AttentionLayout:
     write_offsets_T: Tensor | None = None
     calls: list[tuple[int, int | None]] = field(default_factory=list)
     """Layers that asked, and their sliding windows, for the proof at load."""
-    _masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, int | None, int], Mask | None] = field(default_factory=dict)
     _paddings: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def hidden_SRC(self, index: int, block: int, window: int | None, fold: int) -> Tensor | None:
-        """True where a folded query row must not see a key of a block: [S, 1, R, C]; each query makes `fold` rows.
+    def mask(self, index: int, run: Run, window: int | None, fold: int) -> Mask | None:
+        """What a group's folded query rows must not see of a run; each query makes `fold` rows. None if all is seen."""
+        key = (index, run.start, window, fold)
+        if key not in self._masks:
+            self._masks[key] = self._mask(self.groups[index].positions_SQ, run, window, fold)
+        return self._masks[key]
 
-        None where every query sees every key.
-        """
-        if window is None and self.groups[index].seen_B[block]:
+    def _mask(self, positions_SQ: Tensor, run: Run, window: int | None, fold: int) -> Mask | None:
+        start, n_queries = (run.hidden_from, run.hidden_until) if window is None else (run.start, positions_SQ.shape[1])
+        if start == run.stop or not n_queries:
             return None
-        hidden = self._hidden_SRL(index, window, fold)
-        return hidden[..., block * self.block_size : (block + 1) * self.block_size]
+        positions_SQ1 = positions_SQ[:, :n_queries, None]
+        keys_L = torch.arange(start * self.block_size, run.stop * self.block_size, device=positions_SQ.device)
+        hidden_SQL = keys_L > positions_SQ1
+        if window is not None:
+            hidden_SQL |= positions_SQ1 - keys_L >= window
+        hidden_SRL = hidden_SQL.repeat_interleave(fold, dim=1)
+        if n_queries == 1:
+            hidden_SRL = F.pad(hidden_SRL, (0, 0, 0, -fold % ROWS))
+        hidden_BSRC = hidden_SRL.unflatten(-1, (-1, self.block_size)).permute(2, 0, 1, 3)[:, :, None].int().contiguous()
+        return Mask(start - run.start, hidden_BSRC - 1, -hidden_BSRC & MINUS_INFINITY)
 
-    def padding_SR(self, index: int, fold: int) -> Tensor:
-        """True for folded query rows that only repeat a sequence's last query: [S, 1, R, 1]."""
+    def padding_SR(self, index: int, fold: int) -> Tensor | None:
+        """True for folded query rows that only repeat a sequence's last query: [S, 1, R, 1]; None if there are none."""
+        padding_SQ = self.groups[index].padding_SQ
+        if padding_SQ is None:
+            return None
         found = self._paddings.get((index, fold))
         if found is None:
-            padding_SQ = self.groups[index].padding_SQ
-            assert padding_SQ is not None
-            found = padding_SQ.repeat_interleave(fold, dim=1)
-            found = F.pad(found, (0, -found.shape[1] % ROWS), value=True)[:, None, :, None]
-            self._paddings[(index, fold)] = found
-        return found
-
-    def _hidden_SRL(self, index: int, window: int | None, fold: int) -> Tensor:
-        found = self._masks.get((index, window, fold))
-        if found is None:
-            group = self.groups[index]
-            positions = group.positions_SQ
-            keys_L = torch.arange(group.n_blocks * self.block_size, device=positions.device)
-            hidden = keys_L[None, None, :] > positions[:, :, None]
-            if window is not None:
-                hidden |= positions[:, :, None] - keys_L[None, None, :] >= window
-            n_rows = positions.shape[1] * fold
-            found = hidden.repeat_interleave(fold, dim=1)
-            if n_rows % ROWS:
-                found = torch.cat([found, found[:, -1:].expand(-1, -n_rows % ROWS, -1)], dim=1)
-            found = found[:, None].contiguous()
-            self._masks[(index, window, fold)] = found
+            found = self._paddings[(index, fold)] = padding_SQ.repeat_interleave(fold, dim=1)[:, None, :, None]
         return found
 
 
@@ -176,10 +196,9 @@ def packed_layout(
                 (own_SQ + starts_S).to(device),
                 (own_SQ + first_S).to(device),
                 n_blocks,
-                _first_queries(int(first_S.max()), n_queries, n_blocks, block_size),
-                _seen(int(first_S.min()), n_blocks, block_size),
+                _runs(int(first_S.min()), int(first_S.max()), n_queries, n_blocks, block_size),
                 key_rows_SL=key_rows_SL.to(device),
-                padding_SQ=(query_Q > last_S).to(device),
+                padding_SQ=(query_Q > last_S).to(device) if n_queries > int(last_S.min()) + 1 else None,
             )
         )
         queries += len(members) * n_queries
@@ -205,8 +224,16 @@ def _alike(lengths: Sequence[int], reach: Sequence[int]) -> list[tuple[int, list
     return [(n_blocks, sorted(members)) for n_blocks, members in found]
 
 
-def _seen(first_position: int, n_blocks: int, block_size: int) -> tuple[bool, ...]:
-    return tuple(first_position >= (block + 1) * block_size - 1 for block in range(n_blocks))
+def _runs(least_first: int, most_first: int, n_queries: int, n_blocks: int, block_size: int) -> tuple[Run, ...]:
+    """One for each block, of a group whose sequences' own first positions lie between these two."""
+    runs = []
+    for block, first in enumerate(_first_queries(most_first, n_queries, n_blocks, block_size)):
+        end = (block + 1) * block_size
+        # the last queries may be padding, which repeats the last query of a sequence that ends in the last block
+        until = n_queries if block + 1 == n_blocks else min(max(0, end - 1 - least_first), n_queries)
+        hidden_from = block if least_first < end - 1 else block + 1
+        runs.append(Run(block, block + 1, first, hidden_from, until))
+    return tuple(runs)
 
 
 def _first_queries(first_position: int, n_queries: int, n_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -260,8 +287,9 @@ def _decode_groups(spans: Sequence[Span], cache: KVCache, device: torch.device) 
     positions = torch.tensor([[span.start] for span in spans] + [[0]] * pad, device=device)
     table_BS = torch.tensor(tables, device=device).t().contiguous()
     first = 0 if pad else min(span.start for span in spans)
-    seen_B = _seen(first, n_blocks, cache.block_size)
-    return [Group(None, positions, n_blocks, (0,) * n_blocks, seen_B, block_table_BS=table_BS)], None
+    hidden_from = min((first + 1) // cache.block_size, n_blocks)
+    run = Run(0, n_blocks, 0, hidden_from, 1)
+    return [Group(None, positions, n_blocks, (run,), block_table_BS=table_BS)], None
 
 
 def _prefill_groups(spans: Sequence[Span], cache: KVCache, device: torch.device) -> tuple[list[Group], Tensor]:
@@ -284,13 +312,13 @@ def _prefill_groups(spans: Sequence[Span], cache: KVCache, device: torch.device)
             first = offset + place * n_queries
             order[starts[index] : starts[index] + span.length] = range(first, first + span.length)
         tables = [list(spans[index].blocks[:n_blocks]) for index in members]
+        firsts = [spans[index].start for index in members]
         groups.append(
             Group(
                 torch.tensor(rows, device=device),
                 torch.tensor(positions, device=device),
                 n_blocks,
-                _first_queries(max(spans[index].start for index in members), n_queries, n_blocks, cache.block_size),
-                _seen(min(spans[index].start for index in members), n_blocks, cache.block_size),
+                _runs(min(firsts), max(firsts), n_queries, n_blocks, cache.block_size),
                 block_table_BS=torch.tensor(tables, device=device).t().contiguous(),
             )
         )

@@ -40,27 +40,24 @@ class _Bucket:
     """M."""
 
     def gather(self, x_TK: Tensor) -> Tensor:
-        """The rows of the products: [T, K] → [A·M, K]."""
+        """The rows of the products: [T, K] → [A·M, K]; a view where the covered rows are just those."""
         return x_TK[self.covers] if self.rows_AM is None else x_TK.index_select(0, self.rows_AM)
 
-    def add(self, y_TN: Tensor, columns: slice, update: Tensor) -> None:
-        """Add [A·M, N] to columns of the covered rows."""
+    def put(self, y_TN: Tensor, rows: Tensor) -> None:
+        """Bring back what `gather` took out, [A·M, N], changed in place."""
         if self.source is not None:
-            update = update.index_select(0, self.source)
-        if isinstance(self.covers, slice):
-            y_TN[self.covers, columns].add_(update)  # `+=` would copy the result onto itself once more
-        else:
-            y_TN[self.covers, columns] += update
+            y_TN[self.covers] = rows.index_select(0, self.source)
 
     def apply(self, siblings: Siblings, x_TK: Tensor, y_TN: Tensor) -> Tensor | None:
         """Add the adapters of siblings to y; returns the products with A, [A·M, W], where there are any."""
         products = self.products.get(siblings.leader)
         if products is None:
             return None
-        inner = _product(self.gather(x_TK), products.a)
+        inner, y = _product(self.gather(x_TK), products.a), self.gather(y_TN)
         rank = products.bs[0][1].shape[-2]
         for column, (index, b) in enumerate(products.bs):
-            self.add(y_TN, siblings.columns(index), _product(inner[:, column * rank : (column + 1) * rank], b))
+            _add_product(y[:, siblings.columns(index)], inner[:, column * rank : (column + 1) * rank], b)
+        self.put(y_TN, y)
         return inner
 
 
@@ -94,6 +91,15 @@ def _product(rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
     if n_adapters == 1:
         return torch.mm(rows_MK, weights_AKN[0])
     return torch.bmm(rows_MK.unflatten(0, (n_adapters, -1)), weights_AKN).flatten(0, 1)
+
+
+def _add_product(sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
+    """Add what `_product` would give, rounded once, together with the sum."""
+    n_adapters = weights_AKN.shape[0]
+    if n_adapters == 1:
+        sums_MN.addmm_(rows_MK, weights_AKN[0])
+    else:
+        sums_MN.unflatten(0, (n_adapters, -1)).baddbmm_(rows_MK.unflatten(0, (n_adapters, -1)), weights_AKN)
 
 
 def _stack(adapters: Sequence[dict[str, Products]]) -> dict[str, Products]:
@@ -276,8 +282,9 @@ class _TrainedLinears(torch.autograd.Function):
             if inner is not None:
                 grad_inner = _backward(trained, siblings, x[0], inner, grad_y[0])
                 if grad_x is not None:
-                    a = trained.bucket.products[siblings.leader].a
-                    trained.bucket.add(grad_x[0], slice(None), _product(grad_inner, a.transpose(-1, -2)))
+                    rows = trained.bucket.gather(grad_x[0])
+                    _add_product(rows, grad_inner, trained.bucket.products[siblings.leader].a.transpose(-1, -2))
+                    trained.bucket.put(grad_x[0], rows)
         return grad_x, None, None, None
 
 

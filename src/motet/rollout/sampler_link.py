@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class SamplerLink:
         self._n_files = 0
         self._closing = self._held = False
         self.ready = False
+        self.on_ready: Callable[[], None] = lambda: None
+        """Called once, in another thread, when it takes requests."""
         self.seconds = 0.0
         """Time in which the process sampled, as it told so far."""
         self.note = ""
@@ -223,6 +225,7 @@ class SamplerLink:
             self.ready = not self.note
             if self.ready and self._held:
                 self._outbox.put(wire.line(do="hold"))
+        self.on_ready()
 
     def _deliver(self, message: dict[str, Any]) -> None:
         if "busy" in message:

@@ -1,20 +1,33 @@
-"""The embedded engine spread over processes: a request goes whole to the place that has least to do.
+"""The embedded engine spread over processes: a request goes whole to the place that has least to do, once one has a free row.
 
 Which place that is depends on time; the tokens do not, because a row's bits never depend on its company.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+import contextlib
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from motet.errors import DeviceError
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
-from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray
+from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A request that no place has a row for."""
+
+    request: GenerateRequest
+    turn: asyncio.Future[int | None]
+    """Its place; None if it was aborted."""
 
 
 class SpreadEngine:
@@ -25,11 +38,17 @@ class SpreadEngine:
         self.links = tuple(links)
         self._open: tuple[Counter[str], ...] = tuple(Counter() for _ in range(1 + len(links)))
         """Completions under way in each place, by adapter."""
+        self._waiting: deque[_Waiting] = deque()
+        for link in links:
+            link.on_ready = self._place_more
 
     @property
     def capacity(self) -> int:
         """Rows of all decode batches."""
         return self.here.capacity * (1 + len(self.links))
+
+    def _places(self) -> list[int]:
+        return [0, *(index + 1 for index, link in enumerate(self.links) if link.ready)]
 
     def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
         """Make a version servable everywhere."""
@@ -40,18 +59,53 @@ class SpreadEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
         self.here.refuse(request)
-        place = self._choose(request)
-        opened, adapter = self._open[place], "" if request.adapter is None else request.adapter.name
-        opened[adapter] += len(request.seeds)
+        place = await self._turn(request)
+        if place is None:
+            for index in range(len(request.seeds)):
+                yield _aborted(index)
+            return
+        opened, adapter = self._open[place], _adapter(request)
         left = set(range(len(request.seeds)))
         try:
             async for chunk in self.here.generate(request) if place == 0 else self._there(request, place):
                 if chunk.finish_reason is not None:
                     left.discard(chunk.index)
                     opened[adapter] -= 1
+                    self._place()
                 yield chunk
         finally:
             opened[adapter] -= len(left)
+            self._place()
+
+    async def _turn(self, request: GenerateRequest) -> int | None:
+        """Wait for a place with a free row, behind those that came before; its rows are counted there from then on."""
+        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._place()
+        try:
+            return await waiting.turn
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            elif not waiting.turn.cancelled() and (place := waiting.turn.result()) is not None:
+                self._open[place][_adapter(request)] -= len(request.seeds)
+                self._place()
+            raise
+
+    def _place(self) -> None:
+        """Give those who wait a place, as far as there are free rows."""
+        while self._waiting and self._with_room():
+            waiting = self._waiting.popleft()
+            if waiting.turn.done():
+                continue
+            place = self._choose(waiting.request)
+            self._open[place][_adapter(waiting.request)] += len(waiting.request.seeds)
+            waiting.turn.set_result(place)
+
+    def _place_more(self) -> None:
+        """The same from another thread: a process has become ready."""
+        with contextlib.suppress(IndexError, RuntimeError):  # nobody waits, or their loop has ended
+            self._waiting[0].turn.get_loop().call_soon_threadsafe(self._place)
 
     async def _there(self, request: GenerateRequest, place: int) -> AsyncIterator[Chunk]:
         """Sample in a process; what it leaves undone when it dies is sampled here, with the same bits."""
@@ -69,12 +123,15 @@ class SpreadEngine:
         async for chunk in self.here.generate(rest):
             yield replace(chunk, index=left[chunk.index])
 
+    def _with_room(self) -> list[int]:
+        return [place for place in self._places() if self._open[place].total() < self.here.capacity]
+
     def _choose(self, request: GenerateRequest) -> int:
         """The place with the fewest open completions; near a tie one that has the adapter's weights at hand already."""
-        places = [0, *(index + 1 for index, link in enumerate(self.links) if link.ready)]
+        places = self._with_room() or self._places()
         loads = {place: self._open[place].total() for place in places}
         least = min(loads.values())
-        adapter = "" if request.adapter is None else request.adapter.name
+        adapter = _adapter(request)
         others = any(count for place in places for name, count in self._open[place].items() if name != adapter)
         slack = len(request.seeds) if others else 0
         near = [place for place in places if loads[place] <= least + slack and self._open[place][adapter]]
@@ -89,13 +146,19 @@ class SpreadEngine:
         self.install(ref, self.here.read(source))
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
-        """Let go of a version."""
+        """Let go of a version, once nobody waits to begin with it."""
+        while turns := [waiting.turn for waiting in self._waiting if waiting.request.adapter == ref]:
+            await asyncio.wait(turns)
         await self.here.unload_adapter(ref)
         for link in self.links:
             link.unload(ref)
 
     async def abort(self, name: str) -> None:
         """End one request, or every request of a job."""
+        for waiting in [one for one in self._waiting if name in (one.request.id, one.request.job)]:
+            self._waiting.remove(waiting)
+            if not waiting.turn.done():
+                waiting.turn.set_result(None)
         await self.here.abort(name)
         for link in self.links:
             link.abort(name)
@@ -113,3 +176,13 @@ class SpreadEngine:
         """End the processes."""
         for link in self.links:
             link.close()
+
+
+def _adapter(request: GenerateRequest) -> str:
+    return "" if request.adapter is None else request.adapter.name
+
+
+def _aborted(index: int) -> Chunk:
+    """The end of a completion that never began."""
+    nothing = np.empty(0, np.int32)
+    return Chunk(index, nothing, np.empty(0, np.float32), nothing, "", FinishReason.ABORT)

@@ -1,0 +1,143 @@
+"""Attention through the cache against attention of whole sequences: equal bits; and what masks must keep out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from motet.model.attention import motet_attention
+from motet.model.kv_cache import KVCache
+from motet.model.layout import Span, cached_layout, packed_layout
+
+CPU = torch.device("cpu")
+BLOCK, HEADS, WIDTH = 16, 2, 16
+DTYPES = [torch.float32, torch.bfloat16]
+PROMPTS = [(40, [45, 41, 60, 70, 49]), (17, [20, 33]), (0, [5]), (0, [50]), (48, [49, 52, 81])]
+"""Tokens that the members of a prompt have in common, and their lengths."""
+
+
+class Layer(nn.Module):
+    """Number 0."""
+
+    layer_idx = 0
+
+
+def attend(states: list[Tensor], **options) -> Tensor:
+    """Query, key and value [T, heads, E] → [T, H, E]."""
+    query, key, value = (each.transpose(0, 1)[None] for each in states)
+    output, _ = motet_attention(Layer(), query, key, value, None, **options)
+    return output[0]
+
+
+def sequences(dtype: torch.dtype, heads: int) -> list[list[Tensor]]:
+    """Query, key and value of each sequence; members of a prompt begin alike."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(n: int) -> list[Tensor]:
+        return [torch.randn(n, width, WIDTH, generator=generator).to(dtype) for width in (heads, HEADS, HEADS)]
+
+    made: list[list[Tensor]] = []
+    for common, lengths in PROMPTS:
+        prompt = random(common)
+        rests = [random(length - common) for length in lengths]
+        made.extend([torch.cat([one, other]) for one, other in zip(prompt, rest, strict=True)] for rest in rests)
+    return made
+
+
+def shared_blocks(cache: KVCache) -> list[list[int]]:
+    """Blocks of each sequence; members of a prompt share its full ones."""
+    tables: list[list[int]] = []
+    for common, lengths in PROMPTS:
+        shared = cache.take(common // BLOCK)
+        tables.extend([*shared, *cache.take(-(-length // BLOCK) - len(shared))] for length in lengths)
+    return tables
+
+
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("fold", [1, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_decoding_equals_whole_sequences_bitwise(dtype, fold, window):
+    states = sequences(dtype, HEADS * fold)
+    whole = [
+        attend(
+            [torch.cat([each, each[-1:].expand(-len(each) % 4, -1, -1)]) for each in one],
+            layout=packed_layout([len(one[0]), *([pad] if (pad := -len(one[0]) % 4) else [])], BLOCK, CPU),
+            sliding_window=window,
+        )[: len(one[0])]
+        for one in states
+    ]
+    cache = KVCache(60, BLOCK, CPU)
+    tables = shared_blocks(cache)
+    for one, blocks in zip(states, tables, strict=True):
+        rows = len(one[0]) - 1
+        layout = cached_layout([Span(0, rows, blocks)], cache, CPU)
+        attend([torch.cat([each[:rows], each[: -rows % 4]]) for each in one], layout=layout, sliding_window=window)
+    last = [torch.stack([one[place][-1] for one in states]) for place in range(3)]
+    layout = cached_layout(
+        [Span(len(one[0]) - 1, 1, blocks) for one, blocks in zip(states, tables, strict=True)], cache, CPU
+    )
+    assert torch.equal(attend(last, layout=layout, sliding_window=window), torch.stack([one[-1] for one in whole]))
+
+
+@pytest.mark.parametrize("position", [BLOCK - 2, BLOCK - 1, BLOCK, 2 * BLOCK - 2, 2 * BLOCK - 1])
+@torch.inference_mode()
+def test_keys_after_the_query_are_hidden_up_to_the_end_of_its_block(position):
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(4, heads, WIDTH, generator=generator) for heads in (4, HEADS, HEADS)]
+    outputs = []
+    for later in (0.0, 9.0):
+        cache = KVCache(8, BLOCK, CPU)
+        tables = [cache.take(2) for _ in range(4)]
+        for pool in cache.layer(0, *states[1:]):
+            rows = pool[torch.tensor(tables)].transpose(1, 2).flatten(2, 3)
+            rows[:, :, position + 1 :] = later
+            pool[torch.tensor(tables)] = rows.unflatten(2, (2, BLOCK)).transpose(1, 2)
+        layout = cached_layout([Span(position, 1, blocks) for blocks in tables], cache, CPU)
+        outputs.append(attend(states, layout=layout))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_a_hidden_key_is_replaced_whatever_it_holds(dtype):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(4, heads, WIDTH, generator=generator).to(dtype) for heads in (4, HEADS, HEADS))
+    outputs = []
+    for bad in (0.0, float("nan"), float("inf"), 1e30):
+        cache = KVCache(4, BLOCK, CPU)
+        blocks = [cache.take(1) for _ in range(4)]
+        keys, _ = cache.layer(0, key, value)
+        keys[[block for (block,) in blocks]] = bad
+        outputs.append(attend([query, key, value], layout=cached_layout([Span(0, 1, b) for b in blocks], cache, CPU)))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert torch.equal(outputs[0], value.repeat_interleave(2, dim=1))
+
+
+@torch.inference_mode()
+def test_scores_far_below_the_largest_weigh_nothing():
+    query, value = torch.ones(4, HEADS, WIDTH), torch.eye(4)[:, None, :].repeat(1, HEADS, WIDTH // 4)
+    key = torch.tensor([100.0, 0.0, -1e6, 50.0])[:, None, None].expand(4, HEADS, WIDTH).contiguous()
+    output = attend([query, key, value], layout=packed_layout([4], BLOCK, CPU))
+    assert torch.allclose(output, value[:1].expand_as(output), rtol=0, atol=1e-37)
+
+
+@pytest.mark.parametrize("lengths", [[7, 5, 31, 1], [64, 64], [50, 45, 70, 3]])
+def test_gradients_equal_the_plain_formula(lengths):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, slope = (
+        torch.randn(sum(lengths), heads, WIDTH, generator=generator) for heads in (4, HEADS, HEADS, 4)
+    )
+    states = [each.requires_grad_() for each in (query, key, value)]
+    output = attend(states, layout=packed_layout(lengths, BLOCK, CPU))
+    found = torch.autograd.grad(output, states, slope)
+    cut = [each.double().transpose(0, 1).split(lengths, dim=1) for each in states]
+    plain = [
+        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        for q, k, v in zip(*cut, strict=True)
+    ]
+    expected = torch.cat(plain, dim=1).transpose(0, 1)
+    assert torch.allclose(output.double(), expected, atol=1e-5)
+    for ours, theirs in zip(found, torch.autograd.grad(expected, states, slope.double()), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
