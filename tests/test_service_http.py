@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import io
 import itertools
 import json
 import random
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx2
 import pytest
+from fastapi import Request, UploadFile
 
 from motet.commands.serve import serve
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
+from motet.service.routes.files import upload
 from motet.types import JobState
 from tests.house import House, error_of, open_house
 from tests.service_run import ROWS, Json, tiny
@@ -379,6 +386,37 @@ def test_a_file_cannot_choose_where_it_lies(house: House) -> None:
     assert not list(directory.parent.glob("*.jsonl"))
     house.refused(422, "POST", "/v1/files", data={"file": "text"})
     house.refused(404, "DELETE", "/v1/files/..%2Fmotet.db")
+
+
+def test_an_upload_that_is_cut_off_leaves_a_file_and_its_row(house: House) -> None:
+    """It is cut off while the row is written, in a thread that cannot be called back."""
+    who = house.desk.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    folder, database = house.desk.settings.directory / "files", house.desk.settings.directory / "motet.db"
+
+    async def form() -> dict[str, Any]:
+        return {}
+
+    async def cut_off() -> None:
+        request = cast(Request, SimpleNamespace(form=form))
+        sending = asyncio.create_task(
+            upload(request, who, house.desk, UploadFile(io.BytesIO(ROWS), filename="cut.jsonl"))
+        )
+        with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            await asyncio.sleep(1)
+            sending.cancel()
+            await asyncio.sleep(0.2)
+            other.execute("ROLLBACK")
+        await asyncio.wait([sending])
+        assert sending.cancelled()
+
+    before = {path.stem for path in folder.iterdir()}
+    asyncio.run(cut_off())
+    listed = {file["id"] for file in house.ask("GET", "/v1/files").json()["data"]}
+    (left,) = {path.stem for path in folder.iterdir()} - before
+    assert left in listed
+    house.ask("DELETE", f"/v1/files/{left}")
 
 
 # --- without keys -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import shutil
 import threading
@@ -225,7 +226,11 @@ class Desk:
     def _stored_by(self, jobs: list[str]) -> int:
         """Bytes of the saved versions of some jobs."""
         kept = ((self.directory(job), number) for job in jobs for number in self.directory(job).versions())
-        return sum(path.stat().st_size for job, number in kept for path in job.version(number).glob("*"))
+        size = 0
+        for job, number in kept:
+            with contextlib.suppress(FileNotFoundError):  # the engine clears older versions away meanwhile
+                size += sum(path.stat().st_size for path in job.version(number).glob("*"))
+        return size
 
     # --- events -----------------------------------------------------------------------------------------------------------
 

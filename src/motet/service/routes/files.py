@@ -38,7 +38,7 @@ async def upload(
     file_id, name = new_id("file"), (file.filename or "rows.jsonl").replace("\0", "")[-255:]
     path, limit = desk.file_path(file_id, name), int(desk.settings.config.max_upload_mb * 2**20)
     path.parent.mkdir(parents=True, exist_ok=True)
-    size = 0
+    size, adding = 0, None
     try:
         with path.open("wb") as target:
             while piece := await file.read(_PIECE):
@@ -51,14 +51,23 @@ async def upload(
                 await asyncio.to_thread(target.write, piece)
         rows = await asyncio.to_thread(count_rows, path, UPLOADED)
         with_room = desk.steward.storing(who.tenant_id, size)
-        found = await asyncio.to_thread(with_room(desk.store.add_file), who, file_id, name, size, rows)
+        adding = asyncio.create_task(asyncio.to_thread(with_room(desk.store.add_file), who, file_id, name, size, rows))
+        found = await asyncio.shield(adding)
     except BaseException as error:  # whatever it is, also when the client has gone: what is not listed must not stay
-        path.unlink(missing_ok=True)
+        listed = adding is not None and await _worked(adding)
+        if not listed:
+            path.unlink(missing_ok=True)
         if isinstance(error, MotetError) and not isinstance(error, LimitError):
             raise Refusal(400, str(error).replace(str(path), name)) from error
         raise
     await asyncio.to_thread(desk.store.audit, who, "upload file", file_id)
     return _shown(found)
+
+
+async def _worked(adding: asyncio.Task[StoredFile]) -> bool:
+    """Whether the file is listed in the end; a thread that has begun cannot be called back."""
+    await asyncio.wait([adding])
+    return adding.exception() is None
 
 
 @router.get("")
