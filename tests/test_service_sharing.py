@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import socket
 import struct
@@ -108,6 +109,7 @@ MANY = {f"{number}": b"" for number in range(MOST_MEMBERS + 1)}
         (tarred(MANY), "members"),
         (zipped(MANY), "members"),
     ],
+    ids=itertools.count(),  # the bytes hold the time, and both workers have to find the same names
 )  # fmt: skip
 def test_an_archive_that_is_no_adapters_is_refused(take: Callable[[bytes], int], data: bytes, words: str) -> None:
     with pytest.raises(DataError, match=words):
