@@ -348,7 +348,7 @@ def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | 
         device=workshop.device,
         scheduler=scheduler,
         learner=Learner(workshop.trainer, workshop.device, config.train_tokens, scheduler.standing),
-        rewards=rewards or RewardPool(config.reward_workers, {"http": HttpRewards(Addresses(anywhere=True))}),
+        rewards=rewards or RewardPool(config.reward_processes, {"http": HttpRewards(Addresses(anywhere=True))}),
         micro_batch_tokens=config.micro_batch_tokens,
         probe_tolerance=workshop.probe_tolerance,
         keep_versions=workshop.keep_versions,

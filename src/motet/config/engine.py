@@ -42,7 +42,7 @@ class EngineConfig(Config):
     """Tokens of a job's micro-batch; where it is cut depends on the job's own samples only."""
     recompute: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same bits."""
-    reward_workers: int = Field(2, ge=1)
+    reward_processes: int = Field(2, ge=1)
     """Processes that run rewards."""
     trust_remote_code: bool = Field(False, exclude=True)
     """Only settable on the command line."""

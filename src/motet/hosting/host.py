@@ -61,7 +61,7 @@ class Host:
             self.workshop,
             self.directory,
             RewardPool(
-                config.engine.reward_workers,
+                config.engine.reward_processes,
                 dict.fromkeys(ELSEWHERE, self._scores),
                 {name: Installed(**one) for name, one in (installed or {}).items()},
                 self._scores.rest,
