@@ -141,3 +141,20 @@ def test_gradients_equal_the_plain_formula(lengths):
     assert torch.allclose(output.double(), expected, atol=1e-5)
     for ours, theirs in zip(found, torch.autograd.grad(expected, states, slope.double()), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_do_not_depend_on_how_far_company_pads(dtype):
+    """Two tiles of query rows alone, three beside a longer sequence: one sum over all rows would have other bits."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [80, 100]
+    states = [torch.randn(sum(lengths), heads, WIDTH, generator=generator).to(dtype) for heads in (6, HEADS, HEADS)]
+    slope = torch.randn(sum(lengths), 6, WIDTH, generator=generator).to(dtype)
+
+    def gradients(own: list[int]) -> tuple[Tensor, ...]:
+        leaves = [each[: sum(own)].clone().requires_grad_() for each in states]
+        output = attend(leaves, layout=packed_layout(own, 64, CPU))
+        return torch.autograd.grad(output, leaves, slope[: sum(own)])
+
+    for alone, together in zip(gradients(lengths[:1]), gradients(lengths), strict=True):
+        assert torch.equal(alone, together[: lengths[0]])

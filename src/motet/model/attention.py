@@ -18,7 +18,7 @@ G = H / K, R = Q·G folded rows, E head width.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,9 +89,9 @@ def motet_attention(
     query_THE, key_TKE, value_TKE = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     n_kv, fold = key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = _Call(layout, sliding_window, scale, softcap, n_kv, fold)
     if math.frexp(scale)[0] == 0.5:  # a power of two: the query times it is exact, and smaller than the scores
-        query_THE, call = query_THE * scale, replace(call, scaling=1.0)
+        query_THE, scale = query_THE * scale, 1.0
+    call = _Call(layout, sliding_window, scale, softcap, n_kv, fold)
     if layout.cache is not None:
         return _through_cache(query_THE, key_TKE, value_TKE, call, layer)[None], None
     output: Tensor = _PackedAttention.apply(query_THE, key_TKE, value_TKE, call)  # type: ignore[no-untyped-call]
@@ -111,11 +111,14 @@ def _scores(query_SKRE: Tensor, keys_BSKCE: Tensor, call: _Call) -> Tensor:
     return score
 
 
-def _masked(score_BSKRC: Tensor, mask: Mask, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The part of the scores of rows from the first on that has hidden keys, as bits, with the bits of its mask."""
-    rows = slice(first, None)
-    keep, hide = mask.keep_BSRC[:, :, :, rows], mask.hide_BSRC[:, :, :, rows]
-    return score_BSKRC[mask.block :, :, :, : keep.shape[3]].view(torch.int32), keep, hide
+def _replace_hidden(states_BSKRC: Tensor, mask: Mask | None, first: int, *, infinite: bool) -> None:
+    """Replace what is hidden of rows from the first on: scores by −∞, weights by 0."""
+    if mask is None:
+        return
+    keep_BSRC = mask.keep_BSRC[:, :, :, first:]
+    bits = states_BSKRC[mask.block :, :, :, : keep_BSRC.shape[3]].view(torch.int32).bitwise_and_(keep_BSRC)
+    if infinite:
+        bits.bitwise_or_(mask.hide_BSRC[:, :, :, first:])
 
 
 def _attend(
@@ -132,9 +135,7 @@ def _attend(
     peak = output = total = None
     for (run, first), mask in zip(runs, masks, strict=True):
         score = _scores(query_SKRE[:, :, first:], keys_BSKCE[run.start : run.stop], call)
-        if mask is not None:
-            bits, keep, hide = _masked(score, mask, first)
-            bits.bitwise_and_(keep).bitwise_or_(hide)
+        _replace_hidden(score, mask, first, infinite=True)
         scores.append(score)
         largest = score.amax(-1, keepdim=True)
         largest = largest.amax(0) if len(largest) > 1 else largest[0]
@@ -145,9 +146,7 @@ def _attend(
     assert peak is not None
     for (run, first), mask, score in zip(runs, masks, scores, strict=True):
         weights = score.sub_(peak[:, :, first:]).clamp_(LEAST_EXPONENT).exp_()
-        if mask is not None:
-            bits, keep, _ = _masked(weights, mask, first)
-            bits.bitwise_and_(keep)
+        _replace_hidden(weights, mask, first, infinite=False)
         values = values_BSKCE[run.start : run.stop]
         parts, shares = torch.matmul(weights.to(values.dtype), values).float(), weights.sum(-1, keepdim=True)
         for part, share in zip(parts, shares, strict=True):
@@ -306,7 +305,10 @@ def _attend_backward(
     index: int,
     call: _Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries [S, K, R, E], keys and values [B, S, K, C, E] of a group; R is a multiple of TILE."""
+    """Gradients of queries [S, K, R, E], keys and values [B, S, K, C, E] of a group; R is a multiple of TILE.
+
+    Where there are gradients every run is one block.
+    """
     dtype = query_SKRE.dtype
     grad_query: Tensor | None = None
     grad_keys, grad_values = torch.empty_like(keys_BSKCE), torch.empty_like(values_BSKCE)
@@ -317,10 +319,7 @@ def _attend_backward(
         score = _scores(query, keys[None], call)
         slope = None if call.softcap is None else 1 - (score / call.softcap).square_()
         weights = score.sub_(log_sum_SKR1[:, :, first:]).clamp_(LEAST_EXPONENT, -LEAST_EXPONENT).exp_()
-        mask = call.layout.mask(index, run, call.window, call.fold)
-        if mask is not None:
-            bits, keep, _ = _masked(weights, mask, first)
-            bits.bitwise_and_(keep)
+        _replace_hidden(weights, call.layout.mask(index, run, call.window, call.fold), first, infinite=False)
         grad_values[run.start] = _over_queries(weights[0].to(dtype), grad)
         grad_score = torch.matmul(grad, values.transpose(-1, -2)).float().sub_(common_SKR1[:, :, first:])
         grad_score.mul_(weights[0])

@@ -127,8 +127,11 @@ class SpreadEngine:
         return [place for place in self._places() if self._open[place].total() < self.here.capacity]
 
     def _choose(self, request: GenerateRequest) -> int:
-        """The place with the fewest open completions; near a tie one that has the adapter's weights at hand already."""
-        places = self._with_room() or self._places()
+        """Of the places with a free row the one with the fewest open completions.
+
+        Near a tie it is one that has the adapter's weights at hand already.
+        """
+        places = self._with_room()
         loads = {place: self._open[place].total() for place in places}
         least = min(loads.values())
         adapter = _adapter(request)

@@ -225,11 +225,11 @@ class Desk:
 
     def _stored_by(self, jobs: list[str]) -> int:
         """Bytes of the saved versions of some jobs."""
-        kept = ((self.directory(job), number) for job in jobs for number in self.directory(job).versions())
         size = 0
-        for job, number in kept:
-            with contextlib.suppress(FileNotFoundError):  # the engine clears older versions away meanwhile
-                size += sum(path.stat().st_size for path in job.version(number).glob("*"))
+        for directory in map(self.directory, jobs):
+            for number in directory.versions():
+                with contextlib.suppress(FileNotFoundError):  # the engine clears older versions away meanwhile
+                    size += sum(path.stat().st_size for path in directory.version(number).glob("*"))
         return size
 
     # --- events -----------------------------------------------------------------------------------------------------------

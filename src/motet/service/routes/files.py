@@ -54,8 +54,7 @@ async def upload(
         adding = asyncio.create_task(asyncio.to_thread(with_room(desk.store.add_file), who, file_id, name, size, rows))
         found = await asyncio.shield(adding)
     except BaseException as error:  # whatever it is, also when the client has gone: what is not listed must not stay
-        listed = adding is not None and await _worked(adding)
-        if not listed:
+        if adding is None or not await _worked(adding):
             path.unlink(missing_ok=True)
         if isinstance(error, MotetError) and not isinstance(error, LimitError):
             raise Refusal(400, str(error).replace(str(path), name)) from error
