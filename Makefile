@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+TRITON := triton==3.9.0
 
 # The first of these that is Python 3.11 or newer makes the environment; `make PYTHON=/path/to/python …` chooses.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -34,6 +35,8 @@ $(VENV)/.installed-reasoning: $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(VENV)/.installed-reasoning
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tensorboard]'
+	@# a torch for CUDA brings the Triton that fits it; with one for CPUs any will do to interpret the kernels
+	@$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname -s)" != Linux ] || $(BIN)/python -m pip install --quiet $(TRITON)
 	@touch $@
 
 .PHONY: install
@@ -91,6 +94,7 @@ bench-gpu: gpu-check  ## gpu-check, then the speed of Motet on one GPU: docs/ben
 gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no CUDA device here" >&2; exit 1; }
 	$(BIN)/python -m pytest -m gpu -rs $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -rs tests/test_kernels.py tests/test_recording.py $(PYTEST_ARGS)
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev  ## write the reference pages anew: docs/configuration.md, docs/cli.md, docs/http.md

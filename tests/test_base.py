@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 
 from motet.errors import BaseModelError
 from motet.model.attention import motet_attention
+from motet.model.arithmetic import Arithmetic
 from motet.model.base import BaseModel, wrap
 from motet.model.load import load_base
 from motet.model.lora import Siblings
@@ -174,10 +175,10 @@ def attention_with_fault(fault: str) -> Any:
     return wrong
 
 
-def prove_with(name: str, wrapper: Any) -> BaseModel:
+def prove_with(name: str, wrapper: Any, arithmetic: Arithmetic | None = None) -> BaseModel:
     model = tiny.stock(name).requires_grad_(False)
     device = torch.device("cpu")
-    return prove(lambda: wrapper(wrap(name, model, None, device)), model, name, device, tiny.BLOCK)
+    return prove(lambda: wrapper(wrap(name, model, None, device)), model, name, tiny.BLOCK, arithmetic)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +205,20 @@ def test_leak_below_the_tolerance_costs_exactness():
     base = prove_with("llama", wrapper)
     assert not base.exact
     assert "sequences packed together differ from each alone" in base.notes[0]
+
+
+def test_a_pass_of_many_rows_that_differs_costs_exactness():
+    """As a library's does that takes another kernel for them."""
+
+    def wrapper(base: BaseModel) -> BaseModel:
+        first = base.decoder.get_submodule("layers.0")
+        first.register_forward_hook(lambda _, __, output: output * 1.0001 if output.shape[-2] > 64 else output)
+        return base
+
+    assert prove_with("llama", wrapper).exact, "where there are no tiles, nobody asks"
+    base = prove_with("llama", wrapper, Arithmetic(rows=16, tile=16))
+    assert "sequences packed together differ from each alone" in base.inexact
+    assert base.notes == [base.inexact]
 
 
 class WithoutFinalCap(BaseModel):

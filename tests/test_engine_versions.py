@@ -25,7 +25,7 @@ PROMPT: IntArray = np.array([5, 17, 40, 9, 88, 21, 13], np.int32)
 
 @pytest.fixture(scope="module")
 def base() -> Any:
-    return load("small", EngineConfig(threads=1))
+    return load("small", EngineConfig(threads=1, block_size=16))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def engine(base: Any) -> Iterator[EmbeddedEngine]:
 
 def trained(base: Any, strength: float) -> TorchTrainer:
     """A trainer with adapter `a` whose B is random, as after some steps."""
-    trainer = TorchTrainer(base, block_size=16, slots=2)
+    trainer = TorchTrainer(base, slots=2)
     trainer.add_adapter("a", AdapterConfig(rank=4, alpha=4), OptimizerConfig(), 3)
     arena = trainer._arena("a")
     generator = torch.Generator().manual_seed(1)

@@ -210,7 +210,7 @@ def test_siblings_share_a_product_of_the_same_input_only(dtype):
 
 
 def test_slots_are_counted_and_names_are_unique():
-    trainer = TorchTrainer(tiny.base("llama"), block_size=tiny.BLOCK, slots=2)
+    trainer = TorchTrainer(tiny.base("llama"), slots=2)
     shape, optimizer = AdapterConfig(rank=2), OptimizerConfig()
     trainer.add_adapter("a", shape, optimizer, 0)
     with pytest.raises(AdapterError, match="'a' is there already"):

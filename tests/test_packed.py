@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -109,6 +110,73 @@ def test_packing_changes_no_bit_of_a_base() -> None:
     ids = tiny.tokens(30)
     assert any(layer.siblings.weight._packed is not None for layer in ours.linears.values())
     assert torch.equal(tiny.packed_logits(ours, [(None, ids)])[0], tiny.packed_logits(plain, [(None, ids)])[0])
+
+
+# --- tiles of rows ------------------------------------------------------------------------------------------------------
+
+
+class Shapes(TorchDispatchMode):
+    """Rows of every product with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::mm", "aten::addmm"):
+            self.rows.append(args[func._schema.name == "aten::addmm"].shape[0])
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_has_the_rows_of_one_tile(bias: bool, dtype: torch.dtype) -> None:
+    """Back and forth, whatever the number of rows; each tile has the bits it has alone."""
+    weight = frozen((96, 64), bias, dtype)
+    weight.tile = 16
+    generator = torch.Generator().manual_seed(1)
+    for rows in (16, 48, 160):
+        for product, width in ((weight, 64), (weight.back, 96)):
+            x = torch.randn(rows, width, generator=generator).to(dtype)
+            with Shapes() as seen:
+                y = product(x)
+            assert seen.rows == [16] * (rows // 16)
+            assert y.shape == (rows, 160 - width)
+            assert torch.equal(y, torch.cat([product(part) for part in x.split(16)]))
+            assert torch.equal(product(x[None])[0], y)
+            assert torch.equal(product(torch.stack([x, x], 1)[:, 0]), y), "rows that lie apart"
+            assert torch.equal(product(x.clone().requires_grad_()), y)
+
+
+@pytest.mark.parametrize("tile", [0, 16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_and_their_way_back(bias: bool, tile: int) -> None:
+    weight = frozen((96, 64), bias, torch.float32)
+    weight.tile = tile
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(2, 32, width, generator=generator) for width in (64, 96))
+    wanted = x @ weight.plain.t() + (0 if weight.bias is None else weight.bias)
+    torch.testing.assert_close(weight(x), wanted)
+    torch.testing.assert_close(weight.back(grad), grad @ weight.plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_tiles_all_rows_are_one_product(dtype: torch.dtype) -> None:
+    weight = frozen((96, 64), True, dtype)
+    x, grad = torch.ones(1, 12, 64, dtype=dtype) / 3, torch.ones(1, 12, 96, dtype=dtype) / 3
+    with Shapes() as seen:
+        y, back = weight(x), weight.back(grad)
+    assert seen.rows == [12, 12]
+    assert torch.equal(y, F.linear(x, weight.plain, weight.bias))
+    assert torch.equal(back, torch.matmul(grad, weight.plain))
+
+
+def test_rows_that_are_no_whole_tiles_are_refused() -> None:
+    weight = frozen((96, 64), False)
+    weight.tile = 16
+    for product, width in ((weight, 64), (weight.back, 96)):
+        with pytest.raises(ValueError, match="20 rows are not a multiple of 16; pad them"):
+            product(torch.ones(1, 20, width).bfloat16())
 
 
 # --- norms ----------------------------------------------------------------------------------------------------------------

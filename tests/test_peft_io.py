@@ -288,7 +288,7 @@ def test_start_from_a_directory_checks_rank_alpha_and_targets(plain):
     base = tiny.base("llama")
 
     def start(**shape: Any) -> None:
-        trainer = TorchTrainer(base, block_size=tiny.BLOCK, slots=1)
+        trainer = TorchTrainer(base, slots=1)
         trainer.add_adapter("a", AdapterConfig(**{"rank": 4, "alpha": 16, **shape}), OptimizerConfig(), 0)
         trainer.load_adapter("a", plain, optimizer=False)
         assert torch.equal(trainer.weights("a").flat, load(plain, base).flat)

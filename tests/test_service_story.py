@@ -141,6 +141,7 @@ def test_the_story_of_a_team(team: Team, tmp_path: Path, small_base_dir: Path) -
         if worker.poll() is None:
             worker.kill()
         worker.communicate()
+        client.close()
 
     # home
     told = team.types(ours, "pull", "sort", "--to", "home")

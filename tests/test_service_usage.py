@@ -53,10 +53,10 @@ def test_usage_is_what_the_jobs_did_and_all_of_the_time(service: Service) -> Non
     assert [service.ended(name) for name in ("long", "short")] == ["succeeded"] * 2
     assert tokens(used(service, "long")) == committed(service, "long")
     assert tokens(used(service, "short")) == committed(service, "short")
-    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="any")
-    told = client.chat.completions.create(
-        model="short@latest", messages=[{"role": "user", "content": "abc"}], max_tokens=9, n=2
-    ).usage
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="any") as client:
+        told = client.chat.completions.create(
+            model="short@latest", messages=[{"role": "user", "content": "abc"}], max_tokens=9, n=2
+        ).usage
     assert told is not None
 
     def completions() -> list[Json]:

@@ -37,7 +37,7 @@ def test_a_thousand_publishes_leave_nothing_behind(tmp_path: Path) -> None:
     directory = tmp_path / "served"
     config = RolloutConfig(engine="vllm", launch=launch(), directory=str(directory))
     engine = servers.build_servers(base, config, WANTED, "soak0000", tmp_path)
-    trainer = TorchTrainer(base, block_size=64, slots=2, recompute=False)
+    trainer = TorchTrainer(base, slots=2, recompute=False)
     trainer.add_adapter("job", AdapterConfig(rank=16), OptimizerConfig(), 1)
     sync, probe = FileSync(engine, trainer), base.tokenizer("Sort the letters: d a c", return_tensors="np").input_ids[0]
     found = asyncio.run(_publish_often(engine, sync, probe, directory))

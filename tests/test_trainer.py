@@ -62,7 +62,7 @@ def make_segment(name: str, spec: LossSpec | None = None) -> Segment:
 
 def make_trainer(base: BaseModel, names: str = "abc", *, recompute: bool = False) -> TorchTrainer:
     """Adapters whose B is random, so that both halves have gradients."""
-    trainer = TorchTrainer(base, block_size=tiny.BLOCK, slots=8, recompute=recompute)
+    trainer = TorchTrainer(base, slots=8, recompute=recompute)
     for name in names:
         rank, alpha, _ = SHAPES[name]
         trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), OPTIMIZER_CONFIG, seed=ord(name))
@@ -182,7 +182,7 @@ def test_adapters_with_equal_segments_equal_each_alone_bitwise(dtype):
     }
 
     def trained(*chosen: str) -> dict[str, list[bytes]]:
-        trainer = TorchTrainer(base, block_size=tiny.BLOCK, slots=4)
+        trainer = TorchTrainer(base, slots=4)
         for name in chosen:
             trainer.add_adapter(name, shape, OptimizerConfig(lr=1e-2), ord(name))
         return run_steps(trainer, [Batch(tuple(segments[name] for name in chosen))])
@@ -277,7 +277,7 @@ def test_unknown_adapter_leaves_gradients_alone():
 
 def test_reused_slot_starts_from_nothing(tmp_path):
     base = tiny.base("llama")
-    fresh, reused = (TorchTrainer(base, block_size=tiny.BLOCK, slots=1) for _ in range(2))
+    fresh, reused = (TorchTrainer(base, slots=1) for _ in range(2))
     shape = AdapterConfig(rank=8, alpha=16)
     reused.add_adapter("a", shape, OPTIMIZER_CONFIG, seed=1)
     run_steps(reused, [Batch((make_segment("a"),))])
@@ -480,8 +480,8 @@ def some_samples(source: random.Random, vocabulary: int) -> tuple[Sample, ...]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_do_not_depend_on_how_long_the_neighbours_are(dtype):
     """Company decides how far sequences are padded and which of them share a product; no sum may show it."""
-    base = load("small", EngineConfig(dtype=dtype, threads=1))
-    trainer = TorchTrainer(base, block_size=32, slots=4)
+    base = load("small", EngineConfig(dtype=dtype, threads=1, block_size=32))
+    trainer = TorchTrainer(base, slots=4)
     names = ("a", "b", "c", "d")
     for name in names:
         trainer.add_adapter(name, AdapterConfig(rank=16, alpha=32), OPTIMIZER_CONFIG, seed=ord(name))

@@ -24,7 +24,7 @@ from tests.vllm_server import launch, vllm_python, vllm_server
 # Seen once, on a busy machine, and not again: sockets that the garbage collector found, and told of in whichever test ran then.
 # Whose they were is not known. What an engine holds open is asked in tests/test_server_*.py.
 _LOST = "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning"
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.filterwarnings(_LOST)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 KEY = "MOTET_TEST_VLLM_KEY"
 FLOAT32_GAP = 5e-4
 """Largest |trainer − sampler| logprob in float32: sums of a few hundred terms in another order, through 30 layers."""

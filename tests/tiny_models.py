@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import transformers
 
-from motet.model.base import BaseModel, pad_rows
+from motet.model.base import BaseModel
 from motet.model.kv_cache import KVCache
-from motet.model.layout import Span, cached_layout, packed_layout
+from motet.model.layout import Span
 from motet.model.load import SMALL_BASE, load_base
 from motet.model.lora import AdapterLayout, AdapterWeights, Routing, initial_weights
 from motet.model.routing import AdapterStacks
@@ -181,7 +181,7 @@ Packed = list[tuple[AdapterWeights | None, torch.Tensor]]
 def packed_logits(model: BaseModel, packed: Packed, routing: Routing | None = None) -> list[torch.Tensor]:
     """fp32 logits [T, V] of each sequence, all in one pass as the sampler routes it."""
     lengths = [len(ids) for _, ids in packed]
-    ids = pad_rows(torch.cat([ids for _, ids in packed]))
+    ids = model.pad(torch.cat([ids for _, ids in packed]))
     pad = len(ids) - sum(lengths)
     spans = [*lengths, pad] if pad else lengths
     positions = torch.cat([torch.arange(length) for length in spans])
@@ -192,8 +192,8 @@ def packed_logits(model: BaseModel, packed: Packed, routing: Routing | None = No
             runs[-1] = (weights, runs[-1][1], runs[-1][2] + length)
         else:
             runs.append((weights, start, length))
-    with model.routed(routing or AdapterStacks().routing(runs, model.device)):
-        hidden = model.hidden(ids, positions, packed_layout(spans, BLOCK, model.device))
+    with model.routed(routing or AdapterStacks().routing(runs, model.device, arithmetic=model.arithmetic)):
+        hidden = model.hidden(ids, positions, model.packed_layout(spans))
     return list(model.logits(hidden).split(spans))[: len(lengths)]
 
 
@@ -204,9 +204,9 @@ def decoded_logits(model: BaseModel, ids: torch.Tensor, prompt: int) -> torch.Te
     blocks = cache.take(cache.n_blocks)
     found, start = [], 0
     for length in [prompt] + [1] * (len(ids) - prompt):
-        layout = cached_layout([Span(start, length, blocks)], cache, model.device)
-        positions = pad_rows(torch.arange(start, start + length))
-        found.append(model.logits(model.hidden(pad_rows(ids[start : start + length]), positions, layout))[:length])
+        layout = model.cached_layout([Span(start, length, blocks)], cache)
+        positions = model.pad(torch.arange(start, start + length))
+        found.append(model.logits(model.hidden(model.pad(ids[start : start + length]), positions, layout))[:length])
         start += length
     return torch.cat(found)
 
@@ -234,4 +234,4 @@ def adapter_masters(
     generator = torch.Generator().manual_seed(seed)
     for _, b in layout.views(masters).values():
         b.copy_(torch.randn(b.shape, generator=generator) * scale)
-    return layout, masters
+    return layout, masters.to(model.device)

@@ -11,7 +11,8 @@ from bench.speed.against_itself import (
     start_block,
 )
 from bench.speed.against_peers import decode_block, grpo_block, train_block
-from bench.speed.rows import RANK, Block, Row, Side, at_least, at_most
+from bench.speed.ratios import Goal
+from bench.speed.rows import RANK, Block, Row, Side, Unit, at_least, at_most
 
 
 def cpu_blocks(quick: bool) -> list[Block]:
@@ -59,19 +60,23 @@ def shape_blocks(shape: str) -> list[Block]:
     sides = {
         name: Side("motet", "decode", {**decode, "adapters": count}) for name, count in (("8 adapters", 8), ("none", 0))
     }
+    sides["fast"] = Side("motet-fast", "decode", {**decode, "adapters": 8})
     return [
         Block(
             f"decode-{shape}",
             f"8 prompts of 40 tokens, 8 completions of {decode['new_tokens']} tokens each.",
             sides,
-            (cost,),
+            (cost, _exact(f"decode-{shape}", f"{shape}: decode, 64 rows, 8 adapters", "8 adapters", bound)),
             base=shape,
         ),
         Block(
             f"train-{shape}",
             "16 samples of 64 + 64 tokens, one adapter of rank 16: forward and backward pass.",
-            {"Motet": Side("motet", "train", train)},
-            (Row(f"train-{shape}", f"{shape}: gradients, 16 × (64 + 64) tokens", "", "value", "Motet"),),
+            {"Motet": Side("motet", "train", train), "fast": Side("motet-fast", "train", train)},
+            (
+                Row(f"train-{shape}", f"{shape}: gradients, 16 × (64 + 64) tokens", "", "value", "Motet"),
+                _exact(f"train-{shape}", f"{shape}: gradients, 16 × (64 + 64) tokens", "Motet", bound),
+            ),
             base=shape,
         ),
         Block(
@@ -79,11 +84,13 @@ def shape_blocks(shape: str) -> list[Block]:
             f"GRPO steps of {job['groups']} × 8 completions of at most {job['max_tokens']} tokens.",
             {
                 "one job": Side("motet", "jobs", {**job, "jobs": 1, "after_first": True}),
+                "fast": Side("motet-fast", "jobs", {**job, "jobs": 1, "after_first": True}),
                 "at once": Side("motet", "jobs", eight),
                 "in turn": Side("motet", "jobs", {**eight, "sequential": True}, False),
             },
             (
                 Row(f"grpo-{shape}", f"{shape}: a step of one GRPO job", "", "value", "one job", unit="s a step"),
+                _exact(f"grpo-{shape}", f"{shape}: a step of one GRPO job", "one job", bound, "s a step"),
                 Row(
                     f"at-once-{shape}",
                     f"{shape}: eight jobs at once, for each step of a job",
@@ -99,3 +106,9 @@ def shape_blocks(shape: str) -> list[Block]:
             base=shape,
         ),
     ]
+
+
+def _exact(name: str, work: str, ours: str, bound: Goal | None, unit: Unit = "tokens/s") -> Row:
+    """What exact arithmetic costs; there is a goal where there is a bound on another cost of the shape."""
+    goal = None if bound is None else at_most(1.3)
+    return Row(f"exact-{name}", f"{work}: cost of being exact", "Motet, fast", "cost", ours, "fast", goal, unit)

@@ -28,6 +28,8 @@ PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "trl": ("trl", "trl_side", {}),
 }
 """Peers by name: the environment, the worker's file, its settings."""
+OURS: Mapping[str, str] = {"motet": "exact", "motet-fast": "fast"}
+"""Motet by name: how it computes on a GPU."""
 
 
 def threads() -> int:
@@ -57,9 +59,9 @@ def program(name: str, base: str, directory: Path, envs: Path, *, quick: bool, d
         absent = "" if python.is_file() else f"there is no environment {envs / env}: `make bench` makes it"
         command = _command(python, file, {**settings, "eager": quick, **own})
         return Program(name, command, environment, _failure(envs, env) or absent)
-    if kind == "motet":
-        settings["model"] = base
-    file = {"motet": "motet_side", "machine": "machine_side"}[kind]
+    if kind != "machine":
+        settings |= {"model": base, "numerics": OURS[kind]}
+    file = "machine_side" if kind == "machine" else "motet_side"
     return Program(name, _command(Path(sys.executable), file, settings), environment)
 
 

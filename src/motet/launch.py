@@ -122,6 +122,7 @@ def _load(base: str, config: EngineConfig) -> Any:
         device=config.device,
         block_size=config.block_size,
         pack=config.pack_weights,
+        numerics=config.numerics,
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -151,9 +152,7 @@ def _build_on_servers(base: Any, config: RunConfig, directory: RunDirectory) -> 
 
     wanted = servers.demand(config.jobs, config.engine.slots)
     engine = servers.build_servers(base, config.rollout, wanted, directory.run_id, directory.path)
-    trainer = TorchTrainer(
-        base, block_size=config.engine.block_size, slots=config.engine.slots, recompute=config.engine.recompute
-    )
+    trainer = TorchTrainer(base, slots=config.engine.slots, recompute=config.engine.recompute)
     told = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
         base,
@@ -203,7 +202,7 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: P
     if n_samplers:
         engine = SpreadEngine(engine, _start_samplers(n_samplers, base, config, limits, device, log))
         places.append(engine)
-    trainer = TorchTrainer(base, block_size=config.block_size, slots=config.slots, recompute=config.recompute)
+    trainer = TorchTrainer(base, slots=config.slots, recompute=config.recompute)
     return Workshop(
         base,
         device,
@@ -212,7 +211,7 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: P
         SameTensors(engine, trainer.weights),
         config,
         list(base.notes),
-        probe_tolerance=0.0 if base.exact else 0.05,
+        probe_tolerance=0.05 if base.inexact else 0.0,
     )
 
 
@@ -281,7 +280,7 @@ def prepare(
         * (auto_learning_rate(text.hidden_size, text.model_type) if isinstance(rate, str) else rate),
         stop_token_ids=stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None)),
         progress=JobProgress(config.name, config.steps),
-        inexact=[] if base.exact else list(base.notes[-1:]),
+        inexact=[base.inexact] if base.inexact else [],
     )
     longest = max(len(chat.prompt_ids(problem)) for problem in data.train[:PREFIX_SAMPLE])
     turns = ENVIRONMENTS[config.environment].max_turns

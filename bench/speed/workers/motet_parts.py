@@ -25,6 +25,7 @@ def engine_fields(**budgets: int) -> dict[str, Any]:
         "device": OPTIONS["device"],
         "dtype": "bfloat16",
         "threads": OPTIONS["threads"],
+        "numerics": OPTIONS.get("numerics", "exact"),
         "micro_batch_tokens": MICRO_BATCH_TOKENS,
         **budgets,
     }
@@ -91,7 +92,7 @@ def trainer(args: dict[str, Any]) -> Any:
         return workshop().trainer
     if "unshared" not in _parts:
         config = workshop().config
-        _parts["unshared"] = TorchTrainer(base(), block_size=config.block_size, slots=config.slots, share_prompts=False)
+        _parts["unshared"] = TorchTrainer(base(), slots=config.slots, share_prompts=False)
     return _parts["unshared"]
 
 

@@ -75,18 +75,18 @@ def _decode_rate(base: Any, config: EngineConfig) -> float:
     import torch
 
     from motet.model.kv_cache import KVCache
-    from motet.model.layout import Span, cached_layout
+    from motet.model.layout import Span
 
     rows, steps = 64, 8
     cache = KVCache(rows, config.block_size, base.device)
     blocks = [cache.take(1) for _ in range(rows)]
-    tokens = torch.zeros(rows, dtype=torch.long, device=base.device)
+    tokens = base.pad(torch.zeros(rows, dtype=torch.long, device=base.device))
     seconds = 0.0
     for position in range(steps):
         started = time.perf_counter()
-        layout = cached_layout([Span(position, 1, block) for block in blocks], cache, base.device)
+        layout = base.cached_layout([Span(position, 1, block) for block in blocks], cache)
         with torch.no_grad():
-            positions = torch.full((rows,), position, device=base.device)
+            positions = torch.full_like(tokens, position)
             tokens = base.logits(base.hidden(tokens, positions, layout)).argmax(-1)
         if position >= 2:
             seconds += time.perf_counter() - started

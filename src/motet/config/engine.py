@@ -16,6 +16,9 @@ class EngineConfig(Config):
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the base's weights; `auto` keeps what the model was saved in (bfloat16 or float32)."""
+    numerics: Literal["exact", "fast"] = "exact"
+    """On a GPU: `exact` gives each row the same bits in any company, `fast` lets the libraries choose kernels by the number of
+    rows, and says how far sampler and trainer differ. On a CPU both are the same."""
     threads: int = Field(0, ge=0)
     """Cores to use on CPU; 0 takes OMP_NUM_THREADS, or all there are. Training uses them together."""
     samplers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from motet.errors import BaseModelError
 from motet.model.layout import ROWS, AttentionLayout, Group, Mask
+from motet.model.tables import AttentionTables
 
 NAME = "motet"
 """Under which the function is registered with transformers' `AttentionInterface`."""
@@ -65,7 +66,7 @@ def motet_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    layout: AttentionLayout | None = None,
+    layout: AttentionLayout | AttentionTables | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer; query [1, H, T, E], key and value [1, K, T, E] → [1, T, H, E].
@@ -87,8 +88,13 @@ def motet_attention(
     layer = int(getattr(module, "layer_idx", -1))
     layout.calls.append((layer, sliding_window))
     query_THE, key_TKE, value_TKE = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    n_kv, fold = key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(layout, AttentionTables):
+        from motet.model import kernels  # there is no Triton on most machines without a GPU
+
+        states = (query_THE, key_TKE, value_TKE)
+        return kernels.attend(layout, layer, *states, scaling=scale, window=sliding_window, softcap=softcap)[None], None
+    n_kv, fold = key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
     if math.frexp(scale)[0] == 0.5:  # a power of two: the query times it is exact, and smaller than the scores
         query_THE, scale = query_THE * scale, 1.0
     call = _Call(layout, sliding_window, scale, softcap, n_kv, fold)

@@ -12,7 +12,7 @@ import difflib
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,16 @@ from torch import Tensor, nn
 
 from motet.errors import AdapterError, BaseModelError
 from motet.model import attention
-from motet.model.layout import ROWS, AttentionLayout, packed_layout
+from motet.model.arithmetic import Arithmetic
+from motet.model.kv_cache import KVCache
+from motet.model.layout import AttentionLayout, Prefix, Span, cached_layout, packed_layout
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.norm import speed_up_norms
 from motet.model.packed import FrozenWeight, pack_all
+from motet.model.tables import AttentionTables, cached_tables, packed_tables
+
+Layout = AttentionLayout | AttentionTables
+"""Which packed row attends to which keys, for torch's products or for kernels."""
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
@@ -47,9 +53,15 @@ class BaseModel:
     """Keys that attention reads at a time, as in the proof."""
     notes: list[str] = field(default_factory=list)
     """What a person should know: excluded experts, exactness that does not hold."""
-    exact: bool = True
-    """Whether rows were found independent of their company, bit for bit."""
+    inexact: str = ""
+    """How rows were found to depend on their company; empty where they do not, bit for bit."""
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
     _layouts: dict[tuple[tuple[str, ...], int], AdapterLayout] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        """Whether rows were found independent of their company, bit for bit."""
+        return not self.inexact
 
     @functools.cached_property
     def _head(self) -> FrozenWeight:
@@ -62,10 +74,25 @@ class BaseModel:
         """Frozen parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    def compute_with(self, arithmetic: Arithmetic) -> None:
+        """From now on."""
+        self.arithmetic = arithmetic
+        for weight in self._frozen_weights():
+            weight.tile = arithmetic.tile
+
+    def compute_without(self, *what: str, because: Exception) -> None:
+        """Go on the slower way (fields of `Arithmetic` that are switched off), and note why."""
+        self.compute_with(replace(self.arithmetic, **dict.fromkeys(what, False)))
+        reason = next(iter(str(because).strip().splitlines()), type(because).__name__)
+        self.notes.append(f"slower than it could be, without {' and '.join(what)} (see engine.numerics): {reason}")
+
+    def _frozen_weights(self) -> list[FrozenWeight]:
+        families = {id(layer.siblings): layer.siblings.weight for layer in self.linears.values()}
+        return [*families.values(), self._head]
+
     def pack_weights(self) -> None:
         """Keep a second copy of the frozen weights where products with it are faster and have the same bits."""
-        pack_all({id(layer.siblings): layer.siblings.weight for layer in self.linears.values()}.values())
-        pack_all([self._head])
+        pack_all(self._frozen_weights())
 
     @property
     def vocab_size(self) -> int:
@@ -81,7 +108,24 @@ class BaseModel:
         finally:
             self.context.routing = self.context.joint = None
 
-    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, layout: AttentionLayout) -> Tensor:
+    def pad(self, x_ND: Tensor) -> Tensor:
+        """Repeat the last row until there are as many as a pass must have."""
+        pad = -x_ND.shape[0] % self.arithmetic.rows
+        return torch.cat([x_ND, x_ND[-1:].expand(pad, *x_ND.shape[1:])]) if pad else x_ND
+
+    def packed_layout(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> Layout:
+        """Layout of whole sequences, one after another, without a cache (training, scoring)."""
+        if self.arithmetic.kernels:
+            return packed_tables(lengths, self.device, prefixes)
+        return packed_layout(lengths, self.block_size, self.device, prefixes)
+
+    def cached_layout(self, spans: Sequence[Span], cache: KVCache) -> Layout:
+        """Layout of spans whose keys and values go to a cache (prefill and decode)."""
+        if self.arithmetic.kernels:
+            return cached_tables(spans, cache, self.device)
+        return cached_layout(spans, cache, self.device, self.arithmetic.rows)
+
+    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
         """Final hidden states [T, D] of packed tokens."""
         output = self.decoder(
             input_ids=token_ids_T[None],
@@ -94,7 +138,7 @@ class BaseModel:
         return hidden
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """fp32 logits [N, V]; N must be a multiple of four for exactness (see `pad_rows`)."""
+        """fp32 logits [N, V]; N must be a multiple of `arithmetic.rows` for exactness (see `pad`)."""
         return self.finish_logits(self.raw_logits(hidden_ND))
 
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
@@ -131,15 +175,15 @@ class BaseModel:
 
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
         """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
-        return torch.matmul(slope_raw_NV, self._head.plain)
+        return self._head.back(slope_raw_NV)
 
     @torch.no_grad()
     def fingerprint(self) -> str:
         """A digest of the logits of a few fixed tokens: equal only where every bit is."""
-        tokens_T = torch.arange(16, device=self.device) * 97 % self.vocab_size
-        positions_T = torch.arange(16, device=self.device)
+        tokens_T = self.pad(torch.arange(16, device=self.device) * 97 % self.vocab_size)
+        positions_T = torch.arange(len(tokens_T), device=self.device)
         with self.routed(NoAdapters()):
-            hidden_TD = self.hidden(tokens_T, positions_T, packed_layout([16], self.block_size, self.device))
+            hidden_TD = self.hidden(tokens_T, positions_T, self.packed_layout([len(tokens_T)]))
         return hashlib.sha256(self.logits(hidden_TD).cpu().numpy().tobytes()).hexdigest()
 
     def adapter_layout(self, target_modules: str | Sequence[str], rank: int) -> AdapterLayout:
@@ -171,12 +215,6 @@ class BaseModel:
 
 def _matches(path: str, target: str) -> bool:
     return path == target or path.endswith("." + target)
-
-
-def pad_rows(x_ND: Tensor) -> Tensor:
-    """Repeat the last row until the number of rows is a multiple of four."""
-    pad = -x_ND.shape[0] % ROWS
-    return torch.cat([x_ND, x_ND[-1:].expand(pad, *x_ND.shape[1:])]) if pad else x_ND
 
 
 def _remove_dropout(model: nn.Module) -> None:

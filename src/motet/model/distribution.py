@@ -17,9 +17,6 @@ from torch import Tensor
 
 from motet.types import SamplingParams
 
-CACHED_ROWS = 8
-"""Rows of logits that are worked on at a time: few enough for the processor's caches."""
-
 _BLOCK = 256
 """Tokens whose probabilities are summed before the cumulative sum: a scan of the whole vocabulary is slow."""
 

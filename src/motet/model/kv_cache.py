@@ -22,6 +22,8 @@ class KVCache:
         if n_blocks < 1:
             raise ValueError("the KV cache needs at least one block")
         self.n_blocks = n_blocks
+        self.scrap_block = n_blocks + 1
+        """Never handed out; rows that belong to nobody may write to it."""
         self.block_size = block_size
         self.device = device
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -43,7 +45,7 @@ class KVCache:
 
     def _storage(self, states_TKE: Tensor) -> Tensor:
         _, heads, width = states_TKE.shape
-        shape = (self.n_blocks + 1, heads, self.block_size, width)
+        shape = (self.n_blocks + 2, heads, self.block_size, width)
         return torch.zeros(shape, dtype=states_TKE.dtype, device=self.device)
 
     def take(self, n: int) -> list[int]:

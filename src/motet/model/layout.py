@@ -254,8 +254,8 @@ def _shared_keys(prefixes: list[Prefix | None], first_keys: list[int], device: t
     ]
 
 
-def cached_layout(spans: Sequence[Span], cache: KVCache, device: torch.device) -> AttentionLayout:
-    """Layout of spans whose keys and values go to a cache (prefill and decode); rows are padded to a multiple of four."""
+def cached_layout(spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int = ROWS) -> AttentionLayout:
+    """Layout of spans whose keys and values go to a cache (prefill and decode); rows are padded to a multiple."""
     block = cache.block_size
     blocks_T: list[int] = []
     offsets_T: list[int] = []
@@ -264,7 +264,7 @@ def cached_layout(spans: Sequence[Span], cache: KVCache, device: torch.device) -
         blocks_T.extend(span.blocks[position // block] for position in positions)
         offsets_T.extend(position % block for position in positions)
     make = _decode_groups if all(span.length == 1 for span in spans) else _prefill_groups
-    groups, out_rows_T = make(spans, cache, device)
+    groups, out_rows_T = make(spans, cache, device, multiple)
     return AttentionLayout(
         groups,
         out_rows_T,
@@ -275,14 +275,16 @@ def cached_layout(spans: Sequence[Span], cache: KVCache, device: torch.device) -
     )
 
 
-def _decode_groups(spans: Sequence[Span], cache: KVCache, device: torch.device) -> tuple[list[Group], None]:
+def _decode_groups(
+    spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int
+) -> tuple[list[Group], None]:
     """One query per sequence, in the order of the rows; rows of padding look at the block of zeros."""
     reach = [-(-(span.start + 1) // cache.block_size) for span in spans]
     n_blocks = max(reach)
     tables = [
         [*span.blocks[:own], *([cache.zero_block] * (n_blocks - own))] for span, own in zip(spans, reach, strict=True)
     ]
-    pad = -len(spans) % ROWS
+    pad = -len(spans) % multiple
     tables.extend([[cache.zero_block] * n_blocks] * pad)
     positions = torch.tensor([[span.start] for span in spans] + [[0]] * pad, device=device)
     table_BS = torch.tensor(tables, device=device).t().contiguous()
@@ -292,14 +294,16 @@ def _decode_groups(spans: Sequence[Span], cache: KVCache, device: torch.device) 
     return [Group(None, positions, n_blocks, (run,), block_table_BS=table_BS)], None
 
 
-def _prefill_groups(spans: Sequence[Span], cache: KVCache, device: torch.device) -> tuple[list[Group], Tensor]:
+def _prefill_groups(
+    spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int
+) -> tuple[list[Group], Tensor]:
     starts, total = [], 0
     for span in spans:
         starts.append(total)
         total += span.length
     reach = [-(-(span.start + span.length) // cache.block_size) for span in spans]
     groups: list[Group] = []
-    order = [0] * round_up(total, ROWS)
+    order = [0] * round_up(total, multiple)
     offset = 0
     for n_blocks, members in _alike([span.length for span in spans], reach):
         n_queries = round_up(max(spans[index].length for index in members), ROWS)

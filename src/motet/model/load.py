@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from motet.errors import BaseModelError
+from motet.model.arithmetic import Arithmetic, Numerics
 from motet.model.base import BaseModel, wrap
 from motet.model.proof import prove
 
@@ -61,9 +62,11 @@ def load_base(
     device: str = "auto",
     block_size: int = 64,
     pack: bool = True,
+    numerics: Numerics = "exact",
     trust_remote_code: bool = False,
+    arithmetic: Arithmetic | None = None,
 ) -> BaseModel:
-    """Load, wrap and prove a base model.
+    """Load, wrap and prove a base model; `arithmetic` overrides what suits the device.
 
     Raises:
         BaseModelError: it cannot be found or loaded, or failed the proof; says why and what can be used instead.
@@ -71,16 +74,26 @@ def load_base(
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise BaseModelError(f"engine.device is {device}, but torch sees no CUDA device; use `cpu` or `auto`")
+    if place.type == "cuda":
+        _add_in_full_precision()
     model, tokenizer = _load(name, dtype, trust_remote_code)
     model.to(place).eval().requires_grad_(False)
     limited = _limit_batch_dependent_positions(model)
-    base = prove(lambda: wrap(name, model, tokenizer, place), model, name, place, block_size, pack=pack)
+    arithmetic = Arithmetic.of(place, numerics) if arithmetic is None else arithmetic
+    base = prove(lambda: wrap(name, model, tokenizer, place), model, name, block_size, arithmetic, pack=pack)
     if limited:
         base.notes.append(
             f"sequences are limited to {base.max_positions} tokens: beyond that its {limited} position encoding looks at the "
             "longest sequence of the whole batch, and one job would change another's results"
         )
     return base
+
+
+def _add_in_full_precision() -> None:
+    """On a GPU: parts of a sum in the product's own type, and a workspace for each stream that always is the same."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:

@@ -1,8 +1,13 @@
-"""Frozen weights in the layout that the CPU's kernels compute with, made once instead of at every product.
+"""Frozen weights: multiplied with, never changed.
 
-oneDNN reorders a bfloat16 weight whenever it multiplies with it, which at 4 to 32 rows takes a quarter to a half of the time.
-torch has the reordered form and the product with it as private operators, so they are tried on every shape first: where
-they are missing, or one bit differs from `F.linear`, the weight stays as it is.
+On a GPU that is exact, products have the rows of one tile each, because cuBLAS chooses a kernel by the number of rows.
+
+On a CPU they are kept in the layout that its kernels compute with, made once instead of at every product. oneDNN reorders a
+bfloat16 weight whenever it multiplies with it, which at 4 to 32 rows takes a quarter to a half of the time. torch has the
+reordered form and the product with it as private operators, so they are tried on every shape first: where they are missing, or
+one bit differs from `F.linear`, the weight stays as it is.
+
+Legend: T rows, K inputs, N outputs of a product.
 """
 
 from __future__ import annotations
@@ -22,13 +27,45 @@ class FrozenWeight:
     def __init__(self, plain: Tensor, bias: Tensor | None) -> None:
         self.plain = plain
         self.bias = bias
+        self.tile = 0
+        """Rows of every product, 0 for all there are (see `Arithmetic.tile`); set by whoever loads the base."""
         self._packed: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply x [..., K] → x Wᵀ + b [..., N]; without a gradient."""
+        """Multiply x [..., K] → x Wᵀ + b [..., N]; without a gradient.
+
+        Raises:
+            ValueError: the rows are not whole tiles.
+        """
+        if self.tile:
+            return self._by_tiles(x, self.plain.t(), self.bias)
         if self._packed is None:
             return F.linear(x, self.plain, self.bias)
         return _packed_linear(x, self._packed, self.bias)
+
+    def back(self, grad: Tensor) -> Tensor:
+        """From a gradient with respect to the product [..., N] to one with respect to x [..., K].
+
+        Raises:
+            ValueError: the rows are not whole tiles.
+        """
+        if self.tile:
+            return self._by_tiles(grad, self.plain, None)
+        return torch.matmul(grad, self.plain)
+
+    def _by_tiles(self, x: Tensor, weight_KN: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply x [..., K] a tile of rows at a time → [..., N]; rows that lie apart are copied."""
+        rows_TK = x.detach().reshape(-1, weight_KN.shape[0]).contiguous()
+        n_rows = len(rows_TK)
+        if n_rows % self.tile:
+            raise ValueError(f"{n_rows} rows are not a multiple of {self.tile}; pad them (see Arithmetic.rows)")
+        found_TN = rows_TK.new_empty(n_rows, weight_KN.shape[1])
+        for rows, found in zip(rows_TK.split(self.tile), found_TN.split(self.tile), strict=True):
+            if bias is None:
+                torch.mm(rows, weight_KN, out=found)
+            else:
+                torch.addmm(bias, rows, weight_KN, out=found)
+        return found_TN.view(*x.shape[:-1], weight_KN.shape[1])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +94,7 @@ def pack_all(weights: Iterable[FrozenWeight]) -> None:
     """Pack the bfloat16 weights on the CPU whose shape passes the trial."""
     passed: dict[tuple[int, ...], bool] = {}
     for weight in weights:
-        if weight.plain.device.type != "cpu" or weight.plain.dtype != torch.bfloat16:
+        if weight.plain.device.type != "cpu" or weight.plain.dtype != torch.bfloat16 or weight.tile:
             continue
         if passed.get(weight.shape) is False:
             continue

@@ -1,23 +1,29 @@
 """Which rows of a packed batch belong to which adapter, while sampling and while training.
 
-Adapters of equal layout share one batched product. Sums over rows, which only gradients have, are made for each segment alone
-(or side by side in one call), so that no reduction ever meets another tenant's rows. A row has the same bits in any company.
+Adapters of equal layout share one batched product (`motet.model.grouped` has its forms). Sums over rows, which only
+gradients have, are made for each segment alone (or side by side in one call), so that no reduction ever meets another tenant's
+rows. A row has the same bits in any company.
 
-Legend: T packed rows, K inputs, N outputs, R rank, W width of siblings' A side by side, A adapters in a batch, M padded rows of
-each, S segments of a bucket.
+Legend: T packed rows, K inputs, N outputs, R rank, W width of siblings' A side by side, A adapters in a batch, M product rows
+(those of a bucket's adapters, one adapter after another), S segments of a bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from motet.model.arithmetic import Arithmetic
+from motet.model.grouped import Grouped, Padded, RowProducts, Tiled, ends, fits
 from motet.model.layout import LEAST_FILL, ROWS, round_up
 from motet.model.lora import AdapterLayout, AdapterWeights, Products, Siblings
+
+_DEFAULT = Arithmetic()
 
 Run = tuple[AdapterWeights | None, int, int]
 """Rows of one adapter that follow each other: weights (None for the base), first row, number of rows."""
@@ -30,88 +36,91 @@ class _Bucket:
     """Adapters of equal layout in one batch of rows."""
 
     products: dict[str, Products]  # [A, K, W] and [A, R, N]
+    form: RowProducts
+    """How product rows are multiplied with them."""
     covers: slice | Tensor
     """Rows of the packed input that have one of these adapters."""
-    rows_AM: Tensor | None
+    rows_M: Tensor | None
     """Row of each product row; None where the covered rows are just those."""
     source: Tensor | None
     """Place of each covered row among the product rows; None where they agree."""
-    padded: int
-    """M."""
+    starts: tuple[int, ...]
+    """First product row of each run."""
 
     def gather(self, x_TK: Tensor) -> Tensor:
-        """The rows of the products: [T, K] → [A·M, K]; a view where the covered rows are just those."""
-        return x_TK[self.covers] if self.rows_AM is None else x_TK.index_select(0, self.rows_AM)
+        """The rows of the products: [T, K] → [M, K]; a view where the covered rows are just those."""
+        return x_TK[self.covers] if self.rows_M is None else x_TK.index_select(0, self.rows_M)
 
     def put(self, y_TN: Tensor, rows: Tensor) -> None:
-        """Bring back what `gather` took out, [A·M, N], changed in place."""
+        """Bring back what `gather` took out, [M, N], changed in place."""
         if self.source is not None:
             y_TN[self.covers] = rows.index_select(0, self.source)
 
     def apply(self, siblings: Siblings, x_TK: Tensor, y_TN: Tensor) -> Tensor | None:
-        """Add the adapters of siblings to y; returns the products with A, [A·M, W], where there are any."""
+        """Add the adapters of siblings to y; returns the products with A, [M, W], where there are any."""
         products = self.products.get(siblings.leader)
         if products is None:
             return None
-        inner, y = _product(self.gather(x_TK), products.a), self.gather(y_TN)
+        inner, y = self.form.multiply(self.gather(x_TK), products.a), self.gather(y_TN)
         rank = products.bs[0][1].shape[-2]
         for column, (index, b) in enumerate(products.bs):
-            _add_product(y[:, siblings.columns(index)], inner[:, column * rank : (column + 1) * rank], b)
+            self.form.add(y[:, siblings.columns(index)], inner[:, column * rank : (column + 1) * rank], b)
         self.put(y_TN, y)
         return inner
 
 
+Member = tuple[AdapterWeights, int, int]
+"""A run that has an adapter."""
+
+
 def _bucket(
-    members: Sequence[tuple[AdapterWeights, int, int]], products: dict[str, Products], device: torch.device
+    members: Sequence[Member], products: dict[str, Products], device: torch.device, arithmetic: Arithmetic
 ) -> _Bucket:
-    """Runs of adapters of one layout, with their stacked weights."""
-    longest = max(length for _, _, length in members)
-    padded = max(round_up(longest, ROWS), members[0][0].layout.least_rows)
+    """Runs of adapters of one layout in the order of their rows, with their stacked weights."""
+    rooms, form = _form(members, device, arithmetic)
+    starts = tuple(accumulate(rooms[:-1], initial=0))
+    first, last = members[0][1], members[-1][1] + members[-1][2]
+    contiguous = last - first == sum(length for _, _, length in members)
+    covers: slice | Tensor = slice(first, last)
+    if not contiguous:
+        covers = torch.tensor([row for _, start, length in members for row in range(start, start + length)]).to(device)
+    if contiguous and all(room == length for room, (_, _, length) in zip(rooms, members, strict=True)):
+        return _Bucket(products, form, covers, None, None, starts)
     rows: list[int] = []
-    covers: list[int] = []
     source: list[int] = []
-    for place, (_, start, length) in enumerate(members):
-        rows.extend(start + min(row, length - 1) for row in range(padded))
-        covers.extend(range(start, start + length))
-        source.extend(range(place * padded, place * padded + length))
-    contiguous = covers[-1] - covers[0] == len(covers) - 1
-    whole = contiguous and rows == covers
+    for room, place, (_, start, length) in zip(rooms, starts, members, strict=True):
+        rows.extend(range(start, start + length))
+        rows.extend([start + length - 1] * (room - length))
+        source.extend(range(place, place + length))
     return _Bucket(
-        products,
-        slice(covers[0], covers[-1] + 1) if contiguous else torch.tensor(covers, device=device),
-        None if whole else torch.tensor(rows, device=device),
-        None if whole else torch.tensor(source, device=device),
-        padded,
+        products, form, covers, torch.tensor(rows, device=device), torch.tensor(source, device=device), starts
     )
 
 
-def _product(rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
-    """Rows of A adapters, equally many each, times their weights: [M, K], [A, K, N] → [M, N]."""
-    n_adapters = weights_AKN.shape[0]
-    if n_adapters == 1:
-        return torch.mm(rows_MK, weights_AKN[0])
-    return torch.bmm(rows_MK.unflatten(0, (n_adapters, -1)), weights_AKN).flatten(0, 1)
+def _form(members: Sequence[Member], device: torch.device, arithmetic: Arithmetic) -> tuple[list[int], RowProducts]:
+    """Product rows that each run takes, and how they are multiplied: a function of layout, device and arithmetic."""
+    weights, lengths = members[0][0], [length for _, _, length in members]
+    if not arithmetic.grouped:
+        padded = max(round_up(max(lengths), ROWS), weights.layout.least_rows)
+        return [padded] * len(members), Padded(len(members))
+    if fits(weights.layout, device, weights.flat.dtype, arithmetic):
+        return lengths, Grouped(ends(lengths, device))
+    rooms = [round_up(length, arithmetic.tile or 1) for length in lengths]
+    return rooms, Tiled.of(rooms, arithmetic.tile)
 
 
-def _add_product(sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
-    """Add what `_product` would give, rounded once, together with the sum."""
-    n_adapters = weights_AKN.shape[0]
-    if n_adapters == 1:
-        sums_MN.addmm_(rows_MK, weights_AKN[0])
-    else:
-        sums_MN.unflatten(0, (n_adapters, -1)).baddbmm_(rows_MK.unflatten(0, (n_adapters, -1)), weights_AKN)
-
-
-def _stack(adapters: Sequence[dict[str, Products]]) -> dict[str, Products]:
-    """One contiguous tensor per product: `bmm` copies anything else at every call."""
+def _stack(adapters: Sequence[AdapterWeights], arithmetic: Arithmetic) -> dict[str, Products]:
+    """Weights of adapters of one layout side by side; contiguous for each product where `bmm` would copy anything else."""
     if len(adapters) == 1:
         return {
             leader: Products(one.a[None], tuple((index, b[None]) for index, b in one.bs))
-            for leader, one in adapters[0].items()
+            for leader, one in adapters[0].products.items()
         }
+    if arithmetic.grouped:
+        return adapters[0].layout.products(torch.stack([weights.flat for weights in adapters]))
     found = {}
-    for leader, first in adapters[0].items():
-        own = [products[leader] for products in adapters]
+    for leader, first in adapters[0].products.items():
+        own = [weights.products[leader] for weights in adapters]
         bs = [(index, torch.stack([one.bs[place][1] for one in own])) for place, (index, _) in enumerate(first.bs)]
         found[leader] = Products(torch.stack([one.a for one in own]), tuple(bs))
     return found
@@ -141,12 +150,12 @@ class AdapterStacks:
         self._keep = keep
         self._made: dict[tuple[int, ...], tuple[tuple[AdapterWeights, ...], dict[str, Products]]] = {}
 
-    def products(self, adapters: tuple[AdapterWeights, ...]) -> dict[str, Products]:
+    def products(self, adapters: tuple[AdapterWeights, ...], arithmetic: Arithmetic = _DEFAULT) -> dict[str, Products]:
         """[A, K, W] and [A, R, N] by leader."""
         key = tuple(id(weights) for weights in adapters)
         found = self._made.pop(key, None)
         if found is None:
-            found = (adapters, _stack([weights.products for weights in adapters]))
+            found = (adapters, _stack(adapters, arithmetic))
         self._made[key] = found
         while len(self._made) > self._keep:
             del self._made[next(iter(self._made))]
@@ -156,18 +165,19 @@ class AdapterStacks:
         """Drop every stack (a version was unloaded)."""
         self._made.clear()
 
-    def routing(self, runs: Sequence[Run], device: torch.device) -> SamplerRouting:
-        """Routing of runs that each belong to one adapter."""
-        return SamplerRouting(
-            [
-                _bucket(members, self.products(tuple(weights for weights, _, _ in members)), device)
-                for members in _by_layout(runs)
-            ]
-        )
+    def routing(
+        self, runs: Sequence[Run], device: torch.device, *, arithmetic: Arithmetic = _DEFAULT
+    ) -> SamplerRouting:
+        """Routing of runs that each belong to one adapter, in the order of their rows."""
+        buckets = []
+        for members in _by_layout(runs):
+            products = self.products(tuple(weights for weights, _, _ in members), arithmetic)
+            buckets.append(_bucket(members, products, device, arithmetic))
+        return SamplerRouting(buckets)
 
 
-def _by_layout(runs: Iterable[Run]) -> list[list[tuple[AdapterWeights, int, int]]]:
-    found: dict[int, list[tuple[AdapterWeights, int, int]]] = {}
+def _by_layout(runs: Iterable[Run]) -> list[list[Member]]:
+    found: dict[int, list[Member]] = {}
     for weights, start, length in runs:
         if weights is not None:  # a base makes each layout once, so equal ones are the same object
             found.setdefault(id(weights.layout), []).append((weights, start, length))
@@ -200,8 +210,8 @@ class _Trained:
     """Whether the segments divide the product rows evenly, so that their sums can be made in one call."""
 
     @classmethod
-    def of(cls, segments: Sequence[TrainSegment], device: torch.device) -> _Trained:
-        runs: list[tuple[AdapterWeights, int, int]] = []
+    def of(cls, segments: Sequence[TrainSegment], device: torch.device, arithmetic: Arithmetic) -> _Trained:
+        runs: list[Member] = []
         spans = []
         for segment in segments:
             length = segment.stop - segment.start
@@ -210,14 +220,15 @@ class _Trained:
             else:
                 runs.append((segment.weights, segment.start, length))
             spans.append((len(runs) - 1, runs[-1][2] - length, runs[-1][2]))
-        bucket = _bucket(runs, _stack([weights.products for weights, _, _ in runs]), device)
-        rows = tuple((run * bucket.padded + first, run * bucket.padded + last) for run, first, last in spans)
+        bucket = _bucket(runs, _stack([weights for weights, _, _ in runs], arithmetic), device, arithmetic)
+        rows = tuple((bucket.starts[run] + first, bucket.starts[run] + last) for run, first, last in spans)
         lengths = {last - first for first, last in rows}
-        equal = bucket.rows_AM is None and len(lengths) == 1 and min(lengths) >= runs[0][0].layout.least_rows
+        even = bucket.rows_M is None and len(lengths) == 1 and min(lengths) >= runs[0][0].layout.least_rows
+        equal = even and not arithmetic.grouped  # each segment's sums have its own shape then
         return cls(bucket, tuple(segments), rows, equal)
 
     def sums(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
-        """leftᵀ · right of each segment's rows: [A·M, K], [A·M, N] → [K, N] each, with the bits of the segment alone."""
+        """leftᵀ · right of each segment's rows: [M, K], [M, N] → [K, N] each, with the bits of the segment alone."""
         if self.equal and len(self.spans) > 1:
             left_SMK, right_SMN = (each.unflatten(0, (len(self.spans), -1)) for each in (left, right))
             return torch.bmm(left_SMK.transpose(1, 2), right_SMN).unbind()
@@ -227,8 +238,19 @@ class _Trained:
 class TrainerRouting:
     """Rows of a packed training batch; gradients of the adapters are added as the backward pass meets each layer."""
 
-    def __init__(self, segments: Sequence[TrainSegment], device: torch.device, *, backward: bool) -> None:
-        self.trained = [_Trained.of(members, device) for members in _alike(segments)]
+    def __init__(
+        self,
+        segments: Sequence[TrainSegment],
+        device: torch.device,
+        *,
+        backward: bool,
+        arithmetic: Arithmetic = _DEFAULT,
+    ) -> None:
+        """Segments in the order of their rows, each with a multiple of `arithmetic.rows`."""
+        least_fill = (
+            0.0 if arithmetic.grouped else LEAST_FILL
+        )  # where nothing is padded, adapters of a layout stay together
+        self.trained = [_Trained.of(members, device, arithmetic) for members in _alike(segments, least_fill)]
         self._anchor = torch.zeros((), device=device, requires_grad=backward)
 
     def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
@@ -237,7 +259,7 @@ class TrainerRouting:
         return found
 
 
-def _alike(segments: Sequence[TrainSegment]) -> list[list[TrainSegment]]:
+def _alike(segments: Sequence[TrainSegment], least_fill: float) -> list[list[TrainSegment]]:
     """Segments of one layout, and none much shorter than the longest: shorter ones would be mostly padding.
 
     An adapter's segments stay together, so that its gradients are added up in their order.
@@ -249,7 +271,7 @@ def _alike(segments: Sequence[TrainSegment]) -> list[list[TrainSegment]]:
     for own in sorted(runs.values(), key=_rows_of, reverse=True):
         layout = own[0].weights.layout
         for other, longest, members in found:
-            if other is layout and _rows_of(own) >= LEAST_FILL * longest:
+            if other is layout and _rows_of(own) >= least_fill * longest:
                 members.extend(own)
                 break
         else:
@@ -277,19 +299,21 @@ class _TrainedLinears(torch.autograd.Function):
         siblings, routing = ctx.siblings, ctx.routing
         x, *inners = ctx.saved_tensors
         grad_y = torch.cat(grads, dim=-1) if len(grads) > 1 else grads[0]
-        grad_x = torch.matmul(grad_y, siblings.weight.plain) if ctx.needs_input_grad[0] else None
+        grad_x = siblings.weight.back(grad_y) if ctx.needs_input_grad[0] else None
         for trained, inner in zip(routing.trained, inners, strict=True):
             if inner is not None:
                 grad_inner = _backward(trained, siblings, x[0], inner, grad_y[0])
                 if grad_x is not None:
                     rows = trained.bucket.gather(grad_x[0])
-                    _add_product(rows, grad_inner, trained.bucket.products[siblings.leader].a.transpose(-1, -2))
+                    trained.bucket.form.add(
+                        rows, grad_inner, trained.bucket.products[siblings.leader].a.transpose(-1, -2)
+                    )
                     trained.bucket.put(grad_x[0], rows)
         return grad_x, None, None, None
 
 
 def _backward(trained: _Trained, siblings: Siblings, x_TK: Tensor, inner: Tensor, grad_TN: Tensor) -> Tensor:
-    """Add up the gradients of a bucket's adapters; returns the gradient of the products with A, [A·M, W]."""
+    """Add up the gradients of a bucket's adapters; returns the gradient of the products with A, [M, W]."""
     products = trained.bucket.products[siblings.leader]
     rank = products.bs[0][1].shape[-2]
     gradients = [
@@ -298,7 +322,7 @@ def _backward(trained: _Trained, siblings: Siblings, x_TK: Tensor, inner: Tensor
     parts = []
     for column, (index, b) in enumerate(products.bs):
         grad = trained.bucket.gather(grad_TN[:, siblings.columns(index)])
-        parts.append(_product(grad, b.transpose(-1, -2)))
+        parts.append(trained.bucket.form.multiply(grad, b.transpose(-1, -2)))
         for sums, own in zip(gradients, trained.sums(inner[:, column * rank : (column + 1) * rank], grad), strict=True):
             if sums is not None:
                 sums.bs[column][1].add_(own)

@@ -17,10 +17,9 @@ import torch
 
 from motet.device import Device
 from motet.errors import DeviceError, EngineError
-from motet.model.base import BaseModel, pad_rows
+from motet.model.base import BaseModel
 from motet.model.distribution import Distribution
 from motet.model.kv_cache import KVCache
-from motet.model.layout import packed_layout
 from motet.model.lora import AdapterWeights
 from motet.model.peft_io import flatten, read_adapter
 from motet.rollout.decoder import Decoder
@@ -126,11 +125,12 @@ class EmbeddedEngine:
     @torch.no_grad()
     def _score(self, token_ids: IntArray, weights: AdapterWeights | None) -> FloatArray:
         base, n_tokens = self.base, len(token_ids)
-        tokens_T = pad_rows(torch.from_numpy(token_ids.astype(np.int64)).to(base.device))
-        positions_T = pad_rows(torch.arange(n_tokens, device=base.device))
+        tokens_T = base.pad(torch.from_numpy(token_ids.astype(np.int64)).to(base.device))
+        positions_T = base.pad(torch.arange(n_tokens, device=base.device))
         pad = len(tokens_T) - n_tokens
-        layout = packed_layout([n_tokens, *([pad] if pad else [])], self.cache.block_size, base.device)
-        with base.routed(self.decoder.model.stacks.routing([(weights, 0, n_tokens)], base.device)):
+        layout = base.packed_layout([n_tokens, *([pad] if pad else [])])
+        routing = self.decoder.model.stacks.routing([(weights, 0, n_tokens)], base.device, arithmetic=base.arithmetic)
+        with base.routed(routing):
             logits_TV = base.logits(base.hidden(tokens_T, positions_T, layout))
         following_T = torch.cat([tokens_T[1:], tokens_T[:1]])
         logprobs_T = Distribution.of(logits_TV, [1.0]).logprobs(following_T)

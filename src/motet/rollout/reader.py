@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from motet import seeds
-from motet.model.base import BaseModel, pad_rows
-from motet.model.distribution import CACHED_ROWS, draw
+from motet.model.base import BaseModel
+from motet.model.distribution import draw
 from motet.model.kv_cache import KVCache
-from motet.model.layout import Span, cached_layout
+from motet.model.layout import Span
 from motet.model.lora import AdapterWeights
+from motet.model.recording import Recorder
 from motet.model.routing import AdapterStacks
 from motet.rollout.sequences import Sequence
 
@@ -39,9 +40,23 @@ class Reader:
         self.base = base
         self.cache = cache
         self.stacks = AdapterStacks()
+        self._recorder = Recorder(base, cache)
 
     def logits(self, reads: Seq[Read]) -> Tensor:
-        """What the head gives [len(reads), V] for the last token of each read (see `BaseModel.raw_logits`)."""
+        """What the head gives [len(reads), V] for the last token of each read (see `BaseModel.raw_logits`).
+
+        It may be overwritten by the next call.
+        """
+        if self.base.arithmetic.graphs and all(len(read.token_ids) == 1 for read in reads):
+            spans = [Span(read.start, 1, read.blocks) for read in reads]
+            found = self._recorder.logits(
+                [read.token_ids[0] for read in reads], spans, [read.weights for read in reads]
+            )
+            if found is not None:
+                return found
+        return self._logits(reads)
+
+    def _logits(self, reads: Seq[Read]) -> Tensor:
         base, device = self.base, self.base.device
         order = sorted(range(len(reads)), key=lambda place: _by_layout(reads[place].weights))
         spans: list[Span] = []
@@ -62,17 +77,18 @@ class Reader:
                 runs.append((read.weights, row, length))
             row += length
             last[place] = row - 1
-        tokens_T = pad_rows(torch.tensor(tokens, device=device))
-        positions_T = pad_rows(torch.tensor(positions, device=device))
-        with base.routed(self.stacks.routing(runs, device)):
-            hidden_TD = base.hidden(tokens_T, positions_T, cached_layout(spans, self.cache, device))
-        return base.raw_logits(pad_rows(hidden_TD[torch.tensor(last, device=device)]))[: len(reads)]
+        tokens_T = base.pad(torch.tensor(tokens, device=device))
+        positions_T = base.pad(torch.tensor(positions, device=device))
+        with base.routed(self.stacks.routing(runs, device, arithmetic=base.arithmetic)):
+            hidden_TD = base.hidden(tokens_T, positions_T, base.cached_layout(spans, self.cache))
+        return base.raw_logits(base.pad(hidden_TD[torch.tensor(last, device=device)]))[: len(reads)]
 
     def sample(self, sequences: Seq[Sequence], raw_NV: Tensor) -> None:
         """Draw each sequence's next token from its row and let it decide whether it ends."""
-        for start in range(0, len(sequences), CACHED_ROWS):
-            rows = slice(start, min(start + CACHED_ROWS, len(sequences)))
-            self._sample(sequences[rows], self.base.finish_logits(pad_rows(raw_NV[rows])))
+        at_a_time = self.base.arithmetic.logit_rows
+        for start in range(0, len(sequences), at_a_time):
+            rows = slice(start, min(start + at_a_time, len(sequences)))
+            self._sample(sequences[rows], self.base.finish_logits(self.base.pad(raw_NV[rows])))
 
     def _sample(self, sequences: Seq[Sequence], logits_NV: Tensor) -> None:
         keys = np.array([item.key for item in sequences], np.uint64)
@@ -80,7 +96,7 @@ class Reader:
         uniforms_N = torch.from_numpy(seeds.uniforms(keys, places)).to(logits_NV.device)
         params = [item.prompt.request.sampling for item in sequences]
         params.extend([params[-1]] * (len(logits_NV) - len(params)))
-        tokens, logprobs, usable = draw(logits_NV, params, pad_rows(uniforms_N[:, None])[:, 0])
+        tokens, logprobs, usable = draw(logits_NV, params, self.base.pad(uniforms_N))
         drawn = zip(sequences, tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=False)
         for sequence, token, logprob, good in drawn:
             sequence.append(token, logprob, good, self.text)

@@ -22,9 +22,9 @@ from torch import Tensor
 from motet.algorithms.losses import LossInputs, loss_and_stats
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import AdapterError
-from motet.model.base import BaseModel, pad_rows
-from motet.model.distribution import CACHED_ROWS, Distribution
-from motet.model.layout import ROWS, Prefix, packed_layout
+from motet.model.base import BaseModel
+from motet.model.distribution import Distribution
+from motet.model.layout import Prefix
 from motet.model.lora import AdapterWeights, initial_weights
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.model.routing import TrainerRouting, TrainSegment
@@ -38,13 +38,10 @@ HEAD_ROWS = 256
 class TorchTrainer:
     """A `Trainer` on one CPU or GPU."""
 
-    def __init__(
-        self, base: BaseModel, *, block_size: int, slots: int, recompute: bool = False, share_prompts: bool = True
-    ) -> None:
+    def __init__(self, base: BaseModel, *, slots: int, recompute: bool = False, share_prompts: bool = True) -> None:
         """`share_prompts` runs the prompt of neighbouring samples once; logprobs have the same bits either way."""
         self.base = base
         self._share_prompts = share_prompts
-        self.block_size = block_size
         self.slots = slots
         self._arenas: dict[str, AdapterArena] = {}
         self._shapes: dict[str, AdapterConfig] = {}
@@ -81,12 +78,12 @@ class TorchTrainer:
 
     def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
         """Add the gradient of each segment to its adapter; one record per segment."""
-        plan = _Plan.of(batch, self.base.device, share=self._share_prompts)
+        plan = _Plan.of(batch, self.base, share=self._share_prompts)
         segments = [
             TrainSegment(start, stop, arena.weights, arena.gradient_products)
             for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
         ]
-        routing = TrainerRouting(segments, self.base.device, backward=True)
+        routing = TrainerRouting(segments, self.base.device, backward=True, arithmetic=self.base.arithmetic)
         losses, stats = [], []
         with self.base.routed(routing), torch.enable_grad():
             hidden_TD = self._hidden(plan)
@@ -94,13 +91,14 @@ class TorchTrainer:
                 loss, stat = self._segment_loss(segment, hidden_TD[start:stop], places)
                 losses.append(loss)
                 stats.append(stat)
-            torch.autograd.backward(losses)
+            with _one_order(self.base.device):
+                torch.autograd.backward(losses)
         return tuple(stats)
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
-        plan = _Plan.of(batch, self.base.device, share=self._share_prompts)
+        plan = _Plan.of(batch, self.base, share=self._share_prompts)
         segments = (
             []
             if base
@@ -109,7 +107,7 @@ class TorchTrainer:
                 for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
             ]
         )
-        routing = TrainerRouting(segments, self.base.device, backward=False)
+        routing = TrainerRouting(segments, self.base.device, backward=False, arithmetic=self.base.arithmetic)
         found = []
         with self.base.routed(routing):
             hidden_TD = self._hidden(plan)
@@ -155,8 +153,9 @@ class TorchTrainer:
         return [self._arena(segment.adapter) for segment in batch.segments]
 
     def _hidden(self, plan: _Plan) -> Tensor:
-        layout = packed_layout(plan.lengths, self.block_size, self.base.device, plan.prefixes)
-        return self.base.hidden(plan.token_ids_T, plan.positions_T, layout)
+        return self.base.hidden(
+            plan.token_ids_T, plan.positions_T, self.base.packed_layout(plan.lengths, plan.prefixes)
+        )
 
     def _segment_loss(self, segment: Segment, hidden_TD: Tensor, places: list[_Place]) -> tuple[Tensor, LossStats]:
         rows = _TrainableRows.of(segment, places, self.base.device)
@@ -175,6 +174,20 @@ class TorchTrainer:
             proximal_logprobs_N=rows.gather_optional(segment, "proximal_logprobs"),
         )
         return loss_and_stats(segment.loss, segment.denominator, inputs)
+
+
+@contextlib.contextmanager
+def _one_order(device: torch.device) -> Iterator[None]:
+    """On a GPU gradients of one row that several read are added in one order, not in that of the atomic additions."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @contextlib.contextmanager
@@ -209,7 +222,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A batch laid out in packed rows; each segment ends with padding of its own, up to a multiple of four."""
+    """A batch laid out in packed rows; each segment ends with padding of its own, up to a multiple of `arithmetic.rows`."""
 
     token_ids_T: Tensor
     positions_T: Tensor
@@ -220,7 +233,7 @@ class _Plan:
     """Of each segment's samples."""
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device, *, share: bool) -> _Plan:
+    def of(cls, batch: Batch, base: BaseModel, *, share: bool) -> _Plan:
         token_ids: list[IntArray] = []
         positions: list[IntArray] = []
         prefixes: list[Prefix | None] = []
@@ -238,7 +251,7 @@ class _Plan:
                 positions.append(np.arange(prompt, sample.n_tokens, dtype=np.int32))
                 prefixes.append(Prefix(start + prompt_row, prompt) if prompt else None)
                 row += sample.n_tokens - prompt
-            pad = -row % ROWS
+            pad = -row % base.arithmetic.rows
             if pad:
                 token_ids.append(np.zeros(pad, np.int32))
                 positions.append(np.arange(pad, dtype=np.int32))
@@ -247,8 +260,8 @@ class _Plan:
             spans.append((start, start + row + pad))
             start += row + pad
         return cls(
-            torch.from_numpy(np.concatenate(token_ids).astype(np.int64)).to(device),
-            torch.from_numpy(np.concatenate(positions).astype(np.int64)).to(device),
+            torch.from_numpy(np.concatenate(token_ids).astype(np.int64)).to(base.device),
+            torch.from_numpy(np.concatenate(positions).astype(np.int64)).to(base.device),
             [len(tokens) for tokens in token_ids],
             prefixes,
             spans,
@@ -301,8 +314,8 @@ class _TrainableRows:
 def _head(base: BaseModel, hidden_TD: Tensor, rows: _TrainableRows, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of the trainable tokens; the frozen head never gets a gradient."""
     n_tokens = len(rows.row_N)
-    hidden_ND = hidden_TD.index_select(0, pad_rows(rows.row_N[:, None])[:, 0])
-    target_N = pad_rows(rows.target_N[:, None])[:, 0]
+    hidden_ND = hidden_TD.index_select(0, base.pad(rows.row_N))
+    target_N = base.pad(rows.target_N)
     logprobs_N, entropy_N = _HeadLogprobs.apply(hidden_ND, target_N, temperature, base)  # type: ignore[no-untyped-call]
     return logprobs_N[:n_tokens], entropy_N[:n_tokens]
 
@@ -321,7 +334,8 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs, entropies, slopes = [], [], []
         for hidden, targets in zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True):
             raw_NV = base.raw_logits(hidden)
-            for raw, target in zip(raw_NV.split(CACHED_ROWS), targets.split(CACHED_ROWS), strict=True):
+            at_a_time = base.arithmetic.logit_rows
+            for raw, target in zip(raw_NV.split(at_a_time), targets.split(at_a_time), strict=True):
                 found = Distribution.of(base.finish_logits(raw), [temperature])
                 logprobs.append(found.logprobs(target))
                 entropies.append(found.entropy())

@@ -1,0 +1,202 @@
+"""Products of rows with the weights of their adapters, several adapters of one layout at a time.
+
+Three forms, each with the same two methods. Padded: every adapter has equally many rows, one batched product. Grouped: each has
+as many rows as it has, one grouped product (`torch.nn.functional.grouped_mm`). Tiled: a product for each tile of each
+adapter's rows, so that a library which chooses its kernel by the number of rows always chooses the same.
+
+Legend: T packed rows, M product rows (those of the adapters, one adapter after another), K inputs, N outputs, A adapters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from motet.model.arithmetic import Arithmetic
+from motet.model.lora import AdapterLayout
+
+MULTIPLE = 8
+"""Inputs, outputs and rank of a grouped product: 16 bytes of bfloat16, as `grouped_mm` asks of strides and beginnings."""
+
+_ALIGNMENT = 16
+"""Bytes."""
+
+_CAPABILITIES = (9, 10)
+"""Major compute capabilities for which torch has a grouped kernel; elsewhere it waits for the device and loops."""
+
+_ROWS_TRIED = (1, 7, 300)
+"""On Hopper torch takes another kernel where groups have more than 128 rows on average."""
+
+_FEW = (1, 4)
+"""Rows of the longest group that are tried without the others."""
+
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Largest difference from plain products, as a share of the largest number."""
+
+
+class RowProducts(Protocol):
+    """How the rows of A adapters, one adapter after another, are multiplied with weights [A, K, N]."""
+
+    def multiply(self, rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
+        """Each row times the weights of its adapter: [M, K], [A, K, N] → [M, N]."""
+        ...
+
+    def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
+        """Add what `multiply` would give, in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Equally many rows of each adapter; a sum is rounded once, together with its product."""
+
+    n_adapters: int
+
+    def multiply(self, rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
+        """Each row times the weights of its adapter: [M, K], [A, K, N] → [M, N]."""
+        if self.n_adapters == 1:
+            return torch.mm(rows_MK, weights_AKN[0])
+        return torch.bmm(rows_MK.unflatten(0, (self.n_adapters, -1)), weights_AKN).flatten(0, 1)
+
+    def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
+        """Add what `multiply` would give, in place."""
+        if self.n_adapters == 1:
+            sums_MN.addmm_(rows_MK, weights_AKN[0])
+        else:
+            sums_AMN = sums_MN.unflatten(0, (self.n_adapters, -1))
+            sums_AMN.baddbmm_(rows_MK.unflatten(0, (self.n_adapters, -1)), weights_AKN)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """As many rows of each adapter as it has; for layouts that `fits` accepts. A sum is rounded after its product is."""
+
+    ends_A: Tensor
+    """int32, on the device: the row after the last of each adapter. Rows after the last end are undefined."""
+
+    def multiply(self, rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
+        """Each row times the weights of its adapter: [M, K], [A, K, N] → [M, N]."""
+        return F.grouped_mm(_aligned(rows_MK), weights_AKN, offs=self.ends_A)
+
+    def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
+        """Add what `multiply` would give, in place."""
+        sums_MN.add_(self.multiply(rows_MK, weights_AKN))
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A product for each tile of each adapter; a sum is rounded once, together with its product."""
+
+    tiles: tuple[tuple[int, int, int], ...]
+    """Adapter, first row and the row after the last."""
+
+    @classmethod
+    def of(cls, rooms: Sequence[int], tile: int) -> Tiled:
+        """Tiles of adapters with so many rows each; `tile` divides them, and is 0 for all rows of an adapter at once."""
+        tiles: list[tuple[int, int, int]] = []
+        first = 0
+        for adapter, room in enumerate(rooms):
+            tiles.extend((adapter, row, row + (tile or room)) for row in range(first, first + room, tile or room))
+            first += room
+        return cls(tuple(tiles))
+
+    def multiply(self, rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
+        """Each row times the weights of its adapter: [M, K], [A, K, N] → [M, N]."""
+        found_MN = rows_MK.new_empty(rows_MK.shape[0], weights_AKN.shape[-1])
+        for adapter, first, last in self.tiles:
+            torch.mm(rows_MK[first:last], weights_AKN[adapter], out=found_MN[first:last])
+        return found_MN
+
+    def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
+        """Add what `multiply` would give, in place."""
+        for adapter, first, last in self.tiles:
+            sums_MN[first:last].addmm_(rows_MK[first:last], weights_AKN[adapter])
+
+
+def ends(rooms: Sequence[int], device: torch.device) -> Tensor:
+    """The row after the last of each adapter, as `Grouped` wants it: int32 [A]."""
+    return torch.tensor(list(accumulate(rooms)), dtype=torch.int32, device=device)
+
+
+def _aligned(rows_MK: Tensor) -> Tensor:
+    """The rows themselves where the grouped product can read them, a copy of them otherwise; the bits are the same."""
+    stride, step = rows_MK.stride()
+    fine = step == 1 and stride >= rows_MK.shape[1] and stride * rows_MK.element_size() % _ALIGNMENT == 0
+    if fine and rows_MK.data_ptr() % _ALIGNMENT == 0:
+        return rows_MK
+    return rows_MK.clone(memory_format=torch.contiguous_format)
+
+
+# --- where grouped products can be used -------------------------------------------------------------------------------
+
+_known: dict[tuple[int, torch.device, torch.dtype, bool], tuple[AdapterLayout, bool]] = {}
+"""By identity, because a base makes each layout once and to compare layouts takes long; with the layout, so that it stays."""
+
+
+def fits(layout: AdapterLayout, device: torch.device, dtype: torch.dtype, arithmetic: Arithmetic) -> bool:
+    """Whether adapters of a layout are multiplied by `Grouped`; otherwise by `Tiled`. The same for sampling and training.
+
+    Every shape of product that the layout has is tried once per device: it has to agree with plain products, and where
+    the arithmetic is exact, a row must have the same bits however many rows there are beside it, in its group or in others.
+    """
+    key = (id(layout), device, dtype, arithmetic.tile > 0)
+    found = _known.get(key)
+    if found is None:
+        good = all(_tried(device, dtype, arithmetic.tile > 0, *shape) for shape in sorted(_shapes(layout)))
+        found = _known[key] = (layout, good)
+    return found[1]
+
+
+def _shapes(layout: AdapterLayout) -> set[tuple[int, int, bool]]:
+    """Inputs and outputs of its products, and whether the weights are read transposed."""
+    found = set()
+    for group in layout.siblings:
+        for _, place in group.members:
+            found |= {(place.n_in, group.width, False), (group.width, place.n_in, True)}
+            found |= {(layout.rank, place.n_out, False), (place.n_out, layout.rank, True)}
+    return found
+
+
+@functools.cache
+def _tried(device: torch.device, dtype: torch.dtype, exact: bool, n_in: int, n_out: int, transposed: bool) -> bool:
+    if n_in % MULTIPLE or n_out % MULTIPLE or dtype not in _TOLERANCE:
+        return False
+    if device.type == "cuda" and (
+        dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in _CAPABILITIES
+    ):
+        return False
+    try:
+        return _agrees(device, dtype, exact, n_in, n_out, transposed)
+    except (AttributeError, RuntimeError):  # this build of torch, or this device, has no grouped product
+        return False
+
+
+@torch.no_grad()
+def _agrees(device: torch.device, dtype: torch.dtype, exact: bool, n_in: int, n_out: int, transposed: bool) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shape = (n_out, n_in) if transposed else (n_in, n_out)
+    weights = torch.randn(len(_ROWS_TRIED), *shape, generator=generator).to(device, dtype)
+    weights_AKN = weights.transpose(1, 2) if transposed else weights
+    rows_MK = torch.randn(sum(_ROWS_TRIED), n_in, generator=generator).to(device, dtype)
+    together_MN = Grouped(ends(_ROWS_TRIED, device)).multiply(rows_MK, weights_AKN)
+    plain_MN = Tiled.of(_ROWS_TRIED, 0).multiply(rows_MK, weights_AKN)
+    gap = float((together_MN.float() - plain_MN.float()).abs().max())
+    if not gap <= _TOLERANCE[dtype] * float(plain_MN.float().abs().max()):
+        return False
+    starts = [0, *accumulate(_ROWS_TRIED)]
+    parts = [*zip(range(len(_ROWS_TRIED)), starts, _ROWS_TRIED, strict=False)]
+    parts.extend((parts[-1][0], parts[-1][1], few) for few in _FEW)
+    return not exact or all(
+        torch.equal(
+            Grouped(ends([length], device)).multiply(rows_MK[start : start + length], weights_AKN[adapter][None]),
+            together_MN[start : start + length],
+        )
+        for adapter, start, length in parts
+    )

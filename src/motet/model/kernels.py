@@ -1,0 +1,258 @@
+"""Attention as Triton kernels: one launch for all sequences of a pass, sampling and training alike.
+
+The rules that make a row independent of everything but its own sequence are those of `motet.model.attention`:
+
+* one program has a tile of one sequence's queries and goes through that sequence's keys in blocks of a fixed size, in order;
+  a block that is wholly hidden from a row leaves what the row has so far as it was, so blocks may be left out;
+* tiles have the same size whether a token is decoded or trained on, and whatever differs between the two (strides, block size,
+  window) is a value, never compiled in, so both are the same machine code;
+* hidden scores and weights are replaced, and keys after the tile's last query are never read, so that another tenant's Inf
+  or NaN stays out.
+
+Softmax runs along with the keys (Milakov and Gimelshein 2018; Dao et al. 2022), and the backward pass computes the weights
+again from the logarithms of the rows' sums. Nothing is added atomically.
+
+With TRITON_INTERPRET=1 in the environment when this module is imported, the kernels run on a CPU, slowly.
+
+Legend: T packed rows, H query heads, K KV heads, G = H / K, E head width, R = rows of a tile (query r // G, head r % G), C keys
+of a block, S sequences, L entries of a key table, N tiles, M blocks of keys, P places among padded keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped, unused-ignore]
+from torch import Tensor
+
+from motet.model import programs
+from motet.model.tables import TILE_KEYS, TILE_ROWS, AttentionTables, queries_per_tile
+
+NO_WINDOW = 1 << 30
+"""More keys than a sequence has."""
+
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one layer asks for."""
+
+    tables: AttentionTables
+    scaling: float
+    window: int
+    softcap: float
+    """0 where there is none."""
+
+
+def attend(
+    tables: AttentionTables,
+    layer: int,
+    query_THE: Tensor,
+    key_TKE: Tensor,
+    value_TKE: Tensor,
+    *,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Causal attention [T, H, E] of one layer, with gradients where there is no cache.
+
+    With a cache the new keys and values are written to it first; rows of padding, which belong to no sequence, are zeros.
+
+    Raises:
+        ValueError: more query heads share a KV head than a tile has rows.
+    """
+    call = _Call(tables, scaling, NO_WINDOW if window is None else min(window, NO_WINDOW), softcap or 0.0)
+    with torch.cuda.device_of(query_THE):
+        if tables.cache is not None:
+            return _through_cache(query_THE, key_TKE, value_TKE, call, layer)
+        output_THE: Tensor = _PackedAttention.apply(query_THE, key_TKE, value_TKE, call)  # type: ignore[no-untyped-call]
+        return output_THE
+
+
+def _through_cache(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _Call, layer: int) -> Tensor:
+    tables = call.tables
+    assert tables.cache is not None and tables.write_blocks_T is not None and tables.write_offsets_T is not None
+    key_pool, value_pool = tables.cache.layer(layer, key_TKE, value_TKE)
+    n_real = len(tables.write_blocks_T)
+    key_pool[tables.write_blocks_T, :, tables.write_offsets_T] = key_TKE[:n_real]
+    value_pool[tables.write_blocks_T, :, tables.write_offsets_T] = value_TKE[:n_real]
+    n_heads, fold = query_THE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
+    output_THE = query_THE.new_zeros(query_THE.shape)
+    log_sum_TH = query_THE.new_empty(len(query_THE), n_heads, dtype=torch.float32)
+    query_THE = _readable(query_THE)
+    # [blocks, K, C, E]: strides of a block, a head and a place in the block
+    places = (*_units(key_pool)[:3], *_units(value_pool)[:3])
+    _launch(call, query_THE, (key_pool, value_pool), places, fold, output_THE, log_sum_TH, tables.cache.block_size)
+    return output_THE
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Attention among the rows of one packed batch: [T, H, E], [T, K, E], [T, K, E] → [T, H, E]."""
+
+    @staticmethod
+    def forward(ctx: Any, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _Call) -> Tensor:
+        query_THE, key_TKE, value_TKE = (_readable(states) for states in (query_THE, key_TKE, value_TKE))
+        n_rows, n_heads, _ = query_THE.shape
+        fold = n_heads // key_TKE.shape[1]
+        output_THE = query_THE.new_empty(query_THE.shape)
+        log_sum_TH = query_THE.new_empty(n_rows, n_heads, dtype=torch.float32)
+        _launch(call, query_THE, (key_TKE, value_TKE), _row_places(key_TKE, value_TKE), fold, output_THE, log_sum_TH, 1)
+        ctx.call = call
+        ctx.save_for_backward(query_THE, key_TKE, value_TKE, output_THE, log_sum_TH)
+        return output_THE
+
+    @staticmethod
+    def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query_THE, key_TKE, value_TKE, output_THE, log_sum_TH = ctx.saved_tensors
+        with torch.cuda.device_of(grad_THE):
+            return (*_backward(ctx.call, query_THE, key_TKE, value_TKE, output_THE, log_sum_TH, grad_THE), None)
+
+
+# --- launching --------------------------------------------------------------------------------------------------------
+
+
+def _unit(width: int) -> int:
+    """A power of two that divides the width: strides are counted in it, so that the compiler knows that it divides them."""
+    return min(width & -width, 16)
+
+
+def _readable(states: Tensor) -> Tensor:
+    """The states as the kernels are compiled for: heads lie whole, strides are multiples of the unit, at 16 bytes."""
+    *strides, last = states.stride()
+    unit = _unit(states.shape[-1])
+    if last == 1 and not any(stride % unit for stride in strides) and states.data_ptr() % 16 == 0:
+        return states
+    return states.clone(memory_format=torch.contiguous_format)
+
+
+def _units(states: Tensor) -> tuple[int, ...]:
+    """Strides in units."""
+    unit = _unit(states.shape[-1])
+    return tuple(stride // unit for stride in states.stride())
+
+
+def _row_places(*states_TKE: Tensor) -> tuple[int, ...]:
+    """Strides of a block, which is one packed row, a head and a place in the block."""
+    return tuple(stride for states in states_TKE for stride in (*_units(states)[:2], 0))
+
+
+def _options(query_THE: Tensor, fold: int, softcap: float, narrow: int = 128) -> dict[str, Any]:
+    """What is compiled in: nothing but the model's shape and type may be part of it.
+
+    Up to `narrow` lanes of two bytes fit the registers of four warps.
+    """
+    width = query_THE.shape[-1]
+    lanes = max(16, triton.next_power_of_2(width))
+    return {
+        "FOLD": fold,
+        "STEP": queries_per_tile(fold),
+        "WIDTH": width,
+        "LANES": lanes,
+        "UNIT": _unit(width),
+        "SOFTCAP": softcap,
+        "ROWS": TILE_ROWS,
+        "KEYS": TILE_KEYS,
+        "WIDEN": _INTERPRETED and query_THE.dtype != torch.float32,
+        "num_warps": 4 if lanes <= narrow and query_THE.element_size() == 2 else 8,
+        "num_stages": 2 if lanes * query_THE.element_size() <= 256 else 1,
+        "enable_fp_fusion": False,
+    }
+
+
+def _launch(
+    call: _Call,
+    query_THE: Tensor,
+    keys_values: tuple[Tensor, Tensor],
+    places: tuple[int, ...],
+    fold: int,
+    output_THE: Tensor,
+    log_sum_TH: Tensor,
+    block_size: int,
+) -> None:
+    """Fill the output and the logarithms of the sums of weights; `places` are the strides of keys and values, in units."""
+    tables, tiles = call.tables, call.tables.tiles(fold)
+    programs.forward[(len(tiles.sequence_N), query_THE.shape[1] // fold)](
+        query_THE,
+        *keys_values,
+        output_THE,
+        log_sum_TH,
+        tables.rows_S,
+        tables.queries_S,
+        tables.firsts_S,
+        tables.keys_SL,
+        tiles.sequence_N,
+        tiles.query_N,
+        call.scaling,
+        call.window,
+        tables.keys_SL.shape[1],
+        query_THE.shape[1],
+        *_units(query_THE)[:2],
+        block_size,
+        *places,
+        **_options(query_THE, fold, call.softcap),
+    )
+
+
+def _backward(
+    call: _Call,
+    query_THE: Tensor,
+    key_TKE: Tensor,
+    value_TKE: Tensor,
+    output_THE: Tensor,
+    log_sum_TH: Tensor,
+    grad_THE: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values."""
+    n_heads, (n_rows, n_kv, width) = query_THE.shape[1], key_TKE.shape
+    fold = n_heads // n_kv
+    tables, tiles, blocks = call.tables, call.tables.tiles(fold), call.tables.key_blocks
+    grad_THE = _readable(grad_THE)
+    states = (query_THE, key_TKE, value_TKE)
+    strides = tuple(stride for each in (query_THE, grad_THE, key_TKE, value_TKE) for stride in _units(each)[:2])
+    sequences = (tables.rows_S, tables.queries_S, tables.firsts_S, tables.keys_SL)
+    sizes = (call.scaling, call.window, tables.keys_SL.shape[1], n_heads, *strides)
+    common_TH, grad_query_THE = torch.empty_like(log_sum_TH), query_THE.new_empty(query_THE.shape)
+    programs.query_gradients[(len(tiles.sequence_N), n_kv)](
+        *states,
+        output_THE,
+        grad_THE,
+        log_sum_TH,
+        common_TH,
+        grad_query_THE,
+        *sequences,
+        tiles.sequence_N,
+        tiles.query_N,
+        *sizes,
+        **_options(query_THE, fold, call.softcap),
+    )
+    n_blocks = len(blocks.sequence_M)
+    sums_2PKE = query_THE.new_empty(2, n_blocks * TILE_KEYS, n_kv, width, dtype=torch.float32)
+    programs.key_gradients[(n_blocks, n_kv)](
+        *states,
+        grad_THE,
+        log_sum_TH,
+        common_TH,
+        *sums_2PKE,
+        *sequences,
+        blocks.sequence_M,
+        blocks.key_M,
+        *sizes,
+        **_options(query_THE, fold, call.softcap, narrow=64),
+    )
+    grad_key_TKE, grad_value_TKE = (each.new_empty(each.shape) for each in (key_TKE, value_TKE))
+    columns = n_kv * width
+    programs.collect[(n_rows, triton.cdiv(columns, 512))](
+        *sums_2PKE,
+        grad_key_TKE,
+        grad_value_TKE,
+        blocks.readers_T,
+        blocks.places_P,
+        columns,
+        CHUNK=512,
+        enable_fp_fusion=False,
+    )
+    return grad_query_THE, grad_key_TKE, grad_value_TKE

@@ -1,0 +1,188 @@
+"""Decoding that is recorded once and replayed: on a GPU, one launch for a token of every sequence instead of thousands.
+
+Everything that changes from one token to the next (tokens, positions, where keys lie, which adapter a row belongs to) is
+written into tensors that stay; a recording reads them. There is one for each shape: number of rows, width of the key tables,
+and layouts of the adapters. Rows that are left over decode a token in a block that belongs to nobody.
+
+Legend: T rows, N real rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet.model.adapter_table import AdapterTable, TableRouting
+from motet.model.base import BaseModel
+from motet.model.grouped import fits
+from motet.model.kv_cache import KVCache
+from motet.model.layout import Span, round_up
+from motet.model.lora import AdapterLayout, AdapterWeights, Routing, Siblings
+from motet.model.tables import AttentionTables, cached_tables
+
+_KEPT = 16
+"""Recordings that are kept; the one that was used longest ago goes first."""
+
+_WARM_UP = 2
+"""Runs before a graph is captured: libraries take their workspaces at the first."""
+
+
+@dataclass
+class _Inputs:
+    """What a recording reads; the tensors stay, their contents change."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    tables: AttentionTables
+    routings: tuple[TableRouting, ...]
+
+
+class _AllOf:
+    """Adapters of several layouts, each of which adds to its own rows."""
+
+    def __init__(self, routings: Sequence[TableRouting]) -> None:
+        self._routings = routings
+
+    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
+        y = siblings.weight(x)
+        for routing in self._routings:
+            routing.add(siblings, x[0], y[0])
+        return tuple(y.split(siblings.sizes, dim=-1))
+
+
+class Recorder:
+    """Recordings of decoding on one base and one KV cache."""
+
+    def __init__(self, base: BaseModel, cache: KVCache) -> None:
+        self._base, self._cache = base, cache
+        self._tables: dict[int, AdapterTable] = {}
+        self._recorded: dict[tuple[int, ...], tuple[_Inputs, Callable[[], Tensor]]] = {}
+        self._pool: Any = None
+
+    def logits(
+        self, token_ids: Sequence[int], spans: Sequence[Span], adapters: Sequence[AdapterWeights | None]
+    ) -> Tensor | None:
+        """What the head gives [N, V] for one token of each sequence; None where that cannot be recorded.
+
+        Args:
+            token_ids: the latest token of each sequence.
+            spans: its place, each of length 1.
+            adapters: its adapter; None for the base.
+        """
+        base = self._base
+        layouts = _layouts(adapters)
+        if not base.arithmetic.graphs or not all(
+            fits(layout, base.device, base.dtype, base.arithmetic) for layout in layouts
+        ):
+            return None
+        tables = [self._table(layout, adapters) for layout in layouts]
+        rows, width = self._shape(spans)
+        key = (rows, width, *(id(table) for table in tables))
+        nobody = Span(0, 1, [self._cache.scrap_block])
+        whole = [*spans, *[nobody] * (rows - len(spans))]
+        padding = [0] * (rows - len(spans))
+        found = self._recorded.pop(key, None)
+        if found is None:
+            routings = tuple(table.routing(rows) for table in tables)
+            inputs = _Inputs(
+                torch.zeros(rows, dtype=torch.long, device=base.device),
+                torch.zeros(rows, dtype=torch.long, device=base.device),
+                cached_tables(whole, self._cache, base.device, width),
+                routings,
+            )
+            self._fill(inputs, [*token_ids, *padding], whole, adapters)
+            try:
+                found = (inputs, self._record(inputs))
+            except RuntimeError as error:  # a model that waits for the device, such as a mixture of experts
+                base.compute_without("graphs", because=error)
+                self._recorded.clear()
+                self._tables.clear()
+                return None
+        else:
+            self._fill(found[0], [*token_ids, *padding], whole, adapters)
+        self._recorded[key] = found
+        while len(self._recorded) > _KEPT:
+            del self._recorded[next(iter(self._recorded))]
+        return found[1]()[: len(spans)]
+
+    def _shape(self, spans: Sequence[Span]) -> tuple[int, int]:
+        """Rows and blocks of a recording that serves these sequences: few different numbers."""
+        rows = round_up(len(spans), self._base.arithmetic.rows)
+        blocks = max(-(-(span.start + 1) // self._cache.block_size) for span in spans)
+        return _power_of_two(rows) if rows < 8 * self._base.arithmetic.rows else rows, _power_of_two(blocks)
+
+    def _table(self, layout: AdapterLayout, adapters: Sequence[AdapterWeights | None]) -> AdapterTable:
+        """Of a layout, with room for these adapters; one that is too small is made anew, and its recordings go."""
+        wanted = len({id(weights) for weights in adapters if weights is not None and weights.layout is layout})
+        found = self._tables.get(id(layout))
+        if found is None or wanted >= found.slots:
+            base = self._base
+            if found is not None:
+                old = id(found)
+                self._recorded = {key: value for key, value in self._recorded.items() if old not in key[2:]}
+            slots = max(8, _power_of_two(wanted)) + 1
+            found = self._tables[id(layout)] = AdapterTable(layout, slots, base.device, base.dtype, base.arithmetic)
+        return found
+
+    def _fill(
+        self, inputs: _Inputs, token_ids: list[int], spans: list[Span], adapters: Sequence[AdapterWeights | None]
+    ) -> None:
+        fresh = cached_tables(spans, self._cache, torch.device("cpu"), inputs.tables.keys_SL.shape[1])
+        for entry in fields(fresh):
+            ours, theirs = getattr(inputs.tables, entry.name), getattr(fresh, entry.name)
+            if isinstance(theirs, Tensor):
+                ours.copy_(theirs)
+        inputs.token_ids_T.copy_(torch.tensor(token_ids))
+        inputs.positions_T.copy_(torch.tensor([span.start for span in spans]))
+        for routing in inputs.routings:
+            table = routing.table
+            own = [weights for weights in adapters if weights is not None and weights.layout is table.layout]
+            slots = dict(zip(map(id, own), table.place(own), strict=True))
+            routing.refresh([slots.get(id(weights), 0) for weights in adapters] + [0] * (len(spans) - len(adapters)))
+
+    def _record(self, inputs: _Inputs) -> Callable[[], Tensor]:
+        """On a GPU a graph of `_run`; elsewhere `_run` itself."""
+        if self._base.device.type != "cuda":
+            return lambda: self._run(inputs)
+        return self._capture(inputs)
+
+    def _capture(self, inputs: _Inputs) -> Callable[[], Tensor]:
+        side = torch.cuda.Stream(self._base.device)
+        side.wait_stream(torch.cuda.current_stream(self._base.device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP):
+                self._run(inputs)
+        torch.cuda.current_stream(self._base.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits_TV = self._run(inputs)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits_TV
+
+        return replay
+
+    def _run(self, inputs: _Inputs) -> Tensor:
+        base = self._base
+        routing: Routing = _AllOf(inputs.routings)
+        inputs.tables.calls.clear()
+        with base.routed(routing):
+            return base.raw_logits(base.hidden(inputs.token_ids_T, inputs.positions_T, inputs.tables))
+
+
+def _layouts(adapters: Sequence[AdapterWeights | None]) -> list[AdapterLayout]:
+    """Each once, in an order that does not depend on the rows'."""
+    found = {id(weights.layout): weights.layout for weights in adapters if weights is not None}
+    return [found[key] for key in sorted(found)]
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,203 @@
+"""Which packed row attends to which keys, as tensors that the kernels of `motet.model.kernels` read.
+
+The counterpart of `motet.model.layout` for a GPU: one launch serves all sequences, whatever their lengths, so nothing is
+grouped or padded. All that changes from one decoded token to the next is in tensors whose shapes depend only on how many
+sequences there are and how many blocks the longest of them has.
+
+Legend: T packed rows, S sequences, L entries of a sequence's key table, N tiles of queries, M blocks of keys, P places among
+padded keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from motet.model.kv_cache import KVCache
+from motet.model.layout import Prefix, Span
+
+TILE_ROWS = 64
+"""Folded query rows that one program of a kernel works on: each query makes one for every query head of a KV head."""
+
+TILE_KEYS = 64
+"""Keys that it reads at a time."""
+
+_Ints = NDArray[np.integer[Any]]
+
+
+def queries_per_tile(fold: int) -> int:
+    """Whole queries in a tile, where `fold` query heads share a KV head.
+
+    Raises:
+        ValueError: a tile does not hold one.
+    """
+    if fold > TILE_ROWS:
+        raise ValueError(
+            f"{fold} query heads share a KV head, the kernels take {TILE_ROWS}; compute with Arithmetic(kernels=False)"
+        )
+    return TILE_ROWS // fold
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Stretches of queries, each of one sequence; they are counted from its first own query."""
+
+    sequence_N: Tensor
+    """int32."""
+    query_N: Tensor
+    """int32: the first own query of the tile."""
+
+
+@dataclass(frozen=True)
+class KeyBlocks:
+    """Where gradients of keys are summed, and who they belong to. A sequence's keys are padded to whole blocks."""
+
+    sequence_M: Tensor
+    """int32."""
+    key_M: Tensor
+    """int32: the block's first key in its sequence."""
+    readers_T: Tensor
+    """int32 [T + 1]: where the places of each packed row begin, and after them the end."""
+    places_P: Tensor
+    """int32: place of a row among all padded keys for each sequence that reads it, its own first, then the others in order."""
+
+
+@dataclass
+class AttentionTables:
+    """Which rows belong to which sequence and where its keys lie."""
+
+    rows_S: Tensor
+    """int32: packed row of each sequence's first own query."""
+    queries_S: Tensor
+    """int32: how many own queries it has."""
+    firsts_S: Tensor
+    """int32: position of the first own query in its sequence; earlier keys are in the cache or in a shared prefix."""
+    keys_SL: Tensor
+    """int32: with a cache the sequence's KV blocks, and zero blocks after them; without one the packed row of each key."""
+    lengths: tuple[int, ...]
+    """`queries_S` again, for what is made on the host."""
+    prefixes: tuple[Prefix | None, ...] = ()
+    cache: KVCache | None = None
+    write_blocks_T: Tensor | None = None
+    """int64: block of each row's new key; rows of padding have none."""
+    write_offsets_T: Tensor | None = None
+    """int64: its place in the block."""
+    calls: list[tuple[int, int | None]] = field(default_factory=list)
+    """Layers that asked, and their sliding windows, for the proof at load."""
+    _tiles: dict[int, Tiles] = field(default_factory=dict)
+
+    def tiles(self, fold: int) -> Tiles:
+        """Tiles of all queries where `fold` query heads share a KV head; made at the first call.
+
+        Raises:
+            ValueError: a tile does not hold one query.
+        """
+        step = min(queries_per_tile(fold), max(self.lengths))
+        found = self._tiles.get(step)
+        if found is None:
+            starts = [(index, query) for index, length in enumerate(self.lengths) for query in range(0, length, step)]
+            sequence_N, query_N = np.array(starts, dtype=np.int32).T
+            found = self._tiles[step] = Tiles(*_send(self.rows_S.device, sequence_N, query_N))
+        return found
+
+    @functools.cached_property
+    def key_blocks(self) -> KeyBlocks:
+        """For the backward pass; only without a cache."""
+        sequences: list[int] = []
+        keys: list[int] = []
+        rows, places, shared_rows, shared_places = [], [], [], []
+        row = 0
+        for index, (length, prefix) in enumerate(zip(self.lengths, self.prefixes, strict=True)):
+            first, place = _length(prefix), len(keys) * TILE_KEYS
+            starts = range(0, first + length, TILE_KEYS)
+            sequences.extend([index] * len(starts))
+            keys.extend(starts)
+            rows.append(np.arange(row, row + length))
+            places.append(np.arange(place + first, place + first + length))
+            if prefix is not None:
+                shared_rows.append(np.arange(prefix.row, prefix.row + first))
+                shared_places.append(np.arange(place, place + first))
+            row += length
+        all_rows, all_places = np.concatenate(rows + shared_rows), np.concatenate(places + shared_places)
+        readers = np.concatenate([[0], np.bincount(all_rows, minlength=row).cumsum()])
+        by_row = np.argsort(all_rows, kind="stable")
+        return KeyBlocks(*_send(self.rows_S.device, np.array(sequences), np.array(keys), readers, all_places[by_row]))
+
+
+def packed_tables(
+    lengths: Sequence[int], device: torch.device, prefixes: Sequence[Prefix | None] = ()
+) -> AttentionTables:
+    """Tables of whole sequences, one after another, without a cache (training, scoring).
+
+    Args:
+        lengths: packed rows of each sequence, in order; they cover all rows.
+        device: where the tensors go.
+        prefixes: for each sequence the rows of an earlier one that it continues, if any.
+    """
+    before = tuple(prefixes) or (None,) * len(lengths)
+    firsts = np.array([_length(prefix) for prefix in before])
+    queries = np.array(lengths)
+    rows = queries.cumsum() - queries
+    keys = np.zeros((len(queries), int((firsts + queries).max())), dtype=np.int32)
+    for own, row, first, length, prefix in zip(keys, rows, firsts, lengths, before, strict=True):
+        if prefix is not None:
+            own[:first] = np.arange(prefix.row, prefix.row + first)
+        own[first : first + length] = np.arange(row, row + length)
+    rows_S, queries_S, firsts_S, keys_SL = _send(device, rows, queries, firsts, keys)
+    return AttentionTables(rows_S, queries_S, firsts_S, keys_SL, tuple(lengths), before)
+
+
+def cached_tables(
+    spans: Sequence[Span], cache: KVCache, device: torch.device, least_blocks: int = 0
+) -> AttentionTables:
+    """Tables of spans whose keys and values go to a cache (prefill and decode); rows of padding belong to no span.
+
+    Args:
+        spans: consecutive tokens of each sequence, in the order of the rows.
+        cache: where their keys and values go.
+        device: where the tensors go.
+        least_blocks: L is at least this, so that shapes stay the same while sequences grow.
+    """
+    firsts, queries = (np.array([getattr(span, name) for span in spans]) for name in ("start", "length"))
+    reach = -(-(firsts + queries) // cache.block_size)
+    keys = np.full((len(spans), max(int(reach.max()), least_blocks)), cache.zero_block, dtype=np.int32)
+    for own, span, n_blocks in zip(keys, spans, reach, strict=True):
+        own[:n_blocks] = span.blocks[:n_blocks]
+    rows = queries.cumsum() - queries
+    sequence_T = np.repeat(np.arange(len(spans)), queries)
+    position_T = np.arange(int(queries.sum())) - np.repeat(rows - firsts, queries)
+    blocks_T = keys[sequence_T, position_T // cache.block_size]
+    writes = torch.from_numpy(np.stack([blocks_T, position_T % cache.block_size]).astype(np.int64)).to(device)
+    rows_S, queries_S, firsts_S, keys_SL = _send(device, rows, queries, firsts, keys)
+    lengths = tuple(int(length) for length in queries)
+    tables = AttentionTables(
+        rows_S,
+        queries_S,
+        firsts_S,
+        keys_SL,
+        lengths,
+        cache=cache,
+        write_blocks_T=writes[0],
+        write_offsets_T=writes[1],
+    )
+    if max(lengths) == 1:
+        tables.tiles(1)  # the same for every fold, and made before a graph is captured
+    return tables
+
+
+def _length(prefix: Prefix | None) -> int:
+    return 0 if prefix is None else prefix.length
+
+
+def _send(device: torch.device, *arrays: _Ints) -> list[Tensor]:
+    """The arrays as int32 tensors, in one copy to the device."""
+    flat = np.concatenate([array.ravel() for array in arrays]).astype(np.int32)
+    parts = torch.from_numpy(flat).to(device).split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -1,0 +1,40 @@
+"""Import this before `motet.model.kernels`: without a CUDA device its kernels run in Triton's interpreter.
+
+Triton asks the environment whenever it makes a kernel. What it has made of its own before, because another test imported it,
+is made again. The interpreter multiplies matrices with numpy, whose rows have other bits at another place in the matrix; tiles
+of a GPU do not, so here every element is summed in order.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@np.errstate(all="ignore")
+def _dot_in_order(_builder: Any, left: Any, right: Any, total: Any, *_precision: Any) -> Any:
+    """Total + left · right: handles of fp32 matrices."""
+    sums = total.data.copy()
+    for column, row in zip(left.data.T, right.data, strict=True):
+        sums += column[:, None] * row
+    return type(total)(sums, total.dtype.scalar)
+
+
+if DEVICE.type == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+    pytest.importorskip("triton.language", reason="there is no Triton for this platform")
+    from triton.runtime import interpreter  # type: ignore[import-untyped, unused-ignore]
+    from triton.runtime.jit import JITFunction  # type: ignore[import-untyped, unused-ignore]
+
+    interpreter.InterpreterBuilder.create_dot = _dot_in_order
+    for module in [module for name, module in sys.modules.items() if name.startswith("triton.language")]:
+        for name, function in list(vars(module).items()):
+            if isinstance(function, JITFunction):
+                setattr(module, name, interpreter.InterpretedFunction(function.fn))
