@@ -1,7 +1,7 @@
 """What must hold on a GPU too: isolation, on-policy logprobs, gradients. Run by `make gpu-check` on a machine that has one.
 
-Where the proof at load finds that rows depend on their company (`base.exact` is False, and a note says so), bits cannot be
-asked for; the test then holds the same quantities to a stated tolerance.
+Where the proof at load finds that rows depend on their company (`base.exact` is False, and a note says so), as they do with
+fast arithmetic, bits cannot be asked for; the test then holds the same quantities to a stated tolerance.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ GAP = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest |trainer − sampler| logprob where rows are not exact: a few units in the last place of the logits' type."""
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[("float32", "exact"), ("bfloat16", "exact"), ("bfloat16", "fast")], ids="-".join)
 def base(request: pytest.FixtureRequest) -> Any:
-    found = load("small", EngineConfig(dtype=request.param, device="cuda"))
-    print(f"{request.param}: exact={found.exact} {found.notes}")
+    dtype, numerics = request.param
+    found = load("small", EngineConfig(dtype=dtype, device="cuda", numerics=numerics))
+    print(f"{dtype}, {numerics}: exact={found.exact} {found.arithmetic} {found.notes}")
     return found
 
 
@@ -37,12 +38,20 @@ def rewards(tmp_path: Path) -> Path:
     return path
 
 
+def test_nothing_fell_back(base: Any) -> None:
+    """Kernels compile here, and exact arithmetic is exact in the type that bases are kept in."""
+    assert base.arithmetic.kernels, base.notes
+    if (base.dtype, base.arithmetic.tile > 0) == (torch.bfloat16, True):
+        assert base.exact, base.notes
+
+
 def test_isolation(base: Any, tmp_path: Path, rewards: Path) -> None:
     """1: alone or beside jobs of other shapes."""
     mine = job("mine", rewards)
     assert run(base, tmp_path / "alone", [mine]).ok
     company = [job("wide", rewards, adapter={"rank": 16}), mine, job("gspo", rewards, algorithm={"type": "gspo"})]
     assert run(base, tmp_path / "together", company).ok
+    assert base.arithmetic.graphs == base.arithmetic.kernels, base.notes  # decoding was recorded
     if base.exact:
         assert fingerprint(tmp_path / "alone" / "mine") == fingerprint(tmp_path / "together" / "mine")
 

@@ -21,9 +21,6 @@ from motet.runtime.progress import JobProgress
 from motet.servers import Launched
 from tests.vllm_server import launch, vllm_python, vllm_server
 
-# Seen once, on a busy machine, and not again: sockets that the garbage collector found, and told of in whichever test ran then.
-# Whose they were is not known. What an engine holds open is asked in tests/test_server_*.py.
-_LOST = "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning"
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 KEY = "MOTET_TEST_VLLM_KEY"
 FLOAT32_GAP = 5e-4

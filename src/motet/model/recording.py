@@ -9,6 +9,7 @@ Legend: T rows, N real rows, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,6 +24,8 @@ from motet.model.kv_cache import KVCache
 from motet.model.layout import Span, round_up
 from motet.model.lora import AdapterLayout, AdapterWeights, Routing, Siblings
 from motet.model.tables import AttentionTables, cached_tables
+
+_log = logging.getLogger(__name__)
 
 _KEPT = 16
 """Recordings that are kept; the one that was used longest ago goes first."""
@@ -100,6 +103,7 @@ class Recorder:
                 found = (inputs, self._record(inputs))
             except RuntimeError as error:  # a model that waits for the device, such as a mixture of experts
                 base.compute_without("graphs", because=error)
+                _log.warning("%s", base.notes[-1])
                 self._recorded.clear()
                 self._tables.clear()
                 return None

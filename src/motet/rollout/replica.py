@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import anyio
 import httpx2
 import numpy as np
 
@@ -62,7 +63,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self._client: httpx2.AsyncClient | None = None
-        self._waiting: set[asyncio.Timeout] = set()
+        self._waiting: set[anyio.CancelScope] = set()
 
     def load_now(self) -> ServerLoad:
         """What it is doing."""
@@ -101,7 +102,7 @@ class Replica:
             ServerGone: no answer, or not in time.
         """
         try:
-            async with asyncio.timeout(max(self.clocks.health, self.dialect.health_seconds)):
+            with anyio.fail_after(max(self.clocks.health, self.dialect.health_seconds)):
                 answer = await self._open().get("/health")
         except (*_GONE, TimeoutError) as error:
             raise ServerGone(f"{self.url} does not answer: {_words(error)}") from error
@@ -113,8 +114,7 @@ class Replica:
         self.up, self.note = False, reason
         self.loaded.clear()
         for limit in self._waiting:
-            if not limit.expired():
-                limit.reschedule(0.0)
+            limit.cancel()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -230,18 +230,20 @@ class Replica:
             raise ServerGone(f"{self.url}{call.path} broke off: {_words(error)}") from error
 
     async def _in_time(self, answer: Awaitable[Result], call: Call, begun: float, seconds: float) -> Result:
-        """Wait for an answer, only so long, and no longer than the server is there."""
-        try:
-            async with asyncio.timeout_at(begun + seconds) as limit:
-                self._waiting.add(limit)
-                try:
-                    return await answer
-                finally:
-                    self._waiting.discard(limit)
-        except TimeoutError as error:
-            if asyncio.get_running_loop().time() < begun + seconds:
-                raise ServerGone(f"{self.url} went away: {self.note or _words(error)}") from error
-            raise ServerGone(f"{self.url}{call.path} has not answered within {seconds:g} s") from error
+        """Wait for an answer, only so long, and no longer than the server is there.
+
+        What ends the waiting is anyio's, which the client's own cleaning up is shielded from: a timeout of asyncio's met it
+        while it closed connections that the server had left, and the others of these were forgotten and stayed open.
+        """
+        with anyio.CancelScope(deadline=begun + seconds) as limit:
+            self._waiting.add(limit)
+            try:
+                return await answer
+            finally:
+                self._waiting.discard(limit)
+        if asyncio.get_running_loop().time() < begun + seconds:
+            raise ServerGone(f"{self.url} went away: {self.note}")
+        raise ServerGone(f"{self.url}{call.path} has not answered within {seconds:g} s")
 
     def _open(self) -> httpx2.AsyncClient:
         if self._client is None:

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import anyio
 import numpy as np
 
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
@@ -67,6 +68,8 @@ class _Open:
     request: GenerateRequest
     replica: Replica | None = None
     tasks: tuple[asyncio.Task[None], ...] = ()
+    limits: list[anyio.CancelScope] = field(default_factory=list)
+    """End the tasks; anyio's, which a client that cleans up is shielded from (see `Replica`)."""
     aborted: bool = False
     failed: set[str] = field(default_factory=set)
     """Replicas that failed it: others come first."""
@@ -166,16 +169,23 @@ class ServerEngine:
                 yield item
         finally:
             self._open.discard(opened)
-            for task in opened.tasks:
-                task.cancel()
+            for limit in opened.limits:
+                limit.cancel()
             await asyncio.gather(*opened.tasks, return_exceptions=True)
 
     def _begin(self, opened: _Open, index: int, chunks: asyncio.Queue[Chunk | BaseException]) -> asyncio.Task[None]:
         """Sample one completion; however that ends, its last chunk or the reason comes."""
         completion = Completion(opened.request, index, self._decode, self._bounds.vocabulary, self._owner)
 
+        limit = anyio.CancelScope()
+        opened.limits.append(limit)
+
+        async def sampled() -> None:
+            with limit:
+                await self._sample(opened, completion, chunks)
+
         def ended(task: asyncio.Task[None]) -> None:
-            if task.cancelled():  # perhaps before it began
+            if limit.cancelled_caught or task.cancelled():
                 if not opened.aborted:
                     return
                 completion.finish = completion.finish or FinishReason.ABORT
@@ -184,7 +194,7 @@ class ServerEngine:
                 return
             chunks.put_nowait(completion.chunk())
 
-        task = asyncio.create_task(self._sample(opened, completion, chunks))
+        task = asyncio.create_task(sampled())
         task.add_done_callback(ended)
         return task
 
@@ -283,8 +293,8 @@ class ServerEngine:
         for opened in self._open:
             if name in (opened.request.id, opened.request.job):
                 opened.aborted = True
-                for task in opened.tasks:
-                    task.cancel()
+                for limit in opened.limits:
+                    limit.cancel()
 
     async def close(self) -> None:
         """Finish unloading, let go of the servers, and end those that were started here."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import anyio
 import httpx2
 
 from motet.config import RewardConfig
@@ -147,7 +148,7 @@ class HttpRewards:
         reason: str
         async with gate:
             try:
-                async with asyncio.timeout(reward.wall_seconds):
+                with anyio.fail_after(reward.wall_seconds):
                     return _scores(await self._posted(args, body), len(completions))
             except TimeoutError:
                 reason = Chance(f"{told} gave no whole answer in {reward.wall_seconds:g} s (reward field wall_seconds)")
