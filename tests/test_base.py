@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 from motet.errors import BaseModelError
-from motet.model.attention import motet_attention
 from motet.model.arithmetic import Arithmetic
+from motet.model.attention import motet_attention
 from motet.model.base import BaseModel, wrap
 from motet.model.load import load_base
 from motet.model.lora import Siblings

@@ -23,7 +23,9 @@ GAP = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest |trainer − sampler| logprob where rows are not exact: a few units in the last place of the logits' type."""
 
 
-@pytest.fixture(scope="module", params=[("float32", "exact"), ("bfloat16", "exact"), ("bfloat16", "fast")], ids="-".join)
+@pytest.fixture(
+    scope="module", params=[("float32", "exact"), ("bfloat16", "exact"), ("bfloat16", "fast")], ids="-".join
+)
 def base(request: pytest.FixtureRequest) -> Any:
     dtype, numerics = request.param
     found = load("small", EngineConfig(dtype=dtype, device="cuda", numerics=numerics))
