@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet.rollout.dialects import DIALECTS, Call
