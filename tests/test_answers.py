@@ -40,7 +40,7 @@ class SlowDisk(EmbeddedEngine):
 
 def test_an_adapter_is_read_beside_everything_else(base: Any, tmp_path: Path) -> None:
     device = Device()
-    engine = SlowDisk(base, device, max_rows=2, kv_tokens=1024, block_size=16, prefill_tokens=64)
+    engine = SlowDisk(base, device, max_rows=2, kv_tokens=1024, prefill_tokens=64)
 
     async def scenario() -> None:
         loading = asyncio.create_task(engine.load_adapter(AdapterRef("a", 0), tmp_path))

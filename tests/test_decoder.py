@@ -253,7 +253,7 @@ def device():
 
 
 def make_engine(device: Device, base: BaseModel, kv_tokens: int = 64) -> EmbeddedEngine:
-    return EmbeddedEngine(base, device, max_rows=4, kv_tokens=kv_tokens, block_size=BLOCK, prefill_tokens=64)
+    return EmbeddedEngine(base, device, max_rows=4, kv_tokens=kv_tokens, prefill_tokens=64)
 
 
 async def collect(engine: EmbeddedEngine, request: GenerateRequest) -> list[Chunk]:
@@ -342,7 +342,7 @@ def assert_all_are_told(device: Device, requests: list[GenerateRequest], due: Ca
     """Nobody waits for ever, no block is lost, and the next request is served."""
     base = tiny.base("llama")
     tokenizer = FailingTokenizer(base.tokenizer, lambda calls: due(calls, engine.decoder))
-    engine = make_engine(device, replace(base, tokenizer=tokenizer), kv_tokens=56)  # small enough to preempt
+    engine = make_engine(device, replace(base, tokenizer=tokenizer, block_size=BLOCK), kv_tokens=56)  # small enough to preempt
 
     async def run() -> None:
         jobs = [asyncio.wait_for(collect(engine, request), 5) for request in requests]

@@ -31,7 +31,7 @@ def base() -> Any:
 @pytest.fixture
 def engine(base: Any) -> Iterator[EmbeddedEngine]:
     device = Device()
-    yield EmbeddedEngine(base, device, max_rows=8, kv_tokens=8192, block_size=16, prefill_tokens=256)
+    yield EmbeddedEngine(base, device, max_rows=8, kv_tokens=8192, prefill_tokens=256)
     device.close()
 
 

@@ -75,7 +75,7 @@ def test_blocks_are_counted_and_clean(n_blocks, actions):
 def test_layers_may_differ_in_shape():
     cache = KVCache(2, BLOCK, CPU)
     keys, values = cache.layer(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 6))
-    assert (keys.shape, values.shape) == ((3, 2, BLOCK, 8), (3, 2, BLOCK, 6))
+    assert (keys.shape, values.shape) == ((4, 2, BLOCK, 8), (4, 2, BLOCK, 6))
     assert cache.layer(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 6))[0] is keys
     assert cache.layer(5, torch.zeros(1, 1, 4).bfloat16(), torch.zeros(1, 1, 4))[0].dtype == torch.bfloat16
 

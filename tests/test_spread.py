@@ -39,8 +39,8 @@ from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, JobSta
 from tests import tiny_models as tiny
 from tests.test_invariants import REWARDS, config, fingerprint, job
 
-LIMITS = {"max_rows": 8, "kv_tokens": 4096, "block_size": 64, "prefill_tokens": 1024}
-HELLO = {"base": "small", "dtype": "bfloat16", "pack": True, "trust_remote_code": False, **LIMITS}
+LIMITS = {"max_rows": 8, "kv_tokens": 4096, "prefill_tokens": 1024}
+HELLO = {"base": "small", "block_size": 64, "dtype": "bfloat16", "pack": True, "trust_remote_code": False, **LIMITS}
 LONG = 450
 """Tokens that take the process long enough to be met in the middle of them."""
 

@@ -62,47 +62,44 @@ def at_once_block(completions: int, quick: bool) -> Block:
         "steps": steps,
         "rank": RANK,
     }
-    rows = [
-        Row(
-            f"at-once-{completions}",
-            f"eight jobs of {completions} completions a step at once, for each step of a job",
-            "Motet --sequential",
-            "faster",
-            "at once",
-            "in turn",
-            goal,
-            "s a step",
-        )
-    ]
-    if steps > 2:
-        rows.append(
-            Row(
-                "occupancy",
-                "device busy with eight on-policy jobs",
-                "",
-                "value",
-                "at once",
-                "",
-                at_least(0.9),
-                "%",
-                "occupancy",
-            )
-        )
-    occupancy = (
-        " Occupancy is the share of time in which the device sampled or trained, from the moment when all jobs had done a "
-        "step until the first was through."
+    row = Row(
+        f"at-once-{completions}",
+        f"eight jobs of {completions} completions a step at once, for each step of a job",
+        "Motet --sequential",
+        "faster",
+        "at once",
+        "in turn",
+        goal,
+        "s a step",
     )
     return Block(
         f"at-once-{completions}",
         f"Eight jobs of {completions // 8} × 8 completions of at most {job['max_tokens']} tokens, {steps} of their steps, as "
-        f"in `grpo`; all at once, or one after another with `--sequential`.{occupancy if len(rows) > 1 else ''}",
+        "in `grpo`; all at once, or one after another with `--sequential`.",
         {
             "at once": Side("motet", "jobs", job, {**job, "jobs": 1, "max_tokens": 4, "steps": 1}),
             "in turn": Side("motet", "jobs", {**job, "sequential": True}, False),
         },
-        tuple(rows),
+        (row,),
         repeats=(1, 3 if completions == 8 else 2),
         quick=completions == 8,
+    )
+
+
+def occupancy_block() -> Block:
+    """How much of the time the device works, over several steps."""
+    job = {"jobs": 8, "groups": 4, "each": 8, "max_tokens": 64, "steps": 4, "rank": RANK}
+    what = "device busy with eight on-policy jobs"
+    row = Row("occupancy", what, "", "value", "at once", "", at_least(0.9), "%", "occupancy")
+    return Block(
+        "occupancy",
+        f"Eight jobs of 4 × 8 completions of at most {job['max_tokens']} tokens, {job['steps']} of their steps: the share of "
+        "time in which the device sampled or trained, from the moment when all jobs had done a step until the first was "
+        "through.",
+        {"at once": Side("motet", "jobs", job, {**job, "jobs": 1, "groups": 1, "max_tokens": 4, "steps": 1})},
+        (row,),
+        repeats=(1, 2),
+        quick=False,
     )
 
 

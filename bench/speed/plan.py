@@ -7,6 +7,7 @@ from bench.speed.against_itself import (
     few_rows_block,
     many_adapters_blocks,
     memory_block,
+    occupancy_block,
     shared_block,
     start_block,
 )
@@ -25,6 +26,7 @@ def cpu_blocks(quick: bool) -> list[Block]:
         grpo_block(quick),
         at_once_block(8, quick),
         at_once_block(32, quick),
+        occupancy_block(),
         memory_block(),
         *many_adapters_blocks(),
         start_block(),

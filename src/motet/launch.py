@@ -150,6 +150,7 @@ def _build_on_servers(base: Any, config: RunConfig, directory: RunDirectory) -> 
         if base.device.type == "cpu":
             torch.set_num_threads(_threads(config.engine))
 
+    base.block_size = config.engine.block_size
     wanted = servers.demand(config.jobs, config.engine.slots)
     engine = servers.build_servers(base, config.rollout, wanted, directory.run_id, directory.path)
     trainer = TorchTrainer(base, slots=config.engine.slots, recompute=config.engine.recompute)
@@ -177,6 +178,7 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: P
     from motet.rollout.spread import SpreadEngine
     from motet.training.torch_trainer import TorchTrainer
 
+    base.block_size = config.block_size  # who brings a base of their own may have loaded it with another
     n_samplers = _samplers(base, config)
     rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
     per_token = budgets.kv_bytes_per_token(base.model.config.get_text_config(), base.dtype.itemsize)
@@ -184,7 +186,6 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: P
     limits = {
         "max_rows": rows,
         "kv_tokens": config.kv_tokens or budgets.kv_tokens(needs, rows, config.block_size, per_token, memory),
-        "block_size": config.block_size,
         "prefill_tokens": config.prefill_tokens,
     }
     places: list[SpreadEngine] = []
@@ -234,6 +235,7 @@ def _start_samplers(
         "base": base.name,
         "dtype": str(base.dtype).removeprefix("torch."),
         "pack": config.pack_weights,
+        "block_size": base.block_size,
         "trust_remote_code": config.trust_remote_code,
         **limits,
     }

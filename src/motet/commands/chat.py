@@ -45,7 +45,6 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
         device,
         max_rows=4,
         kv_tokens=min(base.max_positions + config.block_size, max(room, config.block_size)),
-        block_size=config.block_size,
         prefill_tokens=base.max_positions,
     )
     try:

@@ -30,18 +30,23 @@ _log = logging.getLogger(__name__)
 _KEPT = 16
 """Recordings that are kept; the one that was used longest ago goes first."""
 
+_STEP = 64
+"""Rows of recordings are a power of two up to here, and a multiple of it beyond."""
+
 _WARM_UP = 2
 """Runs before a graph is captured: libraries take their workspaces at the first."""
 
 
 @dataclass
-class _Inputs:
-    """What a recording reads; the tensors stay, their contents change."""
+class _Recording:
+    """What is read, and the recording that reads it; the tensors stay, their contents change."""
 
     token_ids_T: Tensor
     positions_T: Tensor
     tables: AttentionTables
     routings: tuple[TableRouting, ...]
+    replay: Callable[[], Tensor] | None = None
+    """Gives the logits [T, V] of what the tensors hold; None until it is recorded."""
 
 
 class _AllOf:
@@ -64,7 +69,7 @@ class Recorder:
     def __init__(self, base: BaseModel, cache: KVCache) -> None:
         self._base, self._cache = base, cache
         self._tables: dict[int, AdapterTable] = {}
-        self._recorded: dict[tuple[int, ...], tuple[_Inputs, Callable[[], Tensor]]] = {}
+        self._recorded: dict[tuple[int, ...], _Recording] = {}
         self._pool: Any = None
 
     def logits(
@@ -88,37 +93,33 @@ class Recorder:
         key = (rows, width, *(id(table) for table in tables))
         nobody = Span(0, 1, [self._cache.scrap_block])
         whole = [*spans, *[nobody] * (rows - len(spans))]
-        padding = [0] * (rows - len(spans))
-        found = self._recorded.pop(key, None)
-        if found is None:
-            routings = tuple(table.routing(rows) for table in tables)
-            inputs = _Inputs(
-                torch.zeros(rows, dtype=torch.long, device=base.device),
-                torch.zeros(rows, dtype=torch.long, device=base.device),
-                cached_tables(whole, self._cache, base.device, width),
-                routings,
-            )
-            self._fill(inputs, [*token_ids, *padding], whole, adapters)
+        recording = self._recorded.pop(key, None) or self._empty(whole, width, tables)
+        self._fill(recording, [*token_ids, *[0] * (rows - len(spans))], whole, adapters)
+        if recording.replay is None:
             try:
-                found = (inputs, self._record(inputs))
+                recording.replay = self._record(recording)
             except RuntimeError as error:  # a model that waits for the device, such as a mixture of experts
                 base.compute_without("graphs", because=error)
                 _log.warning("%s", base.notes[-1])
                 self._recorded.clear()
                 self._tables.clear()
                 return None
-        else:
-            self._fill(found[0], [*token_ids, *padding], whole, adapters)
-        self._recorded[key] = found
+        self._recorded[key] = recording
         while len(self._recorded) > _KEPT:
             del self._recorded[next(iter(self._recorded))]
-        return found[1]()[: len(spans)]
+        return recording.replay()[: len(spans)]
+
+    def _empty(self, spans: Sequence[Span], width: int, tables: Sequence[AdapterTable]) -> _Recording:
+        device, rows = self._base.device, len(spans)
+        token_ids_T, positions_T = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(2))
+        keys = cached_tables(spans, self._cache, device, width)
+        return _Recording(token_ids_T, positions_T, keys, tuple(table.routing(rows) for table in tables))
 
     def _shape(self, spans: Sequence[Span]) -> tuple[int, int]:
         """Rows and blocks of a recording that serves these sequences: few different numbers."""
         rows = round_up(len(spans), self._base.arithmetic.rows)
         blocks = max(-(-(span.start + 1) // self._cache.block_size) for span in spans)
-        return _power_of_two(rows) if rows < 8 * self._base.arithmetic.rows else rows, _power_of_two(blocks)
+        return _power_of_two(rows) if rows <= _STEP else round_up(rows, _STEP), _power_of_two(blocks)
 
     def _table(self, layout: AdapterLayout, adapters: Sequence[AdapterWeights | None]) -> AdapterTable:
         """Of a layout, with room for these adapters; one that is too small is made anew, and its recordings go."""
@@ -134,39 +135,41 @@ class Recorder:
         return found
 
     def _fill(
-        self, inputs: _Inputs, token_ids: list[int], spans: list[Span], adapters: Sequence[AdapterWeights | None]
+        self, recording: _Recording, token_ids: list[int], spans: list[Span], adapters: Sequence[AdapterWeights | None]
     ) -> None:
-        fresh = cached_tables(spans, self._cache, torch.device("cpu"), inputs.tables.keys_SL.shape[1])
+        fresh = cached_tables(spans, self._cache, torch.device("cpu"), recording.tables.keys_SL.shape[1])
         for entry in fields(fresh):
-            ours, theirs = getattr(inputs.tables, entry.name), getattr(fresh, entry.name)
+            ours, theirs = getattr(recording.tables, entry.name), getattr(fresh, entry.name)
             if isinstance(theirs, Tensor):
                 ours.copy_(theirs)
-        inputs.token_ids_T.copy_(torch.tensor(token_ids))
-        inputs.positions_T.copy_(torch.tensor([span.start for span in spans]))
-        for routing in inputs.routings:
+        recording.token_ids_T.copy_(torch.tensor(token_ids))
+        recording.positions_T.copy_(torch.tensor([span.start for span in spans]))
+        for routing in recording.routings:
             table = routing.table
             own = [weights for weights in adapters if weights is not None and weights.layout is table.layout]
             slots = dict(zip(map(id, own), table.place(own), strict=True))
             routing.refresh([slots.get(id(weights), 0) for weights in adapters] + [0] * (len(spans) - len(adapters)))
 
-    def _record(self, inputs: _Inputs) -> Callable[[], Tensor]:
+    def _record(self, recording: _Recording) -> Callable[[], Tensor]:
         """On a GPU a graph of `_run`; elsewhere `_run` itself."""
         if self._base.device.type != "cuda":
-            return lambda: self._run(inputs)
-        return self._capture(inputs)
+            return lambda: self._run(recording)
+        return self._capture(recording)
 
-    def _capture(self, inputs: _Inputs) -> Callable[[], Tensor]:
-        side = torch.cuda.Stream(self._base.device)
-        side.wait_stream(torch.cuda.current_stream(self._base.device))
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UP):
-                self._run(inputs)
-        torch.cuda.current_stream(self._base.device).wait_stream(side)
+    def _capture(self, recording: _Recording) -> Callable[[], Tensor]:
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits_TV = self._run(inputs)
+        with torch.cuda.device(self._base.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UP):
+                    self._run(recording)
+            torch.cuda.current_stream().wait_stream(side)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            # a commit may copy an adapter from the device meanwhile, in a thread of its own
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits_TV = self._run(recording)
 
         def replay() -> Tensor:
             graph.replay()
@@ -174,12 +177,12 @@ class Recorder:
 
         return replay
 
-    def _run(self, inputs: _Inputs) -> Tensor:
+    def _run(self, recording: _Recording) -> Tensor:
         base = self._base
-        routing: Routing = _AllOf(inputs.routings)
-        inputs.tables.calls.clear()
+        routing: Routing = _AllOf(recording.routings)
+        recording.tables.calls.clear()
         with base.routed(routing):
-            return base.raw_logits(base.hidden(inputs.token_ids_T, inputs.positions_T, inputs.tables))
+            return base.raw_logits(base.hidden(recording.token_ids_T, recording.positions_T, recording.tables))
 
 
 def _layouts(adapters: Sequence[AdapterWeights | None]) -> list[AdapterLayout]:

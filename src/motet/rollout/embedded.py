@@ -37,13 +37,12 @@ class EmbeddedEngine:
         *,
         max_rows: int,
         kv_tokens: int,
-        block_size: int,
         prefill_tokens: int,
         share: float = 1.0,
     ) -> None:
         """`share` is what a second of decoding here counts for, where other processes sample too."""
         self.base = base
-        self.cache = KVCache(max(1, kv_tokens // block_size), block_size, base.device)
+        self.cache = KVCache(max(1, kv_tokens // base.block_size), base.block_size, base.device)
         self.decoder = Decoder(base, self.cache, max_rows=max_rows, prefill_tokens=prefill_tokens)
         self._device = device
         self._share = share

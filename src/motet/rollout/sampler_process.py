@@ -45,7 +45,7 @@ class SamplerProcess:
             trust_remote_code=hello["trust_remote_code"],
         )
         self.device = Device()
-        limits = {name: hello[name] for name in ("max_rows", "kv_tokens", "block_size", "prefill_tokens")}
+        limits = {name: hello[name] for name in ("max_rows", "kv_tokens", "prefill_tokens")}
         self.engine = EmbeddedEngine(self.base, self.device, **limits)
         self._tasks: set[asyncio.Task[None]] = set()
         self._told: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
