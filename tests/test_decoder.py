@@ -342,7 +342,9 @@ def assert_all_are_told(device: Device, requests: list[GenerateRequest], due: Ca
     """Nobody waits for ever, no block is lost, and the next request is served."""
     base = tiny.base("llama")
     tokenizer = FailingTokenizer(base.tokenizer, lambda calls: due(calls, engine.decoder))
-    engine = make_engine(device, replace(base, tokenizer=tokenizer, block_size=BLOCK), kv_tokens=56)  # small enough to preempt
+    engine = make_engine(
+        device, replace(base, tokenizer=tokenizer, block_size=BLOCK), kv_tokens=56
+    )  # small enough to preempt
 
     async def run() -> None:
         jobs = [asyncio.wait_for(collect(engine, request), 5) for request in requests]
