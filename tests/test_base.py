@@ -16,6 +16,7 @@ from motet.model.attention import motet_attention
 from motet.model.base import BaseModel, wrap
 from motet.model.load import load_base
 from motet.model.lora import Siblings
+from motet.model.packed import FrozenWeight
 from motet.model.proof import TOLERANCE, prove
 from tests import tiny_models as tiny
 
@@ -221,6 +222,27 @@ def test_a_pass_of_many_rows_that_differs_costs_exactness():
     assert base.notes == [base.inexact]
 
 
+class Moody(FrozenWeight):
+    """A weight whose products of many rows differ."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().__call__(x)
+        return found * 1.0001 if x.shape[-2] > 64 else found
+
+
+class WithMoodyWeights(BaseModel):
+    def compute_with(self, arithmetic: Arithmetic) -> None:
+        super().compute_with(arithmetic)
+        for layer in self.linears.values():
+            layer.siblings.weight.__class__ = Moody
+
+
+def test_the_weights_that_jobs_multiply_with_are_proved():
+    """Siblings joined, in tiles: not the linear layers that they were made of."""
+    base = prove_with("llama", lambda base: WithMoodyWeights(**vars(base)), Arithmetic(rows=16, tile=16))
+    assert "sequences packed together differ from each alone" in base.inexact
+
+
 class WithoutFinalCap(BaseModel):
     """A base that forgets the model's final soft-cap."""
 
@@ -237,7 +259,8 @@ def test_proof_accepts_what_is_right():
     assert prove_with("gemma2", lambda base: base).exact
 
 
-def test_layers_that_see_other_rows_get_no_adapter():
+@pytest.mark.parametrize("arithmetic", [Arithmetic(), Arithmetic(rows=16, tile=16)], ids=["four rows", "tiles"])
+def test_layers_that_see_other_rows_get_no_adapter(arithmetic):
     class OneByOne(nn.Module):
         """Calls a layer for one row at a time, as a router sends rows to experts."""
 
@@ -253,7 +276,7 @@ def test_layers_that_see_other_rows_get_no_adapter():
         layer.down_proj = OneByOne(layer.down_proj)
         return base
 
-    base = prove_with("llama", wrapper)
+    base = prove_with("llama", wrapper, arithmetic)
     assert "model.layers.1.mlp.down_proj" not in base.linears
     assert "model.layers.0.mlp.down_proj" in base.linears
     assert any("1 layers get no adapter" in note and "down_proj" in note for note in base.notes)

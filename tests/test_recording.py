@@ -118,8 +118,8 @@ def test_what_cannot_be_grouped_is_not_recorded(recorded: BaseModel, plain: Base
 @pytest.mark.parametrize("way", WAYS)
 def test_a_base_is_proved_with_it(way: str) -> None:
     base = base_with(WAYS[way])
-    assert base.exact
-    assert not base.notes
+    assert base.exact or (way == "fast" and base.device.type == "cuda")
+    assert base.notes == ([base.inexact] if base.inexact else [])
 
 
 @pytest.mark.slow

@@ -320,6 +320,7 @@ def identity(job: Job, base: Any, config: RunConfig) -> dict[str, Any]:
         "rollout": config.rollout.engine,
         "dtype": str(base.dtype).removeprefix("torch."),
         "device": base.device.type,
+        "numerics": engine.numerics,
         "block_size": engine.block_size,
         "micro_batch_tokens": engine.micro_batch_tokens,
         "learning_rate": job.base_rate,

@@ -119,7 +119,8 @@ def _truncate(weights_V: Tensor, param: SamplingParams) -> Tensor:
     if param.top_k > 0:
         ranked[param.top_k :] = 0
     if param.top_p < 1:
-        before = torch.cumsum(ranked, 0) - ranked
+        # two equal rows: a GPU adds up a single one in whatever order its blocks come
+        before = torch.cumsum(ranked.expand(2, -1) if ranked.is_cuda else ranked, -1).view(-1, len(ranked))[0] - ranked
         dropped = before >= param.top_p * ranked.sum()
         dropped[0] = False  # also where so small a top_p is 0 in fp32
         ranked = ranked.masked_fill(dropped, 0)

@@ -18,7 +18,8 @@ class KVCache:
 
     zero_block = 0
 
-    def __init__(self, n_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, n_blocks: int, block_size: int, device: torch.device, *, clean: bool = True) -> None:
+        """`clean` is needed unless whoever reads the blocks leaves out what lies after a sequence's end."""
         if n_blocks < 1:
             raise ValueError("the KV cache needs at least one block")
         self.n_blocks = n_blocks
@@ -26,6 +27,7 @@ class KVCache:
         """Never handed out; rows that belong to nobody may write to it."""
         self.block_size = block_size
         self.device = device
+        self._clean = clean
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._free = list(range(n_blocks, 0, -1))
         self._references = [0] * (n_blocks + 1)
@@ -59,7 +61,7 @@ class KVCache:
         blocks = [self._free.pop() for _ in range(n)]
         for block in blocks:
             self._references[block] = 1
-        if blocks:
+        if blocks and self._clean:
             index = torch.tensor(blocks, device=self.device)
             for keys, values in self._layers.values():
                 keys.index_fill_(0, index, 0)

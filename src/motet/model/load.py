@@ -93,7 +93,7 @@ def _add_in_full_precision() -> None:
     """On a GPU: parts of a sum in the product's own type, and a workspace for each stream that always is the same."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_tf32 = False
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
 def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ Legend: T rows, N real rows, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -71,6 +72,7 @@ class Recorder:
         self._tables: dict[int, AdapterTable] = {}
         self._recorded: dict[tuple[int, ...], _Recording] = {}
         self._pool: Any = None
+        self._side: Any = None
 
     def logits(
         self, token_ids: Sequence[int], spans: Sequence[Span], adapters: Sequence[AdapterWeights | None]
@@ -98,8 +100,11 @@ class Recorder:
         if recording.replay is None:
             try:
                 recording.replay = self._record(recording)
+            except torch.OutOfMemoryError:
+                return None
             except RuntimeError as error:  # a model that waits for the device, such as a mixture of experts
-                base.compute_without("graphs", because=error)
+                cause = error.__context__ if isinstance(error.__context__, Exception) else error
+                base.compute_without("graphs", because=cause)
                 _log.warning("%s", base.notes[-1])
                 self._recorded.clear()
                 self._tables.clear()
@@ -159,17 +164,25 @@ class Recorder:
     def _capture(self, recording: _Recording) -> Callable[[], Tensor]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._base.device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            before = torch.cuda.current_stream()
+            if self._side is None:
+                self._side = torch.cuda.Stream()  # one for all: libraries keep a workspace for each stream
+            if self._pool is None or not self._recorded:
+                self._pool = torch.cuda.graph_pool_handle()  # a pool ends with the last graph in it
+            self._side.wait_stream(before)
+            with torch.cuda.stream(self._side):
                 for _ in range(_WARM_UP):
                     self._run(recording)
-            torch.cuda.current_stream().wait_stream(side)
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            # a commit may copy an adapter from the device meanwhile, in a thread of its own
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits_TV = self._run(recording)
+            before.wait_stream(self._side)
+            try:
+                # a commit may copy an adapter from the device meanwhile, in a thread of its own
+                with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
+                    logits_TV = self._run(recording)
+            except BaseException:
+                torch.cuda.set_stream(before)  # which a capture that fails does not
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(before.device_index, self._pool)
+                raise
 
         def replay() -> Tensor:
             graph.replay()

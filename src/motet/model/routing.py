@@ -208,6 +208,8 @@ class _Trained:
     """Rows of each segment among the product rows."""
     equal: bool
     """Whether the segments divide the product rows evenly, so that their sums can be made in one call."""
+    whole: bool
+    """Whether sums are made of whole rows, copied where they are part of others."""
 
     @classmethod
     def of(cls, segments: Sequence[TrainSegment], device: torch.device, arithmetic: Arithmetic) -> _Trained:
@@ -225,14 +227,17 @@ class _Trained:
         lengths = {last - first for first, last in rows}
         even = bucket.rows_M is None and len(lengths) == 1 and min(lengths) >= runs[0][0].layout.least_rows
         equal = even and not arithmetic.grouped  # each segment's sums have its own shape then
-        return cls(bucket, tuple(segments), rows, equal)
+        return cls(bucket, tuple(segments), rows, equal, arithmetic.tile > 0)
 
     def sums(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
         """leftᵀ · right of each segment's rows: [M, K], [M, N] → [K, N] each, with the bits of the segment alone."""
         if self.equal and len(self.spans) > 1:
             left_SMK, right_SMN = (each.unflatten(0, (len(self.spans), -1)) for each in (left, right))
             return torch.bmm(left_SMK.transpose(1, 2), right_SMN).unbind()
-        return [torch.mm(left[first:last].t(), right[first:last]) for first, last in self.spans]
+        parts = ((left[first:last], right[first:last]) for first, last in self.spans)
+        if self.whole:  # strides are part of what a library chooses its kernel by
+            return [torch.mm(own.contiguous().t(), other.contiguous()) for own, other in parts]
+        return [torch.mm(own.t(), other) for own, other in parts]
 
 
 class TrainerRouting:

@@ -42,7 +42,9 @@ class EmbeddedEngine:
     ) -> None:
         """`share` is what a second of decoding here counts for, where other processes sample too."""
         self.base = base
-        self.cache = KVCache(max(1, kv_tokens // base.block_size), base.block_size, base.device)
+        self.cache = KVCache(
+            max(1, kv_tokens // base.block_size), base.block_size, base.device, clean=not base.arithmetic.kernels
+        )
         self.decoder = Decoder(base, self.cache, max_rows=max_rows, prefill_tokens=prefill_tokens)
         self._device = device
         self._share = share

@@ -93,6 +93,8 @@ class TorchTrainer:
                 stats.append(stat)
             with _one_order(self.base.device):
                 torch.autograd.backward(losses)
+        if self.base.device.type == "cuda":  # or whoever waits next would be charged for it
+            torch.cuda.synchronize(self.base.device)
         return tuple(stats)
 
     @torch.no_grad()
@@ -173,12 +175,13 @@ class TorchTrainer:
             reference_logprobs_N=rows.gather_optional(segment, "reference_logprobs"),
             proximal_logprobs_N=rows.gather_optional(segment, "proximal_logprobs"),
         )
-        return loss_and_stats(segment.loss, segment.denominator, inputs)
+        with _one_order(self.base.device):
+            return loss_and_stats(segment.loss, segment.denominator, inputs)
 
 
 @contextlib.contextmanager
 def _one_order(device: torch.device) -> Iterator[None]:
-    """On a GPU gradients of one row that several read are added in one order, not in that of the atomic additions."""
+    """On a GPU what is added to one row from several is added in one order, not in that of the atomic additions."""
     if device.type != "cuda":
         yield
         return
