@@ -76,6 +76,7 @@ def _decode_rate(base: Any, config: EngineConfig) -> float:
 
     from motet.model.kv_cache import KVCache
     from motet.model.layout import Span
+    from motet.model.lora import NoAdapters
 
     rows, steps = 64, 8
     cache = KVCache(rows, config.block_size, base.device)
@@ -85,7 +86,7 @@ def _decode_rate(base: Any, config: EngineConfig) -> float:
     for position in range(steps):
         started = time.perf_counter()
         layout = base.cached_layout([Span(position, 1, block) for block in blocks], cache)
-        with torch.no_grad():
+        with torch.no_grad(), base.routed(NoAdapters()):
             positions = torch.full_like(tokens, position)
             tokens = base.logits(base.hidden(tokens, positions, layout)).argmax(-1)
         if position >= 2:

@@ -95,8 +95,13 @@ class TableRouting:
         self._ends_S = ends_S
         self._product = Grouped(ends_S)
 
-    def refresh(self, slots_T: Sequence[int]) -> None:
-        """Say which slot each row belongs to, as many as there are rows; 0 for the base and for padding.
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What `values` are for."""
+        return self._order_T, self._inverse_T, self._ends_S
+
+    def values(self, slots_T: Sequence[int]) -> tuple[Tensor, ...]:
+        """What the tensors have to hold, on the host, so that each row belongs to its slot; 0 is the base, and padding.
 
         Raises:
             ValueError: another number of rows, or no such slot.
@@ -107,9 +112,13 @@ class TableRouting:
         if not all(0 <= slot < self.table.slots for slot in slots_T):
             raise ValueError(f"a slot is not one of 0 to {self.table.slots - 1}")
         order = torch.argsort(slots, stable=True)
-        self._order_T.copy_(order)
-        self._inverse_T.copy_(torch.argsort(order))
-        self._ends_S.copy_(torch.bincount(slots, minlength=self.table.slots).cumsum(0))
+        ends = torch.bincount(slots, minlength=self.table.slots).cumsum(0)
+        return order, torch.argsort(order), ends
+
+    def refresh(self, slots_T: Sequence[int]) -> None:
+        """Say which slot each row belongs to; see `values`."""
+        for tensor, value in zip(self.tensors, self.values(slots_T), strict=True):
+            tensor.copy_(value)
 
     def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
         """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each; waits for nothing, so it can be recorded."""

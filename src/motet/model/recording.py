@@ -143,17 +143,18 @@ class Recorder:
         self, recording: _Recording, token_ids: list[int], spans: list[Span], adapters: Sequence[AdapterWeights | None]
     ) -> None:
         fresh = cached_tables(spans, self._cache, torch.device("cpu"), recording.tables.keys_SL.shape[1])
-        for entry in fields(fresh):
-            ours, theirs = getattr(recording.tables, entry.name), getattr(fresh, entry.name)
-            if isinstance(theirs, Tensor):
-                ours.copy_(theirs)
-        recording.token_ids_T.copy_(torch.tensor(token_ids))
-        recording.positions_T.copy_(torch.tensor([span.start for span in spans]))
+        names = [entry.name for entry in fields(fresh) if isinstance(getattr(fresh, entry.name), Tensor)]
+        tensors = [recording.token_ids_T, recording.positions_T, *(getattr(recording.tables, name) for name in names)]
+        values = [torch.tensor(token_ids), torch.tensor([span.start for span in spans])]
+        values += [getattr(fresh, name) for name in names]
         for routing in recording.routings:
             table = routing.table
             own = [weights for weights in adapters if weights is not None and weights.layout is table.layout]
             slots = dict(zip(map(id, own), table.place(own), strict=True))
-            routing.refresh([slots.get(id(weights), 0) for weights in adapters] + [0] * (len(spans) - len(adapters)))
+            rest = [0] * (len(spans) - len(adapters))
+            tensors += routing.tensors
+            values += routing.values([*(slots.get(id(weights), 0) for weights in adapters), *rest])
+        _write(tensors, values)
 
     def _record(self, recording: _Recording) -> Callable[[], Tensor]:
         """On a GPU a graph of `_run`; elsewhere `_run` itself."""
@@ -196,6 +197,13 @@ class Recorder:
         recording.tables.calls.clear()
         with base.routed(routing):
             return base.raw_logits(base.hidden(recording.token_ids_T, recording.positions_T, recording.tables))
+
+
+def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Bring integers from the host into tensors that stay: one copy to the device, which is waited for once."""
+    flat = torch.cat([value.reshape(-1).long() for value in values]).to(tensors[0].device)
+    for tensor, part in zip(tensors, flat.split([value.numel() for value in values]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def _layouts(adapters: Sequence[AdapterWeights | None]) -> list[AdapterLayout]:
