@@ -13,7 +13,7 @@ from torch import Tensor
 from motet.model.adapter_table import AdapterTable, TableRouting
 from motet.model.base import BaseModel
 from motet.model.lora import AdapterWeights
-from motet.model.routing import AdapterStacks
+from motet.model.routing import AdapterStacks, SamplerRouting
 from tests import tiny_models as tiny
 from tests.test_grouped import DTYPES, FAST, NAMES, Seen, exact, random
 
@@ -22,12 +22,19 @@ def table_of(base: BaseModel, slots: int = 4, rank: int = 8) -> AdapterTable:
     return AdapterTable(base.adapter_layout("all-linear", rank), slots, base.device, base.dtype, FAST)
 
 
+def tell(routing: TableRouting, slots: Sequence[int]) -> None:
+    """Say which slot each row belongs to."""
+    for tensor, value in zip(routing.tensors, routing.values(slots), strict=True):
+        tensor.copy_(value)
+
+
 def through(base: BaseModel, routing: Any, x: dict[str, Tensor]) -> list[Tensor]:
     """What the linear layers make of rows."""
-    found = []
+    whole = SamplerRouting([routing]) if isinstance(routing, TableRouting) else routing
+    found: list[Tensor] = []
     with torch.no_grad():
         for layer in {id(layer.siblings): layer for layer in base.linears.values()}.values():
-            found.extend(routing.linear(layer.siblings, x[layer.siblings.leader]))
+            found.extend(whole.linear(layer.siblings, x[layer.siblings.leader]))
     return found
 
 
@@ -74,7 +81,7 @@ def test_a_table_has_the_bits_of_the_samplers_routing(name: str, dtype: str) -> 
         placed = dict(zip(table.place(chosen), chosen, strict=True))
         slots = [slot if slot in placed else 0 for slot in slots]
         assert len(set(slots)) > 1
-        routing.refresh(slots)
+        tell(routing, slots)
         for ours, theirs in zip(through(base, routing, x), as_sampled(base, placed, slots, x), strict=True):
             assert torch.equal(ours, theirs)
 
@@ -124,7 +131,7 @@ def test_a_broken_slot_changes_no_other_row(dtype: str) -> None:
     slots = [1] * 4 + [2] * 4 + [0] * 8
     routing = table.routing(16)
     table.place([good, tiny.adapter(base, seed=3)])
-    routing.refresh(slots)
+    tell(routing, slots)
     before = through(base, routing, x)
     assert table.place([good, broken]) == (1, 2)
     plain = through(base, AdapterStacks().routing([], base.device), x)
@@ -142,7 +149,7 @@ def test_what_is_recorded_never_changes() -> None:
         routing = table.routing(16)
         for seed, slots in enumerate(([0] * 16, [3, 1, 2, 1] * 4, [2] * 16)):
             table.place([tiny.adapter(base, seed=3 * seed + place) for place in range(3)])
-            routing.refresh(slots)
+            tell(routing, slots)
             with Seen() as seen:
                 through(base, routing, x)
             records.append(seen.calls)
@@ -178,7 +185,7 @@ def test_what_a_table_refuses() -> None:
         table_of(base, slots=1)
     routing: TableRouting = table.routing(4)
     with pytest.raises(ValueError, match="slots of 3 rows, where there are 4"):
-        routing.refresh([0, 1, 2])
+        tell(routing, [0, 1, 2])
     for slot in (3, -1):
         with pytest.raises(ValueError, match="not one of 0 to 2"):
-            routing.refresh([0, 1, 2, slot])
+            tell(routing, [0, 1, 2, slot])

@@ -85,7 +85,7 @@ class AdapterTable:
 
 
 class TableRouting:
-    """Rows of a decode batch, each with a slot of a table; the tensors stay, `refresh` changes what they say."""
+    """Rows of a decode batch, each with a slot of a table; the tensors stay, what is written into them changes."""
 
     def __init__(self, table: AdapterTable, order_T: Tensor, inverse_T: Tensor, ends_S: Tensor) -> None:
         """Row of each product row, product row of each row (int64), and the end of each slot's product rows (int32)."""
@@ -115,19 +115,8 @@ class TableRouting:
         ends = torch.bincount(slots, minlength=self.table.slots).cumsum(0)
         return order, torch.argsort(order), ends
 
-    def refresh(self, slots_T: Sequence[int]) -> None:
-        """Say which slot each row belongs to; see `values`."""
-        for tensor, value in zip(self.tensors, self.values(slots_T), strict=True):
-            tensor.copy_(value)
-
-    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
-        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each; waits for nothing, so it can be recorded."""
-        y = siblings.weight(x)
-        self.add(siblings, x[0], y[0])
-        return tuple(y.split(siblings.sizes, dim=-1))
-
-    def add(self, siblings: Siblings, x_TK: Tensor, y_TN: Tensor) -> None:
-        """Add what the adapters of siblings give to the outputs of the base, in place."""
+    def apply(self, siblings: Siblings, x_TK: Tensor, y_TN: Tensor) -> None:
+        """Add the adapters of siblings to y; waits for nothing, so it can be recorded."""
         products = self.table.products.get(siblings.leader)
         if products is None:
             return

@@ -23,7 +23,8 @@ from motet.model.base import BaseModel
 from motet.model.grouped import fits
 from motet.model.kv_cache import KVCache
 from motet.model.layout import Span, round_up
-from motet.model.lora import AdapterLayout, AdapterWeights, Routing, Siblings
+from motet.model.lora import AdapterLayout, AdapterWeights
+from motet.model.routing import SamplerRouting
 from motet.model.tables import AttentionTables, cached_tables
 
 _log = logging.getLogger(__name__)
@@ -48,20 +49,6 @@ class _Recording:
     routings: tuple[TableRouting, ...]
     replay: Callable[[], Tensor] | None = None
     """Gives the logits [T, V] of what the tensors hold; None until it is recorded."""
-
-
-class _AllOf:
-    """Adapters of several layouts, each of which adds to its own rows."""
-
-    def __init__(self, routings: Sequence[TableRouting]) -> None:
-        self._routings = routings
-
-    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
-        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
-        y = siblings.weight(x)
-        for routing in self._routings:
-            routing.add(siblings, x[0], y[0])
-        return tuple(y.split(siblings.sizes, dim=-1))
 
 
 class Recorder:
@@ -193,9 +180,8 @@ class Recorder:
 
     def _run(self, recording: _Recording) -> Tensor:
         base = self._base
-        routing: Routing = _AllOf(recording.routings)
         recording.tables.calls.clear()
-        with base.routed(routing):
+        with base.routed(SamplerRouting(recording.routings)):
             return base.raw_logits(base.hidden(recording.token_ids_T, recording.positions_T, recording.tables))
 
 

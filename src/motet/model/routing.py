@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -129,10 +129,18 @@ def _stack(adapters: Sequence[AdapterWeights], arithmetic: Arithmetic) -> dict[s
 # --- sampling -----------------------------------------------------------------------------------------------------------
 
 
-class SamplerRouting:
-    """Rows of a decode or prefill batch; each adapter's rows are contiguous."""
+class Adds(Protocol):
+    """Adapters of one layout, and the rows that they have."""
 
-    def __init__(self, buckets: Sequence[_Bucket]) -> None:
+    def apply(self, siblings: Siblings, x_TK: Tensor, y_TN: Tensor) -> object:
+        """Add the adapters of siblings to y."""
+        ...
+
+
+class SamplerRouting:
+    """Rows of a decode or prefill batch."""
+
+    def __init__(self, buckets: Sequence[Adds]) -> None:
         self._buckets = buckets
 
     def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
@@ -252,9 +260,8 @@ class TrainerRouting:
         arithmetic: Arithmetic = _DEFAULT,
     ) -> None:
         """Segments in the order of their rows, each with a multiple of `arithmetic.rows`."""
-        least_fill = (
-            0.0 if arithmetic.grouped else LEAST_FILL
-        )  # where nothing is padded, adapters of a layout stay together
+        # where nothing is padded, adapters of a layout stay together
+        least_fill = 0.0 if arithmetic.grouped else LEAST_FILL
         self.trained = [_Trained.of(members, device, arithmetic) for members in _alike(segments, least_fill)]
         self._anchor = torch.zeros((), device=device, requires_grad=backward)
 

@@ -177,7 +177,7 @@ def cached_tables(
     writes = torch.from_numpy(np.stack([blocks_T, position_T % cache.block_size]).astype(np.int64)).to(device)
     rows_S, queries_S, firsts_S, keys_SL = _send(device, rows, queries, firsts, keys)
     lengths = tuple(int(length) for length in queries)
-    tables = AttentionTables(
+    return AttentionTables(
         rows_S,
         queries_S,
         firsts_S,
@@ -187,9 +187,6 @@ def cached_tables(
         write_blocks_T=writes[0],
         write_offsets_T=writes[1],
     )
-    if max(lengths) == 1:
-        tables.tiles(1)  # the same for every fold, and made before a graph is captured
-    return tables
 
 
 def _length(prefix: Prefix | None) -> int:
