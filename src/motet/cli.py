@@ -11,7 +11,7 @@ import typer
 from motet import __version__
 from motet.commands.jobs_cli import app as jobs
 from motet.commands.keys_cli import app as keys
-from motet.commands.options import JobFile, Key, Override, Url
+from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 from motet.commands.scoring_cli import app as scoring
 from motet.commands.sharing_cli import app as sharing
 from motet.commands.usage_cli import app as spending
@@ -87,9 +87,7 @@ def run(
         bool, typer.Option("--accept-changes", help="Go on in a run directory although the job file has changed.")
     ] = False,
     tensorboard: Annotated[Path | None, typer.Option(help="Also write TensorBoard events to this directory.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let the base's repository run its own code.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train all jobs of a file at once. The same command goes on after Ctrl-C, a crash or a power cut."""
     from motet.commands.run import run_file
@@ -112,11 +110,12 @@ def check(
     jobs: JobFile,
     overrides: Override = None,
     rollouts: Annotated[int, typer.Option(min=2, max=64, help="Rollouts sampled and scored per job.")] = 4,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Load everything, show the first prompts token by token, sample and score a few rollouts, train nothing."""
     from motet.commands.check import check_file
 
-    check_file(jobs, overrides or [], rollouts)
+    check_file(jobs, overrides or [], rollouts, trust_remote_code=trust_remote_code)
 
 
 @app.command(

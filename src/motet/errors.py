@@ -50,6 +50,10 @@ class RewardError(MotetError):
     """A reward cannot be loaded or called."""
 
 
+class WallError(MotetError):
+    """A process cannot be kept behind a wall."""
+
+
 class BaseModelError(MotetError):
     """The base model cannot be loaded, or failed the proof at load."""
 

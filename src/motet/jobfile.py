@@ -21,12 +21,13 @@ MOST_MISTAKES = 100
 """Those that are told at once."""
 
 
-def load_jobs(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_jobs(path: str | Path, overrides: Sequence[str] = (), *, trust_remote_code: bool = False) -> RunConfig:
     """Read and validate a job file.
 
     Args:
         path: the YAML file.
         overrides: `path=value` each; `jobs.NAME.field=value` for one job, `engine.…`, `base=…`, or a job field for all jobs.
+        trust_remote_code: whether the base's own code may run, which no file can say.
 
     Raises:
         ConfigError: with the field, what is wrong and what can be written there.
@@ -38,7 +39,9 @@ def load_jobs(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"cannot read the job file {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read the job file {file}: it is not UTF-8 text") from error
-    return parse_jobs(text, str(file), overrides, directory=file.parent)
+    config = parse_jobs(text, str(file), overrides, directory=file.parent)
+    engine = config.engine.model_copy(update={"trust_remote_code": trust_remote_code})
+    return config.model_copy(update={"engine": engine})
 
 
 def load_service(path: Path | None) -> ServiceConfig:

@@ -25,9 +25,9 @@ PROBLEMS = 4
 """Problems sampled per job."""
 
 
-def check_file(path: Path, overrides: Sequence[str], rollouts: int) -> None:
+def check_file(path: Path, overrides: Sequence[str], rollouts: int, *, trust_remote_code: bool) -> None:
     """Check a job file as `motet run` would use it; nothing is trained and nothing is written to the run directory."""
-    config = load_jobs(path, overrides)
+    config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)
     console = Console(emoji=False)
     with TemporaryDirectory(prefix="motet-check-") as scratch:
         directory = RunDirectory(Path(scratch))

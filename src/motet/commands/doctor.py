@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from motet import __version__, budgets
+from motet import __version__, budgets, wall
 from motet.config import EngineConfig
 from motet.errors import MotetError
 from motet.launch import load
@@ -20,6 +20,7 @@ def examine(base_name: str) -> int:
     console = Console()
     config = EngineConfig()
     console.print(_machine())
+    console.print(_wall())
     table = Table("type", "loads in", "decode, 64 rows", "exact", "KV tokens", title=f"base {base_name}")
     exact = True
     for dtype in ("float32", "bfloat16"):
@@ -43,6 +44,14 @@ def examine(base_name: str) -> int:
         f"slots: {config.slots} adapters at once, {config.max_rows} rows decoded together (engine.slots, engine.max_rows)"
     )
     return 0 if exact else 1
+
+
+def _wall() -> Table:
+    """What processes that score answers, or parse what others give, could still do; what was tried is listed."""
+    table = Table(show_header=False, title="wall around rewards and data of others")
+    for what, outcome in wall.found().items():
+        table.add_row(what, outcome)
+    return table
 
 
 def _machine() -> Table:

@@ -20,4 +20,7 @@ Override = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Override a field, e.g. steps=10 or jobs.add.optimizer.lr=1e-4."),
 ]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let the base's repository run its own code.")
+]
 ServedJob = Annotated[str, typer.Argument(help="The job's name or id.", show_default=False)]

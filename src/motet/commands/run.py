@@ -32,11 +32,9 @@ def run_file(
     trust_remote_code: bool,
 ) -> int:
     """Run a job file; returns the exit code: 0 all succeeded or spent their budgets, 1 a job failed, 130 interrupted."""
-    config = load_jobs(path, overrides)
+    config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)
     if directory is not None:
         config = config.model_copy(update={"run": str(directory)})
-    if trust_remote_code:
-        config = config.model_copy(update={"engine": config.engine.model_copy(update={"trust_remote_code": True})})
     console = Console(emoji=False)
     console.print(f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …")
     view = make_view(console, config.base)

@@ -8,6 +8,7 @@ from pathlib import Path
 import uvicorn
 from rich.console import Console
 
+from motet import wall
 from motet.config.service import RateConfig, ServiceConfig
 from motet.errors import ConfigError
 from motet.service.app import create_app
@@ -45,6 +46,7 @@ def serve(
         base, directory.expanduser().resolve(), database or "", config, open_to_all=no_keys, hub=hub,
         rewards=install(installed, rewards) if installed or rewards else {},
     )  # fmt: skip
+    wall.check_outside(settings.directory)
     app = create_app(settings)
     store: Store = app.state.desk.store
     if not no_keys and not store.tenants.all_keys():
@@ -57,6 +59,12 @@ def serve(
         f"engine log: {settings.directory / 'engine.log'}",
         soft_wrap=True,
     )
+    if reason := wall.missing():
+        console.print(
+            f"this machine has no wall ({reason}): jobs whose rewards need one are refused, unless `unwalled` or `wall: false` "
+            "names them; data that tenants give is parsed under limits of memory and time alone",
+            soft_wrap=True, highlight=False,
+        )  # fmt: skip
     uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
 
 

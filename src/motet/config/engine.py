@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from motet.config.model import Config
 
@@ -48,4 +48,14 @@ class EngineConfig(Config):
     reward_processes: int = Field(2, ge=1)
     """Processes that run rewards."""
     trust_remote_code: bool = Field(False, exclude=True)
-    """Only settable on the command line."""
+    """Only settable on the command line: `--trust-remote-code`."""
+
+    @field_validator("trust_remote_code", mode="before")
+    @classmethod
+    def _of_the_command_line(cls, value: object) -> bool:
+        """A job file may come from anybody, and this lets a base's files run as code."""
+        if value is not False:
+            raise ValueError(
+                "a job file cannot let a base's own code run; if you trust it, leave this out and run with --trust-remote-code"
+            )
+        return False

@@ -83,6 +83,9 @@ class RewardConfig(Config):
     """A wide backstop in wall-clock time, for rewards that wait."""
     memory_mb: int = Field(1024, ge=64)
     """Memory that the reward's process may take on top of what it starts with."""
+    wall: bool | None = None
+    """Behind a wall a reward has no network, no files and no other processes. Rewards that ship with Motet run behind one where
+    the machine has it; your own code does if this is true."""
 
 
 class SamplingConfig(Config):

@@ -55,6 +55,9 @@ class InstalledReward(Config):
     """`file.py:function` or `module:function`."""
     args: dict[str, Any] = {}
     """Keyword arguments; those of a job win."""
+    wall: bool = True
+    """Whether it runs behind a wall: without network, without files but Python's own, without other processes. Its file is
+    loaded before the wall goes up."""
 
 
 class ServiceConfig(Config):
@@ -70,6 +73,9 @@ class ServiceConfig(Config):
     """How often a key may ask; a service without keys has no such limit unless this is given."""
     rewards: dict[str, Annotated[InstalledReward, named("function")]] = {}
     """Functions that jobs may use as rewards, by the names that jobs give them."""
+    unwalled: list[Literal["scorer", "math"]] = []
+    """Rewards that evaluate parts of an answer as Python and may do so without a wall. Where the machine has no wall, jobs with
+    others of them are refused."""
     reward_hosts: list[str] | None = None
     """Hosts that the reward `http` may ask: `scores.example.org`, `*.example.org`, `10.0.0.7:8000`; they may be private. All
     public hosts unless given; an empty list allows none."""

@@ -25,12 +25,12 @@ def main() -> None:
     lines, out = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that a library prints may pass for a message
     hello = json.loads(lines.readline())
-    installed = hello.pop("rewards", {})
+    installed, unwalled = hello.pop("rewards", {}), hello.pop("unwalled", ())
     serving = threading.Event()
     threading.Thread(target=_end_with, args=(lines.fileno(), serving), name="motet-parent", daemon=True).start()
     try:
         config = validate({**hello, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")
-        host = Host(config, _run_directory(Path(config.run)), out, installed)
+        host = Host(config, _run_directory(Path(config.run)), out, installed, unwalled)
         serving.set()
         asyncio.run(host.serve(lines))
         host.workshop.close()

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +28,7 @@ from motet.tasks.reward_asking import AskedOfService
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
+from motet.tasks.reward_walls import Walls
 from motet.tasks.row_files import UPLOADED
 from motet.types import JobState
 
@@ -49,8 +50,9 @@ class Host:
         directory: RunDirectory,
         out: BinaryIO,
         installed: Mapping[str, Mapping[str, Any]] | None = None,
+        unwalled: Collection[str] = (),
     ) -> None:
-        """Load the base; `installed` are the operator's rewards, fields of `Installed` by name."""
+        """Load the base; `installed` are the operator's rewards, fields of `Installed` by name, `unwalled` of ours."""
         self._config, self._out = config, out
         self._lock = threading.Lock()
         self.directory = directory
@@ -65,6 +67,7 @@ class Host:
                 dict.fromkeys(ELSEWHERE, self._scores),
                 {name: Installed(**one) for name, one in (installed or {}).items()},
                 self._scores.rest,
+                Walls(required=True, exempt=frozenset(unwalled)),
             ),
         )
         self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True)

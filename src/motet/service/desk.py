@@ -33,6 +33,7 @@ from motet.service.rewards.workers import WAITS, RewardWorkers
 from motet.service.tenants.steward import Steward
 from motet.tasks.reward_http import Addresses, HttpRewards
 from motet.tasks.reward_installed import Installed
+from motet.tasks.reward_walls import Walls
 from motet.types import JobState
 
 
@@ -72,12 +73,14 @@ class Desk:
             "engine": config.engine.model_dump(mode="json"),
             "rollout": config.rollout.model_dump(mode="json"),
             "rewards": {name: asdict(one) for name, one in settings.rewards.items()},
+            "unwalled": config.unwalled,
         }
         log, score = settings.directory / "engine.log", functools.partial(scoring.answer, self)
         self.workers = RewardWorkers(store, config.lease_seconds)
         self.link = HostLink(hello, self.hear, self._open_jobs, log, score, self.workers.rest)
-        self._hosts = Addresses(settings.hosts)
-        self.addresses = HttpRewards(self._hosts)
+        hosts, walls = Addresses(settings.hosts), Walls(required=True, exempt=frozenset(config.unwalled))
+        self._allowed = specs.Allowed(settings.hub, settings.rewards, hosts, walls)
+        self.addresses = HttpRewards(hosts)
         self.unwritten = ""
         """Why what the engine tells cannot be kept just now."""
         self.news = News(lambda: self._loop)
@@ -118,7 +121,7 @@ class Desk:
         Raises:
             MotetError: it cannot be taken, and why.
         """
-        config = specs.validated(tree, hub=self.settings.hub, rewards=self.settings.rewards, addresses=self._hosts)
+        config = specs.validated(tree, self._allowed)
         self.limits.fits(who.tenant_id, config)
         self._for_engine(who, config, "job")  # what it names has to be there now
         return config, self.starts.plan(who, config, when)

@@ -7,8 +7,6 @@ row as a line of JSON.
 from __future__ import annotations
 
 import json
-import os
-import resource
 import subprocess
 import sys
 import threading
@@ -16,6 +14,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from motet import wall
 from motet.errors import DataError
 from motet.tasks.plain_json import as_json
 
@@ -56,14 +55,8 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Gene
     Raises:
         DataError: it cannot be read, or not within the limits.
     """
-    package_root = str(Path(__file__).resolve().parents[2])
-    command = [sys.executable, "-P", "-m", __name__, str(path), str(memory_mb)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": package_root,
-        "PYTHONWARNINGS": "ignore",
-        "ARROW_DEFAULT_MEMORY_POOL": "system",
-    }
+    command = wall.command(__name__, str(path.resolve()), str(memory_mb))
+    environment = wall.environment(PYTHONWARNINGS="ignore", ARROW_DEFAULT_MEMORY_POOL="system")
     late = threading.Event()
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
@@ -101,7 +94,5 @@ def _write(path: Path, target: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    most = int(sys.argv[2]) * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    wall.enter(int(sys.argv[2]), readable=[Path(sys.argv[1])], where_possible=True)
     _write(Path(sys.argv[1]), sys.stdout)

@@ -10,21 +10,22 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from motet import wall
 from motet.errors import DataError, RewardError
+from motet.tasks.reasoning_answers import read_safely
 from motet.tasks.row_files import Bounds
 from motet.types import Problem
 
 HASH_SEED = "0"
+_MEMORY_MB = 1 << 16
+"""Of the process that makes rows, where nobody sets bounds."""
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -79,11 +80,9 @@ def _made_apart(spec: str, bounds: Bounds | None) -> str:
             "reasoning-gym is not installed: `make smollm2` brings it, or pip install '.[reasoning]' in Motet's directory "
             "(it needs a C compiler)"
         )
-    package_root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONHASHSEED": HASH_SEED, "PYTHONPATH": package_root, "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-P", "-m", __name__]
-    command += [] if bounds is None else [str(bounds.memory_mb)]
     seconds = None if bounds is None else bounds.seconds
+    command = wall.command(__name__, *([] if bounds is None else [str(bounds.memory_mb)]))
+    environment = wall.environment(PYTHONHASHSEED=HASH_SEED, PYTHONWARNINGS="ignore")
     try:
         done = subprocess.run(
             command, input=spec, capture_output=True, text=True, env=environment, check=False, timeout=seconds
@@ -106,6 +105,7 @@ def build_scorer(spec: ScorerSpec) -> Callable[[Problem, str], float]:
     Raises:
         RewardError: the task cannot be built here.
     """
+    read_safely()
     try:
         made = [source.build() for source in (spec, spec.evaluation) if source is not None]
     except Exception as error:  # tasks are code of many authors, who check their options each in their own way
@@ -152,8 +152,6 @@ def _reply(spec: ScorerSpec) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        most = int(sys.argv[1]) * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    wall.enter(int(sys.argv[1]) if len(sys.argv) > 1 else _MEMORY_MB, where_possible=True)
     replies, sys.stdout = sys.stdout, sys.stderr  # a task that prints must not end up among the rows
     json.dump(_reply(ScorerSpec.from_json(json.load(sys.stdin))), replies)

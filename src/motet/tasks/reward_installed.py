@@ -32,6 +32,8 @@ class Installed:
     """The first line of its docstring."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Its own parameters and their defaults as text; empty text where a job has to give one."""
+    wall: bool = True
+    """Whether it runs behind a wall: without network, files and other processes."""
 
 
 def install(wanted: Mapping[str, Mapping[str, Any]], file: Path | None = None) -> dict[str, Installed]:
@@ -69,7 +71,7 @@ def without_folder(text: str, target: str) -> str:
     return text if folder is None else text.replace(f"{folder}/", "")
 
 
-def _describe(function: Any, target: str, args: Mapping[str, Any]) -> Installed:
+def _describe(function: Any, target: str, args: Mapping[str, Any], wall: bool) -> Installed:
     summary = (inspect.getdoc(function) or "").strip().partition("\n")[0]
     own = list(inspect.signature(function).parameters.values())
     of_trl = any(one.name == "completions" for one in own)  # its columns are no arguments of a job
@@ -80,7 +82,7 @@ def _describe(function: Any, target: str, args: Mapping[str, Any]) -> Installed:
         for one in own
         if one.kind not in variadic
     }
-    return Installed(target, dict(args), summary, parameters)
+    return Installed(target, dict(args), summary, parameters, wall)
 
 
 def _of_file(file: str) -> dict[str, str]:
@@ -107,7 +109,7 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     for name, one in wanted.items():
         target, args = str(one["function"]), one.get("args") or {}
         function = find(target)
-        described = _describe(function, target, args)
+        described = _describe(function, target, args, one.get("wall", True))
         adapted(function, {**dict.fromkeys(described.parameters), **args}, name)  # whether it can be called
         found[name] = asdict(described)
     return {"found": found}

@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeVar
 
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+
+from motet import wall
+from motet.config import RewardConfig
 from motet.errors import RewardError
-from motet.tasks.reasoning import HASH_SEED
+from motet.tasks.reasoning import HASH_SEED, ScorerSpec
 
 LOAD_SECONDS = 120.0
 """Wall-clock time that importing a reward may take."""
 _LONGEST_REPLY = 1 << 26
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a process answers a request about n completions."""
+
+    values: list[FiniteFloat | None]
+    """One for each completion; None where there is no score."""
+    errors: list[str]
+    """Why there is none; empty otherwise."""
+    failed: bool
+    """Whether the call went wrong as a whole."""
+    replace: Literal["", "cpu", "memory"]
+    """Which limit it hit; the process should not be trusted with another call then."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    error: str = ""
+    together: tuple[bool, ...] = ()
+
+
+_REPLY, _LOADED = TypeAdapter(Reply), TypeAdapter(_Loaded)
+_NO_REPLY = "wrote what is no reply (a reward must leave the process's pipes alone)"
+_T = TypeVar("_T")
 
 
 class ProcessDiedError(Exception):
@@ -26,6 +57,35 @@ class ProcessDiedError(Exception):
 
 class ClockLimitError(Exception):
     """The wall clock ran out; the text says after how long."""
+
+
+def hello(rewards: Sequence[RewardConfig], scorer: ScorerSpec | None, walled: bool) -> bytes:
+    """The first line to a process: what to load, found along the same import path as here.
+
+    Raises:
+        RewardError: a function or its arguments cannot be sent.
+    """
+    items = []
+    for reward in rewards:
+        function = None
+        if reward.function is not None:
+            import cloudpickle
+
+            try:
+                function = base64.b64encode(cloudpickle.dumps(reward.function)).decode()
+            except Exception as error:  # whatever the function holds says in its own way that it cannot be pickled
+                raise RewardError(
+                    f"the function of reward {reward.name!r} cannot be sent to its process: {error}. Open files, locks "
+                    "and clients inside the function, or put it in a file and name it `file.py:function`"
+                ) from error
+        items.append({"name": reward.name, "args": reward.args, "function": function})
+    path = [str(Path(entry or ".").resolve()) for entry in sys.path]
+    try:
+        line = {"sys_path": path, "rewards": items, "scorer": scorer.to_json() if scorer else None, "wall": walled}
+        line["memory_mb"] = max(reward.memory_mb for reward in rewards)
+        return json.dumps(line).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"args of a reward must be JSON values (text, numbers, lists, mappings): {error}") from error
 
 
 class RewardLink:
@@ -39,45 +99,53 @@ class RewardLink:
         """Per reward: whether it takes all completions of a problem in one call."""
 
     @classmethod
-    async def start(cls, hello: bytes, log: Path | None) -> RewardLink:
-        """Start a process and load its rewards.
+    async def start(cls, first_line: bytes, log: Path | None, *, walled: bool = False) -> RewardLink:
+        """Start a process and load its rewards; one that goes behind a wall gets nothing of this one's environment.
 
         Raises:
             RewardError: the rewards do not load; the text is for the person.
             ProcessDiedError, ClockLimitError: loading ended the process or took too long.
         """
         # One arena and one thread keep address space, which is what is limited, near to memory in use.
-        fixed = {"PYTHONHASHSEED": HASH_SEED, "PYTHONPATH": _PACKAGE_ROOT, "MALLOC_ARENA_MAX": "2"}
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment = wall.environment(PYTHONHASHSEED=HASH_SEED, MALLOC_ARENA_MAX="2")
+        if not walled:
+            environment = {**os.environ, **environment, "PATH": os.environ.get("PATH", "")}
         with contextlib.ExitStack() as stack:
             stderr = None if log is None else stack.enter_context(log.open("ab"))
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "motet.tasks.reward_process", str(os.getpid()),
+                *wall.command("motet.tasks.reward_process", str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr,
-                env={**os.environ, **threads, **fixed}, limit=_LONGEST_REPLY, start_new_session=True,
+                env=environment, limit=_LONGEST_REPLY, start_new_session=True,
             )  # fmt: skip
         link = cls(process)
         try:
-            reply = await link._exchange(hello, LOAD_SECONDS, 0)
+            reply = _valid(_LOADED, await link._exchange(first_line, LOAD_SECONDS, 0))
         except BaseException:
             await link.kill()
             raise
-        if "error" in reply:
+        if reply.error:
             await link.kill()
-            raise RewardError(reply["error"])
-        link.together = tuple(a or b for a, b in zip(reply["batched"], reply["is_async"], strict=True))
+            raise RewardError(reply.error)
+        link.together = reply.together
         return link
 
-    async def ask(self, line: bytes, wall_seconds: float, cpu_seconds: float) -> dict[str, Any]:
-        """One request, one reply. After any exception the process must be killed or is dead already.
+    async def ask(self, line: bytes, n: int, wall_seconds: float, cpu_seconds: float) -> Reply:
+        """One request about n completions, one reply. After any exception the process must be killed or is dead already.
 
         Raises:
             ProcessDiedError: the process ended instead of answering.
             ClockLimitError: no answer within `wall_seconds`.
         """
         reply = await self._exchange(line, wall_seconds, cpu_seconds)
+        try:
+            found = _valid(_REPLY, reply)
+            if not len(found.values) == len(found.errors) == n:
+                raise ProcessDiedError(_NO_REPLY)
+        except ProcessDiedError:
+            await self.kill()
+            raise
         self.calls += 1
-        return reply
+        return found
 
     async def kill(self) -> None:
         """End the process and all that it started, and wait until the kernel has forgotten it."""
@@ -87,7 +155,7 @@ class RewardLink:
         self._process.stdin.close()
         await self._process.wait()
 
-    async def _exchange(self, line: bytes, wall_seconds: float, cpu_seconds: float) -> dict[str, Any]:
+    async def _exchange(self, line: bytes, wall_seconds: float, cpu_seconds: float) -> bytes:
         answering = asyncio.ensure_future(self._answer(line))
         ending = asyncio.ensure_future(self._process.wait())
         try:
@@ -96,8 +164,7 @@ class RewardLink:
             if not done:
                 raise ClockLimitError(f"gave no answer in {wall_seconds:g} s by the clock (reward field wall_seconds)")
             if answering in done and (reply := answering.result()):
-                value: dict[str, Any] = json.loads(reply)
-                return value
+                return reply
         finally:
             answering.cancel()
             ending.cancel()
@@ -114,6 +181,14 @@ class RewardLink:
             return await self._process.stdout.readline()
         except (ConnectionError, asyncio.IncompleteReadError, ValueError):
             return b""
+
+
+def _valid(kind: TypeAdapter[_T], reply: bytes) -> _T:
+    """What a process wrote; one that an answer took over may write anything."""
+    try:
+        return kind.validate_json(reply)
+    except ValidationError as error:
+        raise ProcessDiedError(_NO_REPLY) from error
 
 
 def _how_it_ended(status: int | None, cpu_seconds: float) -> str:

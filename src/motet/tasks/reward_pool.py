@@ -13,10 +13,8 @@ CPU time or memory, and a call that ran out of memory or killed a used process i
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,7 +27,8 @@ from motet.tasks import reward_elsewhere
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_elsewhere import ELSEWHERE, Chance, Elsewhere, Score
 from motet.tasks.reward_installed import Installed, without_folder
-from motet.tasks.reward_link import ClockLimitError, ProcessDiedError, RewardLink
+from motet.tasks.reward_link import ClockLimitError, ProcessDiedError, Reply, RewardLink, hello
+from motet.tasks.reward_walls import Walls
 from motet.types import Problem
 
 
@@ -64,21 +63,43 @@ class _Seat:
 
 @dataclass(eq=False)
 class _Lane:
-    """One job's rewards and processes."""
+    """Processes of one job, all behind a wall or none of them."""
 
-    job: str
-    rewards: Sequence[RewardConfig]
-    labels: Sequence[str]
+    walled: bool
     hello: bytes
     log: Path | None
-    places: Mapping[int, int]
-    """Where in the process a reward is, by its place in the job; those that are scored elsewhere are not there."""
+    rewards: Mapping[int, RewardConfig]
+    """By their places in the job, in the order in which the process has them."""
     together: Sequence[bool] = ()
     """Per reward of the process: whether all completions of a problem go into one call."""
     seats: list[_Seat] = field(default_factory=list)
     idle: list[_Seat] = field(default_factory=list)
     waiting: deque[asyncio.Future[_Seat]] = field(default_factory=deque)
     closed: bool = False
+
+    async def open(self) -> None:
+        """Load the rewards in a first process."""
+        self.seats.append(_Seat())
+        link = self.seats[0].link = await RewardLink.start(self.hello, self.log, walled=self.walled)
+        self.together, self.idle = link.together, list(self.seats)
+
+    def index(self, place: int) -> int:
+        """Where in the process a reward is."""
+        return list(self.rewards).index(place)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One job's rewards."""
+
+    name: str
+    rewards: Sequence[RewardConfig]
+    labels: Sequence[str]
+    lanes: Sequence[_Lane]
+
+    def lane_of(self, place: int) -> _Lane | None:
+        """Who scores a reward; None where no process does."""
+        return next((lane for lane in self.lanes if place in lane.rewards), None)
 
 
 class RewardPool:
@@ -90,18 +111,20 @@ class RewardPool:
         elsewhere: Mapping[str, Elsewhere] | None = None,
         installed: Mapping[str, Installed] | None = None,
         rest: Callable[[str, bool], None] | None = None,
+        walls: Walls | None = None,
     ) -> None:
         """No process is started yet.
 
         Args:
-            workers: processes in all; every job has at least one.
+            workers: processes in all; every job has at least one, and at least one on each side of the wall that it needs.
             elsewhere: who scores the rewards that no process scores, by their names.
             installed: functions that jobs may use by name, besides the built-in rewards.
             rest: told whether a job is to rest, so that it does not wait for scores that nobody is there to give.
+            walls: which processes run behind a wall.
         """
-        self._workers = workers
+        self._workers, self._walls = workers, walls or Walls()
         self._elsewhere, self._installed, self._rest = elsewhere or {}, installed or {}, rest
-        self._lanes: dict[str, _Lane] = {}
+        self._jobs: dict[str, _Job] = {}
 
     async def register(
         self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None
@@ -113,42 +136,39 @@ class RewardPool:
         """
         await self.unregister(job)
         here = [place for place, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
-        hello = _hello([self._found(rewards[place]) for place in here], scorer)
-        places = {place: index for index, place in enumerate(here)}
-        lane = _Lane(job, tuple(rewards), _labels(rewards), hello, log, places)
-        if not here:
-            self._lanes[job] = lane
-            return
-        seat = _Seat()
-        lane.seats.append(seat)
+        walled = {place: self._walls.around(rewards[place], self._known(rewards[place])) for place in here}
+        lanes = []
+        for side in sorted(set(walled.values())):
+            own = {place: rewards[place] for place in here if walled[place] is side}
+            first_line = hello([self._found(reward) for reward in own.values()], scorer, side)
+            lanes.append(_Lane(side, first_line, log, own))
+        self._jobs[job] = _Job(job, tuple(rewards), _labels(rewards), lanes)
         try:
-            seat.link = await RewardLink.start(lane.hello, log)
-        except ProcessDiedError as error:
-            raise RewardError(f"the rewards of job {job!r} cannot be loaded: the process {error}") from error
-        except ClockLimitError as error:
-            raise RewardError(f"the rewards of job {job!r} cannot be loaded: {error}") from error
-        lane.together = seat.link.together
-        lane.idle.append(seat)
-        self._lanes[job] = lane
+            for lane in lanes:
+                await lane.open()
+        except BaseException as error:
+            await self.unregister(job)
+            if isinstance(error, ProcessDiedError | ClockLimitError):
+                raise RewardError(f"the rewards of job {job!r} cannot be loaded: the process {error}") from error
+            raise
 
     async def unregister(self, job: str) -> None:
         """End a job's processes; calls in flight come back as failed. Nothing happens where there is no such job."""
-        lane = self._lanes.pop(job, None)
-        if lane is None:
-            return
-        lane.closed = True
-        for seat in lane.seats:
+        lanes = found.lanes if (found := self._jobs.pop(job, None)) else ()
+        for lane in lanes:
+            lane.closed = True
+        for seat in (seat for lane in lanes for seat in lane.seats):
             if seat.link is not None:
                 await seat.link.kill()
 
     async def close(self) -> None:
         """End all processes and wait until they are gone."""
-        for job in list(self._lanes):
+        for job in list(self._jobs):
             await self.unregister(job)
 
     def rest(self, job: str, wanted: bool) -> None:
         """Say whether a job is to rest; where nobody is there to score for it, `score` then raises `ScorerAway`."""
-        if self._rest is not None and job in self._lanes:
+        if self._rest is not None and job in self._jobs:
             self._rest(job, wanted)
 
     async def score(self, job: str, problem: Problem, completions: Sequence[str]) -> list[Scored]:
@@ -158,14 +178,11 @@ class RewardPool:
             RewardError: the job is not registered.
             ScorerAway: nobody is there to score, and the job is to rest.
         """
-        lane = self._lanes.get(job)
-        if lane is None:
-            raise RewardError(f"job {job!r} has no rewards registered: call register first")
-        given = asdict(problem)
+        known, given = self._registered(job), asdict(problem)
         columns = await asyncio.gather(
-            *(self._column(lane, place, given, list(completions)) for place in range(len(lane.rewards)))
+            *(self._column(known, place, given, list(completions)) for place in range(len(known.rewards)))
         )
-        return [_sum(lane, parts) for parts in zip(*columns, strict=True)]
+        return [_sum(known, parts) for parts in zip(*columns, strict=True)]
 
     async def scores(self, job: str, problem: dict[str, Any], completions: Sequence[str]) -> list[Score]:
         """What the first reward of a job says of completions of a problem (as plain values), before its weight.
@@ -173,11 +190,13 @@ class RewardPool:
         Raises:
             RewardError: the job is not registered.
         """
-        lane = self._lanes.get(job)
-        if lane is None:
-            raise RewardError(f"job {job!r} has no rewards registered: call register first")
-        parts = await self._column(lane, 0, problem, list(completions))
+        parts = await self._column(self._registered(job), 0, problem, list(completions))
         return [(Chance if part.clock_limited else str)(part.error) if part.error else part.value for part in parts]
+
+    def _registered(self, job: str) -> _Job:
+        if job not in self._jobs:
+            raise RewardError(f"job {job!r} has no rewards registered: call register first")
+        return self._jobs[job]
 
     def _is_elsewhere(self, reward: RewardConfig) -> bool:
         """Whether no process scores a reward.
@@ -195,27 +214,32 @@ class RewardPool:
         reward_elsewhere.check(reward)
         return True
 
+    def _known(self, reward: RewardConfig) -> Installed | None:
+        return self._installed.get(reward.name) if reward.function is None else None
+
     def _found(self, reward: RewardConfig) -> RewardConfig:
         """The reward with the function that its name stands for, where that was installed."""
-        known = self._installed.get(reward.name) if reward.function is None else None
+        known = self._known(reward)
         if known is None:
             return reward
         return reward.model_copy(update={"name": known.target, "args": {**known.args, **reward.args}})
 
-    async def _column(self, lane: _Lane, place: int, problem: dict[str, Any], completions: list[str]) -> list[_Part]:
+    async def _column(self, job: _Job, place: int, problem: dict[str, Any], completions: list[str]) -> list[_Part]:
         """One reward's parts, one for each completion."""
-        if place not in lane.places:
-            return await self._asked(lane, place, problem, completions)
+        reward, lane = job.rewards[place], job.lane_of(place)
+        if lane is None:
+            return await self._asked(job, reward, problem, completions)
         parts = await self._in_process(lane, place, problem, completions)
-        known = self._installed.get(lane.rewards[place].name)
+        known = self._known(reward)
         if known is None:
             return parts
         return [replace(part, error=without_folder(part.error, known.target)) for part in parts]
 
-    async def _asked(self, lane: _Lane, place: int, problem: dict[str, Any], completions: list[str]) -> list[_Part]:
+    async def _asked(
+        self, job: _Job, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
+    ) -> list[_Part]:
         """Parts of a reward that is scored elsewhere."""
-        reward = lane.rewards[place]
-        found = await self._elsewhere[reward.name](lane.job, reward, problem, completions)
+        found = await self._elsewhere[reward.name](job.name, reward, problem, completions)
         return [
             _Part(error=score, clock_limited=isinstance(score, Chance)) if isinstance(score, str) else _Part(score)
             for score in found
@@ -228,7 +252,7 @@ class RewardPool:
 
         A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
         """
-        if lane.together[lane.places[place]] and len(completions) > 1:
+        if lane.together[lane.index(place)] and len(completions) > 1:
             parts = await self._call(lane, place, problem, completions)
             if parts is not None:
                 return parts
@@ -248,18 +272,18 @@ class RewardPool:
             return [_Part(error=str(error))] * len(completions) if last else None
         finally:
             self._stand_up(lane, seat)
-        if reply["failed"] and not last:
+        if reply.failed and not last:
             return None
-        values = (math.nan if value is None else float(value) for value in reply["values"])
-        return [_Part(value, error) for value, error in zip(values, reply["errors"], strict=True)]
+        values = (math.nan if value is None else value for value in reply.values)
+        return [_Part(value, error) for value, error in zip(values, reply.errors, strict=True)]
 
     async def _ask(
         self, lane: _Lane, seat: _Seat, place: int, problem: dict[str, Any], completions: list[str]
-    ) -> dict[str, Any]:
+    ) -> Reply:
         """A reply that a fresh process would have given too."""
         reward, n = lane.rewards[place], len(completions)
         request = {
-            "reward": lane.places[place],
+            "reward": lane.index(place),
             "problem": problem,
             "completions": completions,
             "memory_mb": reward.memory_mb,
@@ -270,7 +294,7 @@ class RewardPool:
             try:
                 if seat.link is None:
                     seat.link = await self._start(lane)
-                reply = await seat.link.ask(line, reward.wall_seconds * n, reward.cpu_seconds * n)
+                reply = await seat.link.ask(line, n, reward.wall_seconds * n, reward.cpu_seconds * n)
             except ProcessDiedError:
                 seat.link = None
                 if fresh or lane.closed:
@@ -281,10 +305,10 @@ class RewardPool:
                     await seat.link.kill()
                 seat.link = None
                 raise
-            if reply["replace"]:
+            if reply.replace:
                 await seat.link.kill()
                 seat.link = None
-            if reply["replace"] != "memory" or fresh:
+            if reply.replace != "memory" or fresh:
                 return reply
 
     async def _start(self, lane: _Lane) -> RewardLink:
@@ -295,7 +319,7 @@ class RewardPool:
             ClockLimitError: loading took too long.
         """
         try:
-            link = await RewardLink.start(lane.hello, lane.log)
+            link = await RewardLink.start(lane.hello, lane.log, walled=lane.walled)
         except RewardError as error:
             raise ProcessDiedError(f"could not be loaded again: {error}") from error
         if lane.closed:  # while the process started
@@ -306,7 +330,7 @@ class RewardPool:
     async def _sit_down(self, lane: _Lane) -> _Seat:
         if lane.idle:
             return lane.idle.pop()
-        if not lane.seats or sum(len(other.seats) for other in self._lanes.values()) < self._workers:
+        if not lane.seats or sum(len(own.seats) for job in self._jobs.values() for own in job.lanes) < self._workers:
             lane.seats.append(_Seat())
             return lane.seats[-1]
         place: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
@@ -327,10 +351,10 @@ class RewardPool:
         lane.idle.append(seat)
 
 
-def _sum(lane: _Lane, parts: Sequence[_Part]) -> Scored:
-    failed = [f"reward {label}: {part.error}" for label, part in zip(lane.labels, parts, strict=True) if part.error]
-    good = {label: part.value for label, part in zip(lane.labels, parts, strict=True) if not part.error}
-    total = sum(reward.weight * part.value for reward, part in zip(lane.rewards, parts, strict=True))
+def _sum(job: _Job, parts: Sequence[_Part]) -> Scored:
+    failed = [f"reward {label}: {part.error}" for label, part in zip(job.labels, parts, strict=True) if part.error]
+    good = {label: part.value for label, part in zip(job.labels, parts, strict=True) if not part.error}
+    total = sum(reward.weight * part.value for reward, part in zip(job.rewards, parts, strict=True))
     if not failed and not math.isfinite(total):
         failed = [f"the weighted sum of the rewards is {total}: give smaller weights"]
     clock_limited = any(part.clock_limited for part in parts)
@@ -344,27 +368,3 @@ def _labels(rewards: Sequence[RewardConfig]) -> list[str]:
         before = sum(label == reward_elsewhere.label_of(other) for other in rewards[: len(labels)])
         labels.append(f"{label}#{before + 1}" if before else label)
     return labels
-
-
-def _hello(rewards: Sequence[RewardConfig], scorer: ScorerSpec | None) -> bytes:
-    """The first line to a process: what to load, found along the same import path as here."""
-    items = []
-    for reward in rewards:
-        function = None
-        if reward.function is not None:
-            import cloudpickle
-
-            try:
-                function = base64.b64encode(cloudpickle.dumps(reward.function)).decode()
-            except Exception as error:  # whatever the function holds says in its own way that it cannot be pickled
-                raise RewardError(
-                    f"the function of reward {reward.name!r} cannot be sent to its process: {error}. Open files, locks "
-                    "and clients inside the function, or put it in a file and name it `file.py:function`"
-                ) from error
-        items.append({"name": reward.name, "args": reward.args, "function": function})
-    path = [str(Path(entry or ".").resolve()) for entry in sys.path]
-    try:
-        hello = {"sys_path": path, "rewards": items, "scorer": scorer.to_json() if scorer else None}
-        return json.dumps(hello).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"args of a reward must be JSON values (text, numbers, lists, mappings): {error}") from error

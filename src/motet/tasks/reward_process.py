@@ -1,7 +1,8 @@
 """The process in which rewards run: `python -m motet.tasks.reward_process PARENT_PID`, one JSON object a line each way.
 
-First line in: what to load; first line out: `{"batched": […], "is_async": […]}` or `{"error": …}`. Then one request,
-one reply, until the input ends. The reward's own prints go to standard error, so they cannot be mistaken for replies.
+First line in: what to load; first line out: `{"together": […]}`, for each reward whether it takes all completions of a
+problem in one call, or `{"error": …}`. Then one request, one reply, until the input ends.
+The reward's own prints go to standard error, so they cannot be mistaken for replies.
 
 A call is limited here in CPU time and memory. Where Python cannot be interrupted the kernel ends the process; where
 neither time nor memory runs out but nothing comes back, the parent ends it (see `reward_pool`).
@@ -10,6 +11,7 @@ neither time nor memory runs out but nothing comes back, the parent ends it (see
 from __future__ import annotations
 
 import base64
+import contextlib
 import ctypes
 import json
 import math
@@ -26,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from motet.errors import RewardError
+from motet import wall
+from motet.errors import RewardError, WallError
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_loading import LoadedReward, describe, resolve
+from motet.tasks.reward_loading import LoadedReward, describe, find, resolve
 from motet.types import Message, Problem
 
 if TYPE_CHECKING:
@@ -36,6 +39,10 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1  # between the exception in Python and the kernel's SIGXCPU
+_LOADING_MB = 4096
+"""Address space that loading may take behind a wall."""
+_SPARE_MB = 256
+"""What the process itself may take between calls."""
 _AGAIN_SECONDS = 0.2  # a reward that swallows the exception gets it again
 
 
@@ -54,7 +61,7 @@ class Limits:
     """Limits of one call at a time, as a context manager that is entered for each."""
 
     def __init__(self) -> None:
-        self.baseline = _address_space()
+        self.baseline = wall.address_space()
         self.fired = False
         self._cpu_seconds = 0.0
         self._memory_mb = 0
@@ -89,15 +96,6 @@ def _soft_limit(which: int, limit: int | None) -> None:
     hard = resource.getrlimit(which)[1]
     wanted = hard if limit is None else limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(which, (wanted, hard))
-
-
-def _address_space() -> int:
-    """Bytes of address space in use; 0 where the system does not say (macOS), and memory is then not limited."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            return int(statm.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 0
 
 
 def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,24 +202,37 @@ def problem_of(value: Mapping[str, Any]) -> Problem:
 
 
 def load(request: Mapping[str, Any]) -> list[LoadedReward]:
-    """Load what the first line asks for.
+    """Load what the first line asks for. Files of functions are loaded before the wall goes up, what a job gives them after it.
 
     Raises:
         RewardError: a reward cannot be loaded.
+        WallError: it has to be loaded behind a wall, and there is none.
     """
     sys.path[:] = request["sys_path"]
     scorer = ScorerSpec.from_json(request["scorer"]) if request["scorer"] else None
-    loaded = []
-    for item in request["rewards"]:
-        try:
-            # The bytes come from the process of the person whose function it is, over a private pipe.
-            function = pickle.loads(base64.b64decode(item["function"])) if item["function"] else None  # noqa: S301
-        except Exception as error:  # unpickling imports, and runs, what the function stands on
-            raise RewardError(f"reward {item['name']!r} cannot be unpickled: {describe(error)}") from error
-        loaded.append(resolve(_Source(item["name"], item["args"], function), scorer))
-        if loaded[-1].is_async:
-            _loop()
+    functions = [_function(item["name"], item["function"]) for item in request["rewards"]]
+    if request["wall"]:
+        wall.enter(_LOADING_MB + request["memory_mb"])
+    loaded = [
+        resolve(_Source(item["name"], item["args"], function), scorer)
+        for item, function in zip(request["rewards"], functions, strict=True)
+    ]
+    if any(reward.is_async for reward in loaded):
+        _loop()
+    if request["wall"]:
+        wall.limit_memory(_SPARE_MB + request["memory_mb"])
     return loaded
+
+
+def _function(name: str, pickled: str | None) -> Any:
+    """What somebody wrote themselves; None for a reward that ships with Motet."""
+    if pickled is None:
+        return find(name) if ":" in name else None
+    try:
+        # The bytes come from the process of the person whose function it is, over a private pipe.
+        return pickle.loads(base64.b64decode(pickled))  # noqa: S301
+    except Exception as error:  # unpickling imports, and runs, what the function stands on
+        raise RewardError(f"reward {name!r} cannot be unpickled: {describe(error)}") from error
 
 
 def _die_with_parent(parent: int) -> None:
@@ -239,10 +250,10 @@ def serve(read: Callable[[], bytes], write: Callable[[Mapping[str, Any]], None])
     """Load, then answer calls until the input ends."""
     try:
         rewards = load(json.loads(read()))
-    except RewardError as error:
+    except (RewardError, WallError) as error:
         write({"error": str(error)})
         return
-    write({"batched": [reward.batched for reward in rewards], "is_async": [reward.is_async for reward in rewards]})
+    write({"together": [reward.batched or reward.is_async for reward in rewards]})
     limits, process = Limits(), os.getpid()
     while line := read():
         reply = answer_call(rewards, limits, json.loads(line))
@@ -266,7 +277,8 @@ def main() -> None:
 
     serve(requests.readline, write)
     sys.stderr.flush()
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # whatever the rewards started ends with them
+    with contextlib.suppress(PermissionError):  # behind a wall they started nothing
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # whatever the rewards started ends with them
 
 
 if __name__ == "__main__":

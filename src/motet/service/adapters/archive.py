@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import struct
+import subprocess
+import sys
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
+from motet import wall
 from motet.errors import DataError
 from motet.types import ADAPTER_CONFIG, ADAPTER_FILES
 
@@ -26,6 +30,8 @@ MOST_CONFIG = 2**20
 """Bytes of adapter_config.json."""
 _HEADER = 2**16  # a member's long name and the like; `tarfile` reads them whole
 _PIECE = 2**20
+_SECONDS = 300.0
+_MEMORY_MB = 1024
 _END = struct.Struct("<4s4H2LH")  # of a .zip: its last record
 _END_64 = b"PK\x06\x07"
 
@@ -63,6 +69,30 @@ def unpack(archive: Path, directory: Path, limit: int) -> int:
         if name not in sizes:
             raise DataError(f"the archive has no {name}; pack the files of one PEFT directory, nothing around them")
     return sum(sizes.values())
+
+
+def unpack_apart(archive: Path, directory: Path, limit: int) -> int:
+    """What `unpack` does, in a process behind a wall, which sees nothing but the archive and the directory.
+
+    Raises:
+        DataError: as `unpack`, or it took too long.
+        OSError: the disk refuses.
+    """
+    command = wall.command(__name__, str(archive), str(directory), str(limit))
+    try:
+        done = subprocess.run(
+            command, env=wall.environment(), capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DataError(f"the archive could not be unpacked within {_SECONDS:g} s") from error
+    if done.returncode != 0:
+        raise DataError(f"the archive could not be unpacked: {done.stderr.strip()[-300:]}")
+    answer = json.loads(done.stdout)
+    if "of_disk" in answer:
+        raise OSError(*answer["of_disk"])
+    if "reason" in answer:
+        raise DataError(answer["reason"])
+    return int(answer["size"])
 
 
 def pack(directory: Path, name: str) -> bytes:
@@ -231,3 +261,18 @@ def _wanted(archive: zipfile.ZipFile, taken: _Taken) -> Iterator[tuple[str, Call
             ):  # `zipfile` unpacks others at one go
                 raise DataError(f"the archive packs {member.filename!r} in a way that is not taken here; use deflate")
             yield name, lambda member=member: archive.open(member)  # type: ignore[misc]
+
+
+def _answer(archive: Path, directory: Path, limit: int) -> dict[str, Any]:
+    try:
+        return {"size": unpack(archive, directory, limit)}
+    except DataError as error:
+        return {"reason": str(error)}
+    except OSError as error:
+        return {"of_disk": [error.errno, error.strerror]}
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    wall.enter(_MEMORY_MB, readable=given[:1], writable=given[1:2], most_written=given[2], where_possible=True)
+    json.dump(_answer(*given), sys.stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from motet.tasks.reward_elsewhere import ELSEWHERE, MASK, check
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_loading import SCORER
+from motet.tasks.reward_walls import Walls
 from motet.tasks.rewards import BUILTIN
 
 GENERATED = ("toy:", "reasoning-gym:")
@@ -56,23 +58,25 @@ Find = Callable[[str], Path | None]
 """A path for the name of an uploaded file; None where the tenant has none."""
 
 
-def validated(
-    tree: Mapping[str, Any],
-    *,
-    hub: bool,
-    rewards: Mapping[str, Installed] | None = None,
-    addresses: Addresses | None = None,
-) -> JobConfig:
-    """Check a job that a tenant submits.
+@dataclass(frozen=True)
+class Allowed:
+    """What the operator of a service lets jobs use."""
 
-    Args:
-        tree: as a job stands in a job file.
-        hub: whether data may come from the hub.
-        rewards: those that are installed here.
-        addresses: where rewards may be asked.
+    hub: bool
+    """Whether data may come from the hub."""
+    rewards: Mapping[str, Installed]
+    """By the names under which they are installed."""
+    addresses: Addresses
+    """Where rewards may be asked."""
+    walls: Walls
+    """Which rewards have to run behind a wall."""
+
+
+def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
+    """Check a job that a tenant submits, as it stands in a job file.
 
     Raises:
-        ConfigError, DataError: what is wrong, or not allowed here.
+        ConfigError, DataError, RewardError: what is wrong, or not allowed here.
     """
     try:
         json.dumps(tree, ensure_ascii=False, allow_nan=False).encode()
@@ -83,14 +87,16 @@ def validated(
     _check_texts(config.data)
     for source in filter(None, (config.data.source, config.data.eval_source)):
         uploaded = source.startswith("file-")
-        on_hub = hub and HUB_NAME.fullmatch(source) and not FILE_ENDINGS.search(source) and not Path(source).exists()
+        on_hub = (
+            allowed.hub and HUB_NAME.fullmatch(source) and not FILE_ENDINGS.search(source) and not Path(source).exists()
+        )
         if not uploaded and not source.startswith(GENERATED) and not on_hub:
             raise ConfigError(
                 f"data.source {source!r} cannot be used here: upload the file and give its id (file-…), or use toy:NAME or "
                 "reasoning-gym:NAME"
             )
     for reward in config.rewards:
-        _check_reward(reward, rewards or {}, addresses or Addresses())
+        _check_reward(reward, allowed)
     return config
 
 
@@ -132,7 +138,8 @@ def _check_texts(data: DataConfig) -> None:
             )
 
 
-def _check_reward(reward: RewardConfig, installed: Mapping[str, Installed], addresses: Addresses) -> None:
+def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:
+    installed = allowed.rewards
     known = [*BUILTIN, SCORER, *ELSEWHERE, *installed]
     if reward.name not in known:
         raise ConfigError(
@@ -140,10 +147,14 @@ def _check_reward(reward: RewardConfig, installed: Mapping[str, Installed], addr
             f"{', '.join(sorted(known))}; a function of your own is scored on your machine (motet submit --reward FILE)"
         )
     check(reward)
+    if reward.wall is False:
+        raise ConfigError(f"reward {reward.name!r}: wall: false is for whoever runs the service to say; leave it out")
+    if reward.name not in ELSEWHERE:
+        allowed.walls.around(reward, installed.get(reward.name))
     if reward.name in ("grader", "judge"):
         parse(reward.args, f"reward {reward.name}: args")
     if reward.name == "http":
-        addresses.check(str(reward.args["url"]))
+        allowed.addresses.check(str(reward.args["url"]))
     if reward.name in installed:
         given = installed[reward.name]
         odd = sorted(set(reward.args) - set(given.parameters))

@@ -23,6 +23,7 @@ from motet.tasks.graders.template import UnfilledError, fill
 from motet.tasks.reward_elsewhere import Chance, Score
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_process import problem_of
+from motet.tasks.reward_walls import Walls
 from motet.types import Problem
 
 _LANES = 8
@@ -51,7 +52,7 @@ class Grading:
 
     def __init__(self, link: HostLink, base: str, adapters: Adapters) -> None:
         self._link, self._base, self._adapters = link, base, adapters
-        self._pool = RewardPool(_PROCESSES)
+        self._pool = RewardPool(_PROCESSES, walls=Walls(required=True))
         self._lanes: OrderedDict[str, int] = OrderedDict()  # how many use each now
         self._opening = asyncio.Lock()
         self._free = asyncio.Semaphore(_LANES)  # each in use has a lane of its own, which has processes

@@ -14,7 +14,7 @@ from fastapi import File as FormFile
 from fastapi.responses import Response, StreamingResponse
 
 from motet.errors import DataError
-from motet.service.adapters.archive import pack_into, unpack
+from motet.service.adapters.archive import pack_into, unpack_apart
 from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
 from motet.service.desk import Desk
@@ -130,7 +130,7 @@ async def _unpacked(desk: Desk, file: UploadFile, directory: Path) -> int:
         with archive.open("wb") as target:
             shutil.copyfileobj(file.file, target, _PIECE)
         try:
-            return unpack(archive, directory, limit)
+            return unpack_apart(archive, directory, limit)
         finally:
             archive.unlink()
 

@@ -1,0 +1,264 @@
+"""The wall around a process that sees what a model answered or what somebody else gave: `enter` is called before it does.
+
+Behind the wall a process has no network, starts no process, and can neither signal others nor change their limits. It
+reads Python's own files and those that it is given, writes nothing but what it is given, and cannot raise its last limit of
+memory. Landlock holds the files (Linux 5.13), seccomp the rest; both hold for root too, and neither needs a privilege.
+
+`python -m motet.wall` tries to break out, which is how `found` knows what holds on this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import resource
+import site
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from motet.errors import WallError
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+_MOST_WRITTEN = 1 << 28
+
+_SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
+_EPERM, _ENOSYS = 1, 38
+_CLONE_THREAD = 0x10000
+_PROBE_SECONDS = 60.0
+
+_REFUSED = """
+ socket connect bind listen accept accept4 sendmsg sendmmsg io_uring_setup io_uring_enter io_uring_register
+ fork vfork execve execveat ptrace process_vm_readv process_vm_writev kcmp process_madvise pidfd_open pidfd_getfd
+ pidfd_send_signal tkill rt_sigqueueinfo rt_tgsigqueueinfo
+ setpriority ioprio_set sched_setaffinity sched_setscheduler sched_setparam sched_setattr migrate_pages move_pages
+ chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat setxattr lsetxattr fsetxattr removexattr lremovexattr
+ fremovexattr utime utimes utimensat futimesat truncate openat2 creat inotify_init inotify_init1 inotify_add_watch fanotify_init
+ name_to_handle_at open_by_handle_at flock quotactl quotactl_fd
+ memfd_create memfd_secret shmget shmat shmctl msgget msgsnd semget semop mq_open add_key request_key keyctl
+ mount umount2 pivot_root chroot unshare setns fsopen fsmount move_mount open_tree mount_setattr swapon swapoff
+ bpf perf_event_open userfaultfd syslog acct reboot kexec_load kexec_file_load init_module finit_module delete_module
+ sethostname setdomainname settimeofday clock_settime adjtimex clock_adjtime ioperm iopl setuid setgid setreuid setregid
+ setresuid setresgid setgroups setfsuid setfsgid vhangup nfsservctl lookup_dcookie personality
+""".split()
+"""System calls that are answered with EPERM whatever their arguments. Landlock does not see those that change a file's owner,
+mode, times or attributes, nor those that reach other processes of the same user."""
+
+_LATER = frozenset(range(424, 600)) - {436, 439, 441, 444, 445, 446, 449, 450, 451, 453, 454, 455, 456, 462}
+"""Numbers, equal on all machines, of calls that came after 2019 and are not there behind the wall: all but close_range,
+faccessat2, epoll_pwait2, Landlock's own, and those about the process's own futexes and memory. Without clone3 the C library
+takes clone, whose flags a filter can read."""
+
+
+def missing() -> str:
+    """Why there is no wall here; empty where there is one."""
+    broken = [f"{what}: {outcome}" for what, outcome in found().items() if outcome != "held"]
+    return "; ".join(broken)
+
+
+@functools.cache
+def found() -> Mapping[str, str]:
+    """What a process behind the wall tried, and `held`, or what happened instead."""
+    if sys.platform != "linux":
+        return {"the wall": f"{sys.platform} has none; it takes Linux with Landlock and seccomp"}
+    try:
+        done = subprocess.run(
+            command(__name__), env=environment(), cwd="/", capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+        )  # fmt: skip
+        outcomes: dict[str, str] = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return {"the wall": f"a process behind it did not answer within {_PROBE_SECONDS:g} s"}
+    except ValueError:
+        return {"the wall": f"a process behind it ended with status {done.returncode}: {done.stderr.strip()[-300:]}"}
+    return outcomes
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """How a process of Motet's own is started, whatever else is in the directory that it is started in."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a process behind the wall: nothing of this process's, and numpy makes no threads."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    fixed = {"PYTHONPATH": str(PACKAGE_ROOT), "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8", "PATH": ""}
+    return {**fixed, **threads, **more}
+
+
+def check_outside(directory: Path) -> None:
+    """Make sure that what a directory holds cannot be read from behind the wall.
+
+    Raises:
+        WallError: it lies within what is read there.
+    """
+    for root in _readable():
+        if directory.resolve().is_relative_to(root):
+            raise WallError(
+                f"{directory} lies within {root}, which processes of rewards may read: choose another directory"
+            )
+
+
+def enter(
+    memory_mb: int,
+    *,
+    readable: Sequence[Path] = (),
+    writable: Sequence[Path] = (),
+    most_written: int = _MOST_WRITTEN,
+    where_possible: bool = False,
+) -> None:
+    """Go behind the wall, for good. The process must have no second thread yet.
+
+    Args:
+        memory_mb: address space beyond what is in use now, as a limit that cannot be raised again.
+        readable: files and directories besides Python's own.
+        writable: directories in which files are made.
+        most_written: bytes of the largest file, also of one that was open before, such as a log.
+        where_possible: go on with the limits alone where this machine has no wall.
+
+    Raises:
+        WallError: it cannot be put up; the process must not go on.
+    """
+    _limit(memory_mb, most_written)
+    try:
+        threads = len(os.listdir("/proc/self/task"))
+        if threads != 1:
+            raise WallError(f"no wall can be put up: the process has {threads} threads already")
+        _hold_files(readable, writable)
+        _drop_capabilities()
+        _filter_calls()
+    except (ImportError, OSError, RuntimeError) as error:
+        if not where_possible:
+            raise WallError(f"no wall can be put up: {error}") from error
+
+
+def limit_memory(extra_mb: int) -> None:
+    """Lower the last limit of memory to so much beyond what is in use."""
+    most = address_space() + extra_mb * 2**20
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def address_space() -> int:
+    """Bytes of address space in use; 0 where the system does not say (macOS)."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def _limit(memory_mb: int, most_written: int) -> None:
+    limit_memory(memory_mb)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_written, most_written))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+
+
+def _readable() -> list[Path]:
+    """Where Python's own files and the system's libraries lie, without links."""
+    places: list[str | Path] = [*_SYSTEM, sys.prefix, sys.base_prefix, PACKAGE_ROOT, *site.getsitepackages()]
+    places += [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return sorted({Path(place).resolve() for place in places if Path(place).exists()})
+
+
+def _hold_files(readable: Sequence[Path], writable: Sequence[Path]) -> None:
+    from landlockpy import AccessFS, Ruleset
+
+    of_file = AccessFS.READ_FILE | AccessFS.EXECUTE  # libraries are mapped as executable
+    written = AccessFS.WRITE_FILE | AccessFS.MAKE_REG | AccessFS.REMOVE_FILE | AccessFS.TRUNCATE
+    with Ruleset() as rules:
+        for place in [*_readable(), *readable]:
+            rules.allow_path(place, of_file | AccessFS.READ_DIR if place.is_dir() else of_file)
+        for place in writable:
+            rules.allow_path(place, written | AccessFS.READ_FILE | AccessFS.READ_DIR)
+        rules.allow_path("/dev/null", AccessFS.READ_FILE | AccessFS.WRITE_FILE)
+        rules.restrict()
+
+
+def _drop_capabilities() -> None:
+    """Without them root cannot raise its limits again. The layout is that of capset(2), version 3."""
+    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    if ctypes.CDLL(None, use_errno=True).capset(header, none) != 0:
+        raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
+
+
+def _filter_calls() -> None:
+    from pyseccomp import ALLOW, ERRNO, GT, LT, MASKED_EQ, NE, Arg, SyscallFilter, resolve_syscall, system_arch
+
+    rules = SyscallFilter(ALLOW)
+    numbers = {number for name in _REFUSED if (number := resolve_syscall(system_arch(), name)) >= 0}
+    for number in numbers - _LATER:
+        rules.add_rule(ERRNO(_EPERM), number)
+    for number in _LATER:
+        rules.add_rule(ERRNO(_ENOSYS), number)
+    rules.add_rule(ERRNO(_EPERM), "clone", Arg(0, MASKED_EQ, _CLONE_THREAD, 0))
+    rules.add_rule(ERRNO(_EPERM), "sendto", Arg(4, NE, 0))  # to an address
+    for own in (LT, GT):  # to others
+        rules.add_rule(ERRNO(_EPERM), "kill", Arg(0, own, os.getpid()))
+        rules.add_rule(ERRNO(_EPERM), "tgkill", Arg(0, own, os.getpid()))
+    rules.add_rule(ERRNO(_EPERM), "prlimit64", Arg(0, NE, 0))
+    for name, place in (("open", 1), ("openat", 2)):  # Landlock sees this from Linux 6.2 on
+        if resolve_syscall(system_arch(), name) >= 0:
+            rules.add_rule(
+                ERRNO(_EPERM), name, Arg(place, MASKED_EQ, os.O_TRUNC | os.O_ACCMODE, os.O_TRUNC | os.O_RDONLY)
+            )
+    rules.load()
+
+
+# --- trying to break out ------------------------------------------------------------------------------------------------------
+
+
+def _set_aside(gigabytes: int) -> None:
+    """Raise the limit of memory as far as it goes, and take more than that."""
+    limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    bytearray(gigabytes << 30)
+
+
+def _attempts() -> Mapping[str, Callable[[], object]]:
+    """What must fail, in words that stand before `was possible`."""
+    other = os.getppid()
+    return {
+        "reading a file": lambda: open("/etc/passwd", "rb").close(),
+        "listing a directory": lambda: os.listdir("/"),
+        "reading another process": lambda: open(f"/proc/{other}/environ", "rb").close(),
+        "writing a file": lambda: open(f"/tmp/motet-wall-{os.getpid()}", "wb").close(),
+        "changing a file's mode": lambda: os.chmod(__file__, os.stat(__file__).st_mode),
+        "opening a socket": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close(),
+        "opening a local socket": lambda: socket.socket(socket.AF_UNIX).close(),
+        "starting a process": os.fork,
+        "running a program": lambda: os.execv("/bin/true", ["true"]),
+        "signalling a process": lambda: os.kill(other, 0),
+        "limiting a process": lambda: resource.prlimit(other, resource.RLIMIT_CORE),
+        "taking memory": lambda: _set_aside(8),
+    }
+
+
+def _break_out() -> dict[str, str]:
+    outcomes = {}
+    for what, attempt in _attempts().items():
+        outcomes[what] = "held"
+        try:
+            attempt()
+            outcomes[what] = "was possible"
+        except (PermissionError, MemoryError):
+            pass
+        except OSError as error:
+            outcomes[what] = f"failed for another reason: {error}"
+    return outcomes
+
+
+if __name__ == "__main__":
+    try:
+        enter(memory_mb=1024)
+        json.dump(_break_out(), sys.stdout)
+    except WallError as error:
+        json.dump({"the wall": str(error)}, sys.stdout)
