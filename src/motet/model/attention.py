@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.errors import BaseModelError
-from motet.model.layout import ROWS, AttentionLayout, Group, Mask
+from motet.model.layout import AttentionLayout, Group, Mask
 from motet.model.tables import AttentionTables
 
 NAME = "motet"
@@ -165,7 +165,7 @@ def _attend(
     return output.div_(total).to(query_SKRE.dtype), peak, total
 
 
-def _fold(states_THE: Tensor, group: Group, call: _Call, multiple: int = ROWS) -> Tensor:
+def _fold(states_THE: Tensor, group: Group, call: _Call, multiple: int) -> Tensor:
     """Bring rows of query heads to [S, K, R, E], R padded with zeros to a multiple."""
     rows_SQ = group.query_rows_SQ
     width = states_THE.shape[-1]
@@ -214,7 +214,7 @@ def _through_cache(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: 
             pool.index_select(0, table).view(*group.block_table_BS.shape, *pool.shape[1:])
             for pool in (key_pool, value_pool)
         )
-        output, _, _ = _attend(_fold(query_THE, group, call), keys, values, index, call)
+        output, _, _ = _attend(_fold(query_THE, group, call, layout.rows), keys, values, index, call)
         outputs.append(_unfold(output, group, call))
     return _rows(outputs, layout.out_rows_T)
 
@@ -264,7 +264,7 @@ class _PackedAttention(torch.autograd.Function):
         outputs, log_sums = [], []
         for index, group in enumerate(layout.groups):
             keys, values = (_blocks(states, group, layout.block_size) for states in (key_TKE, value_TKE))
-            output, peak, total = _attend(_fold(query_THE, group, call), keys, values, index, call)
+            output, peak, total = _attend(_fold(query_THE, group, call, layout.rows), keys, values, index, call)
             outputs.append(_unfold(output, group, call))
             log_sums.append(peak.add_(total.log_()))
         output_THE = _rows(outputs, layout.out_rows_T)

@@ -22,7 +22,7 @@ from motet.errors import AdapterError, BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
 from motet.model.kv_cache import KVCache
-from motet.model.layout import AttentionLayout, Prefix, Span, cached_layout, packed_layout
+from motet.model.layout import AttentionLayout, Prefix, Span, cached_layout, least_rows, packed_layout
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.norm import speed_up_norms
 from motet.model.packed import FrozenWeight, pack_all
@@ -68,6 +68,13 @@ class BaseModel:
         weight = self.head.weight
         assert isinstance(weight, Tensor)
         return FrozenWeight(weight.detach(), getattr(self.head, "bias", None))
+
+    @property
+    def _query_rows(self) -> int:
+        """Rows of queries that a product with a block of keys must have at least."""
+        config = self.model.config.get_text_config()
+        head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return least_rows(head_width * self.block_size, self.dtype)
 
     @property
     def n_parameters(self) -> int:
@@ -117,13 +124,13 @@ class BaseModel:
         """Layout of whole sequences, one after another, without a cache (training, scoring)."""
         if self.arithmetic.kernels:
             return packed_tables(lengths, self.device, prefixes)
-        return packed_layout(lengths, self.block_size, self.device, prefixes)
+        return packed_layout(lengths, self.block_size, self.device, prefixes, self._query_rows)
 
     def cached_layout(self, spans: Sequence[Span], cache: KVCache) -> Layout:
         """Layout of spans whose keys and values go to a cache (prefill and decode)."""
         if self.arithmetic.kernels:
             return cached_tables(spans, cache, self.device)
-        return cached_layout(spans, cache, self.device, self.arithmetic.rows)
+        return cached_layout(spans, cache, self.device, self.arithmetic.rows, self._query_rows)
 
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
         """Final hidden states [T, D] of packed tokens."""

@@ -19,6 +19,11 @@ from motet.model.kv_cache import KVCache
 ROWS = 4
 """Every product and reduction gets a multiple of this many rows."""
 
+_SMALL_PRODUCT = {torch.float32: 399}
+"""Up to so many multiplications of a matrix torch's CPU products take a loop of their own, with other bits than the GEMM's."""
+_SMALL_BATCH = 4096
+"""The same for other types, where the multiplications of all matrices of a batch count: its size decides for each of them."""
+
 MINUS_INFINITY = -(1 << 23)
 """The bits of −∞ in fp32, as int32."""
 
@@ -29,6 +34,14 @@ LEAST_FILL = 0.75
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple that is at least n."""
     return -(-n // multiple) * multiple
+
+
+def least_rows(per_row: int, dtype: torch.dtype) -> int:
+    """Rows that a matrix of a batched product must have at least, where a row takes so many multiplications.
+
+    Then it takes the GEMM by itself, and its bits do not depend on how many others there are.
+    """
+    return round_up(_SMALL_PRODUCT.get(dtype, _SMALL_BATCH) // per_row + 1, ROWS)
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,8 @@ class AttentionLayout:
     """Place of each packed row among the padded keys of all groups, where there is no cache."""
     shared: list[SharedKeys] = field(default_factory=list)
     cache: KVCache | None = None
+    rows: int = ROWS
+    """Queries of a sequence, and rows of its query heads, are padded to a multiple."""
     write_blocks_T: Tensor | None = None
     write_offsets_T: Tensor | None = None
     calls: list[tuple[int, int | None]] = field(default_factory=list)
@@ -139,7 +154,7 @@ class AttentionLayout:
             hidden_SQL |= positions_SQ1 - keys_L >= window
         hidden_SRL = hidden_SQL.repeat_interleave(fold, dim=1)
         if n_queries == 1:
-            hidden_SRL = F.pad(hidden_SRL, (0, 0, 0, -fold % ROWS))
+            hidden_SRL = F.pad(hidden_SRL, (0, 0, 0, -fold % self.rows))
         hidden_BSRC = hidden_SRL.unflatten(-1, (-1, self.block_size)).permute(2, 0, 1, 3)[:, :, None].int().contiguous()
         return Mask(start - run.start, hidden_BSRC - 1, -hidden_BSRC & MINUS_INFINITY)
 
@@ -155,7 +170,11 @@ class AttentionLayout:
 
 
 def packed_layout(
-    lengths: Sequence[int], block_size: int, device: torch.device, prefixes: Sequence[Prefix | None] = ()
+    lengths: Sequence[int],
+    block_size: int,
+    device: torch.device,
+    prefixes: Sequence[Prefix | None] = (),
+    rows: int = ROWS,
 ) -> AttentionLayout:
     """Layout of whole sequences, one after another, without a cache (training, scoring).
 
@@ -164,6 +183,7 @@ def packed_layout(
         block_size: keys that attention reads at a time.
         device: where the index tensors go.
         prefixes: for each sequence the rows of an earlier one that it continues, if any.
+        rows: a sequence's queries are padded to a multiple.
     """
     before = list(prefixes) or [None] * len(lengths)
     starts, total = [], 0
@@ -176,7 +196,7 @@ def packed_layout(
     first_keys = [0] * len(lengths)
     queries = keys = 0
     for n_blocks, members in _alike(lengths, reach):
-        n_queries, n_keys = round_up(max(lengths[index] for index in members), ROWS), n_blocks * block_size
+        n_queries, n_keys = round_up(max(lengths[index] for index in members), rows), n_blocks * block_size
         first_S = torch.tensor([_length(before[index]) for index in members])[:, None]
         last_S = torch.tensor([lengths[index] - 1 for index in members])[:, None]
         starts_S = torch.tensor([starts[index] for index in members])[:, None]
@@ -185,10 +205,10 @@ def packed_layout(
         key_rows_SL = torch.minimum(key_L, first_S + last_S) - first_S + starts_S
         for place, index in enumerate(members):
             start, length, prefix = starts[index], lengths[index], before[index]
-            rows = torch.arange(length)
+            own = torch.arange(length)
             first_keys[index] = keys + place * n_keys
-            out_rows[start : start + length] = queries + place * n_queries + rows
-            key_places[start : start + length] = keys + place * n_keys + _length(prefix) + rows
+            out_rows[start : start + length] = queries + place * n_queries + own
+            key_places[start : start + length] = keys + place * n_keys + _length(prefix) + own
             if prefix is not None:
                 key_rows_SL[place, : prefix.length] = torch.arange(prefix.row, prefix.row + prefix.length)
         groups.append(
@@ -196,7 +216,7 @@ def packed_layout(
                 (own_SQ + starts_S).to(device),
                 (own_SQ + first_S).to(device),
                 n_blocks,
-                _runs(int(first_S.min()), int(first_S.max()), n_queries, n_blocks, block_size),
+                _runs(int(first_S.min()), int(first_S.max()), n_queries, n_blocks, block_size, rows),
                 key_rows_SL=key_rows_SL.to(device),
                 padding_SQ=(query_Q > last_S).to(device) if n_queries > int(last_S.min()) + 1 else None,
             )
@@ -204,7 +224,7 @@ def packed_layout(
         queries += len(members) * n_queries
         keys += len(members) * n_keys
     shared = _shared_keys(before, first_keys, device)
-    return AttentionLayout(groups, out_rows.to(device), block_size, key_places.to(device), shared)
+    return AttentionLayout(groups, out_rows.to(device), block_size, key_places.to(device), shared, rows=rows)
 
 
 def _length(prefix: Prefix | None) -> int:
@@ -224,10 +244,12 @@ def _alike(lengths: Sequence[int], reach: Sequence[int]) -> list[tuple[int, list
     return [(n_blocks, sorted(members)) for n_blocks, members in found]
 
 
-def _runs(least_first: int, most_first: int, n_queries: int, n_blocks: int, block_size: int) -> tuple[Run, ...]:
+def _runs(
+    least_first: int, most_first: int, n_queries: int, n_blocks: int, block_size: int, rows: int
+) -> tuple[Run, ...]:
     """One for each block, of a group whose sequences' own first positions lie between these two."""
     runs = []
-    for block, first in enumerate(_first_queries(most_first, n_queries, n_blocks, block_size)):
+    for block, first in enumerate(_first_queries(most_first, n_queries, n_blocks, block_size, rows)):
         end = (block + 1) * block_size
         # the last queries may be padding, which repeats the last query of a sequence that ends in the last block
         until = n_queries if block + 1 == n_blocks else min(max(0, end - 1 - least_first), n_queries)
@@ -236,10 +258,10 @@ def _runs(least_first: int, most_first: int, n_queries: int, n_blocks: int, bloc
     return tuple(runs)
 
 
-def _first_queries(first_position: int, n_queries: int, n_blocks: int, block_size: int) -> tuple[int, ...]:
-    """Multiples of four, so that what is left of the queries is one too."""
-    firsts = [max(0, block * block_size - first_position) // ROWS * ROWS for block in range(n_blocks)]
-    return tuple(min(first, n_queries - ROWS) for first in firsts)
+def _first_queries(first_position: int, n_queries: int, n_blocks: int, block_size: int, rows: int) -> tuple[int, ...]:
+    """Multiples of `rows`, so that what is left of the queries is one too."""
+    firsts = [max(0, block * block_size - first_position) // rows * rows for block in range(n_blocks)]
+    return tuple(min(first, n_queries - rows) for first in firsts)
 
 
 def _shared_keys(prefixes: list[Prefix | None], first_keys: list[int], device: torch.device) -> list[SharedKeys]:
@@ -254,8 +276,13 @@ def _shared_keys(prefixes: list[Prefix | None], first_keys: list[int], device: t
     ]
 
 
-def cached_layout(spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int = ROWS) -> AttentionLayout:
-    """Layout of spans whose keys and values go to a cache (prefill and decode); rows are padded to a multiple."""
+def cached_layout(
+    spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int = ROWS, rows: int = ROWS
+) -> AttentionLayout:
+    """Layout of spans whose keys and values go to a cache (prefill and decode).
+
+    All rows together are padded to a multiple, a sequence's queries to a multiple of `rows`.
+    """
     block = cache.block_size
     blocks_T: list[int] = []
     offsets_T: list[int] = []
@@ -264,19 +291,20 @@ def cached_layout(spans: Sequence[Span], cache: KVCache, device: torch.device, m
         blocks_T.extend(span.blocks[position // block] for position in positions)
         offsets_T.extend(position % block for position in positions)
     make = _decode_groups if all(span.length == 1 for span in spans) else _prefill_groups
-    groups, out_rows_T = make(spans, cache, device, multiple)
+    groups, out_rows_T = make(spans, cache, device, multiple, rows)
     return AttentionLayout(
         groups,
         out_rows_T,
         block,
         cache=cache,
+        rows=rows,
         write_blocks_T=torch.tensor(blocks_T, device=device),
         write_offsets_T=torch.tensor(offsets_T, device=device),
     )
 
 
 def _decode_groups(
-    spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int
+    spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int, _: int
 ) -> tuple[list[Group], None]:
     """One query per sequence, in the order of the rows; rows of padding look at the block of zeros."""
     reach = [-(-(span.start + 1) // cache.block_size) for span in spans]
@@ -295,7 +323,7 @@ def _decode_groups(
 
 
 def _prefill_groups(
-    spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int
+    spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int, least: int
 ) -> tuple[list[Group], Tensor]:
     starts, total = [], 0
     for span in spans:
@@ -306,7 +334,7 @@ def _prefill_groups(
     order = [0] * round_up(total, multiple)
     offset = 0
     for n_blocks, members in _alike([span.length for span in spans], reach):
-        n_queries = round_up(max(spans[index].length for index in members), ROWS)
+        n_queries = round_up(max(spans[index].length for index in members), least)
         rows, positions = [], []
         for place, index in enumerate(members):
             span = spans[index]
@@ -322,7 +350,7 @@ def _prefill_groups(
                 torch.tensor(rows, device=device),
                 torch.tensor(positions, device=device),
                 n_blocks,
-                _runs(min(firsts), max(firsts), n_queries, n_blocks, cache.block_size),
+                _runs(min(firsts), max(firsts), n_queries, n_blocks, cache.block_size, least),
                 block_table_BS=torch.tensor(tables, device=device).t().contiguous(),
             )
         )

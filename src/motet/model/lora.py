@@ -24,16 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet import seeds
-from motet.model.layout import ROWS, round_up
+from motet.model.layout import ROWS, least_rows, round_up
 from motet.model.packed import FrozenWeight
 
 Views = dict[str, tuple[Tensor, Tensor]]
 
 ALIGNMENT = 32
 """Every matrix of an adapter begins at a multiple of so many elements: fp32 products depend on how memory is aligned."""
-
-_SMALL_PRODUCT = 400
-"""Below so many multiplications per matrix torch's CPU `bmm` takes a loop of its own, whose bits differ from the GEMM's."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +80,18 @@ class AdapterLayout:
         """All adapted layers, in order."""
         return tuple(place for group in self.siblings for _, place in group.members)
 
-    @functools.cached_property
-    def least_rows(self) -> int:
+    def least_rows(self, dtype: torch.dtype) -> int:
         """Rows that each adapter's part of a batched product must have at least."""
-        smallest = min(
+        return least_rows(self._least_per_row, dtype)
+
+    @functools.cached_property
+    def _least_per_row(self) -> int:
+        """Multiplications that a row takes in the smallest of its products."""
+        return min(
             min(self.rank * place.n_out, group.width * place.n_in)
             for group in self.siblings
             for _, place in group.members
         )
-        return round_up(max(1, -(-_SMALL_PRODUCT // smallest)), ROWS)
 
     def products(self, flat: Tensor) -> dict[str, Products]:
         """By leader, as views of flat [..., size]."""

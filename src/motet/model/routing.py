@@ -101,7 +101,7 @@ def _form(members: Sequence[Member], device: torch.device, arithmetic: Arithmeti
     """Product rows that each run takes, and how they are multiplied: a function of layout, device and arithmetic."""
     weights, lengths = members[0][0], [length for _, _, length in members]
     if not arithmetic.grouped:
-        padded = max(round_up(max(lengths), ROWS), weights.layout.least_rows)
+        padded = max(round_up(max(lengths), ROWS), weights.layout.least_rows(weights.flat.dtype))
         return [padded] * len(members), Padded(len(members))
     if fits(weights.layout, device, weights.flat.dtype, arithmetic):
         return lengths, Grouped(ends(lengths, device))
@@ -233,7 +233,9 @@ class _Trained:
         bucket = _bucket(runs, _stack([weights for weights, _, _ in runs], arithmetic), device, arithmetic)
         rows = tuple((bucket.starts[run] + first, bucket.starts[run] + last) for run, first, last in spans)
         lengths = {last - first for first, last in rows}
-        even = bucket.rows_M is None and len(lengths) == 1 and min(lengths) >= runs[0][0].layout.least_rows
+        weights = runs[0][0]
+        even = bucket.rows_M is None and len(lengths) == 1
+        even = even and min(lengths) >= weights.layout.least_rows(weights.flat.dtype)
         equal = even and not arithmetic.grouped  # each segment's sums have its own shape then
         return cls(bucket, tuple(segments), rows, equal, arithmetic.tile > 0)
 

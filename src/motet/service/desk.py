@@ -56,9 +56,23 @@ class Settings:
     """The functions of `config.rewards`, looked at: those that jobs may use by name, besides the built-in rewards."""
 
     @property
-    def hosts(self) -> tuple[str, ...] | None:
-        """Hosts that a reward may be asked of; None: all but private ones."""
-        return None if self.config.reward_hosts is None else tuple(self.config.reward_hosts)
+    def allowed(self) -> specs.Allowed:
+        """What jobs may use; rewards may be asked of all but private hosts where none are named."""
+        hosts = None if self.config.reward_hosts is None else tuple(self.config.reward_hosts)
+        walls = Walls(required=True, exempt=frozenset(self.config.unwalled))
+        return specs.Allowed(self.hub, self.rewards, Addresses(hosts), walls)
+
+    @property
+    def hello(self) -> dict[str, Any]:
+        """The first message to the engine's process."""
+        return {
+            "base": self.base,
+            "run": str(self.directory / "run"),
+            "engine": self.config.engine.model_dump(mode="json"),
+            "rollout": self.config.rollout.model_dump(mode="json"),
+            "rewards": {name: asdict(one) for name, one in self.rewards.items()},
+            "unwalled": self.config.unwalled,
+        }
 
 
 class Desk:
@@ -67,20 +81,11 @@ class Desk:
     def __init__(self, settings: Settings, store: Store) -> None:
         self.settings, self.store = settings, store
         config = settings.config
-        hello = {
-            "base": settings.base,
-            "run": str(settings.directory / "run"),
-            "engine": config.engine.model_dump(mode="json"),
-            "rollout": config.rollout.model_dump(mode="json"),
-            "rewards": {name: asdict(one) for name, one in settings.rewards.items()},
-            "unwalled": config.unwalled,
-        }
         log, score = settings.directory / "engine.log", functools.partial(scoring.answer, self)
         self.workers = RewardWorkers(store, config.lease_seconds)
-        self.link = HostLink(hello, self.hear, self._open_jobs, log, score, self.workers.rest)
-        hosts, walls = Addresses(settings.hosts), Walls(required=True, exempt=frozenset(config.unwalled))
-        self._allowed = specs.Allowed(settings.hub, settings.rewards, hosts, walls)
-        self.addresses = HttpRewards(hosts)
+        self.link = HostLink(settings.hello, self.hear, self._open_jobs, log, score, self.workers.rest)
+        self._allowed = settings.allowed
+        self.addresses = HttpRewards(self._allowed.addresses)
         self.unwritten = ""
         """Why what the engine tells cannot be kept just now."""
         self.news = News(lambda: self._loop)

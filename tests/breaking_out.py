@@ -1,0 +1,48 @@
+"""What a hostile answer makes the process that scores it do. A module of its own, so that reward processes import little."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import resource
+import socket
+import subprocess
+
+
+def obey(problem, completion):
+    """Do what the completion says: `VERB ARGUMENT`."""
+    verb, _, argument = completion.partition(" ")
+    done = {
+        "read": lambda: pathlib.Path(argument).read_bytes(),
+        "write": lambda: pathlib.Path(argument).write_text("was here"),
+        "truncate": lambda: os.close(os.open(argument, os.O_RDONLY | os.O_TRUNC)),
+        "remove": lambda: os.remove(argument),
+        "connect": lambda: socket.create_connection(("127.0.0.1", int(argument)), 5).close(),
+        "run": lambda: subprocess.run(["touch", argument], check=True),
+        "fork": lambda: os.fork() or os._exit(0),
+        "kill": lambda: os.kill(int(argument), 0),
+        "starve": lambda: resource.prlimit(int(argument), resource.RLIMIT_NOFILE, (1, 1)),
+        "environment": lambda: os.environ[argument],
+        "flood": _flood,
+        "lie": _lie,
+    }[verb]
+    done()
+    return 1.0
+
+
+def _flood():
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        try:
+            resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        except (OSError, ValueError):
+            continue
+    bytearray(8 << 30)
+
+
+def _lie():
+    """Answer in the process's name, and leave nothing behind that could answer again."""
+    for descriptor in range(3, 20):
+        try:
+            os.write(descriptor, b'{"values": [9.0, 9.0], "errors": ["", ""], "failed": false, "replace": ""}\n')
+        except OSError:
+            continue
