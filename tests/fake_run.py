@@ -19,6 +19,7 @@ from motet.model.fake import END, FakeTokenizer
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.job import Job, Services
 from motet.runtime.learner import Learner
+from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
@@ -148,7 +149,7 @@ def make_job(config: JobConfig, directory: RunDirectory, setting: Setting) -> Jo
         progress=JobProgress(config.name, config.steps),
         tenant=setting.tenants.get(config.name, ""),
     )
-    made.directory.open({"job": config.model_dump(mode="json", exclude={"budget"}), **setting.identity})
+    open_job(made.directory, {"job": config.model_dump(mode="json", exclude={"budget"}), **setting.identity})
     return made
 
 

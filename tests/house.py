@@ -22,6 +22,7 @@ from fastapi import FastAPI
 
 from motet.config.service import ServiceConfig
 from motet.runtime.checkpoint import Committed
+from motet.runtime.opening import open_job
 from motet.service.app import create_app
 from motet.service.database.store import Store
 from motet.service.database.tables import Share, UploadedAdapter, now
@@ -142,7 +143,7 @@ def _bring(desk: Desk, store: Store) -> None:
 def _finish(desk: Desk, job_id: str) -> None:
     """What the engine would have told and written."""
     directory = desk.directory(job_id)
-    directory.open({"job": job_id})
+    open_job(directory, {"job": job_id})
     for step in range(2):
         rollouts = [{"text": "x", "reward": reward, "step": step} for reward in (0.0, 0.5, 1.0, None)]
         directory.write_rollouts(str(step), rollouts)

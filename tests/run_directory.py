@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.opening import open_job
 
 NASTY = '</script><script>alert("x")</script><img src=x onerror=alert(1)> & \u2028 \x1b[31m'
 START = 1_790_000_000.0
@@ -129,7 +130,7 @@ def write_job(
 ) -> JobDirectory:
     rng = random.Random(name)
     directory = JobDirectory(run / name)
-    directory.open(identity(name, steps))
+    open_job(directory, identity(name, steps))
     for step in range(done):
         level = 0.1 + (top - 0.1) * (1 - math.exp(-step / 14))
         line = step_line(step, level, rng, lag)

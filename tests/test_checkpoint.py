@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from motet.checksums import SUMS
 from motet.config import AdapterConfig, OptimizerConfig
 from motet.errors import RunError
-from motet.runtime.checkpoint import Committed, JobDirectory, differences, disk_error, dump_line
+from motet.runtime.checkpoint import Committed, JobDirectory, disk_error, dump_line
+from motet.runtime.opening import differences, open_job
 from motet.training.fake import FakeTrainer
 from motet.types import ADAPTER_FILES, JobState
 from tests.fake_run import job, run_jobs
@@ -36,7 +38,7 @@ def save() -> Save:
 
 def opened(path: Path) -> JobDirectory:
     directory = JobDirectory(path / "a")
-    directory.open(IDENTITY)
+    open_job(directory, IDENTITY)
     return directory
 
 
@@ -67,13 +69,13 @@ def test_commit_and_restore(tmp_path: Path, save: Save) -> None:
     committed = step(directory, 0, save, **known)
     assert committed.metrics_bytes == directory.metrics.stat().st_size > 0
     again = JobDirectory(tmp_path / "a")
-    again.open(IDENTITY)
+    open_job(again, IDENTITY)
     assert again.restore() == committed
     assert again.steps() == [0, 1]
     for name in ADAPTER_FILES:
         version, state = again.path / "versions" / "v1" / name, again.path / "state" / "1" / name
         assert version.read_bytes() == state.read_bytes()
-    assert not names(again.path / "versions" / "v1") - set(ADAPTER_FILES)
+    assert not names(again.path / "versions" / "v1") - {*ADAPTER_FILES, SUMS}
 
 
 def test_what_was_written_after_the_commit_is_cut_back(tmp_path: Path, save: Save) -> None:
@@ -118,7 +120,7 @@ def test_names_that_are_no_steps_are_left_alone(tmp_path: Path, save: Save) -> N
     (directory.path / "rollouts" / "notes.txt").write_text("mine")
     assert directory.steps() == [0]
     assert directory.restore() is not None
-    directory.prune(1, None, 1e9)
+    directory.prune(1, 1e9)
     assert {"step_latest", "latest", "1.bak", "-3"} < names(directory.path / "state")
     assert "notes.txt" in names(directory.path / "rollouts")
 
@@ -132,7 +134,7 @@ def test_a_damaged_commit_is_an_error_that_says_what_to_do(damage: str | None, t
     file.unlink()
     if damage is not None:
         file.write_text(damage)
-    with pytest.raises(RunError, match=r"state/1/state\.json is damaged .* remove that directory to go on from"):
+    with pytest.raises(RunError, match=r"state/1/state\.json is damaged .*: remove .*/state/1 to go on from step 0"):
         directory.restore()
     for item in file.parent.iterdir():
         item.unlink()
@@ -162,21 +164,21 @@ def test_a_changed_job_is_refused_with_the_difference(tmp_path: Path, save: Save
     directory.commit(Committed(), save)
     changed = {"base": "small", "job": {"steps": 9, "optimizer": {"lr": 0.1, "eps": 1e-6}}, "seed": 4}
     with pytest.raises(RunError) as caught:
-        directory.open(changed)
+        open_job(directory, changed)
     told = str(caught.value)
     assert "job.steps: was 5, is 9" in told
     assert "job.optimizer.eps: was None, is 1e-06" in told
     assert "seed: was None, is 4" in told
     assert "base" not in told
     assert "--accept-changes" in told
-    directory.open(IDENTITY)
-    directory.open(changed, accept_changes=True)
-    directory.open(changed)
+    open_job(directory, IDENTITY)
+    open_job(directory, changed, accept_changes=True)
+    open_job(directory, changed)
 
 
 def test_a_job_that_has_not_begun_may_change(tmp_path: Path) -> None:
     opened(tmp_path)
-    JobDirectory(tmp_path / "a").open({"base": "other"})
+    open_job(JobDirectory(tmp_path / "a"), {"base": "other"})
 
 
 def test_differences_of_trees() -> None:
@@ -197,8 +199,8 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, save: Save) -> None
     directory = opened(tmp_path)
     directory.commit(Committed(), save)
     for number in range(6):
-        step(directory, number, save)
-        directory.prune(2, 1, 1e9)
+        step(directory, number, save, best_version=1 if number else None)
+        directory.prune(2, 1e9)
     assert directory.steps() == [5, 6]
     assert names(directory.path / "versions") == {"v1", "v5", "v6"}
     for name in ADAPTER_FILES:
@@ -210,9 +212,9 @@ def test_rollout_logs_stay_below_their_limit(tmp_path: Path) -> None:
     for name in ("eval-0", *map(str, range(5))):
         directory.write_rollouts(name, [{"text": "x" * 1000}])
         os.utime(directory.path / "rollouts" / f"{name}.jsonl", ns=(0, len(names(directory.path / "rollouts"))))
-    directory.prune(1, None, 2500)
+    directory.prune(1, 2500)
     assert names(directory.path / "rollouts") == {"eval-0.jsonl", "3.jsonl", "4.jsonl"}
-    directory.prune(1, None, 0)
+    directory.prune(1, 0)
     assert names(directory.path / "rollouts") == {"eval-0.jsonl", "4.jsonl"}, "the newest stays, whatever the limit"
 
 

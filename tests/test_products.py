@@ -35,7 +35,9 @@ class Case:
     def siblings(self) -> Siblings:
         generator = torch.Generator().manual_seed(self.seed)
         weight = torch.randn(sum(self.n_outs), self.n_in, generator=generator).to(self.dtype)
-        return Siblings(tuple(f"layer.{place}" for place in range(len(self.n_outs))), FrozenWeight(weight, None), self.n_outs)
+        return Siblings(
+            tuple(f"layer.{place}" for place in range(len(self.n_outs))), FrozenWeight(weight, None), self.n_outs
+        )
 
     def layout(self, siblings: Siblings) -> AdapterLayout:
         linears = {path: (self.n_in, n_out) for path, n_out in zip(siblings.paths, self.n_outs, strict=True)}

@@ -166,6 +166,14 @@ def report(directory: RunDir) -> None:
     typer.echo(write_report(directory))
 
 
+@app.command(epilog="Example: motet verify runs/jobs")
+def verify(directory: RunDir) -> None:
+    """Check that everything in a run directory is what was saved; says of each damage what to do."""
+    from motet.commands.verify import verify as check_files
+
+    raise typer.Exit(check_files(directory))
+
+
 def _steer(words: list[str], word: str, url: str | None, key: str | None) -> None:
     if len(words) == 2:
         from motet.commands.control import send

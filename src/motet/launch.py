@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import inspect
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -19,6 +17,7 @@ from motet.barriers import spin_briefly
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.device import Device
 from motet.errors import ConfigError, MotetError
+from motet.runtime.identity import of_config
 from motet.runtime.job import Job, Services
 from motet.runtime.learner import Learner
 from motet.runtime.progress import JobProgress
@@ -316,7 +315,7 @@ def identity(job: Job, base: Any, config: RunConfig) -> dict[str, Any]:
     """Everything that the job's bytes depend on; goes to job.yaml."""
     engine = config.engine
     return {
-        "base": base.name,
+        "base": Path(base.name).name if Path(base.name).exists() else base.name,
         "rollout": config.rollout.engine,
         "dtype": str(base.dtype).removeprefix("torch."),
         "device": base.device.type,
@@ -326,17 +325,8 @@ def identity(job: Job, base: Any, config: RunConfig) -> dict[str, Any]:
         "learning_rate": job.base_rate,
         "seed": job.seed,
         "algorithm": asdict(job.algorithm),
-        "functions": [_source(reward.function) for reward in job.config.rewards if reward.function is not None],
-        "job": job.config.model_dump(mode="json", exclude={"checkpoint", "priority", "budget"}),
+        **of_config(job.config),
     }
-
-
-def _source(function: Any) -> str:
-    """A digest of a reward function's source, so that an edited one is not taken for the old; empty where it has none."""
-    try:
-        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-    except (OSError, TypeError):
-        return ""
 
 
 def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | None = None) -> Services:

@@ -15,7 +15,9 @@ from typing import Any
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import Workshop, assemble, identity, load, prepare_all, services
+from motet.runtime.identity import of_config
 from motet.runtime.job import Job, Services
+from motet.runtime.opening import check_identity, open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
@@ -83,11 +85,14 @@ def run_config(
         MotetError: nothing could start; every other failure is a job's state.
     """
     with contextlib.closing(RunDirectory(Path(config.run))) as directory:  # locked before anything is loaded
+        for one in config.jobs:  # before the base takes its time
+            check_identity(directory.job(one.name), of_config(one), accept_changes=accept_changes)
         base = base or load(config.base, config.engine)
         prepared = prepare_all(config.jobs, base, directory)
         jobs = [job for job, _ in prepared]
         for job in jobs:
-            job.directory.open(identity(job, base, config), accept_changes=accept_changes)
+            told = identity(job, base, config)
+            open_job(job.directory, told, accept_changes=accept_changes, accept_damage=accept_changes)
             _take_up(job)
         workshop = assemble(base, config, [need for _, need in prepared], directory)
         for reason in workshop.inexact:

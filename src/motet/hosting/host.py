@@ -19,6 +19,7 @@ from motet.launch import Workshop, assemble, identity, load, prepare, services
 from motet.rollout import wire
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
+from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
@@ -176,7 +177,7 @@ class Host:
 
     def _prepared(self, tree: Mapping[str, Any], told: int) -> Job:
         job, _ = prepare(JobConfig.model_validate(tree), self.base, self.directory, UPLOADED)
-        job.directory.open(identity(job, self.base, self._config), accept_changes=True)
+        open_job(job.directory, identity(job, self.base, self._config), accept_changes=True)
         for why in self.workshop.inexact:
             job.note_inexact(why)
         job.tell = lambda kind, data: self.say(job=job.name, event=kind, data=data)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from motet.checksums import check_version
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
@@ -118,7 +119,7 @@ def read_adapter(directory: Path) -> PeftAdapter:
     """Read a PEFT LoRA directory.
 
     Raises:
-        AdapterError: it is not there, not a plain LoRA (the kind is named), or damaged.
+        AdapterError: it is not there, not a plain LoRA (the kind is named), damaged, or not what was saved.
     """
     config_file, weights_file = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
     if not config_file.is_file():
@@ -126,6 +127,7 @@ def read_adapter(directory: Path) -> PeftAdapter:
     if not weights_file.is_file():
         kind = " (a pickle is not read; save it as safetensors)" if (directory / "adapter_model.bin").exists() else ""
         raise AdapterError(f"{directory} has no {ADAPTER_WEIGHTS}{kind}")
+    check_version(directory)
     try:
         config: Any = json.loads(config_file.read_text())
     except ValueError as error:

@@ -7,24 +7,26 @@
       rollouts/<step>.jsonl  what was sampled and scored; eval-<version>.jsonl of evaluations
       state/<step>/          one commit: adapter, optimizer, state.json; renamed into place when whole and synced
       versions/v<n>/         the same adapters as plain PEFT directories: the newest, the best and the last
+      checksums.jsonl        sha256 of each file of rollouts; those of all else are in state.json and beside a version
 
 Step s turns version s into s + 1, so state/<n> and versions/v<n> belong together.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from motet.checksums import SUMS, hash_of, sealed, sums_of, unsealed
 from motet.errors import DiskFull, RunError
 from motet.tasks.plain_json import as_json
 from motet.types import ADAPTER_FILES
@@ -52,10 +54,17 @@ class Committed:
     """Problems before it that were begun and not trained."""
     metrics_bytes: int = 0
     timings_bytes: int = 0
+    checksums_bytes: int = 0
+    sums: Mapping[str, str] = field(default_factory=dict)
+    """sha256 of the commit's own files and of those parts of the logs, by name."""
     threads: int = 0
     """Torch threads of the process that committed; sums of a whole gradient depend on it."""
     inexact: tuple[str, ...] = ()
     """Why the job's bytes may depend on the clock or on its company; empty when they do not."""
+
+    def length(self, log: Path) -> int:
+        """How many bytes of a log count."""
+        return int(getattr(self, f"{log.stem}_bytes"))
 
     @property
     def tokens(self) -> int:
@@ -75,22 +84,20 @@ class JobDirectory:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.timings = path / "timings.jsonl"
+        self.checksums = path / "checksums.jsonl"
+        self._hashes: dict[Path, hashlib._Hash] = {}
+
+    @property
+    def logs(self) -> tuple[Path, ...]:
+        """What grows line by line; a commit names how much of each counts."""
+        return self.metrics, self.timings, self.checksums
+
+    @property
+    def log_names(self) -> frozenset[str]:
+        """Their names."""
+        return frozenset(path.name for path in self.logs)
 
     # --- opening -----------------------------------------------------------------------------------------------------
-
-    def open(self, identity: Mapping[str, Any], *, accept_changes: bool = False) -> None:
-        """Make the directory, or make sure that it is this job's.
-
-        Args:
-            identity: everything the job's bytes depend on; kept in job.yaml.
-            accept_changes: go on although it differs from what the directory was made with.
-
-        Raises:
-            RunError: it belongs to a different job; says what differs.
-        """
-        for name in ("state", "versions", "rollouts"):
-            (self.path / name).mkdir(parents=True, exist_ok=True)
-        self._check_identity(identity, accept_changes)
 
     def restore(self) -> Committed | None:
         """Take the directory up where its newest commit left it: whatever was written later is cut off."""
@@ -102,20 +109,6 @@ class JobDirectory:
             self.link_version(committed.step)  # the crash may have come between the commit and its link
         return committed
 
-    def _check_identity(self, identity: Mapping[str, Any], accept_changes: bool) -> None:
-        path = self.path / "job.yaml"
-        text = yaml.safe_dump(json.loads(json.dumps(identity)), sort_keys=False, allow_unicode=True)
-        if path.exists() and any((self.path / "state").iterdir()):
-            before = yaml.safe_load(path.read_text())
-            changes = list(differences(before, yaml.safe_load(text)))
-            if changes and not accept_changes:
-                listed = "\n  ".join(changes)
-                raise RunError(
-                    f"{self.path} was made by a different job:\n  {listed}\nUse another run directory, change it back, or go "
-                    "on with the changed job by --accept-changes (accept_changes=True in Python)."
-                )
-        replace(path, text.encode())
-
     def newest(self) -> Committed | None:
         """The newest commit, if there is one.
 
@@ -125,15 +118,32 @@ class JobDirectory:
         steps = self.steps()
         if not steps:
             return None
-        path = self.path / "state" / str(steps[-1]) / "state.json"
+        return self.committed(steps[-1])
+
+    def committed(self, step: int) -> Committed:
+        """What a commit says.
+
+        Raises:
+            RunError: it is damaged.
+        """
+        path = self.path / "state" / str(step) / "state.json"
         try:
-            values = json.loads(path.read_text())
+            values = unsealed(path.read_bytes())
             lists = {name: tuple(values[name]) for name in ("inexact", "pending")}
-            return Committed(**{**values, **lists})
+            found = Committed(**{**values, **lists})
+            if found.step != step:
+                raise ValueError(f"it is that of step {found.step}")
+            return found
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RunError(
-                f"{path} is damaged ({error}); remove that directory to go on from the commit before it"
-            ) from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise RunError(f"{path} is damaged ({reason}): {self.remedy(step)}") from error
+
+    def remedy(self, step: int) -> str:
+        """How to go on without a commit."""
+        earlier = [other for other in self.steps() if other < step]
+        if not earlier:
+            return "there is no commit before it; begin anew in another run directory"
+        return f"remove {self.path / 'state' / str(step)} to go on from step {earlier[-1]}"
 
     def read_metrics(self, committed: Committed) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that a commit covers."""
@@ -147,7 +157,7 @@ class JobDirectory:
 
     def steps(self) -> list[int]:
         """Committed steps, in order. Anything in the directory that is not a number is left alone."""
-        return sorted(int(item.name) for item in (self.path / "state").iterdir() if item.name.isdecimal())
+        return sorted(int(item.name) for item in (self.path / "state").glob("*") if item.name.isdecimal())
 
     def version(self, number: int) -> Path:
         """Where a version's PEFT directory lies, if it is kept."""
@@ -172,9 +182,10 @@ class JobDirectory:
     def _cut_back(self, committed: Committed | None) -> None:
         """Forget what was written after the commit."""
         done = committed or Committed()
-        for path, length in ((self.metrics, done.metrics_bytes), (self.timings, done.timings_bytes)):
+        self.forget()
+        for path in self.logs:
             with path.open("ab") as file:
-                file.truncate(min(length, path.stat().st_size))
+                file.truncate(min(done.length(path), path.stat().st_size))
         for item in (self.path / "rollouts").iterdir():
             found = re.fullmatch(r"(eval-)?(\d+)\.jsonl", item.name)
             if found and (int(found[2]) > done.evaluated if found[1] else int(found[2]) >= done.step):
@@ -182,49 +193,63 @@ class JobDirectory:
         for item in (self.path / "versions").iterdir():
             found = re.fullmatch(r"v(\d+)", item.name)
             if found and int(found[1]) > done.step:
-                shutil.rmtree(item)
+                _remove(item)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Add a line to metrics or timings; it counts from the next commit on."""
+        """Add a line to a log; it counts from the next commit on."""
+        line, known = dump_line(record), self._hash(path)
         with path.open("ab") as file:
-            file.write(dump_line(record))
+            file.write(line)
+        known.update(line)
 
     def write_rollouts(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         """Write the rollout log of one step or evaluation."""
-        replace(self.path / "rollouts" / f"{name}.jsonl", b"".join(dump_line(record) for record in records))
+        path, text = self.path / "rollouts" / f"{name}.jsonl", b"".join(dump_line(record) for record in records)
+        replace(path, text)
+        self.append(self.checksums, {"file": path.name, "sha256": hashlib.sha256(text).hexdigest()})
 
     def commit(self, committed: Committed, save: Callable[[Path], None]) -> Committed:
         """Make a step permanent: files synced, then one rename; the adapter is also linked as a version.
 
         Args:
-            committed: what to remember; the lengths of metrics and timings are filled in here.
+            committed: what to remember; the lengths of the logs and all sums are filled in here.
             save: writes (and syncs) adapter and optimizer into a directory.
         """
-        for path in (self.metrics, self.timings):
+        lengths: dict[str, Any] = {}
+        sums: dict[str, str] = {}
+        for path in self.logs:
+            sums[path.name] = self._hash(path).hexdigest()
             with path.open("ab") as file:
                 os.fsync(file.fileno())
-        committed = Committed(
-            **{
-                **asdict(committed),
-                "metrics_bytes": self.metrics.stat().st_size,
-                "timings_bytes": self.timings.stat().st_size,
-            }
-        )
+                lengths[f"{path.stem}_bytes"] = file.tell()
         final = self.path / "state" / str(committed.step)
         draft = final.with_name(f".tmp-{committed.step}")
         if final.exists():  # the same step was committed before the job was paused: the newer record wins
-            replace(final / "state.json", dump_line(asdict(committed)))
+            own = {name: value for name, value in self.committed(committed.step).sums.items() if name not in sums}
+            committed = dataclasses.replace(committed, **lengths, sums={**own, **sums})
+            replace(final / "state.json", sealed(asdict(committed)))
             return committed
         draft.mkdir()
         save(draft)
-        replace(draft / "state.json", dump_line(asdict(committed)))
+        committed = dataclasses.replace(committed, **lengths, sums={**sums_of(draft), **sums})
+        replace(draft / "state.json", sealed(asdict(committed)))
         sync_directory(draft)
         draft.rename(final)
         sync_directory(final.parent)
         self.link_version(committed.step)
         return committed
+
+    def forget(self) -> None:
+        """Read logs again before their sums are needed: somebody changed them."""
+        self._hashes.clear()
+
+    def _hash(self, path: Path) -> hashlib._Hash:
+        if path not in self._hashes:
+            path.touch()
+            self._hashes[path] = hash_of(path)
+        return self._hashes[path]
 
     def link_version(self, step: int) -> None:
         """Make versions/v<step> from the committed files: links, or copies on a file system that has none."""
@@ -239,20 +264,23 @@ class JobDirectory:
                 os.link(committed, draft / name)
             except OSError:
                 replace(draft / name, committed.read_bytes())
+        sums = self.committed(step).sums
+        replace(draft / SUMS, sealed({name: sums[name] for name in ADAPTER_FILES}))
         sync_directory(draft)
         draft.rename(final)
         sync_directory(final.parent)
 
-    def prune(self, keep: int, best: int | None, rollouts_bytes: float) -> None:
-        """Delete commits beyond the newest `keep`, versions that are neither among them nor the best, and old rollout logs."""
+    def prune(self, keep: int, rollouts_bytes: float) -> None:
+        """Delete commits beyond the newest `keep`, versions that are neither theirs nor their best, and old rollout logs."""
         steps = self.steps()
         kept = set(steps[-keep:])
+        versions = {f"v{number}" for step in kept for number in (step, self.committed(step).best_version)}
         for step in steps:
             if step not in kept:
-                shutil.rmtree(self.path / "state" / str(step))
+                _remove(self.path / "state" / str(step))
         for item in (self.path / "versions").iterdir():
-            if item.name not in {f"v{step}" for step in kept} | {f"v{best}"} and not item.name.startswith("."):
-                shutil.rmtree(item)
+            if item.name not in versions and not item.name.startswith("."):
+                _remove(item)
         logs = [item for item in (self.path / "rollouts").iterdir() if item.name != "eval-0.jsonl"]
         logs.sort(key=lambda item: (item.stat().st_mtime_ns, item.name))
         total = sum(item.stat().st_size for item in logs)
@@ -281,17 +309,19 @@ def _before(evals: bool) -> str:
 
 
 def _lines(path: Path, length: int) -> list[dict[str, Any]]:
-    with path.open("rb") as file:
-        return [json.loads(line) for line in file.read(length).splitlines()]
+    try:
+        with path.open("rb") as file:
+            return [json.loads(line) for line in file.read(length).splitlines()]
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} is damaged ({error}); `motet verify {path.parent}` says what to do") from error
 
 
-def differences(before: Any, after: Any, path: str = "") -> Iterable[str]:
-    """Where two trees of plain values differ, one line each."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in [*before, *(key for key in after if key not in before)]:
-            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
-    elif before != after:
-        yield f"{path}: was {before!r}, is {after!r}"
+def _remove(path: Path) -> None:
+    """All of a directory at once: half of one would pass for damage."""
+    gone = path.with_name(f".tmp-{path.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone)
 
 
 def replace(path: Path, data: bytes) -> None:

@@ -267,7 +267,7 @@ class JobLoop:
             written = job.directory.commit(
                 done, lambda path: services.trainer.save_adapter(job.name, path, optimizer=True)
             )
-            job.directory.prune(keep, done.best_version, job.config.checkpoint.rollouts_mb * 2**20)
+            job.directory.prune(keep, job.config.checkpoint.rollouts_mb * 2**20)
             return written
 
         self._done = await asyncio.to_thread(write)

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
 from motet import wall
+from motet.checksums import check_version
 from motet.errors import DataError
 from motet.types import ADAPTER_CONFIG, ADAPTER_FILES
 
@@ -103,7 +104,12 @@ def pack(directory: Path, name: str) -> bytes:
 
 
 def pack_into(target: IO[bytes], directory: Path, name: str) -> None:
-    """Write what `pack` gives to a file."""
+    """Write what `pack` gives to a file.
+
+    Raises:
+        AdapterError: its files are not what was saved.
+    """
+    check_version(directory)
     with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as archive:
         for file in ADAPTER_FILES:
             if (directory / file).is_file():

@@ -22,6 +22,7 @@ from typing import Any
 
 from sqlalchemy import select, update
 
+from motet.checksums import check_version
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError, StoreError
 from motet.service.adapters.adapters import Adapters, Found
@@ -293,7 +294,9 @@ def _link(source: Path, target: Path) -> None:
 
     Raises:
         ConfigError: they went away just now.
+        AdapterError: they are not what was saved.
     """
+    check_version(source)
     draft = target.with_name(f".tmp-{target.name.removeprefix('.tmp-')}-{new_id('link')}")
     draft.mkdir(parents=True)
     try:

@@ -1,0 +1,105 @@
+"""What was saved is what is read: sha256 of all that a commit names, and what is found to be otherwise.
+
+A commit's state.json holds the sums of its own files and of the committed part of the job's logs, and one of itself. Files
+of rollouts have theirs in checksums.jsonl, which is such a log; a version has them beside its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet.errors import AdapterError
+
+SUMS = "sha256.json"
+"""Beside a version's files: their sums."""
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file that is not what was saved."""
+
+    path: Path
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.what}: {self.remedy}"
+
+
+def hash_of(path: Path, length: int | None = None) -> hashlib._Hash:
+    """Of a file, or its first bytes, so that it can go on with what is appended."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE if length is None else min(_PIECE, length)):
+            found.update(piece)
+            length = None if length is None else length - len(piece)
+    return found
+
+
+def sums_of(directory: Path) -> dict[str, str]:
+    """sha256 of each file of a directory, by name."""
+    return {path.name: hash_of(path).hexdigest() for path in sorted(directory.iterdir()) if path.is_file()}
+
+
+def sealed(record: Mapping[str, Any]) -> bytes:
+    """A line of JSON that holds its own sum."""
+    return _line({**record, "sha256": hashlib.sha256(_line(record)).hexdigest()})
+
+
+def unsealed(line: bytes) -> dict[str, Any]:
+    """What was sealed.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    found: Any = json.loads(line)
+    if not isinstance(found, dict) or "sha256" not in found:
+        raise ValueError("it has no checksum")
+    values: dict[str, Any] = found
+    wanted = values.pop("sha256")
+    if hashlib.sha256(_line(values)).hexdigest() != wanted:
+        raise ValueError("it is not what was saved")
+    return values
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def compare(directory: Path, sums: Mapping[str, str], remedy: str) -> Iterator[Damage]:
+    """Files of a directory that are missing or have another sum."""
+    for name, wanted in sums.items():
+        path = directory / name
+        if not path.is_file():
+            yield Damage(path, "is missing", remedy)
+        elif hash_of(path).hexdigest() != wanted:
+            yield Damage(path, "is not what was saved", remedy)
+
+
+def check_version(directory: Path) -> None:
+    """Make sure that a version's files are those that were saved; one without sums was not made here.
+
+    Raises:
+        AdapterError: they are not.
+    """
+    for damage in version_damage(directory):
+        raise AdapterError(str(damage))
+
+
+def version_damage(directory: Path) -> Iterator[Damage]:
+    """Files of a version that are not what was saved."""
+    path, remedy = directory / SUMS, f"take another version, or remove its {SUMS} if you changed it yourself"
+    if not path.exists():
+        return
+    try:
+        sums = unsealed(path.read_bytes())
+    except ValueError as error:
+        yield Damage(path, f"is damaged ({error})", remedy)
+    else:
+        yield from compare(directory, sums, remedy)

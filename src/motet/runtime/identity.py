@@ -1,0 +1,50 @@
+"""What the bytes of a job depend on, wherever its files lie: their contents count, and their names, not their places."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from motet.checksums import hash_of
+from motet.config import JobConfig
+from motet.types import ADAPTER_WEIGHTS
+
+_SHOWN = 16
+"""Digits of a sum that tell two contents apart."""
+
+
+def of_config(config: JobConfig) -> dict[str, Any]:
+    """The part that can be known before anything is loaded."""
+    job = config.model_dump(mode="json", exclude={"checkpoint", "priority", "budget"})
+    for field in ("source", "eval_source"):
+        job["data"][field] = _placeless(job["data"][field])
+    job["adapter"]["init"] = _placeless(job["adapter"]["init"])
+    for reward in job["rewards"]:
+        file, colon, function = reward["name"].rpartition(":")
+        reward["name"] = f"{_placeless(file)}:{function}" if colon else reward["name"]
+    functions = [_source(reward.function) for reward in config.rewards if reward.function is not None]
+    return {"functions": functions, "contents": dict(_contents(config)), "job": job}
+
+
+def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Each file that a job names, with the beginning of its sum."""
+    rewards = (reward.name.rpartition(":")[0] for reward in config.rewards if reward.function is None)
+    start = config.adapter.init and str(Path(config.adapter.init) / ADAPTER_WEIGHTS)
+    for name in (config.data.source, config.data.eval_source, start, *rewards):
+        if name and (path := Path(name).expanduser()).is_file():
+            yield path.name, hash_of(path).hexdigest()[:_SHOWN]
+
+
+def _placeless(name: str | None) -> str | None:
+    return Path(name).name if name and Path(name).expanduser().exists() else name
+
+
+def _source(function: Any) -> str:
+    """Of a function's source, so that an edited one is not taken for the old; empty where it has none."""
+    try:
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:_SHOWN]
+    except (OSError, TypeError):
+        return ""

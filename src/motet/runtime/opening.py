@@ -1,0 +1,85 @@
+"""Opening a job's directory: is it this job's, and is all as it was saved?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from motet.errors import RunError
+from motet.runtime.checkpoint import JobDirectory, replace
+from motet.runtime.damage import accept, damages, record_damages
+
+
+def open_job(
+    directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool = False, accept_damage: bool = False
+) -> None:
+    """Make the directory, or make sure that it is this job's and whole.
+
+    Args:
+        directory: of the job.
+        identity: everything the job's bytes depend on; kept in job.yaml.
+        accept_changes: go on although it differs from what the directory was made with.
+        accept_damage: go on although logs, rollouts or versions are not what was saved; weights and moments have to be.
+
+    Raises:
+        RunError: it belongs to a different job, and what differs; or it is damaged, and what to do.
+    """
+    check_identity(directory, identity, accept_changes=accept_changes)
+    for name in ("state", "versions", "rollouts"):
+        (directory.path / name).mkdir(parents=True, exist_ok=True)
+    if accept_damage and (newest := directory.newest()) and any(record_damages(directory, newest)):
+        accept(directory, newest)
+    for damage in damages(directory, directory.steps()):
+        raise RunError(str(damage))
+    replace(directory.path / "job.yaml", _as_yaml(identity).encode())
+
+
+def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool) -> None:
+    """Compare a job, or the part of it that is given, with what its directory was made with.
+
+    Raises:
+        RunError: something differs.
+    """
+    path = directory.path / "job.yaml"
+    if accept_changes or not path.exists() or not directory.steps():
+        return
+    try:
+        before = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        before = None
+    if not isinstance(before, dict):
+        raise RunError(f"{path} is damaged: put it back, or go on with the job as it is by --accept-changes")
+    now = yaml.safe_load(_as_yaml(identity))
+    changes = list(differences({key: before.get(key) for key in now}, now))
+    if _more_steps(before, now):
+        changes = [change for change in changes if not change.startswith("job.steps:")]
+    if changes:
+        listed = "\n  ".join(changes)
+        raise RunError(
+            f"{directory.path} was made by a different job, and has done {directory.steps()[-1]} steps of it:\n  {listed}\n"
+            "Use another run directory, change it back, or go on with the changed job by --accept-changes "
+            "(accept_changes=True in Python)."
+        )
+
+
+def _more_steps(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether more steps are wanted of a job whose past does not depend on how many there are."""
+    old, new = (tree.get("job") or {} for tree in (before, now))
+    constant = (new.get("optimizer") or {}).get("schedule") == "constant"
+    return constant and isinstance(old.get("steps"), int) and old["steps"] < new.get("steps", 0)
+
+
+def _as_yaml(identity: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(json.loads(json.dumps(identity)), sort_keys=False, allow_unicode=True)
+
+
+def differences(before: Any, after: Any, path: str = "") -> Iterable[str]:
+    """Where two trees of plain values differ, one line each."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in [*before, *(key for key in after if key not in before)]:
+            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
+    elif before != after:
+        yield f"{path}: was {before!r}, is {after!r}"
