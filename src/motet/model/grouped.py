@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motet.model.arithmetic import Arithmetic
-from motet.model.layout import ROWS
 from motet.model.lora import AdapterLayout
 
 MULTIPLE = 8
@@ -62,8 +61,6 @@ class Padded:
 
     def multiply(self, rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
         """Each row times the weights of its adapter: [M, K], [A, K, N] → [M, N]."""
-        if (n_out := weights_AKN.shape[-1]) == 1:  # products with a vector choose their kernel by the number of rows
-            return self.multiply(rows_MK, F.pad(weights_AKN, (0, ROWS - 1)))[:, :n_out]
         if self.n_adapters == 1:
             return torch.mm(rows_MK, weights_AKN[0])
         return torch.bmm(rows_MK.unflatten(0, (self.n_adapters, -1)), weights_AKN).flatten(0, 1)

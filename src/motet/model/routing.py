@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from motet.model.arithmetic import Arithmetic
@@ -24,6 +25,8 @@ from motet.model.layout import LEAST_FILL, ROWS, round_up
 from motet.model.lora import AdapterLayout, AdapterWeights, Products, Siblings
 
 _DEFAULT = Arithmetic()
+_BATCHED_THREADS = 2
+"""With more, a batched product in fp32 is cut otherwise than a product alone: in MKL, for about one shape in five."""
 
 Run = tuple[AdapterWeights | None, int, int]
 """Rows of one adapter that follow each other: weights (None for the base), first row, number of rows."""
@@ -101,8 +104,11 @@ def _form(members: Sequence[Member], device: torch.device, arithmetic: Arithmeti
     """Product rows that each run takes, and how they are multiplied: a function of layout, device and arithmetic."""
     weights, lengths = members[0][0], [length for _, _, length in members]
     if not arithmetic.grouped:
-        padded = max(round_up(max(lengths), ROWS), weights.layout.least_rows(weights.flat.dtype))
-        return [padded] * len(members), Padded(len(members))
+        dtype = weights.flat.dtype
+        padded = max(round_up(max(lengths), ROWS), weights.layout.least_rows(dtype))
+        rooms = [padded] * len(members)
+        batched = dtype != torch.float32 or torch.get_num_threads() <= _BATCHED_THREADS
+        return rooms, Padded(len(members)) if batched else Tiled.of(rooms, 0)
     if fits(weights.layout, device, weights.flat.dtype, arithmetic):
         return lengths, Grouped(ends(lengths, device))
     rooms = [round_up(length, arithmetic.tile or 1) for length in lengths]
@@ -214,8 +220,6 @@ class _Trained:
     segments: tuple[TrainSegment, ...]
     spans: tuple[tuple[int, int], ...]
     """Rows of each segment among the product rows."""
-    equal: bool
-    """Whether the segments divide the product rows evenly, so that their sums can be made in one call."""
     whole: bool
     """Whether sums are made of whole rows, copied where they are part of others."""
 
@@ -232,18 +236,13 @@ class _Trained:
             spans.append((len(runs) - 1, runs[-1][2] - length, runs[-1][2]))
         bucket = _bucket(runs, _stack([weights for weights, _, _ in runs], arithmetic), device, arithmetic)
         rows = tuple((bucket.starts[run] + first, bucket.starts[run] + last) for run, first, last in spans)
-        lengths = {last - first for first, last in rows}
-        weights = runs[0][0]
-        even = bucket.rows_M is None and len(lengths) == 1
-        even = even and min(lengths) >= weights.layout.least_rows(weights.flat.dtype)
-        equal = even and not arithmetic.grouped  # each segment's sums have its own shape then
-        return cls(bucket, tuple(segments), rows, equal, arithmetic.tile > 0)
+        return cls(bucket, tuple(segments), rows, arithmetic.tile > 0)
 
     def sums(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
-        """leftᵀ · right of each segment's rows: [M, K], [M, N] → [K, N] each, with the bits of the segment alone."""
-        if self.equal and len(self.spans) > 1:
-            left_SMK, right_SMN = (each.unflatten(0, (len(self.spans), -1)) for each in (left, right))
-            return torch.bmm(left_SMK.transpose(1, 2), right_SMN).unbind()
+        """leftᵀ · right of each segment's rows: [M, K], [M, N] → [K, N] each, with the bits of the segment alone.
+
+        One after another: with several threads a batched product cuts such sums otherwise than a product alone.
+        """
         parts = ((left[first:last], right[first:last]) for first, last in self.spans)
         if self.whole:  # strides are part of what a library chooses its kernel by
             return [torch.mm(own.contiguous().t(), other.contiguous()) for own, other in parts]
@@ -336,7 +335,12 @@ def _backward(trained: _Trained, siblings: Siblings, x_TK: Tensor, inner: Tensor
     parts = []
     for column, (index, b) in enumerate(products.bs):
         grad = trained.bucket.gather(grad_TN[:, siblings.columns(index)])
-        parts.append(trained.bucket.form.multiply(grad, b.transpose(-1, -2)))
+        back = b.transpose(-1, -2)
+        if (
+            rank == 1
+        ):  # a product with a vector chooses its kernel by the number of rows: zeros make it one with a matrix
+            back = F.pad(back, (0, ROWS - 1))
+        parts.append(trained.bucket.form.multiply(grad, back)[:, :rank])
         for sums, own in zip(gradients, trained.sums(inner[:, column * rank : (column + 1) * rank], grad), strict=True):
             if sums is not None:
                 sums.bs[column][1].add_(own)
