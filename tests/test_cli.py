@@ -193,10 +193,28 @@ def test_check_trains_nothing(tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir()] == ["jobs.yaml"]
 
 
+def test_check_fails_where_no_answer_gets_a_reward(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def broken(problem, completion):\n    raise KeyError('level')\n")
+    (tmp_path / "jobs.yaml").write_text(
+        "base: small\njobs: [{name: a, data: 'toy:add', reward: 'rewards.py:broken'}]\n"
+    )
+    code, out, err = motet_says(tmp_path, "check", "jobs.yaml", "--rollouts", "2")
+    assert code == 1, out + err
+    assert "job a: 8 of 8 answers got no reward: reward rewards.py:broken: KeyError: 'level'" in " ".join(out.split())
+
+
 def test_doctor_says_what_this_machine_can_do(tmp_path: Path) -> None:
     code, out, err = motet_says(tmp_path, "doctor")
     assert code == 0, out + err
-    for text in ("base small", "float32", "bfloat16", "yes, bit for bit", "tokens/s", "slots: 16 adapters at once"):
+    for text in (
+        "base small",
+        "float32",
+        "bfloat16",
+        "yes, bit for bit",
+        "tokens/s",
+        "slots: 16 adapters at once",
+        "opening a socket",
+    ):
         assert text in out
 
 

@@ -174,8 +174,10 @@ def test_trl_rewards_see_the_group_and_lose_only_the_completion_at_fault():
     good, bad = scores(["ab", "loop"], reward(relative))
     assert (good.reward, "CPU time" in bad.error) == (1.0, True)
     good, bad = scores(["ab", "none"], reward(none_of_my_business))
-    assert (good.reward, "returned None" in bad.error) == (1.0, True)
+    assert (good.reward, "each of them returned None" in bad.error) == (1.0, True)
     assert [s.error != "" for s in scores(["a"], reward(too_few))] == [False]
+    wrong = "reward mine: returned 1 value for 2 completions; it must return one for each"
+    assert [s.error for s in scores(["a", "b"], reward(too_few))] == [wrong] * 2
     (column,) = scores(["a"], reward(relative), problem=Problem(0, PROBLEM.messages, "", {"other": 1}))
     assert "asks for the column 'level'; the data's columns are other" in column.error
 

@@ -113,6 +113,21 @@ def test_own_signature_with_args():
     assert loaded.call(problem(), ["abc"]) == 5
 
 
+def test_parameters_are_bound_by_name_in_whatever_order():
+    assert resolve(config(lambda completion, problem: (problem.answer, completion))).call(problem("x"), ["a"]) == (
+        "x",
+        "a",
+    )
+    assert resolve(config(lambda problem, *, completion: completion)).call(problem("x"), ["a"]) == "a"
+    assert resolve(config(lambda row, text: (row.answer, text))).call(problem("x"), ["a"]) == ("x", "a")
+
+
+@pytest.mark.parametrize("function", [lambda completion, row: 1.0, lambda text, problem: 1.0])
+def test_parameters_in_each_others_place_are_refused(function):
+    with pytest.raises(RewardError, match="gets the problem first and then the completion: swap them"):
+        resolve(config(function))
+
+
 def test_rewards_from_files_and_modules(tmp_path):
     (tmp_path / "neighbour.py").write_text("BONUS = 3\n")
     (tmp_path / "mine.py").write_text("from neighbour import BONUS\ndef score(problem, completion): return BONUS\n")
@@ -148,5 +163,5 @@ def test_wrong_args_are_refused_at_load(name, args, message):
 
 
 def test_wrong_parameters_are_refused_at_load():
-    with pytest.raises(RewardError, match=r"A reward is \(problem, completion"):
+    with pytest.raises(RewardError, match=r"A reward is a function of \(problem, completion"):
         resolve(config(lambda text: 1.0))

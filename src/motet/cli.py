@@ -115,7 +115,7 @@ def check(
     """Load everything, show the first prompts token by token, sample and score a few rollouts, train nothing."""
     from motet.commands.check import check_file
 
-    check_file(jobs, overrides or [], rollouts, trust_remote_code=trust_remote_code)
+    raise typer.Exit(check_file(jobs, overrides or [], rollouts, trust_remote_code=trust_remote_code))
 
 
 @app.command(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +26,11 @@ PROBLEMS = 4
 """Problems sampled per job."""
 
 
-def check_file(path: Path, overrides: Sequence[str], rollouts: int, *, trust_remote_code: bool) -> None:
-    """Check a job file as `motet run` would use it; nothing is trained and nothing is written to the run directory."""
+def check_file(path: Path, overrides: Sequence[str], rollouts: int, *, trust_remote_code: bool) -> int:
+    """Check a job file as `motet run` would use it; nothing is trained and nothing is written to the run directory.
+
+    Returns 0, or 1 where the rewards of a job failed on every answer.
+    """
     config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)
     console = Console(emoji=False)
     with TemporaryDirectory(prefix="motet-check-") as scratch:
@@ -39,7 +43,7 @@ def check_file(path: Path, overrides: Sequence[str], rollouts: int, *, trust_rem
         workshop = assemble(base, alone, [need for _, need in prepared], directory)
         try:
             shared = services(workshop, directory)
-            asyncio.run(_check_all(console, [job for job, _ in prepared], workshop, shared, rollouts))
+            failing = asyncio.run(_check_all(console, [job for job, _ in prepared], workshop, shared, rollouts))
         finally:
             workshop.close()
             directory.close()
@@ -47,11 +51,12 @@ def check_file(path: Path, overrides: Sequence[str], rollouts: int, *, trust_rem
     kv = getattr(workshop.engine, "cache", None)  # servers have their own
     held = f"KV cache: {kv.n_blocks * kv.block_size:,} tokens · " if kv is not None else ""
     console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
+    return 1 if failing else 0
 
 
-async def _check_all(
-    console: Console, jobs: Sequence[Job], workshop: Workshop, shared: Services, rollouts: int
-) -> None:
+async def _check_all(console: Console, jobs: Sequence[Job], workshop: Workshop, shared: Services, rollouts: int) -> int:
+    """Returns the number of jobs in which no answer got a reward."""
+    failing, told = 0, []
     table = Table(
         "job", "train / held out", "reward", "groups with signal", "answer length", "truncated", "a step", "all steps"
     )
@@ -60,10 +65,21 @@ async def _check_all(
             for job in jobs:
                 sampled, step_seconds = await _check_job(console, job, shared, rollouts)
                 table.add_row(*_row(job, sampled, step_seconds))
+                reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
+                failed = Counter(reason for reason in reasons if reason)
+                failing += failed.total() == len(reasons)
+                if failed:
+                    (commonest, _), *_ = failed.most_common(1)
+                    told.append(
+                        f"job {job.name}: {failed.total()} of {len(reasons)} answers got no reward: {commonest}"
+                    )
     finally:
         await shared.rewards.close()
     console.print(table)
+    for line in told:
+        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
+    return failing
 
 
 def _row(job: Job, sampled: SampledStep, step_seconds: float) -> tuple[str, ...]:

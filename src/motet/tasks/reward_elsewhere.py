@@ -115,8 +115,9 @@ def check(reward: RewardConfig) -> None:
 
 
 def label_of(reward: RewardConfig) -> str:
-    """What the reward is called in metrics: a worker's by its function."""
-    return str(reward.args.get("function") or reward.name) if reward.name == "worker" else reward.name
+    """What the reward is called in metrics: a worker's by its function, one of a file without the file's place."""
+    name = str(reward.args.get("function") or reward.name) if reward.name == "worker" else reward.name
+    return name.rpartition("/")[2] if ".py:" in name else name
 
 
 def number(value: Any) -> Score:

@@ -31,9 +31,9 @@ class Reply:
     """What a process answers a request about n completions."""
 
     values: list[FiniteFloat | None]
-    """One for each completion; None where there is no score."""
+    """One for each completion; None where there is no score: it failed, or does not apply."""
     errors: list[str]
-    """Why there is none; empty otherwise."""
+    """Why it failed; empty otherwise."""
     failed: bool
     """Whether the call went wrong as a whole."""
     replace: Literal["", "cpu", "memory"]

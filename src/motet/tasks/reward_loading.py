@@ -156,16 +156,42 @@ def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
     if "completions" in parameters:
         return LoadedReward(_trl_call(function, parameters, args, name), True, is_async)
+    by_name = _by_name(parameters, name)
+
+    def call(problem: Problem | None, completion: str) -> Any:
+        if by_name:
+            return function(problem=problem, completion=completion, **args)
+        return function(problem, completion, **args)
+
     try:
         if parameters:
-            inspect.signature(function).bind(None, "", **args)
+            given = ((), {"problem": None, "completion": ""}) if by_name else ((None, ""), {})
+            inspect.signature(function).bind(*given[0], **given[1], **args)
     except TypeError as error:
         raise RewardError(
             f"reward {name!r} takes {_wanted_args(parameters) or 'no args'}, the job gives {dict(args) or 'none'}: {error}. "
-            f"Write them as `{{name: {name}, args: {{…}}}}`. (A reward is (problem, completion, **args) -> float, or TRL's "
-            f"(prompts, completions, **columns) -> list[float]; this one is {inspect.signature(function)}.)"
+            f"Write them as `{{name: {name}, args: {{…}}}}`. A reward is a function of (problem, completion) and its args that "
+            "returns a number, or TRL's, of (prompts, completions) and columns, that returns a list of numbers"
         ) from error
-    return LoadedReward(lambda problem, completions: function(problem, completions[0], **args), False, is_async)
+    return LoadedReward(lambda problem, completions: call(problem, completions[0]), False, is_async)
+
+
+def _by_name(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
+    """Whether problem and completion are given by their names, in whatever order a function has them.
+
+    Raises:
+        RewardError: one of the two names stands where the other is given.
+    """
+    both = [parameters.get(word) for word in ("problem", "completion")]
+    if all(one is not None and one.kind is not one.POSITIONAL_ONLY for one in both):
+        return True
+    first, second = (*parameters, "", "")[:2]
+    if first == "completion" or second == "problem":
+        raise RewardError(
+            f"reward {name!r} takes ({first}, {second}), but a reward gets the problem first and then the completion: swap "
+            "them, or call them `problem` and `completion`, which may stand in any order"
+        )
+    return False
 
 
 def _wanted_args(parameters: Mapping[str, inspect.Parameter]) -> str:

@@ -51,8 +51,15 @@ class _Part:
     """What one reward said about one completion."""
 
     value: float = math.nan
+    """NaN where it failed, and where it does not apply, as TRL's functions say by None."""
     error: str = ""
     clock_limited: bool = False
+
+    @property
+    def score(self) -> Score:
+        """The value, or why there is none."""
+        reason = self.error or ("returned None: it does not apply" if math.isnan(self.value) else "")
+        return (Chance if self.clock_limited else str)(reason) if reason else self.value
 
 
 class _Seat:
@@ -191,7 +198,7 @@ class RewardPool:
             RewardError: the job is not registered.
         """
         parts = await self._column(self._registered(job), 0, problem, list(completions))
-        return [(Chance if part.clock_limited else str)(part.error) if part.error else part.value for part in parts]
+        return [part.score for part in parts]
 
     def _registered(self, job: str) -> _Job:
         if job not in self._jobs:
@@ -353,8 +360,11 @@ class RewardPool:
 
 def _sum(job: _Job, parts: Sequence[_Part]) -> Scored:
     failed = [f"reward {label}: {part.error}" for label, part in zip(job.labels, parts, strict=True) if part.error]
-    good = {label: part.value for label, part in zip(job.labels, parts, strict=True) if not part.error}
-    total = sum(reward.weight * part.value for reward, part in zip(job.rewards, parts, strict=True))
+    applied = [triple for triple in zip(job.labels, job.rewards, parts, strict=True) if not math.isnan(triple[2].value)]
+    good = {label: part.value for label, _, part in applied}
+    total = sum(reward.weight * part.value for _, reward, part in applied)
+    if not failed and not applied:
+        failed = ["no reward applied to this answer: each of them returned None"]
     if not failed and not math.isfinite(total):
         failed = [f"the weighted sum of the rewards is {total}: give smaller weights"]
     clock_limited = any(part.clock_limited for part in parts)
