@@ -209,17 +209,26 @@ def test_validators_say_what_to_write(mistake: str) -> None:
 
 
 FILES = {
-    "not YAML": ("base: [", "jobs.yaml is not YAML: "),
+    "not YAML": ("base: [", "jobs.yaml: it is not YAML: "),
+    "a key twice": ("base: small\nbase: x\njobs: [{name: a}]", "jobs.yaml: line 2: 'base' is given twice; leave one"),
+    "a job's key twice": ("base: small\njobs:\n- {name: a, steps: 1, steps: 2}", "line 3: 'steps' is given twice"),
+    "tabs": ("base: small\njobs:\n\t- name: a", "YAML is indented with spaces, not with tabs"),
+    "deep": ("jobs: " + "[" * 10**5, "more than 50 lists and mappings lie in each other"),
+    "a typo": ("base: small\njosb: []", "unknown field 'josb' (did you mean 'jobs'?)"),
+    "a job's field on top": (
+        "base: small\nsteps: 3\njobs: [{name: a}]",
+        "it is a field of a job: put it under `defaults`",
+    ),
     "empty": ("", "jobs.yaml must hold `base:` and `jobs:`; see `motet run --help` for an example"),
     "a list": ("- a", "must hold `base:` and `jobs:`"),
     "unknown section": (
         "base: small\njob: []\njobs: []",
-        "unknown field 'job'; there are base, engine, rollout, run, defaults, sweep, jobs",
+        "unknown field 'job' (did you mean 'jobs'?); there are base, engine, rollout, run, defaults, sweep, jobs",
     ),
     "jobs as mapping": ("base: small\njobs: {a: 1}", "`jobs` must be a list, each item beginning with `- name: …`"),
     "jobs of text": ("base: small\njobs: [a]", "`jobs` must be a list, each item beginning with `- name: …`"),
     "no jobs": ("base: small", "`jobs` must be a list"),
-    "an empty list": ("base: small\njobs: []", "jobs: List should have at least 1 item"),
+    "an empty list": ("base: small\njobs: []", "`jobs` is empty: write at least one, such as `- {name: add"),
     "no base": ("jobs: [{name: a, data: x, reward: exact}]", "base: is missing"),
     "engine": (
         "base: small\nengine: {gpu: 1}\njobs: [{name: a, data: x, reward: exact}]",

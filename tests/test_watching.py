@@ -160,15 +160,23 @@ def test_a_job_text_is_read_as_motet_submit_reads_it(house: House) -> None:
         ("jobs: 3", "`jobs` must be a list"),
         ("- a\n- b", "write a job"),
         ("", "write a job"),
-        ("{", "neither YAML nor JSON"),
-        ("[" * 3000, "neither YAML nor JSON"),
+        ("{", "cannot be read as YAML or JSON"),
+        ("[" * 60_000, "more than 50 lists and mappings"),
         ("a: &x [1]\nb: [*x, *x]", "aliases"),
         ("jobs: [{name: a}]\nsweep: {seed: [" + "1, " * 300 + "1]}", "301 jobs"),
-        ("a: 2001-99-99", "neither YAML nor JSON"),
+        ("a: 2001-99-99", "cannot be read as YAML or JSON"),
     ],
 )  # fmt: skip
 def test_a_text_that_holds_no_job_is_told(house: House, text: str, words: str) -> None:
     assert words in house.refused(400, "POST", "/v1/check", json={"text": text})["message"]
+
+
+@pytest.mark.parametrize("opened", ["[", "{a: ", "- ", "? ", "[[a, "])
+def test_a_text_of_many_lists_in_each_other_takes_no_time(opened: str) -> None:
+    started = time.process_time()
+    with pytest.raises(ConfigError, match="more than 50 lists"):
+        read_jobs("x: " * opened.startswith("[") + opened * 20_000, "small")
+    assert time.process_time() - started < 2
 
 
 def test_a_text_that_means_gigabytes_is_refused_quickly() -> None:

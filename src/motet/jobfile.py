@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from motet import plain_yaml
 from motet.config import Config, DataConfig, JobConfig, RunConfig
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
@@ -53,8 +55,8 @@ def load_service(path: Path | None) -> ServiceConfig:
     if path is None:
         return ServiceConfig()
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+        tree = plain_yaml.read(path.read_text()) or {}
+    except (OSError, ConfigError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     known = list(ServiceConfig.model_fields)
     if not isinstance(tree, dict) or set(tree) - set(known):
@@ -83,22 +85,29 @@ def _in_service(item: Mapping[str, Any]) -> str:
     return f"  {'.'.join(map(str, item['loc']))}: {item['msg']} (got {item['input']!r})"
 
 
+_TOP = ("base", "engine", "rollout", "run", "defaults", "sweep", "jobs")
+_EXAMPLE = "`- {name: add, data: 'toy:add', reward: exact}`"
+
+
 def parse_jobs(
     text: str, where: str = "job file", overrides: Sequence[str] = (), directory: Path | None = None
 ) -> RunConfig:
     """Validate the text of a job file; see `load_jobs`. Relative files are looked for in `directory` first."""
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not YAML: {error}") from error
+        tree = plain_yaml.read(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} must hold `base:` and `jobs:`; see `motet run --help` for an example")
-    unknown = set(tree) - {"base", "engine", "rollout", "defaults", "sweep", "jobs", "run"}
-    if unknown:
-        raise ConfigError(
-            f"{where}: unknown field {sorted(unknown)[0]!r}; there are base, engine, rollout, run, defaults, sweep, jobs"
-        )
+    for field in tree:
+        if field not in _TOP:
+            near = difflib.get_close_matches(str(field), _TOP, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            of_job = "; it is a field of a job: put it under `defaults`" if field in JobConfig.model_fields else ""
+            raise ConfigError(f"{where}: unknown field {field!r}{hint}{of_job}; there are {', '.join(_TOP)}")
     raw_jobs = tree.get("jobs")
+    if raw_jobs == []:
+        raise ConfigError(f"{where}: `jobs` is empty: write at least one, such as {_EXAMPLE}")
     if not isinstance(raw_jobs, list) or not all(isinstance(job, dict) for job in raw_jobs):
         raise ConfigError(f"{where}: `jobs` must be a list, each item beginning with `- name: …`")
     defaults, sweep = tree.pop("defaults", None) or {}, tree.pop("sweep", None) or {}

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from motet import plain_yaml
 from motet.errors import ConfigError
 from motet.jobfile import parse_jobs
 from motet.service.database.tenants import Principal
@@ -105,11 +106,9 @@ def read_jobs(text: str, base: str) -> list[dict[str, Any]]:
         ConfigError: it is no YAML, holds no job, or jobs for another base.
     """
     try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # a few lines could mean gigabytes
-            raise ConfigError("aliases (*name) cannot be used here; write the value where it is needed")
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"this is neither YAML nor JSON: {error or type(error).__name__}") from error
+        tree = plain_yaml.read(text, aliases=False)
+    except ConfigError as error:
+        raise ConfigError(f"this cannot be read as YAML or JSON: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError("write a job (name, data, reward, …), or a job file with `jobs:`")
     if "jobs" not in tree:
