@@ -16,7 +16,7 @@ import pytest
 from motet.config import JobConfig
 from motet.errors import EngineError
 from motet.rollout.fake import FakeEngine
-from motet.runtime.checkpoint import Committed
+from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.tasks.dataset import data_window
 from motet.tasks.reward_pool import RewardPool, Scored
 from motet.types import Batch, Chunk, GenerateRequest, JobState, LossStats, Problem
@@ -79,9 +79,8 @@ def check_commits(path: Path, config: JobConfig) -> Committed:
     commits = sorted((path / config.name / "state").iterdir(), key=lambda item: int(item.name))
     assert len(commits) > config.steps // 2
     for item in commits:
-        values = json.loads((item / "state.json").read_text())
-        values["pending"], values["inexact"] = tuple(values["pending"]), tuple(values["inexact"])
-        committed, ids = Committed(**values), sequence(config, values["position"])
+        committed = JobDirectory(path / config.name).committed(int(item.name))
+        ids = sequence(config, committed.position)
         done = trained(path, config, committed.step)
         assert all(len(step) == config.algorithm.groups_per_step for step in done)
         pending = [ids[position] for position in committed.pending]
