@@ -19,6 +19,7 @@ def evaluation(reward: float, rng: random.Random) -> dict[str, Any]:
     return {
         "reward": reward,
         "reward_std": 0.4,
+        "reward_stderr": 0.05,
         "reward_parts": {"exact": reward},
         "length": 20 + rng.random(),
         "truncated": 0.02,
@@ -44,6 +45,7 @@ def step_line(step: int, level: float, rng: random.Random, lag: int = 0) -> dict
         "failed": 0,
         "groups": 16,
         "no_signal": min(max(0.15 + 0.4 * (1 - decay) + rng.gauss(0, 0.05), 0.0), 1.0),
+        "distinct": 0.9,
         "samples": 96,
         "tokens": 3100,
         "loss": rng.gauss(0, 0.02),

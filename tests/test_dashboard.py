@@ -220,7 +220,7 @@ def test_steps_that_come_while_the_page_loads_are_there(service: Keyed, page: Pa
     service.reaches("slowly", 2)
     page.route("**/steps?points=*", late)
     open_job(page, "slowly")
-    grows(page, "Entropy", 4)
+    grows(page, "Length", 4)
     service.steer("slowly", "cancel")
     expect(page.locator(".facts .state")).to_have_text("cancelled")
     assert_complete(service, page, "slowly")
@@ -229,7 +229,7 @@ def test_steps_that_come_while_the_page_loads_are_there(service: Keyed, page: Pa
 def assert_complete(service: Keyed, page: Page, name: str) -> None:
     """The curves have every step once."""
     steps = [line["step"] for line in service.ask("GET", f"/v1/jobs/{name}/steps")["data"] if "reward" in line]
-    expect(chart(page, "Entropy")).to_have_attribute("data-points", str(len(steps)))
+    expect(chart(page, "Length")).to_have_attribute("data-points", str(len(steps)))
 
 
 def test_the_overview_shows_jobs_as_they_learn(service: Keyed, page: Page) -> None:
@@ -280,6 +280,27 @@ def test_charts_have_the_names_of_the_report(page: Page) -> None:
         expect(chart(page, title).locator("figcaption p")).to_have_text(note)
         assert points(page, title) > 0, field
     assert points(page, "Held-out reward") == 3
+
+
+def test_what_a_step_did_not_measure_is_a_gap(service: Keyed, page: Page) -> None:
+    """A step without signal knows no entropy, and no line leads over it."""
+
+    def some_without(route: Route) -> None:
+        answer = route.fetch()
+        found = answer.json()
+        found["data"] = [
+            line | {"entropy": value} for line, value in zip(found["data"], (0.5, 0.4, None, 0.3), strict=False)
+        ]
+        route.fulfill(response=answer, json=found)
+
+    page.route("**/steps?points=*", some_without)
+    open_job(page, "ended")
+    grows(page, "Entropy", 2)
+    assert points(page, "Entropy") == 3
+    assert points(page, "Length") == 4
+    expect(chart(page, "Entropy").locator(".scatterlayer path.js-line")).to_have_count(
+        2
+    )  # a stretch, and a point alone
 
 
 def test_base_best_and_latest_answer_side_by_side(service: Keyed, page: Page) -> None:

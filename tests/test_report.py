@@ -181,13 +181,41 @@ def test_curves_hold_what_the_metrics_hold(run: Path) -> None:
     assert evaluated.xs == (0, 10, 20, 30, 40)
 
 
-def test_nulls_are_left_out(run: Path) -> None:
-    found = curves(learning_charts(read_run(run)), "reward", "count_letters")["raw"]
-    assert found.xs == tuple(step for step in range(26) if step % 4 != 1)
-    assert all(math.isfinite(value) for value in found.ys)
+def test_nulls_are_gaps(run: Path) -> None:
+    """What was not measured is not drawn, and no line leads over it."""
+    found = curves(learning_charts(read_run(run)), "reward", "count_letters")
+    for kind in ("raw", "smooth"):
+        assert found[kind].xs == tuple(range(26))
+        assert [math.isnan(value) for value in found[kind].ys] == [step % 4 == 1 for step in range(26)]
     sparse = curves(health_charts(read_run(run)), "kl_base", "add")
     assert list(sparse) == ["markers"]
     assert sparse["markers"].xs == tuple(range(0, 40, 5))
+
+
+def test_steps_without_signal_leave_a_gap(tmp_path: Path) -> None:
+    directory = write_job(tmp_path, "add", done=20, steps=20, top=0.9, state="succeeded")
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    for line in lines[8:12]:
+        line |= {"entropy": None, "grad_norm": None}
+    directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Page(write_report(tmp_path).read_text())
+    (entropy,) = (chart for chart in page.data["charts"] if chart["key"] == "entropy")
+    for curve in entropy["curves"]:
+        assert curve["x"] == list(range(20))
+        assert [y is None for y in curve["y"]] == [8 <= step < 12 for step in range(20)]
+
+
+def test_gaps_stay_in_long_curves_and_in_the_picture(tmp_path: Path) -> None:
+    long = Series(tuple(map(float, range(10_000))), tuple(math.nan if 2000 <= x < 4000 else 1.0 for x in range(10_000)))
+    thinned = long.thinned()
+    assert all(math.isnan(y) == (2000 <= x < 4000) for x, y in zip(thinned.xs, thinned.ys, strict=True))
+    directory = write_job(tmp_path, "add", done=5, steps=5, top=0.9, state="succeeded", every=0)
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    lines[3]["reward"] = None
+    directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (drawn,) = re.findall(r'<path d="([^"]+)"', curves_svg(tmp_path))
+    assert (drawn.count("M"), drawn.count("L")) == (2, 2)  # three points, a gap, and one alone, which is a dot
+    assert curves_svg(tmp_path).count("<circle") == 1
 
 
 def test_a_field_that_never_changes_says_so(tmp_path: Path) -> None:

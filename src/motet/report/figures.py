@@ -51,6 +51,7 @@ SMALL = (  # field of metrics.jsonl, title, note, share
     ("length", "Length", "sampled tokens per rollout", False),
     ("truncated", "Truncated", "share of rollouts that ran into max_tokens", True),
     ("no_signal", "Groups without signal", "share of groups whose rewards are all equal", True),
+    ("distinct", "Distinct answers", "share of a group’s answers that differ", True),
     ("entropy", "Entropy", "nats per token", False),
     ("kl_base", "KL to the base", "nats per token, on steps that evaluate", False),
     ("kl_sampler", "KL to the sampler", "nats per token", False),
@@ -59,6 +60,7 @@ SMALL = (  # field of metrics.jsonl, title, note, share
     ("staleness", "Staleness", "steps that sampling ran ahead", False),
 )
 _PLAIN = ("logprob_gap", "staleness")  # single values matter: not smoothed
+_NOW_AND_THEN = ("kl_base",)  # measured on some steps only: the others are no gaps
 
 
 def colour(index: int) -> str:
@@ -97,7 +99,7 @@ def health_charts(run: RunRecord) -> tuple[Chart, ...]:
         curves = [
             curve
             for index, job in enumerate(run.jobs)
-            for curve in _job_curves(index, job, job.series(field), plain=field in _PLAIN)
+            for curve in _job_curves(index, job, _points(job, field), plain=field in _PLAIN)
         ]
         charts.append(Chart(field, title, note, tuple(curves), share=share, flat=_flat(curves)))
     return tuple(charts)
@@ -128,19 +130,25 @@ def device_charts(run: RunRecord) -> tuple[Chart, ...]:
     )
 
 
+def _points(job: JobRecord, field: str) -> Series:
+    found = job.series(field)
+    return found.known if field in _NOW_AND_THEN else found
+
+
 def _job_curves(index: int, job: JobRecord, points: Series, *, plain: bool = False) -> list[Curve]:
     if not points:
         return []
-    if len(points.xs) < _SPARSE * job.done or len(points.xs) == 1:
+    known = len(points.known.xs)
+    if known < _SPARSE * job.done or known == 1:
         return [Curve(job.name, index, "markers", points.thinned())]
-    if plain or len(points.xs) < _SMOOTH_FROM:
+    if plain or known < _SMOOTH_FROM:
         return [Curve(job.name, index, "line", points.thinned())]
     thinned = points.thinned()
     return [Curve(job.name, index, "raw", thinned), Curve(job.name, index, "smooth", thinned.smoothed())]
 
 
 def _flat(curves: Sequence[Curve]) -> str:
-    values = {value for curve in curves for value in curve.points.ys}
+    values = {value for curve in curves for value in curve.points.known.ys}
     return f"{values.pop():g} throughout" if len(values) == 1 else ""
 
 

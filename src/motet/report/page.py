@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -198,7 +199,7 @@ def _chart(chart: Chart, large: bool) -> dict[str, Any]:
         }
         for curve in chart.curves
     ]
-    flat = chart.curves[0].points.ys[0] if chart.flat else None
+    flat = chart.curves[0].points.known.ys[0] if chart.flat else None
     return {
         "key": chart.key,
         "x_title": chart.x_title,
@@ -209,6 +210,8 @@ def _chart(chart: Chart, large: bool) -> dict[str, Any]:
     }
 
 
-def _short(value: float) -> float:
-    """Five significant digits are enough for a picture; whole numbers stay whole."""
+def _short(value: float) -> float | None:
+    """Five significant digits are enough for a picture; whole numbers stay whole, and a gap is null."""
+    if not math.isfinite(value):
+        return None
     return int(value) if value == int(value) else float(f"{value:.5g}")

@@ -23,30 +23,38 @@ _JOB_FILES = ("job.yaml", "metrics.jsonl", "status.json")
 
 @dataclass(frozen=True)
 class Series:
-    """A curve; what is not a finite number is left out."""
+    """A curve. A y that is not a number is a gap: something was done there, and this was not measured."""
 
     xs: tuple[float, ...] = ()
     ys: tuple[float, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.xs)
+        return any(map(math.isfinite, self.ys))
+
+    @property
+    def known(self) -> Series:
+        """The same without gaps."""
+        return series(zip(self.xs, self.ys, strict=True))
 
     def thinned(self, limit: int = MAX_POINTS) -> Series:
-        """At most about `limit` points."""
+        """At most about `limit` points; a gap stays where a whole stretch is one."""
         if len(self.xs) <= limit:
             return self
         size = math.ceil(len(self.xs) / limit)
-        stretches = range(0, len(self.xs), size)
-
-        def means(values: Sequence[float]) -> tuple[float, ...]:
-            return tuple(math.fsum(part := values[start : start + size]) / len(part) for start in stretches)
-
-        return Series(means(self.xs), means(self.ys))
+        stretches = [slice(start, start + size) for start in range(0, len(self.xs), size)]
+        return Series(*(tuple(_mean(values[part]) for part in stretches) for values in (self.xs, self.ys)))
 
     def smoothed(self) -> Series:
         """A centred mean over about a tenth of the curve, at least five points, weighted less towards its ends."""
-        reach = max(1, len(self.xs) // 40)
-        return Series(self.xs, _centred_means(_centred_means(self.ys, reach), reach))
+        known = self.known
+        reach = max(1, len(known.xs) // 40)
+        means = iter(_centred_means(_centred_means(known.ys, reach), reach))
+        return Series(self.xs, tuple(next(means) if math.isfinite(y) else y for y in self.ys))
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return math.fsum(known) / len(known) if known else math.nan
 
 
 def _centred_means(values: Sequence[float], reach: int) -> tuple[float, ...]:
@@ -95,8 +103,13 @@ class JobRecord:
         return sum("reward" in line for line in self.steps)
 
     def series(self, field: str) -> Series:
-        """A field of metrics.jsonl over steps."""
-        return series((line.get("step"), line.get(field)) for line in self.steps)
+        """A field of metrics.jsonl over steps, with a gap where a step has no number for it."""
+        points = [
+            (x, number(line[field]))
+            for line in self.steps
+            if field in line and (x := number(line.get("step"))) is not None
+        ]
+        return Series(tuple(x for x, _ in points), tuple(math.nan if y is None else y for _, y in points))
 
     @property
     def evaluations(self) -> Series:

@@ -23,6 +23,10 @@ function trace(chart, curve) {
   const faint = Math.max(.12, Math.min(.38, 1.5 / report.jobs.length));
   if (curve.kind === "raw") Object.assign(made, {opacity: faint, line: {color: colour, width: 1}});
   if (curve.kind === "smooth") Object.assign(made, {hoverinfo: "skip", hovertemplate: null, line: {...made.line, width: 2.6}});
+  const alone = curve.y.map((y, at) => y !== null && curve.y[at - 1] == null && curve.y[at + 1] == null);
+  if (alone.includes(true)) { // between gaps
+    Object.assign(made, {mode: "lines+markers", marker: {size: alone.map(one => one ? 5 : 0), color: colour}});
+  }
   if (curve.kind === "markers") {
     made.mode = "lines+markers";
     made.cliponaxis = false;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 from motet.report.escape import shown
 from motet.report.figures import Chart, Curve, colour, learning_charts
@@ -36,7 +37,7 @@ def draw_curves(run: RunRecord) -> str:
 def _panel(chart: Chart, left: float) -> str:
     """Title, axes and curves; `left` is where the axis stands."""
     smooth = [curve for curve in chart.curves if curve.kind != "raw"]
-    ys = [y for curve in smooth for y in curve.points.ys]
+    ys = [y for curve in smooth for y in curve.points.known.ys]
     xs = [x for curve in smooth for x in curve.points.xs]
     parts = [
         f'<text x="{left}" y="22" font-size="15" font-weight="600">{shown(chart.title)}</text>',
@@ -62,24 +63,25 @@ def _panel(chart: Chart, left: float) -> str:
         x, bottom = place(value, low)
         parts.append(f'<text x="{x:.1f}" y="{bottom + 18:.1f}" text-anchor="middle" font-size="11">{value:g}</text>')
     for curve in chart.curves:
-        parts.append(_curve(curve, [place(x, min(max(y, low), high)) for x, y in _thin(curve)]))
+        parts.append(_curve(curve, [[place(x, min(max(y, low), high)) for x, y in part] for part in _stretches(curve)]))
     return "".join(parts)
 
 
-def _thin(curve: Curve) -> list[tuple[float, float]]:
+def _stretches(curve: Curve) -> list[list[tuple[float, float]]]:
+    """The points between gaps."""
     points = curve.points.thinned(200)
-    return list(zip(points.xs, points.ys, strict=True))
+    parts = groupby(zip(points.xs, points.ys, strict=True), key=lambda point: math.isfinite(point[1]))
+    return [list(part) for known, part in parts if known]
 
 
-def _curve(curve: Curve, points: Sequence[tuple[float, float]]) -> str:
+def _curve(curve: Curve, stretches: Sequence[Sequence[tuple[float, float]]]) -> str:
     job = curve.job or 0
-    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    path = "".join("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in part) for part in stretches)
     raw = curve.kind == "raw"
     stroke = 'stroke-width="1" stroke-opacity=".3"' if raw else f'stroke-width="2.2"{_dashes(job)}'
     drawn = f'<path d="{path}" fill="none" stroke="{colour(job)}" stroke-linejoin="round" {stroke}/>'
-    if curve.kind == "markers" or len(points) == 1:
-        drawn += "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" fill="{colour(job)}"/>' for x, y in points)
-    return drawn
+    marked = [point for part in stretches if curve.kind == "markers" or len(part) == 1 for point in part]
+    return drawn + "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" fill="{colour(job)}"/>' for x, y in marked)
 
 
 def _dashes(job: int) -> str:

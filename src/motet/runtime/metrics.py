@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from motet.device import BusyTime
 from motet.runtime.learning import LearnedStep
 from motet.runtime.sampling import SampledStep
 from motet.runtime.step_batch import group_metrics
-from motet.types import Rollout
+from motet.types import Group, LossStats, OptimStats, Rollout
 
 STEP_FIELDS: Mapping[str, str] = {
     "step": "the step, from 0; the last line has the number of steps and only the final evaluation",
@@ -28,8 +30,9 @@ STEP_FIELDS: Mapping[str, str] = {
     "failed": "rollouts without a reward",
     "groups": "groups that entered the advantages",
     "no_signal": "share of groups whose rewards are all equal",
+    "distinct": "share of a group's answers that differ from each other, mean over groups",
     "samples": "samples with a gradient",
-    "tokens": "trainable tokens of these samples",
+    "tokens": "trainable tokens of these samples; all fields from `loss` to `lr` are of them, and `null` where there are none",
     "loss": "the loss before the update",
     "entropy": "mean entropy per token, nats",
     "ratio": "mean probability ratio policy / sampler",
@@ -39,17 +42,30 @@ STEP_FIELDS: Mapping[str, str] = {
     "kl_base": "k3 estimate of KL(policy ‖ base) per token, nats; on steps that evaluate, or always with a KL term",
     "logprob_gap": "largest |trainer − sampler| logprob; 0 on-policy on the embedded engine",
     "grad_norm": "before clipping",
-    "lr": "learning rate of the update; 0 where there was none",
+    "lr": "learning rate of the update",
     "skipped": "whether the gradient was not finite and the update left out",
-    "eval": "held-out evaluation of `version` step: reward, reward_parts, length, truncated, rollouts, failed",
+    "eval": "held-out evaluation of `version` step: reward, reward_std, reward_stderr (standard error of `reward` over the "
+    "problems), reward_parts, length, truncated, rollouts, failed",
 }
 """Every field of metrics.jsonl."""
+TRAINED_FIELDS = (
+    "loss",
+    "entropy",
+    "ratio",
+    "ratio_max",
+    "clip_fraction",
+    "kl_sampler",
+    "kl_base",
+    "logprob_gap",
+    "grad_norm",
+    "lr",
+)
+"""What only a step with trainable tokens knows."""
 
 
 def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
     """The line of metrics.jsonl of one step; see `STEP_FIELDS`."""
-    groups, batch, stats, optim = sampled.groups, learned.batch, learned.stats, learned.optim
-    tokens = max(stats.tokens, 1)
+    groups, batch, optim = sampled.groups, learned.batch, learned.optim
     return {
         "step": sampled.step,
         "version": sampled.version,
@@ -57,25 +73,46 @@ def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
         **group_metrics(groups),
         "groups": batch.groups,
         "no_signal": sum(not group.has_signal for group in groups) / max(len(groups), 1),
+        "distinct": distinct(groups),
         "samples": len(batch.samples),
-        "tokens": stats.tokens,
+        "tokens": learned.stats.tokens,
+        **_trained(learned.stats, optim),
+        "skipped": bool(optim and optim.skipped),
+    }
+
+
+def distinct(groups: Sequence[Group]) -> float:
+    """Share of a group's answers that differ from each other, mean over groups; 1 where no two are alike."""
+    shares = [
+        len({rollout.completion for rollout in group.scored}) / len(group.scored) for group in groups if group.scored
+    ]
+    return float(np.mean(shares)) if shares else float("nan")
+
+
+def _trained(stats: LossStats, optim: OptimStats | None) -> dict[str, float | None]:
+    """What the update tells of its tokens; nothing is known where there was none, which is not the same as 0."""
+    if optim is None:
+        return dict.fromkeys(TRAINED_FIELDS)
+    tokens = max(stats.tokens, 1)
+    return {
         "loss": stats.loss,
         "entropy": stats.entropy / tokens,
-        "ratio": stats.ratio / tokens if stats.tokens else 1.0,
-        "ratio_max": stats.ratio_max if stats.tokens else 1.0,
+        "ratio": stats.ratio / tokens,
+        "ratio_max": stats.ratio_max,
         "clip_fraction": stats.clipped / tokens,
         "kl_sampler": stats.kl_sampler / tokens,
         "kl_base": stats.kl_base / stats.kl_base_tokens if stats.kl_base_tokens else None,
         "logprob_gap": stats.logprob_gap,
-        "grad_norm": optim.grad_norm if optim else 0.0,
-        "lr": optim.lr if optim else 0.0,
-        "skipped": bool(optim and optim.skipped),
+        "grad_norm": optim.grad_norm,
+        "lr": optim.lr,
     }
 
 
 def evaluation_record(evaluation: SampledStep) -> dict[str, Any]:
     """The `eval` part of a line."""
-    return dict(group_metrics(evaluation.groups))
+    means = [np.mean([rollout.reward for rollout in group.scored]) for group in evaluation.groups if group.scored]
+    error = float(np.std(means, ddof=1)) / len(means) ** 0.5 if len(means) > 1 else float("nan")
+    return {**group_metrics(evaluation.groups), "reward_stderr": error}
 
 
 def timing_record(

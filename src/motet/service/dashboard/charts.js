@@ -12,6 +12,8 @@ const touch = window.matchMedia("(pointer: coarse)");
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const escaped = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
+const known = value => value !== null;
+
 let loading = null;
 
 function plotly() {
@@ -27,17 +29,18 @@ function plotly() {
 /** The colour and the dash of the n-th job. */
 export const look = place => ({colour: COLOURS[place % COLOURS.length], dash: DASHES[Math.floor(place / COLOURS.length) % DASHES.length]});
 
-/** An exponential mean that starts at the first value and reaches about a tenth of the curve back. */
+/** An exponential mean that starts at the first value and reaches about a tenth of the curve back; gaps stay. */
 export function smoothed(values) {
   const weight = Math.max(2 / (values.length / 5 + 1), 0.04);
-  let mean = values[0];
-  return values.map(value => (mean += Math.min(weight, 1) * (value - mean)));
+  let mean = values.find(known);
+  return values.map(value => (known(value) ? (mean += Math.min(weight, 1) * (value - mean)) : null));
 }
 
-/** Curves of some values over steps: thin as measured, thick smoothed, or one line where there are few. */
+/** Curves of some values over steps: thin as measured, thick smoothed, or one line where there are few. A null is a gap. */
 export function curves({name, x, y, colour, dash = "solid", plain = false, crowd = 1}) {
   const line = {type: "scatter", mode: "lines", x, y, name, colour, line: {color: colour, width: 2, dash}};
-  if (x.length === 1) return [{...line, mode: "markers", marker: {size: 7, color: colour}}];
+  const alone = y.map((value, at) => known(value) && !known(y[at - 1] ?? null) && !known(y[at + 1] ?? null));
+  if (alone.includes(true)) Object.assign(line, {mode: "lines+markers", marker: {size: alone.map(one => one ? 7 : 0), color: colour}});
   if (plain || x.length < SMOOTH_FROM) return [line];
   const faint = Math.max(.14, Math.min(.38, 1.5 / crowd));
   return [
@@ -70,10 +73,10 @@ export class Chart {
   /** Show these traces, soon. `keys` are [colour, name] pairs where more than one thing is drawn. */
   draw(traces, keys = []) {
     this.traces = traces;
-    const points = traces.reduce((sum, trace) => sum + (trace.hoverinfo === "skip" ? 0 : trace.x.length), 0);
+    const points = traces.reduce((sum, trace) => sum + (trace.hoverinfo === "skip" ? 0 : trace.y.filter(known).length), 0);
     this.node.dataset.points = points;
     this.plot.classList.toggle("none", points === 0);
-    if (this.latest) say(this.latest, points && traces.length < 3 ? this.value(traces[0].y.at(-1)) : "");
+    if (this.latest) say(this.latest, points && traces.length < 3 ? this.value(traces[0].y.findLast(known)) : "");
     this.keys.hidden = keys.length < 2;
     const told = JSON.stringify(keys);
     if (this.told !== told) fill(this.keys, keys.map(([colour, name]) => el("span", {}, dot(colour), name)));
@@ -123,7 +126,7 @@ export class Chart {
   /** The value where all are the same: an axis around it, not through noise. */
   flat() {
     const values = new Set();
-    for (const trace of this.traces) for (const value of trace.y) if (values.add(value).size > 1) return null;
+    for (const trace of this.traces) for (const value of trace.y.filter(known)) if (values.add(value).size > 1) return null;
     return values.size ? [...values][0] : null;
   }
 

@@ -28,14 +28,14 @@ export function curvesTab() {
   }
 
   return {node, update(lines) {
-    const one = (chart, read, plain) => {
-      const found = values(lines, read);
+    const one = (chart, read, {plain, joined} = {}) => {
+      const found = values(lines, read, joined);
       chart.draw(found.x.length ? curves({name: chart.share ? "share" : "value", ...found, colour: accent, plain}) : []);
     };
     one(reward, line => line.reward);
     const kept = values(lines, line => line.eval?.reward);
     held.draw(kept.x.length ? marks({name: "held-out", ...kept, colour: accent}) : []);
     drawParts(lines);
-    for (const [field, options, chart] of small) one(chart, line => (field === "lr" && !("loss" in line) ? NaN : line[field]), options.plain);
+    for (const [field, options, chart] of small) one(chart, line => line[field], options);
   }, stop() { for (const chart of [reward, held, parts, ...small.map(([, , chart]) => chart)]) chart.close(); }};
 }

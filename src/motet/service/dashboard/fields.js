@@ -4,8 +4,9 @@ export const SMALL = [ // field, title, note, options
   ["length", "Length", "sampled tokens per rollout"],
   ["truncated", "Truncated", "share of rollouts that ran into max_tokens", {share: true}],
   ["no_signal", "Groups without signal", "share of groups whose rewards are all equal", {share: true}],
+  ["distinct", "Distinct answers", "share of a group’s answers that differ", {share: true}],
   ["entropy", "Entropy", "nats per token"],
-  ["kl_base", "KL to the base", "nats per token, on steps that evaluate"],
+  ["kl_base", "KL to the base", "nats per token, on steps that evaluate", {joined: true}],
   ["kl_sampler", "KL to the sampler", "nats per token"],
   ["logprob_gap", "Logprob gap", "largest |trainer − sampler|", {plain: true}],
   ["grad_norm", "Gradient norm", "before clipping"],
@@ -15,12 +16,12 @@ export const SMALL = [ // field, title, note, options
   ["lr", "Learning rate", "of the update", {plain: true}],
 ];
 
-/** Steps and values of what `read` finds in lines, where it is a number. */
-export function values(lines, read) {
+/** Steps and values of what `read` finds in lines, where it is a number; where it is null there is a gap, unless `joined`. */
+export function values(lines, read, joined = false) {
   const x = [], y = [];
   for (const line of lines) {
     const value = read(line);
-    if (Number.isFinite(value)) {
+    if (Number.isFinite(value) || (value === null && !joined)) {
       x.push(line.step);
       y.push(value);
     }

@@ -1,0 +1,63 @@
+"""What a line of metrics.jsonl says of a step, and what it leaves open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.tensorboard import scalars
+from motet.types import Problem
+from tests.fake_run import Setting, job, metrics, run_jobs
+
+TRAINED = {
+    "loss",
+    "entropy",
+    "ratio",
+    "ratio_max",
+    "clip_fraction",
+    "kl_sampler",
+    "kl_base",
+    "logprob_gap",
+    "grad_norm",
+}
+"""What only a step with trainable tokens knows."""
+
+
+def always(problem: Problem, completion: str) -> float:
+    return 1.0
+
+
+def only_the_first_two(problem: Problem, completion: str) -> float:
+    return float(problem.id in (100, 101))
+
+
+def lines(path: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in metrics(path, name).splitlines()]
+
+
+def test_a_step_without_signal_measures_nothing(tmp_path: Path) -> None:
+    """0.0 would look like a policy that has collapsed."""
+    run_jobs(tmp_path, [job("flat", reward=always), job("usual")])
+    flat, usual = lines(tmp_path, "flat")[:4], lines(tmp_path, "usual")[:4]
+    for line in flat:
+        assert (line["no_signal"], line["samples"], line["tokens"], line["skipped"]) == (1.0, 0, 0, False)
+        assert {field: line[field] for field in (*TRAINED, "lr")} == dict.fromkeys((*TRAINED, "lr"))
+        assert not (TRAINED | {"lr"}) & {tag for tag, _ in scalars(line)}, "no point in TensorBoard either"
+    assert all(line[field] is not None for line in usual for field in (*(TRAINED - {"kl_base"}), "lr"))
+
+
+def test_answers_that_are_alike_are_counted_once(tmp_path: Path) -> None:
+    run_jobs(tmp_path, [job("short", sampling={"max_tokens": 1}, algorithm={"group_size": 64}), job("usual")])
+    assert lines(tmp_path, "short")[0]["distinct"] < 0.6 < lines(tmp_path, "usual")[0]["distinct"] <= 1.0
+
+
+def test_the_standard_error_of_a_held_out_mean_is_over_problems(tmp_path: Path) -> None:
+    """Several answers to one problem are not several problems: two of four held-out problems are always right."""
+    run_jobs(tmp_path, [job("half", reward=only_the_first_two, eval={"every": 2, "n": 3}, steps=1)], Setting(holdout=4))
+    found = lines(tmp_path, "half")[0]["eval"]
+    assert found["reward"] == 0.5
+    assert found["rollouts"] == 12
+    assert found["reward_stderr"] == pytest.approx((1 / 3) ** 0.5 / 2)
