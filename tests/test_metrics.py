@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from motet.runtime.progress import JobProgress
+from motet.runtime.signs import no_signal
 from motet.tensorboard import scalars
 from motet.types import Problem
 from tests.fake_run import Setting, job, metrics, run_jobs
@@ -61,3 +63,17 @@ def test_the_standard_error_of_a_held_out_mean_is_over_problems(tmp_path: Path) 
     assert found["reward"] == 0.5
     assert found["rollouts"] == 12
     assert found["reward_stderr"] == pytest.approx((1 / 3) ** 0.5 / 2)
+
+
+def test_what_is_taken_up_is_what_was_told(tmp_path: Path) -> None:
+    """A job that samples ahead evaluates the version that a step starts from, not the one that it samples."""
+    run = run_jobs(
+        tmp_path, [job("ahead", algorithm={"max_off_policy_steps": 2}), job("flat", reward=always, steps=12)]
+    )
+    for name, steps in (("ahead", [0, 2, 4]), ("flat", [0, 2, 4, 6, 8, 10, 12])):
+        told, again = run.jobs[name].progress, JobProgress(name, 4)
+        again.take_up(lines(tmp_path, name))
+        assert (again.rewards, again.evaluations, again.errors) == (told.rewards, told.evaluations, told.errors)
+        assert [version for version, _ in again.evaluations] == steps
+        assert again.signs.warnings == told.signs.warnings
+    assert told.signs.warnings == {"no signal": no_signal(1.0, 1.0)}

@@ -115,12 +115,7 @@ def _take_up(job: Job) -> None:
     if committed is None:
         return
     job.progress.step = committed.step
-    for line in job.directory.read_metrics(committed):
-        if "reward" in line:
-            job.progress.rewards.append(float("nan") if line["reward"] is None else float(line["reward"]))
-        if "eval" in line:
-            reward = line["eval"]["reward"]
-            job.progress.evaluations.append((int(line["version"]), float("nan") if reward is None else float(reward)))
+    job.progress.take_up(job.directory.read_metrics(committed))
     found = job.directory.read_status().get("state")
     if found == JobState.CANCELLED or (found == JobState.SUCCEEDED and committed.step >= job.config.steps):
         job.progress.state = JobState(found)

@@ -221,7 +221,7 @@ class JobLoop:
             await self._commit(done)
         job.progress.step = step + 1
         job.progress.tokens += learned.tokens
-        job.progress.rewards.append(float(record["reward"]))
+        job.progress.stepped(record)
         job.tell("step", {**record, **counts, "seconds": seconds})
         await self._publish()
 
@@ -242,7 +242,7 @@ class JobLoop:
         lines = rollout_records(evaluation, "eval", self._job.chat.token_texts)
         await asyncio.to_thread(self._job.directory.write_rollouts, f"eval-{evaluation.version}", lines)
         record = evaluation_record(evaluation)
-        self._job.progress.evaluations.append((evaluation.version, record["reward"]))
+        self._job.progress.evaluated(evaluation.version, record)
         return record, evaluation.tokens
 
     # --- disk --------------------------------------------------------------------------------------------------------

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from motet.runtime.signs import Signs
 from motet.types import JobState
 
 
@@ -27,6 +31,10 @@ class JobProgress:
     """Mean reward of each step done."""
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     """(version, held-out reward)."""
+    errors: list[float] = field(default_factory=list)
+    """The standard error of each evaluation; nan where it is unknown."""
+    signs: Signs = field(default_factory=Signs)
+    """What its metrics warn of."""
     tokens: int = 0
     """Sampled and trained in this process."""
     started: float = 0.0
@@ -37,6 +45,25 @@ class JobProgress:
     """Why the job failed, or what a person should know."""
     spent: bool = False
     """Whether it is paused because its budget is spent."""
+
+    def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what an earlier process recorded."""
+        for line in lines:
+            if "reward" in line:
+                self.stepped(line)
+            if "eval" in line:
+                self.evaluated(int(line["step"]), line["eval"])  # of the version that the step started from
+
+    def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None:
+        """Take in the `eval` part of a line."""
+        reward, error = (evaluation.get(key) for key in ("reward", "reward_stderr"))
+        self.evaluations.append((version, math.nan if reward is None else float(reward)))
+        self.errors.append(math.nan if error is None else float(error))
+
+    def stepped(self, line: Mapping[str, Any]) -> None:
+        """Take in the line of a step that is done."""
+        self.rewards.append(math.nan if line["reward"] is None else float(line["reward"]))
+        self.signs.see(line)
 
     @property
     def tokens_per_second(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 
@@ -19,6 +19,7 @@ class _Told:
 
     state: JobState = JobState.QUEUED
     steps: int = 0
+    warnings: set[str] = field(default_factory=set)
 
 
 class LogView:
@@ -74,6 +75,9 @@ class LogView:
         fresh = range(told.steps, len(job.rewards))
         told.steps = len(job.rewards)
         lines.extend(step_line(job, index, self._glyphs) for index in fresh)
+        warnings = job.signs.warnings
+        lines.extend(f"warning: {warnings[kind]}" for kind in warnings if kind not in told.warnings)
+        told.warnings |= set(warnings)
         if job.state is not before and job.state is not JobState.RUNNING:
             lines.append(self._ended(job))
         return lines

@@ -7,13 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.progress import JobProgress
 from motet.types import JobState
+from motet.view.names import ranks, short_value, take_apart
 from motet.view.text import RECENT, STATE_STYLES, UNICODE, Glyphs, count_text, duration_text, finite, reward_text
+
+_FIGURES = ("steps", "reward", "held-out", "gain", "tokens", "time")
+_DISPENSABLE = ("tokens", "reward", "steps", "time", "state", "gain")
+"""What a narrow console goes without, in this order."""
 
 
 def summary_table(
@@ -23,51 +29,95 @@ def summary_table(
     glyphs: Glyphs = UNICODE,
     width: int = 120,
 ) -> Table:
-    """What became of each job.
+    """What became of each job; variants of a sweep in the order of their last evaluation.
 
     Args:
         jobs: how they stand.
         run: the run directory; with it the table says where each adapter is.
         seconds: how long each job ran (`View.seconds`); otherwise until now.
         glyphs: what the console can write (`glyphs_of(console)`).
-        width: of the console; a narrow one goes without tokens, then without time.
+        width: of the console; a narrow one goes without some columns.
     """
+    names = take_apart([job.name for job in jobs])
+    name_width = 20 if width >= 100 else 12
+    shown = names.shown(name_width, glyphs) if names.fields else {job.name: glyphs.plain(job.name) for job in jobs}
+    places = ranks((job.name, job.evaluations[-1][1] if job.evaluations else None) for job in jobs)
+    stems = list(dict.fromkeys(names.stems.values()))
+    ordered = sorted(jobs, key=lambda job: (stems.index(names.stems[job.name]), places.get(job.name, len(jobs))))
+    rows = []
+    for job in ordered:
+        swept = (Text(short_value(value, glyphs)) for value in names.values[job.name])
+        place = {"place": Text(f"{places[job.name]}." if job.name in places else "")} if places else {}
+        name = Text(shown[job.name], style="bold")
+        where = {} if run is None else {"version": Text(_version(job, run))}
+        figures = _cells(job, seconds or {}, glyphs)
+        rows.append({**place, "job": name, **dict(zip(names.fields, swept, strict=True)), **figures, **where})
+    for heading in _DISPENSABLE:
+        if _least_width(rows, name_width) > width:
+            rows = [{name: cell for name, cell in row.items() if name != heading} for row in rows]
+    table = _table(rows, name_width)
+    if run is not None:
+        table.title = Text(f"Adapters: {run}/<job>/versions/<version>", style="bold", overflow="fold")
+    table.caption = _caption(jobs, glyphs)
+    return table
+
+
+def _table(rows: Sequence[Mapping[str, Text]], name_width: int) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left"
     )
-    left_out = {heading for heading, room in (("tokens", 96), ("time", 88)) if width < room}
-    headings = [
-        heading for heading in ("steps", "reward", "held-out", "gain", "tokens", "time") if heading not in left_out
-    ]
-    table.add_column("job", overflow="fold", min_width=min(max((len(job.name) for job in jobs), default=1), 12))
-    table.add_column("state", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    if run is not None:
-        table.title = Text(f"Adapters: {run}/<job>/versions/<version>", style="bold", overflow="fold")
-        table.add_column("version", no_wrap=True)
-    for job in jobs:
-        cells = _cells(job, seconds or {}, glyphs)
-        where = [] if run is None else [Text(_version(job, run))]
-        table.add_row(cells["job"], cells["state"], *(cells[heading] for heading in headings), *where)
-    failed = [job for job in jobs if job.state is JobState.FAILED and job.message]
-    if failed:
-        lines = [Text.assemble((f"{job.name} failed: ", "bold red"), glyphs.plain(job.message)) for job in failed]
-        table.caption = Text("\n").join(lines)
-        table.caption.style = "not italic not dim"
+    for heading in rows[0] if rows else ():
+        if heading == "job":
+            longest = max(cell_len(row[heading].plain) for row in rows)
+            table.add_column(heading, overflow="fold", min_width=min(longest, name_width))
+        else:
+            table.add_column(heading, justify="right" if heading in _FIGURES else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
     return table
+
+
+def _least_width(rows: Sequence[Mapping[str, Text]], name_width: int) -> int:
+    widths = {
+        heading: max(cell_len(text) for text in (heading, *(row[heading].plain for row in rows)))
+        for heading in (rows[0] if rows else ())
+    }
+    return sum(min(size, name_width) if heading == "job" else size for heading, size in widths.items()) + 2 * len(
+        widths
+    )
+
+
+def _caption(jobs: Sequence[JobProgress], glyphs: Glyphs) -> Text | None:
+    """Why jobs failed, and what the metrics of others warn of."""
+    lines = [
+        Text.assemble((f"{job.name} failed: ", "bold red"), glyphs.plain(job.message))
+        for job in jobs
+        if job.state is JobState.FAILED and job.message
+    ]
+    lines += [
+        Text.assemble((f"{job.name}: ", "bold yellow"), glyphs.plain(warning))
+        for job in jobs
+        for warning in job.signs.warnings.values()
+    ]
+    if not lines:
+        return None
+    caption = Text("\n").join(lines)
+    caption.style = "not italic not dim"
+    return caption
 
 
 def _cells(job: JobProgress, seconds: Mapping[str, float], glyphs: Glyphs) -> dict[str, Text]:
     """What each column says of a job."""
     taken = seconds.get(job.name, time.monotonic() - job.started if job.started else None)
     evaluations = [value for _, value in job.evaluations]
+    held_out = _change(evaluations, glyphs)
+    if finite(job.errors[-1:]):
+        held_out.append(f" {glyphs.plus_minus}{job.errors[-1]:.2f}", style="bright_black")
     return {
-        "job": Text(glyphs.plain(job.name), style="bold"),
         "state": Text(job.state.value, style=STATE_STYLES[job.state]),
         "steps": Text(f"{job.step}/{job.steps}"),
         "reward": _change(_ends(job.rewards), glyphs),
-        "held-out": _change(evaluations, glyphs),
+        "held-out": held_out,
         "gain": _gain(evaluations),
         "tokens": Text(count_text(job.tokens)),
         "time": Text(duration_text(taken)),

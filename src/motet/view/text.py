@@ -43,6 +43,8 @@ class Glyphs:
     """Falling, level, rising."""
     to: str
     """Between before and after."""
+    plus_minus: str
+    """Before a standard error."""
     ellipsis: str
     states: dict[JobState, str]
     """One character a state, so that states can be told without colour."""
@@ -58,8 +60,8 @@ def _states(characters: str) -> dict[JobState, str]:
     return dict(zip(JobState, characters, strict=True))
 
 
-UNICODE = Glyphs("▁▂▃▄▅▆▇█", ("━", "─"), ("↘", "→", "↗"), "→", "…", _states("○●‖✓✗–"))
-ASCII = Glyphs("_.-=*#", ("#", "."), ("-", "=", "+"), "->", "~", _states(".*|+x-"))
+UNICODE = Glyphs("▁▂▃▄▅▆▇█", ("━", "─"), ("↘", "→", "↗"), "→", "±", "…", _states("○●‖✓✗–"))
+ASCII = Glyphs("_.-=*#", ("#", "."), ("-", "=", "+"), "->", "+-", "~", _states(".*|+x-"))
 
 
 def glyphs_of(console: Console) -> Glyphs:
