@@ -181,10 +181,9 @@ def test_on_policy(base: Any, tmp_path: Path, rewards: Path) -> None:
     result = run(base, tmp_path / "run", jobs)
     assert result.ok, result
     for name in ("plain", "warm"):
-        steps = [line for line in metrics(tmp_path / "run" / name) if "loss" in line]
-        assert sum(line["tokens"] for line in steps) > 0
-        assert [line["logprob_gap"] for line in steps] == [0.0] * STEPS
-        assert [line["ratio_max"] for line in steps] == [1.0] * STEPS
+        trained = [line for line in metrics(tmp_path / "run" / name) if line.get("tokens")]
+        assert {line["logprob_gap"] for line in trained} == {0.0}
+        assert {line["ratio_max"] for line in trained} == {1.0}
 
 
 @pytest.mark.parametrize("base", BASES[:2], indirect=True)

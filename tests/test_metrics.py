@@ -77,3 +77,22 @@ def test_what_is_taken_up_is_what_was_told(tmp_path: Path) -> None:
         assert [version for version, _ in again.evaluations] == steps
         assert again.signs.warnings == told.signs.warnings
     assert told.signs.warnings == {"no signal": no_signal(1.0, 1.0)}
+
+
+def completions(path: Path, name: str, log: str) -> list[str]:
+    return [
+        json.loads(line)["completion"] for line in (path / name / "rollouts" / f"{log}.jsonl").read_bytes().splitlines()
+    ]
+
+
+def test_jobs_that_share_held_out_problems_share_the_chance_of_their_evaluations(tmp_path: Path) -> None:
+    """Before anything is trained they are the same model, and their evaluations say so; what they train on is their own."""
+    run_jobs(tmp_path / "together", [job("a"), job("b", optimizer={"lr": 0.5}, seed=7)])
+    run_jobs(tmp_path / "apart", [job("b")], Setting(holdout=5))
+    first = [lines(tmp_path / "together", name)[0]["eval"] for name in "ab"]
+    assert first[0] == first[1]
+    a, b = (completions(tmp_path / "together", name, "eval-0") for name in "ab")
+    assert a == b
+    assert a != completions(tmp_path / "apart", "b", "eval-0")[: len(a)], "other problems, another chance"
+    assert completions(tmp_path / "together", "a", "0") != completions(tmp_path / "together", "b", "0")
+    assert completions(tmp_path / "together", "a", "eval-2") != a, "every version has its own"

@@ -1,8 +1,8 @@
 """The sample loop's half of a job: problems of a step become groups of scored rollouts.
 
-What is sampled is a function of the job's seed, the step, the problem's place in it and the version; never of when. Two
-options give that up for speed, and the job says so: rollouts that go on under newer versions, and steps that take the groups
-that are done first (`algorithm.in_flight`, `algorithm.over_provision`).
+What is sampled is a function of the job's seed (in evaluations, of the held-out problems), the step, the problem's place in it
+and the version; never of when. Two options give that up for speed, and the job says so: rollouts that go on under newer
+versions, and steps that take the groups that are done first (`algorithm.in_flight`, `algorithm.over_provision`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class _Purpose:
     """Why something is sampled, and how."""
 
     name: str
-    """`train` or `eval`: seeds depend on it."""
+    """`train` or `eval`: random numbers depend on it."""
+    seed: int
+    """The job's for training; for evaluation that of the held-out problems."""
     n: int
     """Completions of each problem."""
     sampling: SamplingParams
@@ -111,7 +113,9 @@ class JobSampler:
         width, over = round(algorithm.groups_per_step * algorithm.oversampling), algorithm.over_provision
         job.progress.phase, job.progress.rollouts_done = "sampling", 0
         job.progress.rollouts_wanted = width * algorithm.group_size
-        purpose = _Purpose("train", algorithm.group_size, job.sampling(), algorithm.in_flight == "continue", over > 1)
+        purpose = _Purpose(
+            "train", job.seed, algorithm.group_size, job.sampling(), algorithm.in_flight == "continue", over > 1
+        )
         if purpose.renew:
             job.note_inexact("rollouts under way go on under newer versions (algorithm.in_flight)")
         if over > 1:
@@ -122,7 +126,7 @@ class JobSampler:
     async def evaluation(self, version: int) -> SampledStep:
         """Sample and score the held-out problems from a published version."""
         job = self._job
-        purpose = _Purpose("eval", job.config.eval.n, job.evaluation_sampling())
+        purpose = _Purpose("eval", job.data.evaluation_seed, job.config.eval.n, job.evaluation_sampling())
         return await self._all(job.data.holdout, version, version, purpose)
 
     # --- which groups -----------------------------------------------------------------------------------------------------
@@ -209,7 +213,7 @@ class JobSampler:
 
         async def complete(prompt_ids: IntArray, indices: tuple[int, ...], turn: int) -> list[Chunk]:
             keys = {
-                index: seeds.key(job.seed, purpose.name, task.step, task.place, problem.id, index, turn)
+                index: seeds.key(purpose.seed, purpose.name, task.step, task.place, problem.id, index, turn)
                 for index in indices
             }
             async with contextlib.AsyncExitStack() as admitted:

@@ -5,10 +5,12 @@ A Problem's id is its row's index in the source, so logs and random numbers name
 
 from __future__ import annotations
 
+import hashlib
 import json
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from motet import seeds
@@ -33,6 +35,15 @@ class Dataset:
     """For evaluation; no prompt of it is in `train`."""
     scorer: ScorerSpec | None
     """The data's own scorer, for the reward `scorer`."""
+
+    @cached_property
+    def evaluation_seed(self) -> int:
+        """Of the held-out problems alone: jobs that share them share the chance of their evaluations, and compare better."""
+        told = [
+            [problem.id, problem.answer, *([message.role, message.content] for message in problem.messages)]
+            for problem in self.holdout
+        ]
+        return int.from_bytes(hashlib.blake2b(json.dumps(told).encode(), digest_size=8).digest(), "little")
 
 
 def load_dataset(config: DataConfig, bounds: Bounds | None = None) -> Dataset:
