@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -157,6 +158,9 @@ def test_one_run_with_everything_that_happens_to_it(tmp_path: Path, processes: l
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 130, out + err
+    assert re.search(r"^finishing step \d+ of add, then saving; press Ctrl-C again to stop now$", out, re.MULTILINE), (
+        out
+    )
     assert "go on with: motet run jobs.yaml" in out
     assert "Traceback" not in out + err
     for name in ("add", "sort"):

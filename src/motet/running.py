@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import Workshop, assemble, identity, load, prepare_all, services
 from motet.runtime.identity import of_config
+from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.opening import check_identity, open_job
 from motet.runtime.pipeline import Pipeline
@@ -70,6 +69,7 @@ def run_config(
     accept_changes: bool = False,
     observe: Callable[[Sequence[JobProgress]], None] | None = None,
     started: Callable[[Workshop, Sequence[Job]], None] | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> RunResult:
     """Run all jobs to their end (or until Ctrl-C, which finishes the steps under way and saves).
 
@@ -80,6 +80,7 @@ def run_config(
         accept_changes: go on in a run directory that was made with another configuration.
         observe: called a few times a second with the progress of all jobs.
         started: called once, before the first step, with what was loaded.
+        tell: called with a line for the person who pressed Ctrl-C.
 
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
@@ -102,7 +103,8 @@ def run_config(
             if started is not None:
                 started(workshop, jobs)
             slots = 1 if sequential else config.engine.slots
-            _run_loop(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, observe))
+            interrupt = Interrupt(tell)
+            interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, observe))
         finally:
             workshop.close()
         results = {job.name: _result(job) for job in jobs}
@@ -127,6 +129,7 @@ async def _run_jobs(
     workshop: Workshop,
     shared: Services,
     slots: int,
+    interrupt: Interrupt,
     observe: Callable[[Sequence[JobProgress]], None] | None,
 ) -> None:
     pipeline = Pipeline(jobs, shared, slots)
@@ -139,7 +142,7 @@ async def _run_jobs(
 
     watching = asyncio.create_task(watch())
     try:
-        with _interruptible(pipeline.stop):
+        with interrupt.heard(pipeline.stop, progress):
             async with workshop.open():
                 await pipeline.run()
     finally:
@@ -148,54 +151,6 @@ async def _run_jobs(
         await shared.rewards.close()
         if observe is not None:
             observe(progress)
-
-
-@contextlib.contextmanager
-def _interruptible(stop: Callable[[], None]) -> Iterator[None]:
-    """First Ctrl-C or SIGTERM: finish the step and save. Second: stop at once; the last commit counts."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    pressed = False
-
-    def interrupted() -> None:
-        nonlocal pressed
-        if pressed and task is not None:
-            task.cancel()
-        pressed = True
-        stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupted)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-def _run_loop(main: Callable[[], Any]) -> None:
-    """Run a coroutine to its end, also from inside a notebook, whose thread has a loop of its own already."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(main())
-        return
-    failure: list[BaseException] = []
-
-    def inside() -> None:
-        try:
-            asyncio.run(main())
-        except BaseException as error:  # handed to the caller's thread
-            failure.append(error)
-
-    thread = threading.Thread(target=inside, name="motet-run")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
 
 
 def _result(job: Job) -> JobResult:
@@ -270,9 +225,12 @@ def _run_shown(config: RunConfig, *, sequential: bool, accept_changes: bool) -> 
 
     from motet.view import make_view
 
-    view = make_view(Console(emoji=False))
+    console = Console(emoji=False)
+    view = make_view(console, config.base)
     view.start()
     try:
-        return run_config(config, sequential=sequential, accept_changes=accept_changes, observe=view.update)
+        return run_config(
+            config, sequential=sequential, accept_changes=accept_changes, observe=view.update, tell=view.tell
+        )
     finally:
         view.stop()

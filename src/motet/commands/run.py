@@ -57,7 +57,12 @@ def run_file(
     with _tensorboard(Path(config.run), tensorboard) as export:
         try:
             result = run_config(
-                config, sequential=sequential, accept_changes=accept_changes, observe=observe, started=started
+                config,
+                sequential=sequential,
+                accept_changes=accept_changes,
+                observe=observe,
+                started=started,
+                tell=view.tell,
             )
         finally:
             view.stop()

@@ -41,6 +41,9 @@ class View(Protocol):
     def update(self, jobs: Sequence[JobProgress]) -> None:
         """Show how things stand now."""
 
+    def tell(self, line: str) -> None:
+        """Say something besides."""
+
     def stop(self) -> None:
         """Leave the last state on the screen."""
 

@@ -16,6 +16,7 @@ from motet.view.clock import RunClock
 from motet.view.lines import job_lines
 from motet.view.text import STATE_STYLES, UNICODE, Glyphs, count_text, duration_text, glyphs_of, shorten
 
+_MARGIN = 3  # some terminals wrap when the last column is written, and Ctrl-C writes two characters after the picture
 _ROOM_FOR_BASE = 8
 _ROOM_FOR_HEADINGS = 6  # lines of the terminal from which on there is one for them
 _REASON_LINES = 2
@@ -43,7 +44,7 @@ class Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, then a line for each job that fits."""
-        width = max(options.max_width - 1, 20)  # the last column stays free: some terminals wrap when it is written
+        width = max(options.max_width - _MARGIN, 20)
         height = max(options.height or console.size.height, 4)
         yield self._title(width)
         servers = self._server_lines(width)[: max(height - 3, 0)]
@@ -176,6 +177,10 @@ class LiveView:
         """Draw how things stand now."""
         self._clock.see(jobs)
         self._live.update(self.frame(jobs), refresh=True)
+
+    def tell(self, line: str) -> None:
+        """Say something above the picture."""
+        self._live.console.print(line, style="yellow", markup=False, highlight=False)
 
     def stop(self) -> None:
         """Leave the last picture on the screen."""

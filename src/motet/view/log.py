@@ -59,6 +59,10 @@ class LogView:
             for line in self._news(job):
                 self._print(f"{self._glyphs.plain(job.name):<{width}}  {line}")
 
+    def tell(self, line: str) -> None:
+        """Print a line of its own."""
+        self._print(line)
+
     def stop(self) -> None:
         """Print what came since the last update."""
         self.update(self._last)
