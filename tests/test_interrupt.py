@@ -59,7 +59,6 @@ def in_a_notebook(run: Run) -> None:
         loop.close()
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("somewhere", [in_a_terminal, in_a_notebook])
 def test_the_first_finishes_and_the_second_stops(somewhere: Callable[[Run], None]) -> None:
     once = Run(presses=1, patience=0.05)

@@ -51,18 +51,20 @@ class Interrupt:
 
     def _run_beside(self, whole: Callable[[], None]) -> None:
         failure: list[BaseException] = []
+        ended = threading.Event()  # `Thread.join` takes a thread for dead once Ctrl-C interrupts it
 
         def inside() -> None:
             try:
                 whole()
             except BaseException as error:  # handed to the caller's thread
                 failure.append(error)
+            finally:
+                ended.set()
 
-        thread = threading.Thread(target=inside, name="motet-run")
-        thread.start()
-        while thread.is_alive():
+        threading.Thread(target=inside, name="motet-run").start()
+        while not ended.is_set():
             try:
-                thread.join()
+                ended.wait()
             except KeyboardInterrupt:  # of this thread; the run goes on until it is told
                 if self._loop is not None:
                     self._loop.call_soon_threadsafe(self._press)
