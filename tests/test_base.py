@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,20 @@ def test_damaged_weights(tmp_path: Path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(BaseModelError, match="cannot be loaded"):
+        load_base(str(tmp_path), device="cpu")
+
+
+def test_a_base_with_code_of_its_own_names_the_option_that_trusts_it(tmp_path: Path):
+    for file in tiny.directory("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {
+        "model_type": "of_its_own",
+        "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text("raise SystemExit('it ran')\n")
+    with pytest.raises(BaseModelError, match=r"brings Python code of its own.* add --trust-remote-code to"):
         load_base(str(tmp_path), device="cpu")
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from motet.config import DataConfig
+from motet.config import DataConfig, JobConfig
 from motet.errors import DataError
 from motet.tasks.dataset import data_window, load_dataset
 from motet.tasks.plain_json import as_json
@@ -68,9 +71,42 @@ def test_a_held_out_prompt_is_never_trained_on(tmp_path):
     assert data.train
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "directory", "saved"])
+def test_what_is_left_out_of_training_is_told(tmp_path):
+    source = write(tmp_path / "d.jsonl", [{"prompt": f"q{i % 20}", "answer": ""} for i in range(300)])
+    data = load_dataset(DataConfig(source=source, holdout=6))
+    held_out = {problem.messages for problem in data.holdout}
+    left_out = 300 - 6 - len(data.train)
+    assert left_out == 15 * len(held_out) - 6 > 0
+    assert data.notes == (f"{left_out} of 300 rows are left out of training, because their prompts are held out",)
+    assert load_dataset(DataConfig(source=source, holdout=0)).notes == ()
+
+
+def test_rows_with_long_prompts_can_be_left_out_before_any_are_held_out(tmp_path, rows):
+    long = [{"question": f"q{i} and more", "answer": ""} for i in range(7)]
+    source = write(tmp_path / "d.jsonl", [*long, *rows])
+
+    def longer(problem: Problem, most: int) -> bool:
+        return len(problem.messages[0].content) > most
+
+    data = load_dataset(DataConfig(source=source, holdout=5, max_prompt_tokens=4), longer=longer)
+    assert sorted(problem.id for problem in (*data.train, *data.holdout)) == list(range(7, 27))
+    assert data.notes == (
+        "7 of 27 rows are left out, because their prompts have more than 4 tokens (data.max_prompt_tokens)",
+    )
+    whole = load_dataset(DataConfig(source=source, holdout=5, max_prompt_tokens=100), longer=longer)
+    assert whole == load_dataset(DataConfig(source=source, holdout=5))
+    with pytest.raises(
+        DataError, match=r"each of its 27 rows has a prompt of more than 1 token.* raise data\.max_prompt_tokens"
+    ):
+        load_dataset(DataConfig(source=source, max_prompt_tokens=1), longer=longer)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv", "directory", "saved", "list", "dataset"])
 def test_formats_give_the_same_problems(tmp_path, rows, suffix):
+    if suffix == "csv":  # which knows text alone
+        rows = [{name: str(value) for name, value in row.items()} for row in rows]
     expected = load_dataset(DataConfig(source=write(tmp_path / "d.jsonl", rows), holdout=3)).train
+    path = rows
     if suffix == "jsonl":
         path = tmp_path / "e.jsonl"
         path.write_bytes(b"\xef\xbb\xbf" + (tmp_path / "d.jsonl").read_bytes().replace(b"\n", b"\n\n"))
@@ -83,7 +119,17 @@ def test_formats_give_the_same_problems(tmp_path, rows, suffix):
 
         path = tmp_path / "e.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
+    elif suffix == "csv":
+        path = tmp_path / "e.csv"
+        with path.open("w", encoding="utf-8-sig", newline="") as file:
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+    elif suffix == "dataset":
+        import datasets
+
+        path = datasets.Dataset.from_list(rows)
+    elif suffix != "list":
         import datasets
 
         path = tmp_path / "folder"
@@ -92,7 +138,61 @@ def test_formats_give_the_same_problems(tmp_path, rows, suffix):
         else:
             path.mkdir()
             write(path / "train.jsonl", rows)
-    assert load_dataset(DataConfig(source=str(path), holdout=3)).train == expected
+    source = str(path) if isinstance(path, Path) else path
+    assert load_dataset(DataConfig(source=source, holdout=3)).train == expected
+    if source is path:
+        assert JobConfig.model_validate({"name": "a", "reward": "exact", "data": source}).data == DataConfig(
+            source=source
+        )
+
+
+def test_csv_is_text_with_quotes_and_breaks(tmp_path):
+    path = tmp_path / "d.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,answer,level\r\n"two\r\nlines, ""quoted""",007,\r\n\r\nx,y,z\r\n')
+    first, second = load_dataset(DataConfig(source=str(path), holdout=0)).train
+    assert (first.messages[0].content, first.answer, first.metadata["level"]) == ('two\r\nlines, "quoted"', "007", "")
+    assert second.answer == "y"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"prompt,answer\na,b\nc,d,e\n", r"d\.csv line 3 has more fields than the first line has names"),
+        (b"prompt,answer\na\n", r"d\.csv line 2 has fewer fields than the first line has names"),
+        (b"prompt,prompt\na,b\n", r"d\.csv names the column 'prompt' twice"),
+        (b'prompt,answer\n"a,b\n', r"d\.csv line 2 is not CSV: unexpected end of data"),
+        (b"prompt,answer\n\xff,b\n", r"d\.csv line 2 is not UTF-8 text"),
+        (b"prompt,answer\n", "has no rows"),
+        (b"", "has no rows"),
+    ],
+)
+def test_csv_that_is_none_is_named(tmp_path, text, message):
+    (tmp_path / "d.csv").write_bytes(text)
+    with pytest.raises(DataError, match=message):
+        load_dataset(DataConfig(source=str(tmp_path / "d.csv"), holdout=0))
+
+
+@pytest.mark.parametrize(
+    ("rows_of_python", "message"),
+    [
+        ([{"prompt": "x"}, "y"], r"row 2 must be a mapping of columns, got str"),
+        ([], "has no rows"),
+        ([{"text": "x"}], r"\[rows\] row 1 has no column named prompt"),
+    ],
+)
+def test_bad_rows_of_python_are_named(rows_of_python, message):
+    with pytest.raises(DataError, match=message):
+        load_dataset(DataConfig(source=rows_of_python, holdout=0))
+
+
+def test_what_is_no_list_of_rows_is_told():
+    import datasets
+
+    table = datasets.Dataset.from_list([{"prompt": "x"}])
+    with pytest.raises(ValidationError, match=r"name one of its splits, such as data\['train'\]"):
+        DataConfig(source=datasets.DatasetDict({"train": table}))
+    with pytest.raises(ValidationError, match="give them in the place of source"):
+        DataConfig(source="toy:add", rows=[{"prompt": "x"}])
 
 
 def test_messages_template_and_system(tmp_path):
@@ -112,11 +212,11 @@ def test_size_is_the_most_that_is_read(tmp_path, rows):
 
 
 BAD_ROWS = [
-    ([{"text": "x"}], {}, r"row 0 has no column named prompt.*Its columns: text.*data\.prompt"),
-    ([{"prompt": "x"}], {"prompt": "frage"}, r"row 0 has no column 'frage' \(data\.prompt\)\. Its columns: prompt"),
+    ([{"text": "x"}], {}, r"row 1 has no column named prompt.*Its columns: text.*data\.prompt"),
+    ([{"prompt": "x"}], {"prompt": "frage"}, r"row 1 has no column 'frage' \(data\.prompt\)\. Its columns: prompt"),
     ([{"prompt": "x"}], {"answer": "gold"}, r"no column 'gold' \(data\.answer\)"),
-    ([{"prompt": "x"}, {"prompt": " "}], {}, r"row 1: the prompt \(prompt\) is empty"),
-    ([{"prompt": 3}], {}, r"row 0: the prompt \(prompt\) must be text or a list of messages, got 3"),
+    ([{"prompt": "x"}, {"prompt": " "}], {}, r"row 2: the prompt \(prompt\) is empty"),
+    ([{"prompt": 3}], {}, r"row 1: the prompt \(prompt\) must be text or a list of messages, got 3"),
     ([{"prompt": [{"role": "user"}]}], {}, "needs `role` and `content`"),
     ([{"prompt": [{"role": "tool", "content": "x"}]}], {}, "role 'tool'.*system, user, assistant"),
     ([{"prompt": [{"role": "system", "content": "x"}]}], {}, "must end with a user turn"),
@@ -132,7 +232,21 @@ BAD_ROWS = [
     ([{"prompt": "x"}], {"template": "{prompt.__class__}"}, r"make a column of its own"),
     ([{"prompt": ["x"]}], {"template": "{prompt[0]}"}, r"\{prompt\[0\]\} is not the name of a column"),
     ([[1]], {}, r"line 1 must be an object"),
-    ([{"prompt": "x"}], {"holdout": 64}, r"1 rows and data\.holdout 64 leaves none"),
+    (
+        [{"prompt": "x"}],
+        {"holdout": 64},
+        r"1 row, and data\.holdout 64 leaves none to train on: add rows, or set data",
+    ),
+    (
+        [{"prompt": "x"}] * 300,
+        {"holdout": 64},
+        r"300 rows with the same prompt, which is held out: set data\.holdout to 0, or name an eval_source",
+    ),
+    (
+        [{"prompt": f"q{i % 4}"} for i in range(300)],
+        {"holdout": 64},
+        r"300 rows with 4 different prompts, and data\.holdout 64 holds all of them out: set data\.holdout to 1 or so",
+    ),
     ([], {}, "has no rows"),
 ]
 
@@ -148,6 +262,7 @@ def test_bad_sources_are_named(tmp_path):
     write(tmp_path / "train.jsonl", [{"prompt": "x"}])
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
     (tmp_path / "bad.parquet").write_text("no")
+    (tmp_path / "rows.txt").write_text("no")
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.json").write_text('{"prompt": "x"}')
     for source, message in [
@@ -155,6 +270,10 @@ def test_bad_sources_are_named(tmp_path):
         (str(tmp_path / "bad.jsonl"), r"bad\.jsonl line 2 is not valid JSON"),
         (str(tmp_path / "bad.parquet"), "cannot be read as parquet"),
         (str(tmp_path / "bad.json"), r"must hold a list of rows, got dict.*\.jsonl"),
+        (
+            str(tmp_path / "rows.txt"),
+            r"rows\.txt' is a file of another kind: its name must end with \.jsonl, \.json, \.csv, \.parquet",
+        ),
         ("toy:ad", "no toy task 'ad'; did you mean 'add'"),
         ("reasoning-gym:chain_sums", "no task 'chain_sums'; did you mean 'chain_sum'"),
         (str(tmp_path / "empty"), "cannot be loaded"),

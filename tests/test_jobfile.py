@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from motet import plain_yaml
 from motet.config import JobConfig, RunConfig
+from motet.config.mistakes import FIELDS, OTHERS_WORDS
 from motet.errors import ConfigError
 from motet.jobfile import load_jobs, merge, parse_jobs
 
@@ -152,23 +154,56 @@ def test_seeds_come_from_names() -> None:
 
 
 def test_an_unknown_field_comes_with_the_fields_there_are() -> None:
-    told = wrong(optimizer={"learning_rate": 1e-3})
+    told = wrong(optimizer={"colour": 1e-3})
     assert told.startswith(
-        "jobs.yaml has 1 mistake:\n  job add: optimizer.learning_rate: there is no such field; there are betas, "
+        "jobs.yaml has 1 mistake:\n  job add: optimizer.colour: there is no such field; there are betas, "
     )
     assert " lr, " in told
-    assert "there is no such field; there are adapter, algorithm, budget, checkpoint" in wrong(stepps=3)
     assert "data.colour: there is no such field; there are answer, chat_template" in wrong(
         data={"source": "x", "colour": 1}
     )
-    assert "algorithm.kl.beta: there is no such field; there are coef, type" in wrong(algorithm={"kl": {"beta": 1}})
+
+
+MEANT: dict[str, tuple[dict[str, Any], str]] = {
+    "a typo": ({"stepps": 3}, "job add: stepps: there is no such field; did you mean steps?"),
+    "a typo below": ({"optimizer": {"lrr": 1}}, "optimizer.lrr: there is no such field; did you mean lr?"),
+    "another's word at the right place": (
+        {"optimizer": {"learning_rate": 1e-3}},
+        "optimizer.learning_rate: there is no such field; it is optimizer.lr",
+    ),
+    "another's word": ({"learning_rate": 1e-3}, "learning_rate: there is no such field; it is optimizer.lr"),
+    "batch": ({"batch_size": 8}, "it is algorithm.groups_per_step, the number of problems of a step"),
+    "generations": ({"num_generations": 8}, "it is algorithm.group_size"),
+    "beta": ({"algorithm": {"beta": 0.1}}, "algorithm.beta: there is no such field; it is algorithm.kl.coef"),
+    "beta of the penalty": ({"algorithm": {"kl": {"beta": 1}}}, "it is algorithm.kl.coef"),
+    "length": ({"max_completion_length": 8}, "it is sampling.max_tokens"),
+    "rewards": ({"reward_funcs": "x"}, "it is reward"),
+    "another section": ({"group_size": 8}, "group_size: there is no such field; it stands in algorithm.group_size"),
+    "two sections": (
+        {"temperature": 1},
+        "temperature: there is no such field; it stands in sampling.temperature or eval.temperature",
+    ),
+    "a whole file's": ({"device": "cpu"}, "device: there is no such field; it stands in engine.device"),
+}
+
+
+@pytest.mark.parametrize("field", MEANT)
+def test_a_field_that_stands_elsewhere_or_has_another_name_is_named(field: str) -> None:
+    fields, expected = MEANT[field]
+    assert expected in wrong(**fields)
+
+
+def test_every_word_of_others_means_a_field_that_there_is() -> None:
+    for name, ours in OTHERS_WORDS.items():
+        path = ours.partition(" ")[0].removesuffix(",")
+        assert path in FIELDS or path == "reward", (name, path)
 
 
 def test_every_mistake_has_a_line() -> None:
     jobs = [{**JOB, "steps": 0}, {"name": "b", "data": "toy:add"}, {"data": "toy:add", "reward": "exact", "seed": "x"}]
     told = message({"base": "small", "jobs": jobs})
     assert told.splitlines()[0] == "jobs.yaml has 4 mistakes:"
-    assert "  job add: steps: Input should be greater than or equal to 1 (got 0)" in told
+    assert "  job add: steps: Input should be greater than or equal to 1 (got 0)" in told.splitlines()
     assert "  job b: reward: is missing" in told
     assert "  job number 3: name: is missing" in told
     assert "  job number 3: seed: Input should be a valid integer" in told
@@ -177,16 +212,27 @@ def test_every_mistake_has_a_line() -> None:
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "top_p": (
         {"sampling": {"top_p": 0.9}},
-        "sampling: sampling.top_p must stay 1.0 in training: tokens that cannot be drawn bias the importance ratios. "
-        "Use it under `eval` or in `motet chat` instead.",
+        "sampling.top_p: must stay 1.0 in training: tokens that cannot be drawn bias the importance ratios. Use it under "
+        "`eval` or in `motet chat` instead (got 0.9)",
     ),
-    "top_k": ({"sampling": {"top_k": 5}}, "sampling.top_k must stay 0 in training"),
-    "min_p": ({"sampling": {"min_p": 0.1}}, "sampling.min_p must stay 0.0 in training"),
+    "top_k": ({"sampling": {"top_k": 5}}, "sampling.top_k: must stay 0 in training"),
+    "min_p": ({"sampling": {"min_p": 0.1}}, "sampling.min_p: must stay 0.0 in training"),
     "temperature": ({"sampling": {"temperature": 0}}, "sampling.temperature: Input should be greater than 0 (got 0)"),
-    "rate": ({"optimizer": {"lr": 3}}, "optimizer.lr must lie between 0 and 1, got 3.0; `auto` is a good start"),
-    "rate in words": ({"optimizer": {"lr": "fast"}}, "optimizer.lr"),
+    "rate": ({"optimizer": {"lr": 3}}, "optimizer.lr: Input should be less than 1, or 'auto' (got 3)"),
+    "negative rate": (
+        {"optimizer": {"lr": -1e-4}},
+        "optimizer.lr: Input should be greater than 0, or 'auto' (got -0.0001)",
+    ),
+    "rate in words": (
+        {"optimizer": {"lr": "fast"}},
+        "optimizer.lr: Input should be a valid number, unable to parse string as a number, or 'auto' (got 'fast')",
+    ),
+    "no rate": (
+        {"optimizer": {"lr": float("nan")}},
+        "optimizer.lr: Input should be a finite number, or 'auto' (got nan)",
+    ),
     "both": ({"rewards": ["exact"]}, "give `reward` or `rewards`, not both"),
-    "name": ({"name": "a b"}, "the name 'a b' must be letters, digits and _ . = -, begin with a letter or digit"),
+    "name": ({"name": "a b"}, "name: must be letters, digits and _ . = -, begin with a letter or digit"),
     "name of a hidden file": ({"name": ".hidden"}, "must be letters"),
     "name of a parent": ({"name": ".."}, "must be letters"),
     "long name": ({"name": "x" * 101}, "at most 100"),
@@ -194,9 +240,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "environment": ({"environment": "game"}, "environment: Input should be 'single' or 'retry' (got 'game')"),
     "group": ({"algorithm": {"group_size": 1}}, "algorithm.group_size: Input should be greater than or equal to 2"),
     "rank": ({"adapter": {"rank": 1000}}, "adapter.rank: Input should be less than or equal to 512"),
-    "no reward": ({"reward": []}, "reward"),
+    "no reward": ({"reward": []}, "reward: is empty; give at least one"),
+    "nothing counts": ({"reward": {"exact": 0.0}}, "reward: every weight is 0, so there is nothing to learn"),
+    "no number": ({"reward": {"exact": float("inf")}}, "reward.0.weight: Input should be a finite number (got inf)"),
+    "no end": ({"steps": 10**21}, "steps: Input should be less than or equal to 10000000 (got 1000000000000000000000)"),
+    "no end of a group": (
+        {"algorithm": {"group_size": 10**21}},
+        "algorithm.group_size: Input should be less than or equal to",
+    ),
+    "endless alpha": ({"adapter": {"alpha": float("inf")}}, "adapter.alpha: Input should be a finite number (got inf)"),
     "memory": ({"reward": {"name": "exact", "memory_mb": 1}}, "memory_mb: Input should be greater than or equal to 64"),
     "priority": ({"priority": 101}, "priority: Input should be less than or equal to 100"),
+    "priority in words": ({"priority": "top"}, "priority: must be a number, or one of low, normal, high (got 'top')"),
 }
 
 
@@ -205,26 +260,33 @@ def test_validators_say_what_to_write(mistake: str) -> None:
     fields, expected = MISTAKES[mistake]
     told = wrong(**fields)
     assert expected in told
-    assert re.match(rf"jobs\.yaml has \d mistakes?:\n  job {re.escape(fields.get('name', 'add'))}: ", told), told
+    assert re.match(rf"jobs\.yaml has 1 mistake:\n  job {re.escape(fields.get('name', 'add'))}: [^\n]*$", told), told
 
 
 FILES = {
     "not YAML": ("base: [", "jobs.yaml: it is not YAML: "),
-    "a key twice": ("base: small\nbase: x\njobs: [{name: a}]", "jobs.yaml: line 2: 'base' is given twice; leave one"),
-    "a job's key twice": ("base: small\njobs:\n- {name: a, steps: 1, steps: 2}", "line 3: 'steps' is given twice"),
-    "tabs": ("base: small\njobs:\n\t- name: a", "YAML is indented with spaces, not with tabs"),
-    "deep": ("jobs: " + "[" * 10**5, "more than 50 lists and mappings lie in each other"),
-    "a typo": ("base: small\njosb: []", "unknown field 'josb' (did you mean 'jobs'?)"),
-    "a job's field on top": (
-        "base: small\nsteps: 3\njobs: [{name: a}]",
-        "it is a field of a job: put it under `defaults`",
+    "no date": (
+        "base: small\nrun: 2026-13-45",
+        "jobs.yaml: it is not YAML: month must be in 1..12",
     ),
     "empty": ("", "jobs.yaml must hold `base:` and `jobs:`; see `motet run --help` for an example"),
     "a list": ("- a", "must hold `base:` and `jobs:`"),
     "unknown section": (
         "base: small\njob: []\njobs: []",
-        "unknown field 'job' (did you mean 'jobs'?); there are base, engine, rollout, run, defaults, sweep, jobs",
+        "jobs.yaml: job: there is no such field; did you mean jobs? There are base, defaults, engine, jobs, ",
     ),
+    "a job's field for all": (
+        "base: small\noptimizer: {lr: 1}\njobs: [{name: a}]",
+        "jobs.yaml: optimizer: there is no such field; it stands in a job, or in defaults for all jobs",
+    ),
+    "another's word for all": (
+        "model: small\njobs: [{name: a}]",
+        "jobs.yaml: model: there is no such field; it is base",
+    ),
+    "a key twice": ("base: small\nbase: x\njobs: [{name: a}]", "jobs.yaml: line 2: 'base' is given twice; leave one"),
+    "a job's key twice": ("base: small\njobs:\n- {name: a, steps: 1, steps: 2}", "line 3: 'steps' is given twice"),
+    "tabs": ("base: small\njobs:\n\t- name: a", "YAML is indented with spaces, not with tabs"),
+    "deep": ("jobs: " + "[" * 10**5, "more than 50 lists and mappings lie in each other"),
     "jobs as mapping": ("base: small\njobs: {a: 1}", "`jobs` must be a list, each item beginning with `- name: …`"),
     "jobs of text": ("base: small\njobs: [a]", "`jobs` must be a list, each item beginning with `- name: …`"),
     "no jobs": ("base: small", "`jobs` must be a list"),
@@ -238,6 +300,13 @@ FILES = {
         "base: small\njobs: [{name: a, data: x, reward: exact}, {name: a, data: y, reward: exact}]",
         "jobs: two jobs have the name 'a'; every job needs a name of its own",
     ),
+    **{
+        f"device {device!r}": (
+            f"base: small\nengine:\n  device: {device}\njobs: [{{name: a, data: x, reward: exact}}]",
+            "jobs.yaml has 1 mistake:\n  engine.device: ",
+        )
+        for device in ("mps", "npu", "gpu", "CPU", "xpu", "''", "0", "", "cuda:x", "cuda:-1", "meta")
+    },
     "sweep without a list": (
         "base: small\nsweep: {optimizer.lr: 1e-4}\njobs: [{name: a, data: x, reward: exact}]",
         "sweep.optimizer.lr must be a list of values, such as [1e-4, 3e-4]",
@@ -263,11 +332,13 @@ OVERRIDES = {
     "=3": "must look like path=value",
     "jobs.nobody.steps=3": "--set 'jobs.nobody.steps=3': write jobs.NAME.field=value; there are the jobs add",
     "jobs.add=3": "write jobs.NAME.field=value; there are the jobs add",
-    "steps=[1": "--set 'steps=[1': the value is not YAML",
+    "steps=[1": "--set 'steps=[1': quote the value if it is meant as text: it is not YAML: ",
     "steps=many": "job add: steps: Input should be a valid integer",
-    "stepps=3": "job add: stepps: there is no such field; there are",
-    "engine.rows=3": "engine.rows: there is no such field; there are",
+    "stepps=3": "job add: stepps: there is no such field; did you mean steps?",
+    "engine.rows=3": "engine.rows: there is no such field; it stands in rollout.rows or data.rows. There are ",
     "rewards.0.weight=2": "rewards.0.weight: rewards is a list; give it as a whole, such as rewards=[…]",
+    "data={source: x, source: y}": "line 1: 'source' is given twice",
+    "sweep.steps=3": "sweep.steps must be a list of values, such as [1e-4, 3e-4]",
 }
 
 
@@ -285,6 +356,25 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"cannot read the job file .*binary\.yaml: it is not UTF-8 text"):
         load_jobs(tmp_path / "binary.yaml")
+
+
+def test_an_anchor_may_be_merged_and_overruled() -> None:
+    shared = "base: small\ndefaults: &all {optimizer: &few {eps: 1e-6, clip_norm: 2}}\n"
+    jobs = "jobs:\n- {name: a, data: x, reward: exact, optimizer: &more {<<: *few, clip_norm: 3}}\n"
+    text = f"{shared}{jobs}- {{name: b, data: x, reward: exact, optimizer: {{<<: *more, clip_norm: 4}}}}\n"
+    assert [(job.optimizer.eps, job.optimizer.clip_norm) for job in parse_jobs(text).jobs] == [(1e-6, 3), (1e-6, 4)]
+    assert plain_yaml.read("a: {b: &b {<<: &c {x: 1}, x: 2}}\nd: {<<: *b, x: 3}") == {
+        "a": {"b": {"x": 2}},
+        "d": {"x": 3},
+    }
+
+
+def test_a_sweep_can_be_set() -> None:
+    for override in ("sweep.optimizer.lr=[1e-4, 3e-4]", "jobs.add.sweep.optimizer.lr=[1e-4, 3e-4]"):
+        config = parse(overrides=(override,), sweep={"seed": [1, 2]})
+        assert [(job.optimizer.lr, job.seed) for job in config.jobs] == [(1e-4, 1), (3e-4, 1), (1e-4, 2), (3e-4, 2)]
+    config = parse(overrides=("sweep.optimizer.lr=[1e-4]",), sweep={"optimizer.lr": [1e-2, 1e-3]})
+    assert [job.optimizer.lr for job in config.jobs] == [1e-4]
 
 
 def test_an_override_ends_a_sweep_of_the_same_field() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 from motet.config import EngineConfig
 from motet.errors import ConfigError, RunError
 from motet.jobfile import validate
-from motet.launch import load
+from motet.launch import load, prepare
 from motet.running import run_config
+from motet.runtime.rundir import RunDirectory
 from motet.types import Problem
 
 
@@ -48,6 +51,50 @@ def test_mistakes_of_all_jobs_are_told_at_once(base: Any, tmp_path: Path) -> Non
     assert [line.split(":")[0] for line in lines] == ["job file", "job target", "job long"]
     assert "did you mean 'q_proj'" in lines[1]
     assert not list((tmp_path / "run").glob("*/state/*"))
+
+
+def test_a_long_prompt_anywhere_in_the_data_is_named_and_can_be_left_out(base: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Say {i}", "answer": str(i)} for i in range(1200)]
+    for number, words in ((1100, 3000), (1150, 4000)):
+        rows[number]["prompt"] = "very " * words
+    data = {"source": rows, "holdout": 2}
+    told = (
+        r"job long: \[rows\] row 1151 has a prompt of \d+ tokens, and 1 × 4 new ones; .* 1024 positions of small\. "
+        r"Lower sampling\.max_tokens, shorten the 2 prompts .* data\.max_prompt_tokens: 1020"
+    )
+    with pytest.raises(ConfigError, match=told):
+        run(base, tmp_path / "refused", job("long", data=data))
+    config = validate({"base": "small", "jobs": [job("short", data={**data, "max_prompt_tokens": 1020})]}, "test")
+    with contextlib.closing(RunDirectory(tmp_path / "prepared")) as directory:
+        prepared, need = prepare(config.jobs[0], base, directory)
+    assert prepared.data.notes == (
+        "2 of 1200 rows are left out, because their prompts have more than 1020 tokens (data.max_prompt_tokens)",
+    )
+    assert len(prepared.data.train) == 1196
+    assert need.prompt_tokens == max(len(prepared.chat.prompt_ids(problem)) for problem in prepared.data.train)
+    with pytest.raises(
+        ConfigError, match=r"2000 new ones leave no room in the 1024 positions of small; lower sampling"
+    ):
+        run(base, tmp_path / "refused", job("long", sampling={"max_tokens": 2000}))
+
+
+def test_what_was_left_out_of_the_data_is_a_note_of_the_run(base: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Say {i % 9}", "answer": str(i % 9)} for i in range(40)]
+    result = run(base, tmp_path, job("twice", data={"source": rows, "holdout": 2}), job("once"))
+    notes = [note for note in result.notes if note.startswith("job ")]
+    assert len(notes) == 1
+    assert re.fullmatch(
+        r"job twice: \d of 40 rows are left out of training, because their prompts are held out", notes[0]
+    )
+
+
+def test_changed_rows_of_python_are_not_taken_for_the_old(base: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Say {i}", "answer": str(i)} for i in range(12)]
+    data = {"source": rows, "holdout": 2}
+    assert run(base, tmp_path, job("a", data=data)).ok
+    assert run(base, tmp_path, job("a", data=data)).jobs["a"].message == "done before"
+    with pytest.raises(RunError, match=r"contents\.\[rows\]: was "):
+        run(base, tmp_path, job("a", data={**data, "source": [*rows[:-1], {"prompt": "Say 0", "answer": "1"}]}))
 
 
 def test_an_edited_reward_function_is_not_taken_for_the_old(base: Any, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_the_same_request_again_is_the_same_job(house: House, client: openai.Ope
         ({"method": {"type": "reinforcement"}}, "method.reinforcement", "missing"),
         ({"method": method(PYTHON)}, "method.reinforcement.grader.type", "sandbox"),
         ({"method": method({**GRADER, "operation": "is"})}, "method.reinforcement.grader.operation", "'eq'"),
-        ({"method": method({**GRADER, "reference": "{{item.wish}}"})}, "training_file", "row 0 has no column 'wish'"),
+        ({"method": method({**GRADER, "reference": "{{item.wish}}"})}, "training_file", "row 1 has no column 'wish'"),
         ({"method": method({**JUDGE, "model": "gpt-4o"})}, "method.reinforcement.grader.model", "gpt-4o"),
         ({"method": method(reasoning_effort="high")}, "method.reinforcement.hyperparameters.reasoning_effort", "default"),
         ({"method": method(n_epochs=0)}, "method.reinforcement.hyperparameters.n_epochs", "greater"),
@@ -171,9 +171,9 @@ def test_what_is_not_supported_is_a_400_that_names_it(
 def test_rows_that_cannot_be_used_are_refused_with_their_number(client: openai.OpenAI) -> None:
     good = rows(*WORDS)
     for data, words in (
-        (good + b'\n{"prompt": "x", "want": "x"}', "row 8"),
-        (good + b'\n{"messages": [], "want": "x"}', "row 8"),
-        (good + b'\n{"messages": [{"role": "user", "content": "x"}]}', "row 8 has no column 'want'"),
+        (good + b'\n{"prompt": "x", "want": "x"}', "row 9"),
+        (good + b'\n{"messages": [], "want": "x"}', "row 9"),
+        (good + b'\n{"messages": [{"role": "user", "content": "x"}]}', "row 9 has no column 'want'"),
     ):
         with pytest.raises(openai.BadRequestError, match=words) as refusal:
             client.fine_tuning.jobs.create(model="small", training_file=uploaded(client, data), method=method())

@@ -280,8 +280,19 @@ def test_adapter_of_another_base(tmp_path):
     base = tiny.base("llama")
     export(tmp_path, base, tiny.adapter(base), "all-linear")
     edit_tensors(tmp_path, lambda tensors: [tensors.update({"x." + key: tensors.pop(key)}) for key in list(tensors)])
-    with pytest.raises(AdapterError, match=r"none of its 28 tensors fits .*llama; it was trained on another base"):
+    with pytest.raises(AdapterError, match=r"none of its 28 tensors fits .*llama; it was trained on .*llama$"):
         load(tmp_path, base)
+
+
+def test_tensors_that_do_not_fit_come_with_the_base_they_were_trained_on(plain):
+    edit_config(plain, base_model_name_or_path="some/other-base")
+    for fault in ("missing", "unexpected", "shape"):
+        edit, message = TENSOR_FAULTS[fault]
+        before = (plain / ADAPTER_WEIGHTS).read_bytes()
+        edit_tensors(plain, edit)
+        with pytest.raises(AdapterError, match=f"{message}.*it was trained on some/other-base"):
+            load(plain, tiny.base("llama"))
+        (plain / ADAPTER_WEIGHTS).write_bytes(before)
 
 
 def test_start_from_a_directory_checks_rank_alpha_and_targets(plain):

@@ -108,9 +108,13 @@ def test_a_small_file_that_stands_for_very_much_is_refused(tmp_path: Path) -> No
         ("a.jsonl", '{"p": [' + "[]," * 300 + "[]]}\n", "more than 500 values"),
         ("a.jsonl", ('{"p": [' + "0," * 100 + "0]}\n") * 6, "more than 500 values"),
         ("a.json", json.dumps([{"p": "x"}] * 101), "more than 100 rows"),
-        ("a.json", json.dumps([{"p": "x" * 1000}]), "row 0 has more than"),
+        ("a.json", json.dumps([{"p": "x" * 1000}]), "row 1 has more than"),
         ("a.json", json.dumps([{"p": [0] * 600}]), "more than 500 values"),
         ("a.json", "[]", "no rows"),
+        ("a.csv", "p\n" + "x\n" * 101, "more than 100 rows"),
+        ("a.csv", "p\nx\n" + "x" * 1000 + "\n", "line 3 has more than"),
+        ("a.csv", 'p\nx\n"' + "xxxxx\n" * 200 + '"\n', "row 2 has more than"),
+        ("a.csv", "p,a,b,c,d,e\n" + "x,a,b,c,d,e\n" * 90, "more than 500 values"),
     ],
 )
 def test_rows_of_json_are_bounded(tmp_path: Path, name: str, text: str, words: str) -> None:

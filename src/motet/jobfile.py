@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import yaml
 from pydantic import ValidationError
 
 from motet import plain_yaml
-from motet.config import Config, DataConfig, JobConfig, RunConfig
+from motet.config import Config, RunConfig
+from motet.config.mistakes import explain, no_such_field
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
 
 Tree = dict[str, Any]
-MOST_MISTAKES = 100
-"""Those that are told at once."""
+Valid = TypeVar("Valid", bound=Config)
+_EXAMPLE = "`- {name: add, data: 'toy:add', reward: exact}`"
 
 
 def load_jobs(path: str | Path, overrides: Sequence[str] = (), *, trust_remote_code: bool = False) -> RunConfig:
@@ -56,7 +55,7 @@ def load_service(path: Path | None) -> ServiceConfig:
         return ServiceConfig()
     try:
         tree = plain_yaml.read(path.read_text()) or {}
-    except (OSError, ConfigError) as error:
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     known = list(ServiceConfig.model_fields)
     if not isinstance(tree, dict) or set(tree) - set(known):
@@ -66,27 +65,12 @@ def load_service(path: Path | None) -> ServiceConfig:
     job = {"name": "none", "data": "toy:add", "reward": "exact"}
     of_run = {name: tree[name] for name in ("engine", "rollout") if name in tree}
     validate({"base": "small", "run": "none", **of_run, "jobs": [job]}, str(path))  # errors as for a job file
-    try:
-        found = ServiceConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError("\n".join([f"{path}:", *map(_in_service, error.errors(include_url=False))])) from error
+    found = _valid(ServiceConfig, tree, str(path))
     rewards = {
         name: one.model_copy(update={"function": _resolve_rewards(one.function, path.parent)})
         for name, one in found.rewards.items()
     }
     return found.model_copy(update={"rewards": rewards})
-
-
-def _in_service(item: Mapping[str, Any]) -> str:
-    """One mistake in a service's configuration in words."""
-    if item["type"] == "extra_forbidden":
-        fields = _fields_at(ServiceConfig, item["loc"][:-1])
-        return f"  {'.'.join(map(str, item['loc']))}: there is no such field; there are {', '.join(fields)}"
-    return f"  {'.'.join(map(str, item['loc']))}: {item['msg']} (got {item['input']!r})"
-
-
-_TOP = ("base", "engine", "rollout", "run", "defaults", "sweep", "jobs")
-_EXAMPLE = "`- {name: add, data: 'toy:add', reward: exact}`"
 
 
 def parse_jobs(
@@ -99,12 +83,9 @@ def parse_jobs(
         raise ConfigError(f"{where}: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} must hold `base:` and `jobs:`; see `motet run --help` for an example")
-    for field in tree:
-        if field not in _TOP:
-            near = difflib.get_close_matches(str(field), _TOP, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            of_job = "; it is a field of a job: put it under `defaults`" if field in JobConfig.model_fields else ""
-            raise ConfigError(f"{where}: unknown field {field!r}{hint}{of_job}; there are {', '.join(_TOP)}")
+    for name in tree:
+        if name not in ("defaults", "sweep", *RunConfig.model_fields):
+            raise ConfigError(f"{where}: {name}: {no_such_field(str(name), RunConfig)}")
     raw_jobs = tree.get("jobs")
     if raw_jobs == []:
         raise ConfigError(f"{where}: `jobs` is empty: write at least one, such as {_EXAMPLE}")
@@ -209,9 +190,9 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
         if not equals or not path:
             raise ConfigError(f"--set {override!r} must look like path=value, such as optimizer.lr=1e-4")
         try:
-            value = _number(yaml.safe_load(text))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {override!r}: the value is not YAML; quote it if it is meant as text") from error
+            value = _number(plain_yaml.read(text))
+        except ConfigError as error:
+            raise ConfigError(f"--set {override!r}: quote the value if it is meant as text: {error}") from error
         top, _, rest = path.partition(".")
         if top in ("base", "run", "engine", "rollout"):
             set_path(tree, path, value)
@@ -229,7 +210,10 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
 
 def _override(job: Tree, path: str, value: Any) -> None:
     """Set a field of a job; a field that was swept is not swept any more."""
-    job.get("sweep", {}).pop(path, None)
+    if path.startswith("sweep."):
+        job["sweep"][path.removeprefix("sweep.")] = value
+        return
+    job["sweep"].pop(path, None)
     set_path(job, path, value)
 
 
@@ -279,43 +263,11 @@ def _resolve_rewards(value: Any, directory: Path) -> Any:
 
 def validate(tree: Tree, where: str) -> RunConfig:
     """Check a tree of plain values against the configuration; mistakes come as one `ConfigError` with a line each."""
+    return _valid(RunConfig, tree, where)
+
+
+def _valid(root: type[Valid], tree: Tree, where: str) -> Valid:
     try:
-        return RunConfig.model_validate(tree)
+        return root.model_validate(tree)
     except ValidationError as error:
-        lines = [f"{where} has {error.error_count()} mistake{'s' if error.error_count() > 1 else ''}:"]
-        for item in error.errors(include_url=False)[:MOST_MISTAKES]:
-            lines.append("  " + _explain(tree, item))
-        lines += ["  …"] if error.error_count() > MOST_MISTAKES else []
-        raise ConfigError("\n".join(lines)) from error
-
-
-def _explain(tree: Tree, item: Mapping[str, Any]) -> str:
-    """One mistake in words: the job's name instead of its number, and the fields that there are."""
-    location = list(item["loc"])
-    place = ""
-    model: type[Config] = RunConfig
-    if len(location) >= 2 and location[0] == "jobs" and isinstance(location[1], int):
-        jobs = tree.get("jobs") or []
-        name = jobs[location[1]].get("name", f"number {location[1] + 1}") if location[1] < len(jobs) else location[1]
-        place, location, model = f"job {name}: ", location[2:], JobConfig
-    field = ".".join(str(part) for part in location)
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if item["type"] == "extra_forbidden":
-        fields = _fields_at(model, location[:-1])
-        message = f"there is no such field; there are {', '.join(fields)}" if fields else "there is no such field"
-    elif item["type"] == "missing":
-        message = "is missing"
-        if field == "rewards":
-            field = "reward"
-    elif "input" in item and not isinstance(item["input"], dict | list):
-        message = f"{message} (got {item['input']!r})"
-    return f"{place}{field}: {message}" if field else f"{place}{message}"
-
-
-def _fields_at(model: Any, location: Sequence[Any]) -> list[str]:
-    for part in location:
-        field = model.model_fields.get(part) if isinstance(part, str) and hasattr(model, "model_fields") else None
-        if field is None:
-            return sorted(DataConfig.model_fields) if part == "data" else []
-        model = field.annotation
-    return sorted(model.model_fields) if hasattr(model, "model_fields") else []
+        raise ConfigError(f"{where} has " + "\n".join(explain(error, root, tree))) from error

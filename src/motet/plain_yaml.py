@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
 from typing import Any
 
 import yaml
@@ -14,19 +13,6 @@ DEEPEST = 50
 """Lists and mappings within each other: scanners of YAML take time that grows with its square."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class _StrictLoader(_Loader):  # type: ignore[misc]  # one of two classes, as the system has it
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise ConfigError(
-                    f"line {key.start_mark.line + 1}: {key.value!r} is given twice; leave one of them out"
-                )
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        found: dict[Hashable, Any] = super().construct_mapping(node, deep)
-        return found
 
 
 def read(text: str, *, aliases: bool = True) -> Any:
@@ -47,8 +33,34 @@ def read(text: str, *, aliases: bool = True) -> Any:
                 raise ConfigError(f"more than {DEEPEST} lists and mappings lie in each other")
             if isinstance(event, yaml.AliasEvent) and not aliases:
                 raise ConfigError("aliases (*name) cannot be used here; write the value where it is needed")
-        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 -- a safe loader's child
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            _check_keys(root)
+            return None if root is None else loader.construct_document(root)
+        finally:
+            loader.dispose()
     except (yaml.YAMLError, ValueError) as error:
         tab = re.search(r"(?m)^ *\t", text)
         hint = "; YAML is indented with spaces, not with tabs" if tab else ""
         raise ConfigError(f"it is not YAML: {error}{hint}") from error
+
+
+def _check_keys(root: yaml.Node | None) -> None:
+    """Of two keys of one name YAML takes the last in silence. What `<<` brings may be overruled, and is not filled in yet."""
+    left, seen = [root], set()
+    while left:
+        node = left.pop()
+        if id(node) in seen:  # an alias names it
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+        elif isinstance(node, yaml.MappingNode):
+            left += [value for _, value in node.value]
+            keys = set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if key.value in keys:
+                    line = key.start_mark.line + 1
+                    raise ConfigError(f"line {line}: {key.value!r} is given twice; leave one of them out")
+                keys.add(key.value)

@@ -53,7 +53,7 @@ class RunResult:
     report: Path | None
     """The HTML page; None where the disk was too full for it."""
     notes: tuple[str, ...] = ()
-    """What a person should know of the base, and of sampling processes that did not take part."""
+    """What a person should know of the base, of rows that were left out, and of sampling processes that did not take part."""
 
     @property
     def ok(self) -> bool:
@@ -96,6 +96,7 @@ def run_config(
             open_job(job.directory, told, accept_changes=accept_changes, accept_damage=accept_changes)
             _take_up(job)
         workshop = assemble(base, config, [need for _, need in prepared], directory)
+        workshop.notes += _left_out(jobs)
         for reason in workshop.inexact:
             for job in jobs:
                 job.note_inexact(reason)
@@ -151,6 +152,17 @@ async def _run_jobs(
         await shared.rewards.close()
         if observe is not None:
             observe(progress)
+
+
+def _left_out(jobs: Sequence[Job]) -> list[str]:
+    """Which rows were left out; what is so for several jobs is said once."""
+    found: dict[str, list[str]] = {}
+    for job in jobs:
+        for note in job.data.notes:
+            found.setdefault(note, []).append(job.name)
+    return [
+        f"{f'job {names[0]}' if len(names) == 1 else f'{len(names)} jobs'}: {note}" for note, names in found.items()
+    ]
 
 
 def _result(job: Job) -> JobResult:

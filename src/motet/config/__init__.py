@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from motet.config.engine import EngineConfig
 from motet.config.job import (
     GENERATED_ROWS,
+    GIVEN_ROWS,
     AdapterConfig,
     AlgorithmConfig,
     CheckpointConfig,
@@ -53,6 +54,7 @@ class RunConfig(Config):
 
 __all__ = [
     "GENERATED_ROWS",
+    "GIVEN_ROWS",
     "AdapterConfig",
     "AlgorithmConfig",
     "CheckpointConfig",

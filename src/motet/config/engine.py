@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -19,36 +20,43 @@ class EngineConfig(Config):
     numerics: Literal["exact", "fast"] = "exact"
     """On a GPU: `exact` gives each row the same bits in any company, `fast` lets the libraries choose kernels by the number of
     rows, and says how far sampler and trainer differ. On a CPU both are the same."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0, le=4096)
     """Cores to use on CPU; 0 takes OMP_NUM_THREADS, or all there are. Training uses them together."""
-    samplers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    samplers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Processes that sample besides this one, each with a copy of the base and one core; `auto` takes one for each further
     core where memory allows, and none on a GPU."""
     pack_weights: bool = True
     """On CPU in bfloat16, keep a second copy of the base in the layout that its kernels want: the same bits, sooner."""
-    slots: int = Field(16, ge=1)
+    slots: int = Field(16, ge=1, le=10**5)
     """Adapters that train at once; further jobs wait in the queue."""
-    max_rows: int = Field(256, ge=4)
+    max_rows: int = Field(256, ge=4, le=10**6)
     """Completions decoded at a time, in all processes that sample together."""
-    kv_tokens: int = Field(0, ge=0)
+    kv_tokens: int = Field(0, ge=0, le=10**10)
     """Size of the KV cache in tokens, in each process that samples; 0 derives it from max_rows and the jobs' lengths within
     kv_memory_fraction."""
     kv_memory_fraction: float = Field(0.3, gt=0, lt=1)
     """Share of free memory that the KV cache may take."""
-    block_size: int = Field(64, ge=16)
+    block_size: int = Field(64, ge=16, le=10**5)
     """Tokens of a KV block; attention adds blocks in a fixed order, so results depend on it, for all jobs alike."""
-    prefill_tokens: int = Field(2048, ge=64)
+    prefill_tokens: int = Field(2048, ge=64, le=10**7)
     """Prompt tokens prefilled in one forward pass."""
-    train_tokens: int = Field(2048, ge=64)
+    train_tokens: int = Field(2048, ge=64, le=10**7)
     """Tokens of a packed training batch; several jobs' micro-batches share one."""
-    micro_batch_tokens: int = Field(1024, ge=64)
+    micro_batch_tokens: int = Field(1024, ge=64, le=10**7)
     """Tokens of a job's micro-batch; where it is cut depends on the job's own samples only."""
     recompute: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same bits."""
-    reward_processes: int = Field(2, ge=1)
+    reward_processes: int = Field(2, ge=1, le=4096)
     """Processes that run rewards."""
     trust_remote_code: bool = Field(False, exclude=True)
     """Only settable on the command line: `--trust-remote-code`."""
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+            raise ValueError("must be auto, cpu, cuda or, where there are several, cuda:1")
+        return device
 
     @field_validator("trust_remote_code", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ import hashlib
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from motet.config.model import Config, named
 
@@ -22,7 +22,7 @@ class AdapterConfig(Config):
 
     rank: int = Field(32, ge=1, le=512)
     """Rank of the update B·A."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(32.0, gt=0, le=1e6)
     """The update is scaled by alpha / rank."""
     target_modules: str | Annotated[list[str], Field(fail_fast=True)] = "all-linear"
     """`all-linear`, or the names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings."""
@@ -30,18 +30,25 @@ class AdapterConfig(Config):
     """A PEFT LoRA directory to start from; otherwise A is random and B is zero."""
 
 
+GIVEN_ROWS = "[rows]"
+"""The source of rows that were given themselves; no file, hub name or generated task is called so."""
+
+
 class DataConfig(Config):
     """Where problems come from. A plain string is the source."""
 
     source: str
-    """`file.jsonl`, `file.parquet`, `toy:NAME`, `reasoning-gym:NAME`, or what `datasets.load_dataset` takes (`hub/name`)."""
+    """`file.jsonl`, `file.csv`, `file.parquet`, `toy:NAME`, `reasoning-gym:NAME`, or what `datasets.load_dataset` takes
+    (`hub/name`). From Python also the rows themselves: a list of mappings, or a `datasets.Dataset`."""
+    rows: Any = Field(None, exclude=True)
+    """The rows that stood in the place of the source."""
     split: str = "train"
     """The split of a `datasets` source."""
     subset: str | None = None
     """The configuration name of a `datasets` source."""
     config: dict[str, Any] = {}
     """Options of a generated source (for reasoning-gym, the task's own configuration)."""
-    size: int | None = Field(None, ge=1)
+    size: int | None = Field(None, ge=1, le=10**9)
     """How many rows a generated source makes (4096 unless set), and the most that are read from any other (all)."""
     prompt: str | None = None
     """Column with the prompt (text, or a list of messages); by default prompt, question, messages, problem or input."""
@@ -49,6 +56,8 @@ class DataConfig(Config):
     """Column with the reference answer; by default the first of answer, solution, target, label, output."""
     template: str | None = None
     """Text with `{column}` fields that makes the prompt out of a row."""
+    max_prompt_tokens: int | None = Field(None, ge=1, le=10**7)
+    """Leave out rows whose prompt has more tokens; otherwise one that leaves no room for an answer is an error."""
     system: str | None = None
     """System prompt, put before each problem."""
     chat_template: bool = True
@@ -57,12 +66,24 @@ class DataConfig(Config):
     """Passed to the tokenizer's chat template (for instance `enable_thinking: false`)."""
     shuffle: bool = True
     """Shuffle with the job's seed; every pass over the data is shuffled anew."""
-    holdout: int = Field(64, ge=0)
+    holdout: int = Field(64, ge=0, le=10**6)
     """Rows kept out of training for evaluation."""
     eval_source: str | None = None
     """A source of its own for evaluation instead of held-out rows."""
     seed: int = 0
     """Seed of a generated source and of the held-out split; the same for every job, so that sweeps share both."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rows_for_a_source(cls, value: Any) -> Any:
+        given = value.get("source") if isinstance(value, dict) and "source" in value else value
+        if isinstance(given, dict) and given and all(hasattr(part, "to_list") for part in given.values()):
+            raise ValueError("this is several tables; name one of its splits, such as data['train']")
+        if isinstance(given, list) or hasattr(given, "to_list"):
+            return {**(value if given is not value else {}), "source": GIVEN_ROWS, "rows": given}
+        if isinstance(value, dict) and value.get("rows") is not None and given != GIVEN_ROWS:
+            raise ValueError("rows stand in no field of their own; give them in the place of source")
+        return value
 
 
 class RewardConfig(Config):
@@ -71,17 +92,17 @@ class RewardConfig(Config):
     name: str
     """`exact`, `contains`, `numeric`, `math`, `regex`, `length`, `grader`, `scorer`, `http`, `file.py:function`,
     `module:function`; on a service also `worker`, `judge`, and what its operator installed."""
-    weight: float = 1.0
+    weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Factor in the weighted sum."""
     args: dict[str, Any] = {}
     """Keyword arguments of the reward (`pattern` of `regex`, `target` of `length`, those of your own function)."""
     function: Any = Field(None, exclude=True)
     """A function object, when the job is made in Python."""
-    cpu_seconds: float = Field(10.0, gt=0)
+    cpu_seconds: float = Field(10.0, gt=0, le=1e6)
     """CPU time that scoring one completion may take."""
-    wall_seconds: float = Field(120.0, gt=0)
+    wall_seconds: float = Field(120.0, gt=0, le=1e6)
     """A wide backstop in wall-clock time, for rewards that wait."""
-    memory_mb: int = Field(1024, ge=64)
+    memory_mb: int = Field(1024, ge=64, le=10**7)
     """Memory that the reward's process may take on top of what it starts with."""
     wall: bool | None = None
     """Behind a wall a reward has no network, no files and no other processes. Rewards that ship with Motet run behind one where
@@ -91,9 +112,9 @@ class RewardConfig(Config):
 class SamplingConfig(Config):
     """How training rollouts are drawn."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, le=1000)
     """Sampling temperature; the trainer applies the same."""
-    max_tokens: int = Field(256, ge=1)
+    max_tokens: int = Field(256, ge=1, le=10**7)
     """The longest completion of one turn."""
     stop: Annotated[list[str], Field(fail_fast=True)] = []
     """Stop strings, besides the end-of-turn token."""
@@ -104,21 +125,22 @@ class SamplingConfig(Config):
     min_p: float = 0.0
     """Only 0 in training."""
 
-    @model_validator(mode="after")
-    def _no_truncation(self) -> SamplingConfig:
-        for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            if getattr(self, name) != neutral:
-                raise ValueError(
-                    f"sampling.{name} must stay {neutral} in training: tokens that cannot be drawn bias the importance "
-                    "ratios. Use it under `eval` or in `motet chat` instead."
-                )
-        return self
+    @field_validator("top_p", "top_k", "min_p")
+    @classmethod
+    def _no_truncation(cls, value: float, field: ValidationInfo) -> float:
+        neutral = cls.model_fields[str(field.field_name)].default
+        if value != neutral:
+            raise ValueError(
+                f"must stay {neutral} in training: tokens that cannot be drawn bias the importance ratios. Use it under "
+                "`eval` or in `motet chat` instead"
+            )
+        return value
 
 
 class KLConfig(Config):
     """Penalty that keeps the policy near the base (the model without an adapter)."""
 
-    coef: float = Field(0.0, ge=0)
+    coef: float = Field(0.0, ge=0, le=1e6)
     """Weight of the penalty; 0 switches it off."""
     type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator, after Schulman's note on approximating KL divergence."""
@@ -137,11 +159,11 @@ class AlgorithmConfig(Config):
     """The policy loss of a token (`gspo`: of a sequence)."""
     reduction: Literal["token", "sequence", "constant"] | None = None
     """What token losses are averaged over: all tokens of the step, each sequence then sequences, or `max_tokens` each."""
-    group_size: int = Field(8, ge=2)
+    group_size: int = Field(8, ge=2, le=10**5)
     """Rollouts of one problem."""
-    groups_per_step: int = Field(16, ge=1)
+    groups_per_step: int = Field(16, ge=1, le=10**6)
     """Problems of one step."""
-    max_off_policy_steps: int = Field(0, ge=0)
+    max_off_policy_steps: int = Field(0, ge=0, le=10**4)
     """Step s samples from version max(0, s − this); 0 is on-policy."""
     in_flight: Literal["finish", "continue"] = "finish"
     """What becomes of rollouts under way when a newer version is there: they finish under the version they began with, or go on
@@ -149,7 +171,7 @@ class AlgorithmConfig(Config):
     over_provision: float = Field(1.0, ge=1, le=4)
     """Start this many times the groups of a step, train on those that are done first and resume the rest in the next step, so
     that a step does not wait for its slowest answers (the job is then not exact)."""
-    updates_per_batch: int = Field(1, ge=1)
+    updates_per_batch: int = Field(1, ge=1, le=10**4)
     """Optimizer updates on one rollout batch; each goes over all of it."""
     clip_low: float | None = Field(None, ge=0)
     """Ratios below 1 − clip_low get no gradient from negative advantages; 0.2 unless set (gspo: 3e-4)."""
@@ -172,7 +194,7 @@ class AlgorithmConfig(Config):
     def _has_newer_versions(self) -> AlgorithmConfig:
         if self.in_flight == "continue" and self.max_off_policy_steps == 0:
             raise ValueError(
-                "algorithm.in_flight: continue needs max_off_policy_steps of 1 or more: on-policy, no version comes while a "
+                "in_flight: continue needs max_off_policy_steps of 1 or more: on-policy, no version comes while a "
                 "step is sampled"
             )
         return self
@@ -181,8 +203,8 @@ class AlgorithmConfig(Config):
 class OptimizerConfig(Config):
     """AdamW, per adapter."""
 
-    lr: float | Literal["auto"] = "auto"
-    """Learning rate; `auto` derives it from the base's width and family, and prints it."""
+    lr: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = "auto"
+    """Learning rate, between 0 and 1; `auto` derives it from the base's width and family, and prints it."""
     lr_multiplier: float = Field(1.0, gt=0, le=1000)
     """Factor on the learning rate, for an `auto` that should be smaller or larger."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -193,33 +215,26 @@ class OptimizerConfig(Config):
     """Decoupled weight decay."""
     clip_norm: float = Field(1.0, gt=0)
     """Largest gradient norm of the adapter."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=10**7)
     """Steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls after warm-up, over the job's steps."""
-    max_skipped: int = Field(5, ge=1)
+    max_skipped: int = Field(5, ge=1, le=10**7)
     """The job fails after this many steps in a row with a non-finite gradient."""
-
-    @field_validator("lr")
-    @classmethod
-    def _positive(cls, lr: float | str) -> float | str:
-        if not isinstance(lr, str) and not 0 < lr < 1:
-            raise ValueError(f"optimizer.lr must lie between 0 and 1, got {lr}; `auto` is a good start")
-        return lr
 
 
 class EvalConfig(Config):
     """Evaluation on held-out problems, at the start, every so many steps and at the end."""
 
-    every: int = Field(10, ge=0)
+    every: int = Field(10, ge=0, le=10**7)
     """Steps between evaluations; 0 evaluates only at the start and the end."""
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, le=10**5)
     """Completions per held-out problem."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=1000)
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=10**9)
     """Sample among the k most likely tokens; 0 means no limit."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Drop tokens less likely than this times the most likely one."""
@@ -228,10 +243,10 @@ class EvalConfig(Config):
 class CheckpointConfig(Config):
     """What is kept on disk."""
 
-    every: int = Field(1, ge=1)
+    every: int = Field(1, ge=1, le=10**7)
     """Steps between commits; a resumed job goes on from the last one. Evaluated versions are committed too, and every step of
     a job with `max_off_policy_steps`."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(2, ge=1, le=10**7)
     """Newest commits kept, besides the best by evaluation."""
     rollouts_mb: float = Field(64.0, ge=0)
     """Limit of a job's rollout logs; older steps are deleted first."""
@@ -268,7 +283,7 @@ PRIORITIES = {"low": -10, "normal": 0, "high": 10}
 def _priority(value: Any) -> Any:
     """Accept the name of a class."""
     if isinstance(value, str) and value not in PRIORITIES:
-        raise ValueError(f"priority must be a number or one of {', '.join(PRIORITIES)}, got {value!r}")
+        raise ValueError(f"must be a number, or one of {', '.join(PRIORITIES)}")
     return PRIORITIES[value] if isinstance(value, str) else value
 
 
@@ -291,7 +306,7 @@ class JobConfig(Config):
     """The algorithm."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
-    steps: int = Field(50, ge=1)
+    steps: int = Field(50, ge=1, le=10**7)
     """Rollout batches to train on."""
     seed: int | None = None
     """Seed of everything random in the job; by default a function of its name."""
@@ -302,7 +317,7 @@ class JobConfig(Config):
     priority: Annotated[int, BeforeValidator(_priority)] = Field(0, ge=-100, le=100)
     """Jobs with a higher priority take free slots first; every 10 doubles a job's share of the device. `low` is -10, `normal` 0
     and `high` 10."""
-    budget: int | None = Field(None, ge=1)
+    budget: int | None = Field(None, ge=1, le=10**15)
     """Tokens sampled and trained after which the job pauses, at the end of a step; a larger budget lets it go on."""
 
     @model_validator(mode="before")
@@ -315,13 +330,18 @@ class JobConfig(Config):
             del value["reward"]
         return value
 
+    @field_validator("rewards")
+    @classmethod
+    def _something_counts(cls, rewards: list[RewardConfig]) -> list[RewardConfig]:
+        if not any(reward.weight for reward in rewards):
+            raise ValueError("every weight is 0, so there is nothing to learn; give one of them another")
+        return rewards
+
     @field_validator("name")
     @classmethod
     def _name_is_a_directory(cls, name: str) -> str:
         if not NAME_PATTERN.fullmatch(name):
-            raise ValueError(
-                f"the name {name!r} must be letters, digits and _ . = -, begin with a letter or digit, at most 100"
-            )
+            raise ValueError("must be letters, digits and _ . = -, begin with a letter or digit, at most 100")
         return name
 
     @property

@@ -8,7 +8,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 class Config(BaseModel):
     """Unknown fields are errors, and values do not change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, arbitrary_types_allowed=True, allow_inf_nan=False
+    )
 
 
 def named(key: str) -> BeforeValidator:

@@ -22,23 +22,23 @@ class LaunchConfig(Config):
     """Whether servers share the trainer's GPU; needs `gpu_memory_utilization`."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of a GPU's memory that a server takes."""
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1, le=1024)
     """GPUs that one server spreads its base over."""
     preload: str | None = None
     """A directory in memory (`/dev/shm`) that the base is copied to before servers read it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the server's weights; `auto` takes the trainer's."""
-    max_positions: int = Field(0, ge=0)
+    max_positions: int = Field(0, ge=0, le=10**7)
     """Longest prompt and completion; 0 takes the base's."""
-    max_loras: int = Field(0, ge=0)
+    max_loras: int = Field(0, ge=0, le=10**5)
     """Adapters in one batch; 0 takes one for each job, at most 16."""
-    max_cpu_loras: int = Field(0, ge=0)
+    max_cpu_loras: int = Field(0, ge=0, le=10**5)
     """Versions kept in memory; 0 takes what the jobs can ask for at a time."""
-    max_rank: int = Field(0, ge=0)
+    max_rank: int = Field(0, ge=0, le=10**5)
     """Largest rank; 0 takes that of the jobs."""
     lora_backend: str = "triton"
     """SGLang's LoRA kernels."""
-    stream_interval: int = Field(8, ge=1)
+    stream_interval: int = Field(8, ge=1, le=10**5)
     """Tokens that a server gathers before it sends them, where they are streamed."""
     args: list[str] = []
     """Further arguments of the server's command line."""
@@ -58,9 +58,9 @@ class RolloutConfig(Config):
     directory: str | None = None
     """Where versions are written for servers to read, under the same path for both: a shared file system for servers on other
     hosts; by default /dev/shm, which is memory."""
-    rows: int = Field(64, ge=1)
+    rows: int = Field(64, ge=1, le=10**5)
     """Completions in flight on one replica."""
-    keep_versions: int | None = Field(None, ge=0)
+    keep_versions: int | None = Field(None, ge=0, le=10**5)
     """Versions that stay loaded besides those still needed; 0 never unloads any."""
     tolerance: float | None = Field(None, gt=0)
     """Largest mean difference between a server's and the trainer's logprobs of the probe at each publish; by default 0.005 in
@@ -85,18 +85,18 @@ class RolloutConfig(Config):
     def _are_urls(cls, urls: list[str]) -> list[str]:
         for url in urls:
             if not url.startswith(("http://", "https://")):
-                raise ValueError(f"rollout.urls: {url!r} must begin with http:// or https://")
+                raise ValueError(f"{url!r} must begin with http:// or https://")
         if len(set(urls)) < len(urls):
-            raise ValueError("rollout.urls names a server twice")
+            raise ValueError("names a server twice")
         return [url.rstrip("/") for url in urls]
 
     @model_validator(mode="after")
     def _says_where(self) -> RolloutConfig:
         if self.engine == "embedded" and (self.urls or self.launch):
-            raise ValueError("rollout.urls and rollout.launch are for servers; set rollout.engine to vllm or sglang")
+            raise ValueError("urls and launch are for servers; set engine to vllm or sglang")
         if self.engine != "embedded" and bool(self.urls) == (self.launch is not None):
             raise ValueError(
-                f"rollout.engine {self.engine} needs either `urls` of servers that run or `launch` (`launch: {{}}` will do) "
+                f"engine {self.engine} needs either `urls` of servers that run or `launch` (`launch: {{}}` will do) "
                 "to start one"
             )
         return self

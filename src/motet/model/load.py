@@ -72,8 +72,9 @@ def load_base(
         BaseModelError: it cannot be found or loaded, or failed the proof; says why and what can be used instead.
     """
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise BaseModelError(f"engine.device is {device}, but torch sees no CUDA device; use `cpu` or `auto`")
+    if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
+        told = f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
+        raise BaseModelError(f"engine.device is {device}, but torch sees {told}; use `cpu` or `auto`")
     if place.type == "cuda":
         _add_in_full_precision()
     model, tokenizer = _load(name, dtype, trust_remote_code)
@@ -115,6 +116,11 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
             source, dtype=wanted, attn_implementation="eager", **options
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise BaseModelError(
+                f"base {name!r} brings Python code of its own, which would run here; if you trust it, add "
+                "--trust-remote-code to motet run or motet check"
+            ) from error
         reason = str(error).strip().split("\n")[0]
         raise BaseModelError(
             f"base {name!r} cannot be loaded: {reason.rstrip('.')}. "

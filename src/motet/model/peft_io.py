@@ -60,6 +60,8 @@ class PeftAdapter:
     alpha: float
     target_modules: str | list[str]
     tensors: dict[str, Tensor]
+    base: str
+    """What it was trained on, as its directory says; may be empty."""
 
 
 def write_adapter(
@@ -153,7 +155,8 @@ def read_adapter(directory: Path) -> PeftAdapter:
         tensors = load_file(str(weights_file))
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{weights_file} is damaged: {error}") from error
-    return PeftAdapter(rank, float(alpha), config.get("target_modules", "all-linear"), tensors)
+    trained_on = str(config.get("base_model_name_or_path") or "")
+    return PeftAdapter(rank, float(alpha), config.get("target_modules", "all-linear"), tensors, trained_on)
 
 
 def flatten(adapter: PeftAdapter, base: BaseModel, layout: AdapterLayout, source: Path) -> Tensor:
@@ -172,25 +175,26 @@ def flatten(adapter: PeftAdapter, base: BaseModel, layout: AdapterLayout, source
     names = [f"{module}.lora_{side}.weight" for module in expected for side in "AB"]
     if not any(name in left for name in names):
         raise AdapterError(
-            f"{source}: none of its {len(left)} tensors fits {base.name}; it was trained on another base"
+            f"{source}: none of its {len(left)} tensors fits {base.name}; it was trained on {adapter.base or 'another base'}"
         )
+    told = f"; it was trained on {adapter.base}" if adapter.base else ""
     for module, views in expected.items():
         for side, view in zip("AB", views, strict=True):
             name = f"{module}.lora_{side}.weight"
             tensor = left.pop(name, None)
             if tensor is None:
                 raise AdapterError(
-                    f"{source} has no tensor {name}; set adapter.target_modules to what it was trained with"
+                    f"{source} has no tensor {name}; set adapter.target_modules to what it was trained with{told}"
                 )
             if tuple(tensor.shape) != tuple(view.t().shape):
                 raise AdapterError(
-                    f"{source}: {name} has shape {tuple(tensor.shape)}, the base needs {tuple(view.t().shape)}"
+                    f"{source}: {name} has shape {tuple(tensor.shape)}, the base needs {tuple(view.t().shape)}{told}"
                 )
             if not torch.isfinite(tensor).all():
                 raise AdapterError(f"{source}: {name} has values that are not finite")
             view.copy_(tensor.float().t())
     if left:
-        raise AdapterError(f"{source} has a tensor that nothing asks for: {sorted(left)[0]} ({len(left)} in all)")
+        raise AdapterError(f"{source} has a tensor that nothing asks for: {sorted(left)[0]} ({len(left)} in all){told}")
     return flat
 
 

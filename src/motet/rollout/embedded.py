@@ -155,10 +155,11 @@ class EmbeddedEngine:
             raise EngineError(f"{where} has a token id outside the base's vocabulary of {self.base.vocab_size}")
         longest = min(self.base.max_positions, self.cache.n_blocks * self.cache.block_size)
         if n_prompt + n_new > longest:
-            room = "the KV cache (engine.kv_tokens)" if longest < self.base.max_positions else "the model"
+            of_cache = longest < self.base.max_positions
             raise EngineError(
-                f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed {longest}, the room of {room}; lower "
-                "sampling.max_tokens, shorten the prompt or raise the limit"
+                f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed {longest}, the room of the "
+                f"{'KV cache' if of_cache else 'model'}; lower sampling.max_tokens, shorten the prompt"
+                f"{', raise engine.kv_tokens' if of_cache else ''} or leave it out by data.max_prompt_tokens"
             )
 
     def _tick(self) -> bool:

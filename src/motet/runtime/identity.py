@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from motet.checksums import hash_of
-from motet.config import JobConfig
+from motet.config import GIVEN_ROWS, JobConfig
+from motet.tasks.plain_json import as_json
 from motet.types import ADAPTER_WEIGHTS
 
 _SHOWN = 16
@@ -30,9 +32,12 @@ def of_config(config: JobConfig) -> dict[str, Any]:
 
 
 def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Each file that a job names, with the beginning of its sum."""
+    """Each file that a job names, and rows that it was given, with the beginning of its sum."""
     rewards = (reward.name.rpartition(":")[0] for reward in config.rewards if reward.function is None)
     start = config.adapter.init and str(Path(config.adapter.init) / ADAPTER_WEIGHTS)
+    if config.data.rows is not None:
+        rows = json.dumps(as_json(list(config.data.rows)), sort_keys=True)
+        yield GIVEN_ROWS, hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()[:_SHOWN]
     for name in (config.data.source, config.data.eval_source, start, *rewards):
         if name and (path := Path(name).expanduser()).is_file():
             yield path.name, hash_of(path).hexdigest()[:_SHOWN]

@@ -20,6 +20,7 @@ from motet.types import BoolArray, IntArray, Message, Problem
 _PLACEHOLDER = "7sampled7text7"
 _PART_OF_A_LETTER = "\ufffd"
 _MOST_PAIRS = 2**15
+_AROUND = 8
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,23 @@ class Chat:
             BaseModelError: the template refuses the conversation.
         """
         return self._encode(self.prompt_text(problem), special=not self.chat_template)
+
+    def longer_than(self, problem: Problem, most: int) -> bool:
+        """Whether a prompt has more tokens than this."""
+        text = self.prompt_text(problem)
+        return _most_tokens(text) > most and len(self._encode(text, special=not self.chat_template)) > most
+
+    def longest(self, problems: Sequence[Problem]) -> tuple[int, Problem]:
+        """The tokens of the longest prompt, and whose it is; of equal ones the first."""
+        sizes = [_most_tokens(self.prompt_text(problem)) for problem in problems]
+        found, place = 0, 0
+        for index in sorted(range(len(problems)), key=lambda index: -sizes[index]):
+            if sizes[index] < found:
+                break
+            length = len(self.prompt_ids(problems[index]))
+            if length > found or (length == found and index < place):
+                found, place = length, index
+        return found, problems[place]
 
     def follow_up_ids(
         self, problem: Problem, previous: Sequence[Message], sampled_ids: IntArray, message: str
@@ -149,6 +167,11 @@ class Chat:
 
     def _decode(self, ids: Sequence[int] | IntArray) -> str:
         return str(self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
+
+
+def _most_tokens(text: str) -> int:
+    """A token stands for a byte at least, but for a few around the text: most texts need not be tokenised to be compared."""
+    return len(text.encode("utf-8", "surrogatepass")) + _AROUND
 
 
 def render(tokenizer: Any, messages: Sequence[Message], generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -35,6 +35,8 @@ class Dataset:
     """For evaluation; no prompt of it is in `train`."""
     scorer: ScorerSpec | None
     """The data's own scorer, for the reward `scorer`."""
+    notes: tuple[str, ...] = ()
+    """Which rows were left out, and why."""
 
     @cached_property
     def evaluation_seed(self) -> int:
@@ -46,20 +48,25 @@ class Dataset:
         return int.from_bytes(hashlib.blake2b(json.dumps(told).encode(), digest_size=8).digest(), "little")
 
 
-def load_dataset(config: DataConfig, bounds: Bounds | None = None) -> Dataset:
+Longer = Callable[[Problem, int], bool]
+"""Whether a problem's prompt has more than so many tokens."""
+
+
+def load_dataset(config: DataConfig, bounds: Bounds | None = None, longer: Longer | None = None) -> Dataset:
     """Read, check and split a job's data. The split depends on `config.seed` only, so jobs of a sweep share it.
 
     Args:
         config: the job's data section.
         bounds: of what somebody else gives; None for data of one's own.
+        longer: for `config.max_prompt_tokens`.
 
     Raises:
         DataError: the source cannot be read, a row does not fit, or too few rows remain; says where and what to do.
     """
     rows, scorer = read_rows(config, bounds)
-    problems = _problems(config, rows, bounds)
+    problems, notes = _short(config, _problems(config, rows, bounds), longer)
     if config.eval_source is not None:
-        holdout, eval_scorer = _evaluation(config, bounds)
+        holdout, eval_scorer = _evaluation(config, bounds, longer)
         scorer = replace(scorer, evaluation=eval_scorer) if scorer else eval_scorer
     else:
         order = seeds.permutation(seeds.key(config.seed, "holdout"), len(problems))
@@ -68,11 +75,47 @@ def load_dataset(config: DataConfig, bounds: Bounds | None = None) -> Dataset:
     kept_out = {problem.messages for problem in holdout}
     train = tuple(problem for problem in problems if problem.messages not in kept_out)
     if not train:
+        raise DataError(_nothing_left(config, problems))
+    left_out = len(problems) - len(train) - (0 if config.eval_source else len(holdout))
+    if left_out:
+        notes.append(f"{left_out} of {len(problems)} rows are left out of training, because their prompts are held out")
+    return Dataset(train, holdout, scorer, tuple(notes))
+
+
+def _short(config: DataConfig, problems: list[Problem], longer: Longer | None) -> tuple[list[Problem], list[str]]:
+    """Those whose prompts are not too long, and what is to say of the others."""
+    most = config.max_prompt_tokens
+    if most is None or longer is None:
+        return problems, []
+    tokens = f"more than {most} token{'' if most == 1 else 's'}"
+    short = [problem for problem in problems if not longer(problem, most)]
+    if not short:
         raise DataError(
-            f"data.source {config.source!r} has {len(problems)} rows and data.holdout {config.holdout} leaves none to "
-            f"train on: add rows, or set data.holdout to {len(problems) // 10} or so"
+            f"data.source {config.source!r}: each of its {len(problems)} rows has a prompt of {tokens}; raise "
+            "data.max_prompt_tokens"
         )
-    return Dataset(train, holdout, scorer)
+    left_out = len(problems) - len(short)
+    told = (
+        f"{left_out} of {len(problems)} rows are left out, because their prompts have {tokens} (data.max_prompt_tokens)"
+    )
+    return short, [told] if left_out else []
+
+
+def _nothing_left(config: DataConfig, problems: Sequence[Problem]) -> str:
+    """Why there is nothing to train on, and what to do."""
+    n, different = len(problems), len({problem.messages for problem in problems})
+    rows = f"data.source {config.source!r} has {n} row{'' if n == 1 else 's'}"
+    if config.eval_source is not None:
+        return f"{rows}, and data.eval_source has all of their prompts: name another, or leave it out"
+    if different == n:
+        advice = f"add rows, or set data.holdout to {n // 10} or so"
+        return f"{rows}, and data.holdout {config.holdout} leaves none to train on: {advice}"
+    if different == 1:
+        return f"{rows} with the same prompt, which is held out: set data.holdout to 0, or name an eval_source"
+    return (
+        f"{rows} with {different} different prompts, and data.holdout {config.holdout} holds all of them out: set data.holdout "
+        f"to {max(1, different // 10)} or so"
+    )
 
 
 def data_window(problems: Sequence[Problem], step: int, width: int, seed: int, shuffle: bool = True) -> list[Problem]:
@@ -92,14 +135,17 @@ def data_window(problems: Sequence[Problem], step: int, width: int, seed: int, s
     return window
 
 
-def _evaluation(config: DataConfig, bounds: Bounds | None) -> tuple[tuple[Problem, ...], ScorerSpec | None]:
+def _evaluation(
+    config: DataConfig, bounds: Bounds | None, longer: Longer | None
+) -> tuple[tuple[Problem, ...], ScorerSpec | None]:
     if config.holdout == 0:
         raise DataError("data.eval_source is set but data.holdout is 0: set it to how many of its rows to use")
     # reasoning-gym seeds row i with seed + i: a far-away seed keeps evaluation rows from being training rows.
     far = seeds.key(config.seed, "eval_source") % (1 << 31)
-    other = config.model_copy(update={"source": config.eval_source, "size": config.holdout, "seed": far})
+    other = config.model_copy(update={"source": config.eval_source, "size": config.holdout, "seed": far, "rows": None})
     rows, scorer = read_rows(other, bounds)
-    return tuple(_problems(other, rows, bounds)), scorer
+    problems, _ = _short(other, _problems(other, rows, bounds), longer)
+    return tuple(problems), scorer
 
 
 def _problems(config: DataConfig, rows: Sequence[Row], bounds: Bounds | None) -> list[Problem]:
@@ -117,7 +163,7 @@ def _problems(config: DataConfig, rows: Sequence[Row], bounds: Bounds | None) ->
 
 
 def _problem(config: DataConfig, row: Row, index: int) -> Problem:
-    where = f"{config.source} row {index}"
+    where = f"{config.source} row {index + 1}"
     answer_column = _column(row, config.answer, ANSWER_COLUMNS, "answer", where)
     prompt_column = None
     value: Any

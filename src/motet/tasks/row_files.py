@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +40,7 @@ UPLOADED = Bounds()
 
 
 def rows_of(path: Path, bounds: Bounds | None = None) -> Iterator[Row]:
-    """The rows of a .jsonl, .json or .parquet file, in order.
+    """The rows of a .jsonl, .json, .csv or .parquet file, in order.
 
     Args:
         path: the file; its ending says what it is.
@@ -77,17 +80,17 @@ def _too_many_values(path: Path, bounds: Bounds) -> DataError:
     return DataError(f"{path} has more than {bounds.values} values, the most here; leave columns out, or split it")
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------------------
+# --- lines ------------------------------------------------------------------------------------------------------------------
 
 
-def _json_lines(path: Path, bounds: Bounds | None) -> Iterator[Row]:
+def _lines(path: Path, bounds: Bounds | None) -> Iterator[bytes]:
     longest = -1 if bounds is None else bounds.row_bytes + 1
     with path.open("rb") as lines:
-        yield from _checked(iter(lambda: lines.readline(longest), b""), path, "line", bounds)
+        yield from iter(lambda: lines.readline(longest), b"")
 
 
-def _checked(lines: Iterable[bytes], path: Path, unit: str, bounds: Bounds | None) -> Iterator[Row]:
-    """The rows of lines, none of which is parsed before it is known to be within the bounds."""
+def _within(lines: Iterable[bytes], path: Path, unit: str, bounds: Bounds | None) -> Iterator[tuple[str, bytes]]:
+    """Lines, each with its place, none of which comes before it is known to be within the bounds."""
     size = values = 0
     for number, line in enumerate(lines, 1):
         where = f"{path} {unit} {number}"
@@ -99,6 +102,18 @@ def _checked(lines: Iterable[bytes], path: Path, unit: str, bounds: Bounds | Non
                 raise _too_large(str(path), bounds.bytes)
             if values > bounds.values:
                 raise _too_many_values(path, bounds)
+        yield where, line
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------------
+
+
+def _json_lines(path: Path, bounds: Bounds | None) -> Iterator[Row]:
+    yield from _objects(_lines(path, bounds), path, "line", bounds)
+
+
+def _objects(lines: Iterable[bytes], path: Path, unit: str, bounds: Bounds | None) -> Iterator[Row]:
+    for where, line in _within(lines, path, unit, bounds):
         if line.strip():
             yield _object(_parse(line, where), where)
 
@@ -110,7 +125,7 @@ def _json_list(path: Path, bounds: Bounds | None) -> Iterator[Row]:
     value = _parse(text, str(path))
     if not isinstance(value, list):
         raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; for one row a line use .jsonl")
-    for number, row in enumerate(value):
+    for number, row in enumerate(value, 1):
         where = f"{path} row {number}"
         if bounds is not None and len(json.dumps(row)) > bounds.row_bytes:
             raise _too_large(where, bounds.row_bytes)
@@ -136,6 +151,37 @@ def _object(value: Any, where: str) -> Row:
     return value
 
 
+# --- CSV --------------------------------------------------------------------------------------------------------------------
+
+
+def _csv(path: Path, bounds: Bounds | None) -> Iterator[Row]:
+    """Every field is text: what looks like a number may be a code, and `007` is not 7."""
+    csv.field_size_limit(sys.maxsize)  # of the whole process; rows have bounds of their own
+    reader = csv.reader(_texts(path, bounds), strict=True)
+    try:
+        names = next(reader, [])
+        if len(set(names)) < len(names):
+            doubled = Counter(names).most_common(1)[0][0]
+            raise DataError(f"{path} names the column {doubled!r} twice; each needs a name of its own")
+        for number, fields in enumerate(filter(None, reader), 1):
+            if bounds is not None and sum(map(len, fields)) > bounds.row_bytes:
+                raise _too_large(f"{path} row {number}", bounds.row_bytes)
+            if len(fields) != len(names):
+                odd = "more" if len(fields) > len(names) else "fewer"
+                raise DataError(f"{path} line {reader.line_num} has {odd} fields than the first line has names")
+            yield dict(zip(names, fields, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path} line {reader.line_num} is not CSV: {error}") from error
+
+
+def _texts(path: Path, bounds: Bounds | None) -> Iterator[str]:
+    for where, line in _within(_lines(path, bounds), path, "line", bounds):
+        try:
+            yield line.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where} is not UTF-8 text") from error
+
+
 # --- parquet ----------------------------------------------------------------------------------------------------------------
 
 
@@ -145,9 +191,9 @@ def _parquet(path: Path, bounds: Bounds | None) -> Iterator[Row]:
         return
     lines = parquet_rows.read_apart(path, bounds.seconds, bounds.memory_mb, bounds.row_bytes + 1)
     with contextlib.closing(lines):
-        yield from _checked(lines, path, "row", bounds)
+        yield from _objects(lines, path, "row", bounds)
 
 
 READERS: dict[str, Callable[[Path, Bounds | None], Iterator[Row]]] = {
-    ".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet,
+    ".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".parquet": _parquet,
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from motet.config import GENERATED_ROWS, DataConfig
@@ -29,20 +30,36 @@ def read_rows(config: DataConfig, bounds: Bounds | None = None) -> tuple[list[Ro
         return make_entries(spec, bounds), spec
     if source.startswith("toy:"):
         return _toy(config, source.partition(":")[2]), None
-    if Path(source).suffix.lower() not in READERS:
-        rows = _datasets(config)
-    else:
-        path = Path(source).expanduser()
-        if not path.is_file():
-            near = _near(path.name, _siblings(path))
-            raise DataError(f"data.source {source!r} is not a file{near} (looked in {path.parent.resolve()})")
-        rows = list(itertools.islice(rows_of(path, bounds), config.size))
+    rows = list(itertools.islice(_rows(config, bounds), config.size))
     if not rows:
         raise DataError(f"data.source {source!r} has no rows")
     try:
         return [{str(name): as_json(value) for name, value in row.items()} for row in rows], None
     except RecursionError as error:
         raise DataError(f"data.source {source!r} has a row that is nested too deep") from error
+
+
+def _rows(config: DataConfig, bounds: Bounds | None) -> Iterable[Row]:
+    path = Path(config.source).expanduser()
+    if config.rows is not None:
+        return _of_python(config)
+    if path.suffix.lower() in READERS:
+        if path.is_file():
+            return rows_of(path, bounds)
+        near = _near(path.name, _siblings(path))
+        raise DataError(f"data.source {config.source!r} is not a file{near} (looked in {path.parent.resolve()})")
+    if path.is_file():
+        raise DataError(
+            f"data.source {config.source!r} is a file of another kind: its name must end with {', '.join(READERS)}"
+        )
+    return _datasets(config)
+
+
+def _of_python(config: DataConfig) -> Iterator[Row]:
+    for number, row in enumerate(config.rows, 1):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{config.source} row {number} must be a mapping of columns, got {type(row).__name__}")
+        yield dict(row)
 
 
 def _near(name: str, known: list[str]) -> str:
@@ -79,5 +96,5 @@ def _datasets(config: DataConfig) -> list[Row]:
         raise DataError(
             f"data.source {source!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: "
             f"{type(error).__name__}: {reason}. Check the name, data.subset and data.split; without a network use "
-            "a file (.jsonl, .json, .parquet), a local directory, toy:NAME or reasoning-gym:NAME"
+            "a file (.jsonl, .json, .csv, .parquet), a local directory, toy:NAME or reasoning-gym:NAME"
         ) from error

@@ -133,7 +133,7 @@ def _rows(desk: Desk, who: Principal, file_id: str, field: str, grader: Grader) 
             there = ", ".join(problem.metadata) or "none besides messages"
             raise Refusal(
                 400,
-                f"{field}: {file.filename} row {problem.id} has no column {min(missing)!r}, which the grader reads; its "
+                f"{field}: {file.filename} row {problem.id + 1} has no column {min(missing)!r}, which the grader reads; its "
                 f"columns: {there}",
                 field,
             )

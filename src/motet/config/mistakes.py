@@ -1,0 +1,174 @@
+"""What is wrong with a configuration, in words: one line for each field, and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import ValidationError
+
+from motet.config import Config, JobConfig, RunConfig
+
+MOST_MISTAKES = 100
+"""Those that are told at once."""
+_MOST_PLACES = 3
+
+OTHERS_WORDS: Mapping[str, str] = {
+    "batch_size": "algorithm.groups_per_step, the number of problems of a step",
+    "per_device_train_batch_size": "algorithm.groups_per_step, the number of problems of a step",
+    "generation_batch_size": "algorithm.groups_per_step, the number of problems of a step",
+    "num_generations": "algorithm.group_size",
+    "num_iterations": "algorithm.updates_per_batch",
+    "beta": "algorithm.kl.coef",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "loss_type": "algorithm.type",
+    "scale_rewards": "algorithm.advantage",
+    "mask_truncated_completions": "algorithm.mask_truncated",
+    "vllm_importance_sampling_correction": "algorithm.correct_sampler",
+    "learning_rate": "optimizer.lr",
+    "lr_scheduler_type": "optimizer.schedule",
+    "max_grad_norm": "optimizer.clip_norm",
+    "adam_beta1": "optimizer.betas",
+    "adam_beta2": "optimizer.betas",
+    "adam_epsilon": "optimizer.eps",
+    "max_completion_length": "sampling.max_tokens",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_steps": "steps",
+    "num_train_epochs": "steps",
+    "train_dataset": "data",
+    "dataset_name": "data.source",
+    "dataset_config": "data.subset",
+    "eval_dataset": "data.eval_source",
+    "eval_steps": "eval.every",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "reward_funcs": "reward",
+    "reward_weights": "reward",
+    "lora_r": "adapter.rank",
+    "r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_target_modules": "adapter.target_modules",
+    "model": "base",
+    "model_name_or_path": "base",
+    "output_dir": "run",
+    "gradient_checkpointing": "engine.recompute",
+    "use_vllm": "rollout.engine",
+}
+"""Names that TRL, PEFT and transformers have for what fields of ours hold."""
+_ALSO_WRITTEN: Mapping[type[Config], Sequence[str]] = {RunConfig: ("defaults", "sweep"), JobConfig: ("reward", "sweep")}
+"""What a job file may hold besides the fields that it is made into."""
+
+
+def explain(error: ValidationError, root: type[Config], tree: Mapping[str, Any]) -> list[str]:
+    """A line for each field that is wrong; a job is called by its name.
+
+    Args:
+        error: what validating `tree` against `root` raised.
+        root: the whole configuration.
+        tree: what was written.
+    """
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for item in error.errors(include_url=False):
+        found.setdefault(_field_of(root, item), []).append(item)
+    lines = [_line(root, tree, place, items) for place, items in list(found.items())[:MOST_MISTAKES]]
+    return [f"{len(found)} mistake{'' if len(found) == 1 else 's'}:", *lines, *["  …"] * (len(found) > MOST_MISTAKES)]
+
+
+def no_such_field(name: str, model: type[Config]) -> str:
+    """What to say of a field that a section does not have."""
+    told = "there is no such field; "
+    if name in OTHERS_WORDS:
+        return f"{told}it is {OTHERS_WORDS[name]}"
+    fields = sorted((*model.model_fields, *_ALSO_WRITTEN.get(model, ())))
+    places = [path for path in FIELDS if path.rpartition(".")[2] == name]
+    if model is RunConfig and name in JobConfig.model_fields:
+        told += "it stands in a job, or in defaults for all jobs. There are "
+    elif places:
+        told += f"it stands in {' or '.join(places[:_MOST_PLACES])}. There are "
+    elif near := difflib.get_close_matches(name, fields, n=1, cutoff=0.7):
+        told += f"did you mean {near[0]}? There are "
+    else:
+        told += "there are "
+    return told + ", ".join(fields)
+
+
+def _line(
+    root: type[Config], tree: Mapping[str, Any], place: tuple[Any, ...], items: Sequence[Mapping[str, Any]]
+) -> str:
+    job, path = "", list(place)
+    if root is RunConfig and len(path) >= 2 and path[0] == "jobs":
+        written = _at(tree.get("jobs"), path[1])
+        job, path = f"job {_at(written, 'name') or f'number {path[1] + 1}'}: ", path[2:]
+        if path[:1] == ["rewards"] and _at(written, "rewards") is None:
+            path[0] = "reward"
+    field = ".".join(map(str, path))
+    return f"  {job}{field}{': ' if field else ''}{_message(root, place, items)}"
+
+
+def _message(root: type[Config], place: tuple[Any, ...], items: Sequence[Mapping[str, Any]]) -> str:
+    item = items[0]
+    if item["type"] == "extra_forbidden":
+        section = _walk(root, place[:-1])[1]
+        return "there is no such field" if section is None else no_such_field(str(place[-1]), section)
+    if item["type"] == "missing":
+        return "is missing"
+    if item["type"] == "model_type":
+        return f"must be a mapping of fields (got {item['input']!r:.80})"
+    if item["type"] == "too_short":
+        return "is empty; give at least one"
+    first, *others = dict.fromkeys(str(one["msg"]).removeprefix("Value error, ") for one in items)
+    message = ", or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
+    given = item.get("input")
+    return message if isinstance(given, dict | list) else f"{message} (got {given!r:.80})"
+
+
+def _field_of(root: type[Config], item: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Where a mistake is: for a field of several types pydantic names the type too, and tells a mistake for each."""
+    place = tuple(item["loc"])
+    return place if item["type"] == "extra_forbidden" else place[: _walk(root, place)[0]]
+
+
+def _walk(root: type[Config], place: Sequence[Any]) -> tuple[int, type[Config] | None]:
+    """How much of a location is of the configuration, and the section that it ends in."""
+    model: type[Config] | None = root
+    for index, part in enumerate(place):
+        field = model.model_fields.get(part) if model is not None and isinstance(part, str) else None
+        if field is None:
+            if not isinstance(part, int):
+                model = None
+            continue
+        several = [one for one in get_args(field.annotation) if one is not types.NoneType]
+        if get_origin(field.annotation) in (Union, types.UnionType) and len(several) > 1:
+            return index + 1, None
+        model = _model_in(field.annotation)
+    return len(place), model
+
+
+def _model_in(annotation: Any) -> type[Config] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _model_in(part)) is not None), None)
+
+
+def _paths(model: type[Config], above: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield f"{above}{name}"
+        if (inner := _model_in(field.annotation)) is not None:
+            yield from _paths(inner, "" if inner is JobConfig else f"{above}{name}.")
+
+
+FIELDS = tuple(_paths(RunConfig, ""))
+"""Every field of a job file, with its section; those of a job without `jobs`."""
+
+
+def _at(value: Any, key: Any) -> Any:
+    """What a tree holds at a place; None where it does not."""
+    if isinstance(value, dict):
+        return value.get(key)
+    if isinstance(value, list | tuple) and isinstance(key, int) and key < len(value):
+        return value[key]
+    return getattr(value, str(key), None)
