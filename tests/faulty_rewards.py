@@ -95,5 +95,8 @@ def none_of_my_business(completions, **kwargs):
     return [None if text == "none" else 1.0 for text in completions]
 
 
-def too_few(completions, **kwargs):
-    return [1.0]
+def counting(completions, says, calls, **kwargs):
+    """Returns what it is told to, and writes down how often it was asked."""
+    with open(calls, "a") as file:
+        file.write(f"{len(completions)}\n")
+    return says

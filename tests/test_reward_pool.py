@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import math
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -19,9 +21,10 @@ import pytest
 from motet.config import DataConfig, RewardConfig
 from motet.errors import RewardError
 from motet.tasks.dataset import load_dataset
+from motet.tasks.reward_elsewhere import from_wire, to_wire
 from motet.tasks.reward_pool import RewardPool
 from motet.types import Message, Problem
-from tests.faulty_rewards import misbehave, none_of_my_business, relative, slow, too_few
+from tests.faulty_rewards import counting, misbehave, none_of_my_business, relative, slow
 
 PROBLEM = Problem(3, (Message("user", "What is 6 · 7?"),), "42", {"level": "easy"})
 
@@ -173,13 +176,78 @@ def test_trl_rewards_see_the_group_and_lose_only_the_completion_at_fault():
     assert (good.reward, "ValueError: bad completion" in bad.error) == (1.0, True)
     good, bad = scores(["ab", "loop"], reward(relative))
     assert (good.reward, "CPU time" in bad.error) == (1.0, True)
-    good, bad = scores(["ab", "none"], reward(none_of_my_business))
-    assert (good.reward, "each of them returned None" in bad.error) == (1.0, True)
-    assert [s.error != "" for s in scores(["a"], reward(too_few))] == [False]
-    wrong = "reward mine: returned 1 value for 2 completions; it must return one for each"
-    assert [s.error for s in scores(["a", "b"], reward(too_few))] == [wrong] * 2
     (column,) = scores(["a"], reward(relative), problem=Problem(0, PROBLEM.messages, "", {"other": 1}))
     assert "asks for the column 'level'; the data's columns are other" in column.error
+
+
+def test_a_list_of_another_length_is_an_error_for_all_and_nothing_is_asked_again(tmp_path):
+    calls = tmp_path / "calls"
+    for says, told in (
+        ([1.0], "1 value"),
+        ([1.0] * 5, "5 values"),
+        (1.0, "float"),
+        ("1234", "str"),
+        (None, "NoneType"),
+    ):
+        calls.unlink(missing_ok=True)
+        scored = scores(["a", "b", "c", "d"], reward(counting, args={"says": says, "calls": str(calls)}))
+        assert {s.error for s in scored} == {
+            f"reward mine: returned {told}, not a list of 4 numbers, one for each completion"
+        }
+        assert calls.read_text() == "4\n"
+    assert [s.reward for s in scores(["a"], reward(counting, args={"says": [1.0], "calls": str(calls)}))] == [1.0]
+
+
+def test_none_from_a_trl_reward_means_that_it_does_not_count():
+    other = RewardConfig(name="length", weight=2, args={"target": 1})
+    applies, does_not = scores(["ab", "none"], reward(none_of_my_business), other)
+    assert (applies.reward, dict(applies.parts)) == (3.0, {"mine": 1.0, "length": 1.0})
+    assert (does_not.reward, dict(does_not.parts), does_not.error) == (2.0, {"length": 1.0}, "")
+    good, bad = scores(["ab", "none"], reward(none_of_my_business))
+    assert (good.reward, bad.error) == (1.0, "no reward applies: mine returned None")
+    (ours,) = scores(["value none"], reward(), other)
+    assert ours.error == "reward mine: returned None, not a number"
+
+    async def scenario(pool):
+        await pool.register("job", [reward(none_of_my_business)])
+        return await pool.scores("job", asdict(PROBLEM), ["ab", "none"])
+
+    found = run(scenario)
+    assert from_wire(json.loads(json.dumps(to_wire(found))), 2) == found == [1.0, None]
+
+
+def test_a_worker_may_say_that_its_reward_does_not_apply():
+    async def worker(job, reward, problem, completions):
+        return from_wire([1.0, None], 2)
+
+    async def main():
+        pool = RewardPool(1, {"worker": worker})
+        await pool.register("job", [RewardConfig(name="worker"), RewardConfig(name="exact")])
+        try:
+            return await pool.score("job", PROBLEM, ["no", "42"])
+        finally:
+            await pool.close()
+
+    assert [(s.reward, s.error) for s in asyncio.run(main())] == [(1.0, ""), (1.0, "")]
+
+
+def test_rewards_of_files_are_called_by_the_files_name(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text("def score(problem, completion): return float(completion)\n")
+    names = [RewardConfig(name=f"{tmp_path}/{folder}/mine.py:score") for folder in "ab"]
+    good, bad = scores(["1", "x"], *names)
+    assert dict(good.parts) == {"mine.py:score": 1.0, "mine.py:score#2": 1.0}
+    assert bad.error.startswith("reward mine.py:score: ValueError: could not convert")
+
+
+def test_what_motet_says_itself_comes_without_a_place_in_its_source():
+    (bad,) = scores(["x"], RewardConfig(name="exact"), problem=Problem(0, PROBLEM.messages, "", {}))
+    assert bad.error.startswith("reward exact: the problem has no reference answer: name its column")
+    (column,) = scores(["a"], reward(relative), problem=Problem(0, PROBLEM.messages, "", {"other": 1}))
+    assert column.error == "reward mine: it asks for the column 'level'; the data's columns are other"
+    for error in (bad.error, column.error):
+        assert ".py" not in error
 
 
 def test_async_rewards_wait_together():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from motet.config import RewardConfig
@@ -113,21 +115,6 @@ def test_own_signature_with_args():
     assert loaded.call(problem(), ["abc"]) == 5
 
 
-def test_parameters_are_bound_by_name_in_whatever_order():
-    assert resolve(config(lambda completion, problem: (problem.answer, completion))).call(problem("x"), ["a"]) == (
-        "x",
-        "a",
-    )
-    assert resolve(config(lambda problem, *, completion: completion)).call(problem("x"), ["a"]) == "a"
-    assert resolve(config(lambda row, text: (row.answer, text))).call(problem("x"), ["a"]) == ("x", "a")
-
-
-@pytest.mark.parametrize("function", [lambda completion, row: 1.0, lambda text, problem: 1.0])
-def test_parameters_in_each_others_place_are_refused(function):
-    with pytest.raises(RewardError, match="gets the problem first and then the completion: swap them"):
-        resolve(config(function))
-
-
 def test_rewards_from_files_and_modules(tmp_path):
     (tmp_path / "neighbour.py").write_text("BONUS = 3\n")
     (tmp_path / "mine.py").write_text("from neighbour import BONUS\ndef score(problem, completion): return BONUS\n")
@@ -151,10 +138,16 @@ def test_rewards_from_files_and_modules(tmp_path):
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("regex", {}, "missing a required argument: 'pattern'"),
+        (
+            "regex",
+            {},
+            r"reward 'regex' needs args that the job does not give: write \{name: regex, args: \{pattern: …\}\}$",
+        ),
         ("regex", {"pattern": "("}, "unterminated subpattern"),
         ("length", {"target": 3, "unit": "tokens"}, "unit must be words or characters"),
-        ("exact", {"ignorecase": True}, "unexpected keyword argument 'ignorecase'"),
+        ("exact", {"ignorecase": True}, "reward 'exact' has no argument 'ignorecase'; did you mean 'ignore_case'"),
+        ("exact", {"tolerance": 1}, "reward 'exact' has no argument 'tolerance'; it takes ignore_case$"),
+        ("math", {"tolerance": 1}, "reward 'math' has no argument 'tolerance'; it takes none$"),
     ],
 )
 def test_wrong_args_are_refused_at_load(name, args, message):
@@ -162,6 +155,42 @@ def test_wrong_args_are_refused_at_load(name, args, message):
         resolve(RewardConfig(name=name, args=args))
 
 
-def test_wrong_parameters_are_refused_at_load():
-    with pytest.raises(RewardError, match=r"A reward is a function of \(problem, completion"):
-        resolve(config(lambda text: 1.0))
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda text: 1.0, "takes text"),
+        (lambda: 1.0, "takes nothing"),
+        (lambda completion, row: 1.0, "takes completion first"),
+        (lambda answer, problem: 1.0, "takes problem second"),
+        (lambda problem, *, completion_text: 1.0, "takes problem"),
+    ],
+)
+def test_wrong_parameters_are_refused_at_load(function, told):
+    expected = (
+        rf"reward 'mine' {told}; write def reward\(problem, completion\), or TRL's def reward\(completions, \*\*col"
+    )
+    with pytest.raises(RewardError, match=expected):
+        resolve(config(function))
+
+
+def with_both_at_the_end(*, bonus, completion, problem):
+    return f"{completion} {problem.answer} {bonus}"
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "score"),
+    [
+        (lambda problem, completion: f"{completion} {problem.answer}", {}, "a 42"),
+        (lambda completion, problem: f"{completion} {problem.answer}", {}, "a 42"),
+        (lambda completion, bonus, problem: f"{completion} {problem.answer} {bonus}", {"bonus": 1}, "a 42 1"),
+        (with_both_at_the_end, {"bonus": 1}, "a 42 1"),
+        (lambda row, text: f"{text} {row.answer}", {}, "a 42"),
+        (lambda problem, text: f"{text} {problem.answer}", {}, "a 42"),
+        (lambda row, completion: f"{completion} {row.answer}", {}, "a 42"),
+        (lambda problem, completion, /: f"{completion} {problem.answer}", {}, "a 42"),
+        (lambda *given: f"{given[1]} {given[0].answer}", {}, "a 42"),
+        (functools.partial(lambda bonus, completion, problem: f"{completion} {problem.answer}", 1), {}, "a 42"),
+    ],
+)
+def test_problem_and_completion_are_known_by_their_names(function, args, score):
+    assert resolve(config(function, **args)).call(problem(), ["a"]) == score

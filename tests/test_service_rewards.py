@@ -195,7 +195,7 @@ def test_what_a_worker_gets_wrong_is_refused_and_nothing_is_counted(
 ) -> None:
     job, keys = waiting
     path = f"/v1/jobs/{job}/scoring/results"
-    for scores, status in (([1.0], 400), ([1.0, 2.0, 3.0], 400), ([None, 1.0], 422), ([[1.0], 1.0], 422), ("no", 422)):
+    for scores, status in (([1.0], 400), ([1.0, 2.0, 3.0], 400), ([{}, 1.0], 422), ([[1.0], 1.0], 422), ("no", 422)):
         body = {"results": [{"id": keys[0], "scores": [1.0, 1.0]}, {"id": keys[1], "scores": scores}]}
         assert house.refused(status, "POST", path, json=body)["message"]
     for odd in ("NaN", "Infinity", "-1e999"):

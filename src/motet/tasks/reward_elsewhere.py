@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,8 +25,8 @@ class Chance(str):
     __slots__ = ()
 
 
-Score = float | str
-"""What was said of a completion: a finite number, or the reason why there is none."""
+Score = float | str | None
+"""What was said of a completion: a finite number, the reason why there is none, or None where the reward does not apply."""
 Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str]], Awaitable[list[Score]]]
 """(job, reward, problem, completions) → one score per completion, in order. `problem` is a `Problem` as plain values."""
 
@@ -115,9 +116,10 @@ def check(reward: RewardConfig) -> None:
 
 
 def label_of(reward: RewardConfig) -> str:
-    """What the reward is called in metrics: a worker's by its function, one of a file without the file's place."""
+    """What the reward is called in metrics: a worker's by its function, one of a file without the folder."""
     name = str(reward.args.get("function") or reward.name) if reward.name == "worker" else reward.name
-    return name.rpartition("/")[2] if ".py:" in name else name
+    file, _, function = name.rpartition(":")
+    return f"{Path(file).name}:{function}" if file.endswith(".py") else name
 
 
 def number(value: Any) -> Score:
@@ -140,7 +142,7 @@ def _kind(value: Any) -> str:
 
 
 def to_wire(scores: Sequence[Score]) -> list[Any]:
-    """Scores as JSON values: a number, a text, or `{"chance": text}`."""
+    """Scores as JSON values: a number, a text, `{"chance": text}`, or null."""
     return [{"chance": str(score)} if isinstance(score, Chance) else score for score in scores]
 
 
@@ -153,7 +155,7 @@ def from_wire(values: Any, n: int) -> list[Score]:
 
 
 def _read(value: Any) -> Score:
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         return value
     if isinstance(value, Mapping):
         return Chance(str(value.get("chance") or "gave no score"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from motet.errors import RewardError
 from motet.tasks.reward_elsewhere import ELSEWHERE
-from motet.tasks.reward_loading import SCORER, adapted, find, load_file
+from motet.tasks.reward_loading import SCORER, adapted, find, load_file, own_parameters
 from motet.tasks.rewards import BUILTIN
 
 _LOAD_SECONDS = 120.0
@@ -73,14 +73,13 @@ def without_folder(text: str, target: str) -> str:
 
 def _describe(function: Any, target: str, args: Mapping[str, Any], wall: bool) -> Installed:
     summary = (inspect.getdoc(function) or "").strip().partition("\n")[0]
-    own = list(inspect.signature(function).parameters.values())
-    of_trl = any(one.name == "completions" for one in own)  # its columns are no arguments of a job
-    own = [one for one in own if one.default is not one.empty] if of_trl else own[2:]
-    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    known = inspect.signature(function).parameters
+    own = list(own_parameters(known).values())
+    if "completions" in known:  # TRL's: its columns are no arguments of a job
+        own = [one for one in known.values() if one.default is not one.empty]
     parameters = {
         one.name: repr(args.get(one.name, one.default)) if one.name in args or one.default is not one.empty else ""
         for one in own
-        if one.kind not in variadic
     }
     return Installed(target, dict(args), summary, parameters, wall)
 
@@ -93,7 +92,8 @@ def _of_file(file: str) -> dict[str, str]:
         if name.startswith("_") or not inspect.isfunction(value) or value.__module__ != module.__name__:
             continue
         parameters = list(inspect.signature(value).parameters)
-        if "completions" in parameters or (len(parameters) > 1 and parameters[0] == "problem"):
+        both = {"problem", "completion"} <= set(parameters)
+        if "completions" in parameters or both or (len(parameters) > 1 and parameters[0] == "problem"):
             found[name] = f"{Path(file).expanduser().resolve()}:{name}"
     if not found:
         raise RewardError(f"{file} has no reward: a function (problem, completion) that returns a number")

@@ -2,7 +2,7 @@
 
 Runs in reward processes. Two ways of writing a reward are understood, told apart by parameter names:
 
-    def score(problem, completion) -> float                      # ours, sync or async
+    def score(problem, completion) -> float                      # ours, sync or async; in any order under these names
     def score(prompts, completions, **columns) -> list[float]    # TRL's, https://huggingface.co/docs/trl/rewards
 """
 
@@ -13,13 +13,14 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from motet.errors import RewardError
+from motet.errors import MotetError, RewardError
 from motet.tasks.reasoning import ScorerSpec, build_scorer
 from motet.tasks.rewards import BUILTIN, check_args
 from motet.types import Problem
@@ -27,6 +28,8 @@ from motet.types import Problem
 SCORER = "scorer"
 # What TRL passes besides columns. Tokens are not for rewards here; the trainer's state is None, as before training.
 _TRL_ONLY = ("completion_ids", "prompt_ids", "prompts_ids")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_HOUSE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class RewardSource(Protocol):
@@ -151,53 +154,66 @@ def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        parameters = {}  # type: ignore[assignment]  # written in C: taken at its word
+        parameters = None  # written in C: taken at its word
     called = function if inspect.isfunction(function) else getattr(function, "__call__", function)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    if parameters is None:
+        return LoadedReward(lambda problem, completions: function(problem, completions[0], **args), False, is_async)
     if "completions" in parameters:
         return LoadedReward(_trl_call(function, parameters, args, name), True, is_async)
-    by_name = _by_name(parameters, name)
+    return LoadedReward(_own_call(function, parameters, args, name), False, is_async)
 
-    def call(problem: Problem | None, completion: str) -> Any:
-        if by_name:
-            return function(problem=problem, completion=completion, **args)
-        return function(problem, completion, **args)
 
-    try:
-        if parameters:
-            given = ((), {"problem": None, "completion": ""}) if by_name else ((None, ""), {})
-            inspect.signature(function).bind(*given[0], **given[1], **args)
-    except TypeError as error:
+def _own_call(
+    function: Any, parameters: Mapping[str, inspect.Parameter], args: Mapping[str, Any], name: str
+) -> Callable[[Problem, Sequence[str]], Any]:
+    """Problem and completion go to the parameters of these names; where not both are there, to the first and the second."""
+    by_name = _by_name(parameters)
+    positional = [key for key, value in parameters.items() if value.kind in _POSITIONAL]
+    told = ""
+    if positional[:1] == ["completion"] and not by_name:
+        told = "completion first"
+    elif positional[1:2] == ["problem"] and not by_name:
+        told = "problem second"
+    elif len(positional) < 2 and not by_name and not any(one.kind is one.VAR_POSITIONAL for one in parameters.values()):
+        told = ", ".join(positional) or "nothing"
+    if told:
+        usual = "def reward(problem, completion), or TRL's def reward(completions, **columns)"
+        raise RewardError(f"reward {name!r} takes {told}; write {usual}")
+    _check_args(parameters, args, name)
+    if by_name:
+        return lambda problem, completions: function(problem=problem, completion=completions[0], **args)
+    return lambda problem, completions: function(problem, completions[0], **args)
+
+
+def _by_name(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    both = [parameters[key] for key in ("problem", "completion") if key in parameters]
+    return len(both) == 2 and not any(one.kind is one.POSITIONAL_ONLY for one in both)
+
+
+def own_parameters(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
+    """What a reward of ours takes besides problem and completion."""
+    taken = ("problem", "completion") if _by_name(parameters) else tuple(parameters)[:2]
+    return {
+        key: value
+        for key, value in parameters.items()
+        if key not in taken and value.kind not in (value.VAR_KEYWORD, value.VAR_POSITIONAL)
+    }
+
+
+def _check_args(parameters: Mapping[str, inspect.Parameter], args: Mapping[str, Any], name: str) -> None:
+    own = own_parameters(parameters)
+    missing = [key for key, value in own.items() if value.default is value.empty and key not in args]
+    if missing:
+        wanted = ", ".join(f"{key}: …" for key in missing)
         raise RewardError(
-            f"reward {name!r} takes {_wanted_args(parameters) or 'no args'}, the job gives {dict(args) or 'none'}: {error}. "
-            f"Write them as `{{name: {name}, args: {{…}}}}`. A reward is a function of (problem, completion) and its args that "
-            "returns a number, or TRL's, of (prompts, completions) and columns, that returns a list of numbers"
-        ) from error
-    return LoadedReward(lambda problem, completions: call(problem, completions[0]), False, is_async)
-
-
-def _by_name(parameters: Mapping[str, inspect.Parameter], name: str) -> bool:
-    """Whether problem and completion are given by their names, in whatever order a function has them.
-
-    Raises:
-        RewardError: one of the two names stands where the other is given.
-    """
-    both = [parameters.get(word) for word in ("problem", "completion")]
-    if all(one is not None and one.kind is not one.POSITIONAL_ONLY for one in both):
-        return True
-    first, second = (*parameters, "", "")[:2]
-    if first == "completion" or second == "problem":
-        raise RewardError(
-            f"reward {name!r} takes ({first}, {second}), but a reward gets the problem first and then the completion: swap "
-            "them, or call them `problem` and `completion`, which may stand in any order"
+            f"reward {name!r} needs args that the job does not give: write {{name: {name}, args: {{{wanted}}}}}"
         )
-    return False
-
-
-def _wanted_args(parameters: Mapping[str, inspect.Parameter]) -> str:
-    """The arguments after problem and completion, those without a default first."""
-    own = list(parameters.values())[2:]
-    return ", ".join(item.name + ("" if item.default is item.empty else f"={item.default!r}") for item in own)
+    unknown = [key for key in args if key not in own]
+    if unknown and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        near = difflib.get_close_matches(unknown[0], own, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(own) or 'none'}"
+        raise RewardError(f"reward {name!r} has no argument {unknown[0]!r}; {hint}")
 
 
 def _trl_call(
@@ -231,15 +247,21 @@ def _trl_call(
 
 
 def describe(error: BaseException, file: str = "") -> str:
-    """One line for a person: what was raised and, where known, in which line of the reward's file."""
+    """One line for a person: what was raised and, where known, in which line of the reward's file.
+
+    What Motet raised itself is a sentence already, and needs neither the exception's name nor a place in Motet's source.
+    """
     frames, trace = [], error.__traceback__
     while trace is not None:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    own = [place for place in frames if place[0] == file] or [place for place in frames if not place[0].startswith("<")]
+    theirs = [place for place in frames if not place[0].startswith((_HOUSE, "<"))]
+    own = [place for place in frames if place[0] == file] or theirs
     line = f" ({own[-1][0]}:{own[-1][1]})" if own and not isinstance(error, ImportError) else ""
     try:
         text = " ".join(str(error)[:500].split())
     except Exception:  # an exception of the user's whose __str__ fails
         text = ""
+    if text and frames and frames[-1][0].startswith(_HOUSE) and isinstance(error, ValueError | TypeError | MotetError):
+        return f"{text}{line}"
     return f"{type(error).__name__}{': ' if text else ''}{text}{line}"

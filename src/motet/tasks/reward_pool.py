@@ -39,7 +39,7 @@ class Scored:
     reward: float
     """The weighted sum of the parts; NaN where one of them failed."""
     parts: Mapping[str, float]
-    """Each reward by name, before its weight; a second reward of the same name is `name#2`."""
+    """Each reward that applies by name, before its weight; a second reward of the same name is `name#2`."""
     error: str = ""
     """Why there is no reward."""
     clock_limited: bool = False
@@ -51,15 +51,10 @@ class _Part:
     """What one reward said about one completion."""
 
     value: float = math.nan
-    """NaN where it failed, and where it does not apply, as TRL's functions say by None."""
     error: str = ""
     clock_limited: bool = False
-
-    @property
-    def score(self) -> Score:
-        """The value, or why there is none."""
-        reason = self.error or ("returned None: it does not apply" if math.isnan(self.value) else "")
-        return (Chance if self.clock_limited else str)(reason) if reason else self.value
+    applies: bool = True
+    """Whether it counts for this completion at all."""
 
 
 class _Seat:
@@ -198,7 +193,7 @@ class RewardPool:
             RewardError: the job is not registered.
         """
         parts = await self._column(self._registered(job), 0, problem, list(completions))
-        return [part.score for part in parts]
+        return [_score(part) for part in parts]
 
     def _registered(self, job: str) -> _Job:
         if job not in self._jobs:
@@ -247,10 +242,7 @@ class RewardPool:
     ) -> list[_Part]:
         """Parts of a reward that is scored elsewhere."""
         found = await self._elsewhere[reward.name](job.name, reward, problem, completions)
-        return [
-            _Part(error=score, clock_limited=isinstance(score, Chance)) if isinstance(score, str) else _Part(score)
-            for score in found
-        ]
+        return [_part(score) for score in found]
 
     async def _in_process(
         self, lane: _Lane, place: int, problem: dict[str, Any], completions: list[str]
@@ -281,8 +273,7 @@ class RewardPool:
             self._stand_up(lane, seat)
         if reply.failed and not last:
             return None
-        values = (math.nan if value is None else value for value in reply.values)
-        return [_Part(value, error) for value, error in zip(values, reply.errors, strict=True)]
+        return [_part(error or value) for value, error in zip(reply.values, reply.errors, strict=True)]
 
     async def _ask(
         self, lane: _Lane, seat: _Seat, place: int, problem: dict[str, Any], completions: list[str]
@@ -358,13 +349,26 @@ class RewardPool:
         lane.idle.append(seat)
 
 
+def _part(score: Score) -> _Part:
+    if isinstance(score, str):
+        return _Part(error=score, clock_limited=isinstance(score, Chance))
+    return _Part(applies=False) if score is None else _Part(score)
+
+
+def _score(part: _Part) -> Score:
+    if part.error:
+        return (Chance if part.clock_limited else str)(part.error)
+    return part.value if part.applies else None
+
+
 def _sum(job: _Job, parts: Sequence[_Part]) -> Scored:
-    failed = [f"reward {label}: {part.error}" for label, part in zip(job.labels, parts, strict=True) if part.error]
-    applied = [triple for triple in zip(job.labels, job.rewards, parts, strict=True) if not math.isnan(triple[2].value)]
-    good = {label: part.value for label, _, part in applied}
-    total = sum(reward.weight * part.value for _, reward, part in applied)
-    if not failed and not applied:
-        failed = ["no reward applied to this answer: each of them returned None"]
+    """The weighted sum of those that apply, as in TRL; a completion to which none does has no reward."""
+    counted = [one for one in zip(job.labels, job.rewards, parts, strict=True) if one[2].applies]
+    failed = [f"reward {label}: {part.error}" for label, _, part in counted if part.error]
+    good = {label: part.value for label, _, part in counted if not part.error}
+    total = sum(reward.weight * part.value for _, reward, part in counted)
+    if not counted:
+        failed = [f"no reward applies: {', '.join(job.labels)} returned None"]
     if not failed and not math.isfinite(total):
         failed = [f"the weighted sum of the rewards is {total}: give smaller weights"]
     clock_limited = any(part.clock_limited for part in parts)

@@ -50,14 +50,6 @@ class CpuLimitError(BaseException):
     """CPU time is used up; not an `Exception`, so that a reward's own `except Exception` lets it through."""
 
 
-class ShapeError(Exception):
-    """What came back does not fit what was asked; asking for each completion alone would hide that."""
-
-
-_NOT_APPLICABLE = object()
-"""What TRL's functions say by None: this reward does not judge this completion."""
-
-
 @dataclass(frozen=True)
 class _Source:
     name: str
@@ -110,8 +102,7 @@ def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mappin
     """Score the completions of one request.
 
     Returns `values` and `errors`, one of each per completion (neither where the reward does not apply), `failed` when the call
-    as a whole went wrong and each completion should be tried alone, and
-    `replace` (`cpu` or `memory`) when this process should not be trusted with another call.
+    as a whole went wrong, and `replace` (`cpu` or `memory`) when this process should not be trusted with another call.
     """
     problem = problem_of(request["problem"])
     completions: list[str] = request["completions"]
@@ -120,19 +111,17 @@ def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mappin
     seed = zlib.crc32(json.dumps([problem.id, completions]).encode())
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  # the global state is the one that rewards use
-    error, replace, misshapen = "", "", ""
+    error, replace = "", ""
     outcomes: list[Any] = []
     try:
         with limits.of(request["cpu_seconds"], request["memory_mb"]):
-            outcomes = [_number(value) for value in _raw_values(reward, problem, completions)]
+            outcomes = [_outcome(reward, value) for value in _raw_values(reward, problem, completions)]
     except CpuLimitError:
         replace = "cpu"
     except MemoryError:
         replace = "memory"
     except KeyboardInterrupt:
         raise
-    except ShapeError as raised:
-        misshapen = str(raised)
     except BaseException as raised:  # a reward may call sys.exit too
         error = describe(raised)
     if limits.fired:  # also where the reward swallowed the exception and returned something
@@ -143,10 +132,10 @@ def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mappin
         error = f"took more than {request['cpu_seconds']:g} s of CPU time (reward field cpu_seconds)"
     elif replace == "memory":
         error = f"took more than {request['memory_mb']} MB of memory (reward field memory_mb)"
-    if error or misshapen:
+    if error:
         outcomes = [ValueError()] * len(completions)
     values = [outcome if isinstance(outcome, float) else None for outcome in outcomes]
-    errors = [error or misshapen or ("" if _is_answer(outcome) else _reason(outcome)) for outcome in outcomes]
+    errors = [error or _reason(outcome) if isinstance(outcome, BaseException) else "" for outcome in outcomes]
     return {"values": values, "errors": errors, "failed": bool(error), "replace": replace}
 
 
@@ -155,13 +144,14 @@ def _raw_values(reward: LoadedReward, problem: Problem, completions: list[str]) 
         values = reward.call(problem, completions)
         if reward.is_async:
             values = _loop().run_until_complete(values)
+        n, told = len(completions), type(values).__name__
         listed = isinstance(values, Sized) and isinstance(values, Iterable)
-        if not listed or isinstance(values, str | bytes | Mapping):
-            raise ShapeError(f"returned {type(values).__name__}; with `completions` it must return a list of numbers")
-        if len(values) != len(completions):
-            count = f"{len(values)} value{'' if len(values) == 1 else 's'}"
-            raise ShapeError(f"returned {count} for {len(completions)} completions; it must return one for each")
-        return [_NOT_APPLICABLE if value is None else value for value in values]
+        if listed and not isinstance(values, str | bytes | Mapping):
+            if len(values) == n:
+                return list(values)
+            told = f"{len(values)} value{'' if len(values) == 1 else 's'}"
+        # No fault of a single completion: asked about each alone, it could return a list of one and look right.
+        return [ValueError(f"returned {told}, not a list of {n} numbers, one for each completion")] * n
     if reward.is_async:
         return _loop().run_until_complete(_together([reward.call(problem, [text]) for text in completions]))
     return [reward.call(problem, [text]) for text in completions]
@@ -187,13 +177,14 @@ def _loop() -> asyncio.AbstractEventLoop:
 _event_loop: asyncio.AbstractEventLoop | None = None
 
 
-def _is_answer(outcome: Any) -> bool:
-    return isinstance(outcome, float) or outcome is _NOT_APPLICABLE
+def _outcome(reward: LoadedReward, value: Any) -> float | BaseException | None:
+    """A number, what is wrong with it, or None: in TRL's signature, that the reward does not apply."""
+    return None if value is None and reward.batched else _number(value)
 
 
-def _number(value: Any) -> Any:
-    """A finite float, what stands for none, or what is wrong with the value."""
-    if isinstance(value, BaseException) or value is _NOT_APPLICABLE:
+def _number(value: Any) -> float | BaseException:
+    """A finite float, or what is wrong with the value."""
+    if isinstance(value, BaseException):
         return value
     if value is None:
         return ValueError("returned None, not a number")

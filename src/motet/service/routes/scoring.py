@@ -7,7 +7,7 @@ import json
 from fastapi import APIRouter, Request, Response
 
 from motet.service.http.asking import AtDesk, NamedJob, Refusal
-from motet.service.schemas.scoring import Counted, Lease, LeaseRequest, Results
+from motet.service.schemas.scoring import ByChance, Counted, Lease, LeaseRequest, Results
 from motet.types import JobState
 
 router = APIRouter(prefix="/v1/jobs/{job}/scoring", tags=["rewards"])
@@ -40,8 +40,7 @@ async def results(desk: AtDesk, job: NamedJob, asked: Results) -> Counted:
         if len(given[key]) != n:
             raise Refusal(400, f"{key} has {n} completions, but got {len(given[key])} scores; nothing was counted")
     wire = {
-        key: [score if isinstance(score, float | str) else score.model_dump() for score in given[key]]
-        for key in expected
+        key: [score.model_dump() if isinstance(score, ByChance) else score for score in given[key]] for key in expected
     }
     counted = await desk.workers.settle(job.id, wire)
     known = [key for key in expected if key not in counted]

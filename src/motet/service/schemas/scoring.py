@@ -52,8 +52,8 @@ class ByChance(BaseModel):
     chance: str = Field(max_length=4000)
 
 
-Given = Annotated[float, Field(allow_inf_nan=False)] | Annotated[str, Field(max_length=4000)] | ByChance
-"""What a worker says of a completion: a finite number, or the reason why there is none."""
+Given = Annotated[float, Field(allow_inf_nan=False)] | Annotated[str, Field(max_length=4000)] | ByChance | None
+"""What a worker says of a completion: a finite number, why there is none, or null where the reward does not apply."""
 
 
 class Result(BaseModel):
@@ -62,7 +62,8 @@ class Result(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     id: str = Field(pattern=r"^[!-~]{1,64}$")
     scores: list[Given] = Field(max_length=100_000, fail_fast=True)
-    """One for each completion, in order: a finite number, a text that says why there is none, or that text as `chance`."""
+    """One for each completion, in order: a finite number, a text that says why there is none, that text as `chance`, or null
+    where the reward does not apply."""
 
 
 class Results(BaseModel):
