@@ -286,7 +286,7 @@ FILES = {
     "a key twice": ("base: small\nbase: x\njobs: [{name: a}]", "jobs.yaml: line 2: 'base' is given twice; leave one"),
     "a job's key twice": ("base: small\njobs:\n- {name: a, steps: 1, steps: 2}", "line 3: 'steps' is given twice"),
     "tabs": ("base: small\njobs:\n\t- name: a", "YAML is indented with spaces, not with tabs"),
-    "deep": ("jobs: " + "[" * 10**5, "more than 50 lists and mappings lie in each other"),
+    "deep": ("jobs: " + "[" * 10**5, "nested more than 32 deep"),
     "jobs as mapping": ("base: small\njobs: {a: 1}", "`jobs` must be a list, each item beginning with `- name: …`"),
     "jobs of text": ("base: small\njobs: [a]", "`jobs` must be a list, each item beginning with `- name: …`"),
     "no jobs": ("base: small", "`jobs` must be a list"),

@@ -20,7 +20,7 @@ import transformers
 from motet.config import DataConfig
 from motet.errors import DataError
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
-from motet.service.jobs.specs import TEMPLATE_PARAMETERS
+from motet.service.jobs.bounds import TEMPLATE_PARAMETERS
 from motet.service.rewards.grading import _LANES, Grading
 from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import parse
@@ -194,6 +194,7 @@ def test_nothing_large_of_a_stranger_is_read(house: House) -> None:
     [
         ("/v1/jobs/ended/scoring/results", {"results": [{"id": "a", "scores": [{}] * 90_000}]}),
         ("/v1/jobs/ended/scoring/results", {"results": [{}] * 1000}),
+        ("/v1/jobs/ended/scoring/results", {"results": [{"id": "a", "scores": [1.0] * 1025}]}),
         ("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": [{}] * 1000}] * 100}),
         ("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": [{}] * 90_000}]}),
         ("/v1/chat/completions", {"model": "small", "messages": [], **{f"{number}": 1 for number in range(90_000)}}),
@@ -229,6 +230,36 @@ def test_mistakes_are_found_until_the_first(house: House) -> None:
         assert wrong.value.error_count() <= 5
 
 
+def nested(depth: int) -> Any:
+    """A list in a list, and so on."""
+    found: Any = []
+    for _ in range(depth - 1):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("depth", [33, 300, 900])
+def test_what_is_nested_is_a_400_wherever_it_stands(house: House, depth: int) -> None:
+    spec = {"type": "string_check", "name": "c", "input": "a", "reference": "b", "operation": "eq"}
+    method = {"type": "reinforcement", "reinforcement": {"grader": spec}}
+    tuning = {"model": "small", "training_file": house.file["id"], "method": method}
+    for path, body in (
+        ("alpha/graders/run", {"grader": spec, "model_sample": "a", "item": {"a": nested(depth)}}),
+        ("alpha/graders/validate", {"grader": {"type": "multi", "graders": nested(depth)}}),
+        ("jobs", {**tuning, "motet": {"x": nested(depth)}}),
+        ("jobs", {**tuning, "method": {"type": "supervised", "supervised": nested(depth)}}),
+        ("jobs", {**tuning, "hyperparameters": nested(depth)}),
+    ):
+        assert "nested" in house.refused(400, "POST", f"/v1/fine_tuning/{path}", json=body)["message"]
+
+
+def test_a_message_quotes_only_the_beginning_of_what_was_given(house: House) -> None:
+    for change in ({"name": "x" * 900_000}, {"data": "x" * 900_000}, {"priority": "x" * 900_000}):
+        answer = house.ask("POST", "/v1/jobs", json={**tiny("long"), **change})
+        assert answer.status_code == 400
+        assert len(answer.content) < 11_000
+
+
 # --- jobs -------------------------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +276,10 @@ def test_mistakes_are_found_until_the_first(house: House) -> None:
         ({"eval": {"n": 10**9}}, "eval.n"),
         ({"eval": {"n": 1000}, "data": {"source": "toy:add", "holdout": 2000}}, "completions of an evaluation"),
         ({"sampling": {"stop": ["x"] * 65}}, "sampling.stop"),
+        ({"sampling": {"stop": ["x" * 201]}}, "a text of sampling.stop: 201 are more than 200"),
+        ({"data": {"source": "toy:add", "config": {"x": nested(33)}}}, "nested more than 32 deep"),
+        ({"data": {"source": "toy:add", "config": {"x": nested(900)}}}, "nested more than 32 deep"),
+        ({"reward": {"name": "exact", "args": {"x": nested(300)}}}, "nested more than 32 deep"),
         ({"reward": ["exact"] * 65}, "rewards"),
         ({"data": {"source": "toy:add", "template": "{question:>2000000000}"}}, "{question:>2000000000}"),
         ({"data": {"source": "toy:add", "template": "{question.__class__}"}}, "a column of its own"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.adapter_files import loads_with_peft, run_alone, weights_of
@@ -216,6 +218,21 @@ def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: d
             assert set(service.states(name)[1:-1]) == {"running"}
             assert service.weights(name) == alone[name]
         assert service.ended("waiting") == "cancelled"
+    finally:
+        service.close()
+
+
+def test_the_engine_loads_while_the_service_does(tmp_path: Path) -> None:
+    """Both take seconds: one after the other, whoever uses the service would wait for their sum."""
+    service = Service(tmp_path / "served")
+    try:
+        service.launch()
+        assert service.process is not None
+        began = psutil.Process(service.process.pid).create_time()
+        service.until(lambda: service.answers("/healthz"))
+        answered = time.time()
+        assert service.engine().create_time() - began < 0.6 * (answered - began)
+        service.until(lambda: service.answers("/readyz"))
     finally:
         service.close()
 

@@ -183,6 +183,8 @@ def test_defaults_hold_until_an_admin_sets_something_else(house: House) -> None:
         ({"rank": 8}, {"adapter": {"rank": 16}}, 403, ("adapter.rank", "16", "8", "--rank", "admin")),
         ({"steps": 10}, {"steps": 11}, 403, ("steps", "11", "10", "--steps", "admin")),
         ({}, {"steps": 101}, 403, ("steps", "101", "100")),
+        ({}, {"reward": {"name": "exact", "wall_seconds": 601}}, 403, ("wall_seconds", "601", "600", "--wall-seconds")),
+        ({"memory_mb": 64}, {}, 403, ("reward exact.memory_mb", "1024", "64", "--memory-mb", "admin")),
         ({"priority": "normal"}, {"priority": "high"}, 403, ("priority", "normal", "admin")),
         ({"priority": "low"}, {}, 403, ("priority", "low")),
         ({"queued_jobs": 1, "running_jobs": 1}, {}, 429, ("queued_jobs", "2 jobs", "--queued-jobs", "admin")),

@@ -144,7 +144,7 @@ def test_the_story_of_a_team(team: Team, tmp_path: Path, small_base_dir: Path) -
         client.close()
 
     # home
-    told = team.types(ours, "pull", "sort", "--to", "home")
+    told = team.types(ours, "pull", "sort", "--version", "latest", "--to", "home")
     directory = next((tmp_path / "home").iterdir())
     assert directory.name in told
     used = json.loads(team.types(ours, "usage", "--json"))

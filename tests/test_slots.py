@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import motet
 from motet.commands.run import run_file
-from motet.runtime.slots import Claim, Rule, gives_way, taken
+from motet.runtime.slots import Claim, Rule, gives_way, makes_room, taken
 from motet.types import JobState
 from tests.fake_run import FakeRun, Setting, job, run_jobs
 from tests.waiting import until
@@ -60,6 +60,19 @@ def test_a_tenant_with_many_slots_gives_way() -> None:
     assert gives_way(claims("b1-"), claims("a1", "a2"), 2, {}) is None  # a lower priority waits
     assert gives_way(claims("b1"), claims("a1", "a2"), 2, {"a": Rule(share=3.0)}) is None
     assert gives_way([], claims("a1", "a2"), 2, {}) is None
+
+
+def test_who_only_waits_makes_room_for_whoever_would_get_the_slot() -> None:
+    assert makes_room(claims("a9"), claims("a1", "a2"), {"a1"}, 2, {}) == "a1"  # of the same tenant too
+    assert makes_room(claims("b1"), claims("a1", "a2"), {"a1", "a2"}, 2, {}) == "a2"
+    assert makes_room(claims("b1"), claims("a1", "a2"), {}, 2, {}) is None
+    assert makes_room(claims("b1"), claims("a1", "a2"), {"a1"}, 3, {}) is None  # there is a free one
+    assert makes_room([], claims("a1", "a2"), {"a1"}, 2, {}) is None
+    assert makes_room(claims("a9-"), claims("a1"), {"a1"}, 1, {}) is None  # it would get its slot back
+    assert makes_room(claims("b1"), claims("a1", "b0"), {"b0"}, 2, {}) == "b0"
+    assert makes_room(claims("b1"), claims("a1", "b0"), {"a1"}, 2, {}) is None  # tenant b has as many
+    assert makes_room(claims("b1"), claims("a1"), {"a1"}, 1, {"b": Rule(hold="spent")}) is None
+    assert makes_room(claims("b1"), claims("a1"), {"a1"}, 1, {"a": Rule(hold="spent"), "b": Rule(hold="spent")}) is None
 
 
 NAMES = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("+- ")), max_size=10)

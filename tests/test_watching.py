@@ -14,7 +14,7 @@ import pytest
 import motet
 from motet.errors import ConfigError
 from motet.service.events.feed import Feed
-from motet.service.routes.watching import read_jobs
+from motet.service.jobs.job_text import read_jobs
 from motet.tasks.chat import Chat
 from motet.types import JobState
 from tests.house import House
@@ -161,7 +161,14 @@ def test_a_job_text_is_read_as_motet_submit_reads_it(house: House) -> None:
         ("- a\n- b", "write a job"),
         ("", "write a job"),
         ("{", "cannot be read as YAML or JSON"),
-        ("[" * 60_000, "more than 50 lists and mappings"),
+        ("[" * 64_000, "nested more than 32 deep"),
+        ("{a: " * 16_000, "nested more than 32 deep"),
+        ("- " * 32_000, "nested more than 32 deep"),
+        ("name: a\nwhen: 2001-12-14", "not a value that JSON has"),
+        ("name: a\nset: !!set {a, b}", "not a value that JSON has"),
+        ("name: a\n1: b", "the name 1 is not text"),
+        ("jobs: [{name: a}]\nsweep: {seed: [" + "1, " * 199 + "1], x: [" + "y" * 30_000 + "]}", "characters together"),
+        ("jobs: [" + "{}, " * 100 + "]\ndefaults: {x: " + "y" * 30_000 + "}", "characters together"),
         ("a: &x [1]\nb: [*x, *x]", "aliases"),
         ("jobs: [{name: a}]\nsweep: {seed: [" + "1, " * 300 + "1]}", "301 jobs"),
         ("a: 2001-99-99", "cannot be read as YAML or JSON"),
@@ -174,7 +181,7 @@ def test_a_text_that_holds_no_job_is_told(house: House, text: str, words: str) -
 @pytest.mark.parametrize("opened", ["[", "{a: ", "- ", "? ", "[[a, "])
 def test_a_text_of_many_lists_in_each_other_takes_no_time(opened: str) -> None:
     started = time.process_time()
-    with pytest.raises(ConfigError, match="more than 50 lists"):
+    with pytest.raises(ConfigError, match="more than 32 deep"):
         read_jobs("x: " * opened.startswith("[") + opened * 20_000, "small")
     assert time.process_time() - started < 2
 

@@ -81,6 +81,13 @@ def parse_jobs(
         tree = plain_yaml.read(text)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+    return jobs_of(tree, where, overrides, directory)
+
+
+def jobs_of(
+    tree: Any, where: str = "job file", overrides: Sequence[str] = (), directory: Path | None = None
+) -> RunConfig:
+    """Validate what a job file holds; the tree is used up."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} must hold `base:` and `jobs:`; see `motet run --help` for an example")
     for name in tree:

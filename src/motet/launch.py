@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -85,6 +86,14 @@ class Workshop:
         if hasattr(self.engine, "notes"):
             self.notes.extend(self.engine.notes())
             self.engine.close()
+
+
+def warm_up() -> None:
+    """Import what loading a base needs, which takes most of its time."""
+    keep_freed_memory()
+    spin_briefly()
+    importlib.import_module("motet.model.load")
+    importlib.import_module("transformers.modeling_utils")  # with most of the library
 
 
 def load(base: str, config: EngineConfig) -> Any:

@@ -9,8 +9,8 @@ import yaml
 
 from motet.errors import ConfigError
 
-DEEPEST = 50
-"""Lists and mappings within each other: scanners of YAML take time that grows with its square."""
+DEEPEST = 32
+"""Lists and mappings within each other: scanners of YAML take time that grows with its square, and readers call themselves."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -30,7 +30,7 @@ def read(text: str, *, aliases: bool = True) -> Any:
         for event in yaml.parse(text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
-                raise ConfigError(f"more than {DEEPEST} lists and mappings lie in each other")
+                raise ConfigError(f"it is nested more than {DEEPEST} deep, which nothing here needs; write it flatter")
             if isinstance(event, yaml.AliasEvent) and not aliases:
                 raise ConfigError("aliases (*name) cannot be used here; write the value where it is needed")
         loader = _Loader(text)

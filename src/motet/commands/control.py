@@ -7,7 +7,7 @@ from pathlib import Path
 
 from motet.errors import RunError
 from motet.runtime.checkpoint import JobDirectory, replace
-from motet.runtime.pipeline import CONTROL
+from motet.runtime.controls import CONTROL
 from motet.types import JobState
 
 

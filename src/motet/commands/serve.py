@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import uvicorn
 from rich.console import Console
 
 from motet import wall
 from motet.config.service import RateConfig, ServiceConfig
 from motet.errors import ConfigError
-from motet.service.app import create_app
-from motet.service.database.store import Store
-from motet.service.desk import Settings
+from motet.service.engine.host_link import start_engine
 from motet.tasks.reward_installed import install
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_GRACE_SECONDS = 10
+"""For answers under way when the service stops; the service itself lets go of them after half of that."""
 
 
 def serve(
@@ -34,28 +41,74 @@ def serve(
     Raises:
         MotetError: it cannot start, and why.
     """
-    console = Console(emoji=False)
     if no_keys and not _loopback(host):
         raise ConfigError(
             f"--no-keys is for a service that this machine alone can reach, not for {host}; leave one of the two out"
         )
     if config.rate is None and not no_keys:
         config = config.model_copy(update={"rate": RateConfig()})
+    directory = directory.expanduser().resolve()
+    wall.check_outside(directory)
     installed = {name: one.model_dump() for name, one in config.rewards.items()}
-    settings = Settings(
-        base, directory.expanduser().resolve(), database or "", config, open_to_all=no_keys, hub=hub,
-        rewards=install(installed, rewards) if installed or rewards else {},
+    functions = install(installed, rewards) if installed or rewards else {}
+
+    def make() -> FastAPI:
+        from motet.service.app import create_app
+        from motet.service.desk import Settings
+
+        app = create_app(
+            Settings(base, directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions)
+        )
+        _greet(app, f"http://{host}:{port}")
+        return app
+
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        asyncio.run(_run(make, directory / "engine.log", host, port))
+    except KeyboardInterrupt:
+        return
+
+
+async def _run(make: Callable[[], FastAPI], log: Path, host: str, port: int) -> None:
+    """Make the application and serve it. The engine's process is started first: both take seconds to be loaded."""
+    engine = await start_engine(log)
+    try:
+        import uvicorn
+
+        app = make()
+    except BaseException:
+        engine.kill()
+        await engine.wait()
+        raise
+    app.state.desk.link.take(engine)
+
+    class Server(uvicorn.Server):
+        """Tells whoever waits for something that it stops; uvicorn would wait for them, and then break them off."""
+
+        async def shutdown(self, sockets: object = None) -> None:
+            app.state.desk.leave(_GRACE_SECONDS / 2)
+            await super().shutdown()
+
+    config = uvicorn.Config(
+        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS
     )  # fmt: skip
-    wall.check_outside(settings.directory)
-    app = create_app(settings)
-    store: Store = app.state.desk.store
-    if not no_keys and not store.tenants.all_keys():
-        _, key = store.tenants.create_key("admin", "first", "admin")
+    server = Server(config)
+    await server.serve()
+    if not server.started:
+        sys.exit(3)
+
+
+def _greet(app: FastAPI, address: str) -> None:
+    """Say where the service is, and the first key, which nobody can ask for later."""
+    console, desk = Console(emoji=False), app.state.desk
+    settings, tenants = desk.settings, desk.store.tenants
+    if not settings.open_to_all and not tenants.all_keys():
+        _, key = tenants.create_key("admin", "first", "admin")
         console.print(
             f"the first key, an admin's, shown this once: [bold]{key}[/bold]", soft_wrap=True, highlight=False
         )
     console.print(
-        f"motet serves {base} at http://{host}:{port} (the dashboard; the API is described at /docs); "
+        f"motet serves {settings.base} at {address} (the dashboard; the API is described at /docs); "
         f"engine log: {settings.directory / 'engine.log'}",
         soft_wrap=True,
     )
@@ -65,7 +118,6 @@ def serve(
             "names them; data that tenants give is parsed under limits of memory and time alone",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
 
 
 def _loopback(host: str) -> bool:

@@ -107,7 +107,7 @@ def _value(name: str, text: str) -> str | float | int:
     if name == "priority":
         return text
     try:
-        return int(text) if name not in ("share", "storage_mb") else float(text)
+        return int(text) if name not in ("share", "storage_mb", "cpu_seconds", "wall_seconds") else float(text)
     except ValueError:
         option = name.replace("_", "-")
         raise ConfigError(f"--{option} {text!r} must be a number, `none` or `default`") from None

@@ -64,6 +64,9 @@ def set_limits(
     steps: Annotated[str | None, typer.Option(metavar="N", help="The most steps of a job.")] = None,
     tokens_per_day: Annotated[str | None, typer.Option(metavar="N", help="Tokens on one day (UTC).")] = None,
     storage_mb: Annotated[str | None, typer.Option(metavar="MB", help="Files and saved versions.")] = None,
+    cpu_seconds: Annotated[str | None, typer.Option(metavar="S", help="The most cpu_seconds of a reward.")] = None,
+    wall_seconds: Annotated[str | None, typer.Option(metavar="S", help="The most wall_seconds of a reward.")] = None,
+    memory_mb: Annotated[str | None, typer.Option(metavar="MB", help="The most memory_mb of a reward.")] = None,
     priority: Annotated[str | None, typer.Option(metavar="CLASS", help="The highest: low, normal or high.")] = None,
     share: Annotated[str | None, typer.Option(metavar="WEIGHT", help="With twice the share, twice the tokens.")] = None,
     as_json: AsJson = False,
@@ -77,5 +80,6 @@ def set_limits(
     given = {
         "running_jobs": running_jobs, "queued_jobs": queued_jobs, "rank": rank, "steps": steps,
         "tokens_per_day": tokens_per_day, "storage_mb": storage_mb, "priority": priority, "share": share,
+        "cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_mb": memory_mb,
     }  # fmt: skip
     commands.set_limits(remote.Where(url, key), tenant, given, as_json=as_json)

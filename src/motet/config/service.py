@@ -27,6 +27,12 @@ class LimitsConfig(Config):
     """Tokens sampled, trained and read as prompts of completions, on one day (UTC). Jobs pause when they are spent."""
     storage_mb: float | None = Field(None, ge=0, le=1e12, allow_inf_nan=False)
     """Uploaded files and saved versions of adapters, together."""
+    cpu_seconds: float | None = Field(60.0, gt=0, le=1e9)
+    """The most `cpu_seconds` of a job's rewards."""
+    wall_seconds: float | None = Field(600.0, gt=0, le=1e9)
+    """The most `wall_seconds` of a job's rewards."""
+    memory_mb: int | None = Field(2048, ge=64, le=10**9)
+    """The most `memory_mb` of a job's rewards."""
     priority: Literal["low", "normal", "high"] | None = None
     """The highest class of priority of a job. Where it is null a job may have any, and none counts for more than `normal`
     against other tenants."""
@@ -81,6 +87,9 @@ class ServiceConfig(Config):
     public hosts unless given; an empty list allows none."""
     lease_seconds: float = Field(60.0, ge=1, le=3600)
     """How long a reward worker that says nothing more keeps the rollouts that it took; then others get them."""
+    patience_seconds: float = Field(120.0, gt=0, le=86400)
+    """How long a job keeps a slot that another could use, while it waits for scores and asks nothing of the device; each time
+    it is sent away before it has done a step, it is given twice as long."""
     metrics_token: str = ""
     """What Prometheus brings as a key to read `/metrics`; an admin's key does too."""
     max_upload_mb: float = Field(64.0, gt=0)

@@ -15,22 +15,26 @@ from motet.errors import RunError
 from motet.hosting.answers import reason
 from motet.hosting.host import Host
 from motet.jobfile import validate
+from motet.launch import warm_up
 from motet.runtime.rundir import RunDirectory
 
 _LOCK_SECONDS = 60.0
 
 
 def main() -> None:
-    """Load the base, say that all is ready, and serve until the input ends."""
+    """Load what is slow, then the base, say that all is ready, and serve until the input ends."""
     lines, out = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that a library prints may pass for a message
-    hello = json.loads(lines.readline())
-    installed, unwalled = hello.pop("rewards", {}), hello.pop("unwalled", ())
     serving = threading.Event()
     threading.Thread(target=_end_with, args=(lines.fileno(), serving), name="motet-parent", daemon=True).start()
+    warm_up()
+    if not (first := lines.readline()):
+        return
+    hello = json.loads(first)
+    installed, unwalled, patience = hello.pop("rewards"), hello.pop("unwalled"), hello.pop("patience_seconds")
     try:
         config = validate({**hello, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")
-        host = Host(config, _run_directory(Path(config.run)), out, installed, unwalled)
+        host = Host(config, _run_directory(Path(config.run)), out, installed, unwalled, patience)
         serving.set()
         asyncio.run(host.serve(lines))
         host.workshop.close()

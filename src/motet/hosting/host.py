@@ -20,6 +20,7 @@ from motet.rollout import wire
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
 from motet.runtime.opening import open_job
+from motet.runtime.patience import USUAL_SECONDS
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
@@ -52,6 +53,7 @@ class Host:
         out: BinaryIO,
         installed: Mapping[str, Mapping[str, Any]] | None = None,
         unwalled: Collection[str] = (),
+        patience: float = USUAL_SECONDS,
     ) -> None:
         """Load the base; `installed` are the operator's rewards, fields of `Installed` by name, `unwalled` of ours."""
         self._config, self._out = config, out
@@ -71,7 +73,7 @@ class Host:
                 Walls(required=True, exempt=frozenset(unwalled)),
             ),
         )
-        self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True)
+        self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, patience=patience)
         self._answers = Answers(self.base, self._shared, self.say)
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()

@@ -38,7 +38,7 @@ class JobLoop:
         engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
         self._versions = Versions(job.name, engine_name, services.engine, services.sync, services.keep_versions)
         supply = Supply(self._done.position, set(self._done.pending))
-        self._sampler = JobSampler(job, services, self._versions, supply)
+        self.sampler = JobSampler(job, services, self._versions, supply)
         self._learning = JobLearning(job, services)
         self._probe = Probe(job.name, job.chat.prompt_ids(job.data.train[0]), services.probe_tolerance)
         self._steps: dict[int, asyncio.Task[SampledStep]] = {}
@@ -139,11 +139,11 @@ class JobLoop:
         if self._spent():
             return
         if job.evaluates(version) and self._done.evaluated < version:
-            self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
+            self._evaluation = asyncio.create_task(self.sampler.evaluation(version))
         last = min(job.config.steps, version + job.config.algorithm.max_off_policy_steps + 1)
         for step in range(version, last):
             if step not in self._steps and not self._pause:
-                self._steps[step] = asyncio.create_task(self._sampler.step(step))
+                self._steps[step] = asyncio.create_task(self.sampler.step(step))
 
     async def _finish(self) -> None:
         """Evaluate the last version and record it in a last line of the metrics."""
@@ -177,7 +177,7 @@ class JobLoop:
     async def _step(self, step: int) -> None:
         job, services = self._job, self._services
         if step not in self._steps:
-            self._steps[step] = asyncio.create_task(self._sampler.step(step))
+            self._steps[step] = asyncio.create_task(self.sampler.step(step))
         sampled = await self._steps.pop(step)
         check_failures(sampled.groups, job.config.algorithm.max_failed_fraction)
         job.progress.phase = "training"
@@ -190,7 +190,7 @@ class JobLoop:
         if evaluation is not None:
             record["eval"] = evaluation
         counts = {"tokens_sampled": sampled.tokens + evaluated, "tokens_trained": learned.tokens}
-        told, supply = (counts["tokens_sampled"], counts["tokens_trained"]), self._sampler.supply
+        told, supply = (counts["tokens_sampled"], counts["tokens_trained"]), self.sampler.supply
         supply.pending.difference_update(sampled.positions)
         skipped = self._done.skipped_in_row + 1 if learned.optim is not None and learned.optim.skipped else 0
         done = replace(

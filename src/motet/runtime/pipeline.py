@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from motet.errors import DeviceError, MotetError, RunError
 from motet.runtime.checkpoint import disk_error
+from motet.runtime.controls import words
 from motet.runtime.job import Job, Services
 from motet.runtime.job_loop import JobLoop
+from motet.runtime.patience import USUAL_SECONDS, Patience
 from motet.runtime.room import Room, is_full
 from motet.runtime.scheduler import weight_of
-from motet.runtime.slots import FREE, Claim, Rule, gives_way, taken
+from motet.runtime.slots import FREE, Claim, Rule, gives_way, makes_room, taken
 from motet.types import JobState
 
-CONTROL = "control"
-"""A file in a job's directory with the word `pause`, `resume` or `cancel`; read and removed by the running process."""
 _POLL_SECONDS = 0.3
 MAX_RESTARTS = 3
 """How often a job is taken up again after a fault of the device."""
@@ -28,9 +28,17 @@ MAX_RESTARTS = 3
 class Pipeline:
     """Runs jobs over shared services."""
 
-    def __init__(self, jobs: Sequence[Job], services: Services, slots: int, *, stays: bool = False) -> None:
-        """`stays` keeps running without jobs, for more to come, until `stop`."""
-        self._stays = stays
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        services: Services,
+        slots: int,
+        *,
+        stays: bool = False,
+        patience: float = USUAL_SECONDS,
+    ) -> None:
+        """`stays` keeps running without jobs, for more to come, until `stop`; jobs that only wait then lose their slots."""
+        self._stays, self._patience = stays, Patience(patience)
         self.jobs = {job.name: job for job in jobs}
         self._services = services
         self._slots = slots
@@ -54,9 +62,12 @@ class Pipeline:
 
         One that stays goes on until it is stopped.
         """
-        poll = asyncio.create_task(self._poll_controls())
+        poll = asyncio.create_task(self._poll())
+        poll.add_done_callback(lambda _: self._changed.set())
         try:
             while True:
+                if poll.done():
+                    poll.result()  # a fault of ours must not leave jobs waiting for ever
                 self._changed.clear()
                 self._fill_slots()
                 if not self._tasks and (self._stopping or not (self._stays or self._waiting())):
@@ -96,6 +107,7 @@ class Pipeline:
             self.jobs.pop(name, None)
             self._held.discard(name)
             self._room.forget(name)
+            self._patience.forget(name)
 
     def pause(self, name: str, reason: str = "") -> None:
         """Finish the job's step, save and give its slot away."""
@@ -166,17 +178,25 @@ class Pipeline:
         states = {job.state for job in self.jobs.values() if not job.progress.spent}
         return JobState.QUEUED in states or (JobState.PAUSED in states and not self._stopping)
 
-    def _fill_slots(self) -> None:
-        queued = [job for job in self.jobs.values() if job.state is JobState.QUEUED and not self._room.waits(job.name)]
-        if self._stopping:
-            for job in queued:
-                self._move(job, JobState.PAUSED)
-            return
-        claims = [_claim(job) for job in queued]
+    def _queued(self) -> list[Claim]:
+        queued = (job for job in self.jobs.values() if job.state is JobState.QUEUED)
+        return [_claim(job) for job in queued if not self._room.waits(job.name)]
+
+    def _running(self) -> tuple[list[Claim], int]:
+        """Jobs that have a slot and keep it, and how many slots there are for those and others."""
         running = [_claim(self.jobs[name]) for name in self._tasks if name not in self._giving]
-        slots = self._slots - len(self._giving)
+        return running, self._slots - len(self._giving)
+
+    def _fill_slots(self) -> None:
+        claims = self._queued()
+        if self._stopping:
+            for claim in claims:
+                self._move(self.jobs[claim.job], JobState.PAUSED)
+            return
+        running, slots = self._running()
         for name in taken(claims, running, slots, self._rules):
             job = self.jobs[name]
+            self._room.forget(name)
             self._move(job, JobState.RUNNING)
             task = self._tasks[name] = asyncio.create_task(self._run_job(job))
             task.add_done_callback(lambda task, job=job: self._never_began(job, task))  # type: ignore[misc]
@@ -192,35 +212,21 @@ class Pipeline:
             loop = self._loops[job.name] = JobLoop(job, self._services, job.directory.restore())
             if job.name in self._pauses:
                 loop.pause()
-            self._move(job, *self._outcome(job, await loop.run()))
+            state = await loop.run()
+            if job.progress.spent:
+                self._held.discard(job.name)
+            self._move(job, *_outcome(job, state, self._pauses.get(job.name, ""), gives=job.name in self._giving))
         except asyncio.CancelledError:
             if not self._closing:  # a run that is torn down leaves its jobs as they are: they go on next time
                 self._move(job, JobState.CANCELLED, f"cancelled after step {job.progress.step}")
         except DeviceError as error:
             self._take_up_again(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
-            if self._stays and is_full(error):
-                self._move(job, JobState.QUEUED, self._room.ran_out(job.name, job.directory))
-            else:
-                self._move(job, JobState.FAILED, _reason(job, error))
+            waits = self._stays and is_full(error)
+            told = self._room.ran_out(job.name, job.directory) if waits else _reason(job, error)
+            self._move(job, JobState.QUEUED if waits else JobState.FAILED, told)
         finally:
             self._release(job)
-
-    def _outcome(self, job: Job, state: JobState) -> tuple[JobState, str]:
-        """The state of a job whose loop has ended, and what to say of it."""
-        if state is not JobState.PAUSED:
-            return state, ""
-        done = f"after step {job.progress.step}"
-        if job.progress.spent:
-            self._held.discard(job.name)
-            return state, (
-                f"paused {done}: its budget of {job.config.budget} tokens is spent; to go on, give it a larger one "
-                "(`motet resume JOB --budget TOKENS`, or `budget` in the job file and the same command again)"
-            )
-        if job.name in self._giving:
-            return JobState.QUEUED, f"gave its slot to another tenant's job {done}; goes on when one is free"
-        reason = self._pauses.get(job.name, "")
-        return state, f"paused {done}: {reason}" if reason else f"paused {done}"
 
     def _never_began(self, job: Job, task: asyncio.Task[None]) -> None:
         """A task that is cancelled before its first line runs neither that line nor its `finally`."""
@@ -239,35 +245,63 @@ class Pipeline:
     def _take_up_again(self, job: Job, error: DeviceError) -> None:
         """A fault of the device that may be another job's: go on from the last commit, which ends with the same bytes."""
         restarts = self._restarts[job.name] = self._restarts.get(job.name, 0) + 1
-        if restarts > MAX_RESTARTS:
-            self._move(job, JobState.FAILED, f"{error} (after {MAX_RESTARTS} new starts from the last commit)")
-        else:
-            self._move(job, JobState.QUEUED, f"taken up again from the last commit: {error}")
+        again = (JobState.QUEUED, f"taken up again from the last commit: {error}")
+        failed = (JobState.FAILED, f"{error} (after {MAX_RESTARTS} new starts from the last commit)")
+        self._move(job, *(failed if restarts > MAX_RESTARTS else again))
 
     def _move(self, job: Job, state: JobState, message: str = "") -> None:
         """Change a job's state; what its own disk has no room for is its own business."""
         try:
             job.move(state, message)
-        except (
-            RunError
-        ) as error:  # a full disk: the state holds in this process, and the next one starts from the last commit
+        except RunError as error:  # a full disk: the state holds here, and the next process starts from the last commit
             job.progress.message = f"{message} ({error})" if message else str(error)
 
-    async def _poll_controls(self) -> None:
-        """Read control files, so that another process can pause, resume or cancel one job of this run."""
+    async def _poll(self) -> None:
+        """Look after those that wait, and obey what another process tells one job of this run."""
         while True:
             await asyncio.sleep(_POLL_SECONDS)
+            if self._stays:
+                self._let_go_of_those_that_wait()
             if self._room.came():
                 self._changed.set()
-            for name, job in self.jobs.items():
-                path = job.directory.path / CONTROL
-                if not path.exists():
-                    continue
-                word = path.read_text(errors="replace").strip()
-                path.unlink()
-                action = {"pause": self.pause, "resume": self.resume, "cancel": self.cancel}.get(word)
-                if action is not None and (not job.state.final or job.state is JobState.FAILED):
-                    action(name)
+            for name, word in words(list(self.jobs.values())):
+                getattr(self, word)(name)
+
+    def _let_go_of_those_that_wait(self) -> None:
+        """Jobs that do nothing but wait for scores stop where they are to stop anyway, or another has a use for their slot."""
+        steps = {name: self.jobs[name].progress.step for name in self._loops}
+        waiting = {n for n, loop in self._loops.items() if self._patience.over(n, steps[n], waits=loop.sampler.waits)}
+        running, slots = self._running()
+        if (sent := makes_room(self._queued(), running, waiting, slots, self._rules)) is not None:
+            self._giving.add(sent)
+            self._patience.sent_away(sent, steps[sent])
+            self.jobs[sent] = self.jobs.pop(sent)  # to the end of the queue
+        for name in waiting & {*self._pauses, *([] if sent is None else [sent])}:
+            self._loops[name].sampler.rest()
+
+
+def _outcome(job: Job, state: JobState, reason: str, *, gives: bool) -> tuple[JobState, str]:
+    """The state of a job whose loop has ended, and what to say of it.
+
+    Args:
+        job: which.
+        state: as its loop says.
+        reason: why it was to pause.
+        gives: whether its slot is another's turn.
+    """
+    done = f"after step {job.progress.step}"
+    if state is JobState.QUEUED:
+        return state, f"gave its slot away {done} because it waited for scores; goes on when one is free"
+    if state is not JobState.PAUSED:
+        return state, ""
+    if job.progress.spent:
+        return state, (
+            f"paused {done}: its budget of {job.config.budget} tokens is spent; to go on, give it a larger one "
+            "(`motet resume JOB --budget TOKENS`, or `budget` in the job file and the same command again)"
+        )
+    if gives:
+        return JobState.QUEUED, f"gave its slot to another tenant's job {done}; goes on when one is free"
+    return state, f"paused {done}: {reason}" if reason else f"paused {done}"
 
 
 def _claim(job: Job) -> Claim:

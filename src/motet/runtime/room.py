@@ -43,13 +43,8 @@ class Room:
 
     def waits(self, job: str) -> bool:
         """Whether there is still too little room for a job."""
-        if job not in self._needs:
-            return False
-        directory, needs = self._needs[job]
-        if _free(directory) < needs:
-            return True
-        del self._needs[job]
-        return False
+        directory, needs = self._needs.get(job, (None, 0))
+        return directory is not None and _free(directory) < needs
 
     def came(self) -> bool:
         """Whether a job that waits may go on."""

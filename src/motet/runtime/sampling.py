@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from motet import seeds
-from motet.errors import EngineError
+from motet.errors import EngineError, ScorerAway
 from motet.runtime.generation import Generation, PutAside, ended
 from motet.runtime.job import Job, Services
 from motet.runtime.versions import Versions
@@ -104,6 +104,17 @@ class JobSampler:
         self._unfinished = sorted(self.supply.pending)
         """Positions that an earlier process began."""
         self._aside: list[_Task] = []
+        self._scoring: set[asyncio.Task[list[Scored]]] = set()
+
+    @property
+    def waits(self) -> bool:
+        """Whether the job waits for scores, and asks nothing of the device."""
+        return bool(self._scoring) and self._services.scheduler.idle(self._job.name)
+
+    def rest(self) -> None:
+        """Wait for no score any longer: the step that wants it ends with `ScorerAway`."""
+        for asked in self._scoring:
+            asked.cancel()
 
     async def step(self, step: int) -> SampledStep:
         """Wait until the step may be sampled, then sample and score its groups."""
@@ -235,7 +246,7 @@ class JobSampler:
 
         async def score(problem: Problem, completions: list[str]) -> list[Scored]:
             started = time.monotonic()
-            scored = await services.rewards.score(job.name, problem, completions)
+            scored = await self._scored(problem, completions)
             cost.reward_seconds += time.monotonic() - started
             if any(item.clock_limited for item in scored):
                 job.note_inexact("a reward ran into its wall-clock limit, or could not be asked")
@@ -255,6 +266,19 @@ class JobSampler:
         if purpose.name == "train":
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts
+
+    async def _scored(self, problem: Problem, completions: list[str]) -> list[Scored]:
+        asked = asyncio.create_task(self._services.rewards.score(self._job.name, problem, completions))
+        self._scoring.add(asked)
+        try:
+            return await asked
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if me is not None and me.cancelling():
+                raise
+            raise ScorerAway("the scores did not come, and another job has a use for the slot") from None
+        finally:
+            self._scoring.discard(asked)
 
 
 async def _until_done(

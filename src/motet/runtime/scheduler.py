@@ -116,6 +116,11 @@ class FairScheduler:
             account.consumed *= weight / account.weight
             account.weight = weight
 
+    def idle(self, job: str) -> bool:
+        """Whether a job asks for nothing."""
+        account = self._accounts.get(job)
+        return account is None or account.idle
+
     def spend(self, job: str, tokens: float) -> None:
         """Charge tokens to a job and its tenant."""
         if (account := self._accounts.get(job)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -83,6 +83,26 @@ def gives_way(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rul
         return None
     lowest = min(reversed([claim for claim in running if claim.tenant == richest]), key=lambda claim: claim.priority)
     return lowest.job if _counts(lowest, rules) <= _counts(asks, rules) else None
+
+
+def makes_room(
+    queued: Sequence[Claim], running: Sequence[Claim], waiting: Collection[str], slots: int, rules: Mapping[str, Rule]
+) -> str | None:
+    """The running job whose slot goes to another because it only waits; None where nobody else would get the slot.
+
+    Args:
+        queued: jobs that want a slot, in the order they came.
+        running: jobs that have one, in the order they got it.
+        waiting: those of them that do nothing but wait.
+        slots: how many there are.
+        rules: of tenants; those that are not named are free.
+    """
+    for claim in reversed(running if len(running) >= slots else ()):
+        others = [other for other in running if other is not claim]
+        first = taken([*queued, claim], others, len(running), rules)  # as if it stood at the end of the queue
+        if claim.job in waiting and first and first != [claim.job]:
+            return claim.job
+    return None
 
 
 def _place(claim: Claim, held: Mapping[str, int], rules: Mapping[str, Rule]) -> tuple[float, float, float]:

@@ -66,7 +66,13 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.feed = Feed(store, desk.news)
     answer_errors(app)
     uploads = {"/v1/files": settings.config.max_upload_mb, "/v1/adapters": settings.config.max_adapter_mb}
-    app.add_middleware(Bodies, uploads=uploads, told=error_body, known=lambda request: known(request, desk))
+    app.add_middleware(
+        Bodies,
+        uploads=uploads,
+        told=error_body,
+        known=lambda request: known(request, desk),
+        leaving=lambda: desk.leaving,
+    )
     for part in (
         jobs,
         adapters,

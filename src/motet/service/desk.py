@@ -25,6 +25,7 @@ from motet.service.engine.host_link import HostLink
 from motet.service.events import watching
 from motet.service.events.news import News
 from motet.service.http.rate import RateLimit
+from motet.service.http.turns import Turns
 from motet.service.jobs import specs
 from motet.service.jobs.starts import NOW, UNFIT, Plan, Starts, When
 from motet.service.rewards import scoring
@@ -72,6 +73,7 @@ class Settings:
             "rollout": self.config.rollout.model_dump(mode="json"),
             "rewards": {name: asdict(one) for name, one in self.rewards.items()},
             "unwalled": self.config.unwalled,
+            "patience_seconds": self.config.patience_seconds,
         }
 
 
@@ -86,6 +88,8 @@ class Desk:
         self.link = HostLink(settings.hello, self.hear, self._open_jobs, log, score, self.workers.rest)
         self._allowed = settings.allowed
         self.addresses = HttpRewards(self._allowed.addresses)
+        self.leaving = False
+        """Whether it stops: nobody is to wait for anything any more."""
         self.unwritten = ""
         """Why what the engine tells cannot be kept just now."""
         self.news = News(lambda: self._loop)
@@ -98,6 +102,7 @@ class Desk:
         self.limits, self.ledger = self.steward.limits, self.steward.ledger
         self.link.counted = self.steward.count
         self.rate = RateLimit(config.rate)
+        self.checking, self.reading = Turns(), Turns()  # jobs; files of rows, which may take minutes
         self.starts = Starts(store, self.adapters, settings.directory / "run", self.hear, self._hand_over)
 
     async def open(self) -> None:
@@ -105,6 +110,14 @@ class Desk:
         self._loop = asyncio.get_running_loop()
         self.link.start()
         self._watching = asyncio.gather(self.starts.watch(), self.steward.watch())
+
+    def leave(self, seconds: float) -> None:
+        """Let everybody go who waits for news or for work; answers under way have so many seconds."""
+        self.leaving = True
+        self.news.close()
+        self.workers.hush()
+        told = "the service is stopping; ask again when it is there"
+        asyncio.get_running_loop().call_later(seconds, self.link.refuse, told)
 
     async def close(self) -> None:
         """Let jobs finish their step, and end the engine."""
@@ -116,6 +129,8 @@ class Desk:
         await stopping
         await self.grading.close()
         await asyncio.to_thread(self.steward.flush)
+        self.checking.close()
+        self.reading.close()
         self.news.close()
 
     # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -217,6 +232,9 @@ class Desk:
         """The files of a job."""
         return JobDirectory(self.settings.directory / "run" / job_id)
 
+    def _stored_by(self, jobs: list[str]) -> int:
+        return sum(map(_stored, map(self.directory, jobs)))
+
     def version(self, job: StoredJob, wanted: str) -> tuple[int, Path] | None:
         """A saved version of a job: a number, `latest` or `best`."""
         directory = self.directory(job.id)
@@ -230,15 +248,6 @@ class Desk:
         }
         chosen = number.get(wanted, next((one for one in versions if str(one) == wanted), None))
         return None if chosen not in versions else (chosen, directory.version(chosen))
-
-    def _stored_by(self, jobs: list[str]) -> int:
-        """Bytes of the saved versions of some jobs."""
-        size = 0
-        for directory in map(self.directory, jobs):
-            for number in directory.versions():
-                with contextlib.suppress(FileNotFoundError):  # the engine clears older versions away meanwhile
-                    size += sum(path.stat().st_size for path in directory.version(number).glob("*"))
-        return size
 
     # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -317,6 +326,15 @@ class Desk:
         if ending not in (".jsonl", ".parquet"):
             raise ConfigError(f"{filename!r} must end in .jsonl or .parquet")
         return self.settings.directory / "files" / f"{file_id}{ending}"
+
+
+def _stored(directory: JobDirectory) -> int:
+    """Bytes of a job's saved versions."""
+    size = 0
+    for number in directory.versions():
+        with contextlib.suppress(FileNotFoundError):  # the engine clears older versions away meanwhile
+            size += sum(path.stat().st_size for path in directory.version(number).glob("*"))
+    return size
 
 
 def _kept_text(text: str) -> str:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from motet.plain_yaml import DEEPEST
+
 
 def as_json(value: Any) -> Any:
     """A value as JSON holds it: sequences as lists, keys as text, NaN as null, what JSON has no word for as `str`."""
@@ -22,3 +24,27 @@ def as_json(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy arrays and scalars
         return as_json(value.tolist())
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def check_plain(value: Any) -> Any:
+    """Look at what a stranger gave before anything walks through it; gives it back.
+
+    Raises:
+        ValueError: it holds something else than values of JSON, or is nested too deep.
+    """
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        if not level:
+            return value
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                if (odd := next((name for name in one if not isinstance(name, str)), None)) is not None:
+                    raise ValueError(f"the name {odd!r:.80} is not text; quote it")
+                below += one.values()
+            elif isinstance(one, list):
+                below += one
+            elif not isinstance(one, str | int | float | None):
+                raise ValueError(f"{one!r:.80} is not a value that JSON has; quote it if it is meant as text")
+        level = below
+    raise ValueError(f"this is nested more than {DEEPEST} deep, which nothing here needs; write it flatter")

@@ -59,6 +59,7 @@ class HostLink:
         """
         self._hello, self._hear, self._jobs, self._log = dict(hello), hear, jobs, log
         self._process: asyncio.subprocess.Process | None = None
+        self._begun: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._score, self._rest = score, rest
         self._scoring: dict[int, asyncio.Task[None]] = {}
@@ -82,6 +83,10 @@ class HostLink:
     def closing(self) -> bool:
         """Whether the engine is being stopped for good."""
         return self._closing.is_set()
+
+    def take(self, process: asyncio.subprocess.Process) -> None:
+        """Have a process that was started already (`start_engine`) as the first; before `start`."""
+        self._begun = process
 
     def start(self) -> None:
         """Start the process and keep it running."""
@@ -129,6 +134,11 @@ class HostLink:
             sampled = len(message["chunk"]["token_ids"]) if "chunk" in message else 0
             self.counted(tenant, int(message.get("prompt_tokens", 0)), sampled)
 
+    def refuse(self, reason: str) -> None:
+        """Give up the questions that are open."""
+        for messages in self._open.values():
+            messages.put_nowait({"refused": reason})
+
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the process."""
         self._closing.set()
@@ -172,12 +182,7 @@ class HostLink:
     async def _run_once(self) -> None:
         self.starts += 1
         self._stopped.clear()
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "motet.hosting",
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
-                start_new_session=True, limit=wire.LONGEST_LINE, env=dict(os.environ),
-            )  # fmt: skip
+        self._process, self._begun = self._begun or await start_engine(self._log), None
         self.send(**self._hello)
         assert self._process.stdout is not None
         async for line in self._process.stdout:
@@ -198,8 +203,7 @@ class HostLink:
         self.progress = {}
         for task in list(self._scoring.values()):  # the next process asks again
             task.cancel()
-        for messages in self._open.values():
-            messages.put_nowait({"refused": "the engine ended while it answered; try again in a moment"})
+        self.refuse("the engine ended while it answered; try again in a moment")
 
     async def _handle(self, message: dict[str, Any]) -> None:
         if "ready" in message:
@@ -243,6 +247,16 @@ class HostLink:
             self._hear(message["job"], message["event"], message["data"])
         except Exception:  # whatever it is, this process has to go on listening
             _log.exception("an event of job %s was not kept", message["job"])
+
+
+async def start_engine(log: Path) -> asyncio.subprocess.Process:
+    """Start the engine's process, which loads what it needs and waits for its first message; what it prints goes to a file."""
+    with log.open("ab") as out:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "motet.hosting",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=out,
+            start_new_session=True, limit=wire.LONGEST_LINE, env=dict(os.environ),
+        )  # fmt: skip
 
 
 def chunk_of(message: Mapping[str, Any]) -> Chunk | None:

@@ -24,6 +24,8 @@ TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permis
 TYPES |= {429: "rate_limit_error"}
 TYPES |= {409: "conflict_error", 413: "invalid_request_error", 422: "invalid_request_error", 503: "unavailable_error"}
 
+_LONGEST = 10_000
+"""Characters of a message: some quote what they were given."""
 OPENAI = ("/v1/chat/", "/v1/completions", "/v1/fine_tuning/")
 """Paths where a request that does not fit is a 400, as the `openai` package's users know it."""
 
@@ -155,6 +157,8 @@ def error_body(
     status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """An error as it is answered."""
+    if len(message) > _LONGEST:
+        message = f"{message[:_LONGEST]}…"
     detail: dict[str, Any] = {
         "message": message,
         "type": TYPES.get(status, "server_error"),

@@ -39,6 +39,7 @@ class Bodies:
         uploads: Mapping[str, float],
         told: Callable[[int, str], Response],
         known: Callable[[Request], bool],
+        leaving: Callable[[], bool],
     ) -> None:
         """Nothing is read yet.
 
@@ -47,8 +48,9 @@ class Bodies:
             uploads: the limit in MB of each path that takes files.
             told: makes an answer of a status and a message.
             known: whether a request brings a good key, or needs none.
+            leaving: whether the service stops.
         """
-        self._app, self._told, self._known = app, told, known
+        self._app, self._told, self._known, self._leaving = app, told, known, leaving
         self._limits = {path: int(limit * 2**20) + _AROUND for path, limit in uploads.items()}
         self._words = {
             path: f"this is larger than {limit:g} MB, the limit of this service" for path, limit in uploads.items()
@@ -77,7 +79,11 @@ class Bodies:
             await self._told(401, "give an API key that is good: Authorization: Bearer mk-…")(scope, receive, send)
             await _drain(receive, MOST)
             return
-        await self._app(scope, _bounded(receive, limit, words), send)
+        try:
+            await self._app(scope, _bounded(receive, limit, words), send)
+        except asyncio.CancelledError:  # the server gives up whoever is stuck
+            if not self._leaving():
+                raise
 
 
 def _limit(path: str) -> int:

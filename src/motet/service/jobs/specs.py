@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.config import DataConfig, JobConfig, RewardConfig
+from motet.config import JobConfig, RewardConfig
 from motet.errors import ConfigError
 from motet.jobfile import normal_job, validate
-from motet.tasks.dataset import parts_of
+from motet.service.jobs.bounds import check_sizes, check_texts
 from motet.tasks.graders.shapes import parse
+from motet.tasks.plain_json import check_plain
 from motet.tasks.reward_elsewhere import ELSEWHERE, MASK, check
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_installed import Installed
@@ -24,36 +25,6 @@ from motet.tasks.rewards import BUILTIN
 GENERATED = ("toy:", "reasoning-gym:")
 HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 FILE_ENDINGS = re.compile(r"\.(jsonl?|parquet|csv)$", re.IGNORECASE)
-MOST: Mapping[str, int] = {
-    "steps": 1_000_000,
-    "data.size": 1_000_000,
-    "data.holdout": 100_000,
-    "sampling.max_tokens": 1_000_000,
-    "algorithm.group_size": 1024,
-    "algorithm.groups_per_step": 16_384,
-    "algorithm.max_off_policy_steps": 1000,
-    "algorithm.updates_per_batch": 1000,
-    "eval.n": 1024,
-    "checkpoint.keep": 10_000,
-}
-"""The largest values of a job's fields here: without bounds, one job could take the memory of all."""
-MOST_ROLLOUTS = 131_072
-"""Of one step, with those that are sampled to be left out."""
-MOST_EVALUATED = 1_048_576
-"""Completions of one evaluation."""
-MOST_TEXT = 100_000
-"""Characters of data.template and of data.system."""
-MOST_LISTED = 64
-"""Rewards of a job, and stop strings."""
-TEMPLATE_PARAMETERS = frozenset(
-    (
-        "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-        "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-        "return_assistant_tokens_mask", "tokenizer_kwargs", "messages", "self",
-    )
-)  # fmt: skip
-"""What `transformers`' apply_chat_template takes itself; `chat_template` would be a program of the tenant's."""
-_LONGEST_ARGUMENT = 200
 Find = Callable[[str], Path | None]
 """A path for the name of an uploaded file; None where the tenant has none."""
 
@@ -79,12 +50,12 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
         ConfigError, DataError, RewardError: what is wrong, or not allowed here.
     """
     try:
-        json.dumps(tree, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(check_plain(tree), ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
-        raise ConfigError(f"the job holds what cannot be kept as JSON in UTF-8: {error}") from error
+        raise ConfigError(f"the job cannot be kept as JSON in UTF-8: {error}") from error
     config = validate({"base": "small", "run": "x", "jobs": [normal_job(dict(tree))]}, "the job").jobs[0]
-    _check_sizes(config)
-    _check_texts(config.data)
+    check_sizes(config)
+    check_texts(config.data)
     for source in filter(None, (config.data.source, config.data.eval_source)):
         uploaded = source.startswith("file-")
         on_hub = (
@@ -98,44 +69,6 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
     for reward in config.rewards:
         _check_reward(reward, allowed)
     return config
-
-
-def _check_sizes(config: JobConfig) -> None:
-    for name, most in MOST.items():
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        if value is not None and value > most:
-            raise ConfigError(f"{name}: {value} is more than {most}, the most here")
-    algorithm = config.algorithm
-    width = algorithm.groups_per_step * max(algorithm.oversampling, 1.0) * max(algorithm.over_provision, 1.0)
-    for what, count, most in (
-        ("algorithm: groups_per_step · group_size rollouts of a step", width * algorithm.group_size, MOST_ROLLOUTS),
-        ("data.holdout · eval.n completions of an evaluation", config.data.holdout * config.eval.n, MOST_EVALUATED),
-        ("rewards", len(config.rewards), MOST_LISTED),
-        ("sampling.stop", len(config.sampling.stop), MOST_LISTED),
-    ):
-        if count > most:
-            raise ConfigError(f"{what}: {count:.0f} are more than {most}, the most here")
-
-
-def _check_texts(data: DataConfig) -> None:
-    for name, text in (("template", data.template), ("system", data.system)):
-        if text is not None and len(text) > MOST_TEXT:
-            raise ConfigError(f"data.{name}: {len(text)} characters are more than {MOST_TEXT}, the most here")
-    if data.template is not None:
-        parts_of(data.template)
-    for name, value in data.chat_template_kwargs.items():
-        if name in TEMPLATE_PARAMETERS:
-            raise ConfigError(
-                f"data.chat_template_kwargs.{name}: this is not a variable of the chat template; give those that it has, such "
-                "as enable_thinking"
-            )
-        if not isinstance(value, bool | int | float | str | None) or len(str(value)) > _LONGEST_ARGUMENT:
-            raise ConfigError(
-                f"data.chat_template_kwargs.{name:.80}: give true, false, a number or a text of at most {_LONGEST_ARGUMENT} "
-                "characters"
-            )
 
 
 def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:

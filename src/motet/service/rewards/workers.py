@@ -39,7 +39,7 @@ class RewardWorkers:
         self._seen: defaultdict[str, dict[str, float]] = defaultdict(dict)
         self._pruned: dict[str, int] = {}
         self._resting: set[str] = set()
-        self._closing = False
+        self._closing = self._leaving = False
         self._looking: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -133,7 +133,7 @@ class RewardWorkers:
                 return []
             found = await asyncio.to_thread(self.units.lease, job_id, worker, most, self.lease_seconds)
             left = deadline - time.monotonic()
-            if found or most < 1 or left <= 0 or self._closing or (await self.state(job_id)).final:
+            if found or most < 1 or left <= 0 or self._leaving or (await self.state(job_id)).final:
                 return found
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, _LEASES_END_SECONDS, self.lease_seconds / 2)):
@@ -183,6 +183,12 @@ class RewardWorkers:
                 if not answer.done():
                     answer.set_exception(ScorerAway("nobody scores, and the job is to rest"))
 
+    def hush(self) -> None:
+        """Let workers go that wait for work."""
+        self._leaving = True
+        for job_id in list(self._news):
+            self._tell(job_id)
+
     def close(self) -> None:
         """Let every job that waits rest; the next start asks again."""
         self._closing = True
@@ -190,5 +196,4 @@ class RewardWorkers:
             self._looking.cancel()
         for job_id in list(self._waiting):
             self._send_away(job_id)
-        for job_id in list(self._news):
-            self._tell(job_id)
+        self.hush()

@@ -49,7 +49,7 @@ async def upload(
                         f"{name} is larger than {desk.settings.config.max_upload_mb:g} MB, the limit of this service",
                     )
                 await asyncio.to_thread(target.write, piece)
-        rows = await asyncio.to_thread(count_rows, path, UPLOADED)
+        rows = await desk.reading.run(who.key_id, lambda: count_rows(path, UPLOADED))
         with_room = desk.steward.storing(who.tenant_id, size)
         adding = asyncio.create_task(asyncio.to_thread(with_room(desk.store.add_file), who, file_id, name, size, rows))
         found = await asyncio.shield(adding)

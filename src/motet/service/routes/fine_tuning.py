@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Annotated, Any, Literal
 
@@ -65,7 +64,7 @@ async def create(
         desk.store.audit(who, "submit", job.id)
         return _shown(desk, (job, FineTuning(job_id=job.id, request=body)))
 
-    return await asyncio.to_thread(make)
+    return await desk.reading.run(who.key_id, make)
 
 
 @router.get("")

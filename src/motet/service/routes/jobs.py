@@ -35,7 +35,7 @@ def shown(desk: Desk, who: Principal, job: StoredJob) -> Job:
 
 
 @router.post("", status_code=201)
-def submit(
+async def submit(
     who: Asker,
     desk: AtDesk,
     job: Annotated[dict[str, Any], Body(description="A job as it stands in a job file: name, data, reward, …")],
@@ -49,9 +49,13 @@ def submit(
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> Job:
     """Submit a job. A repeated request with the same Idempotency-Key gives the same job."""
-    found = desk.submit(who, job, idempotency_key, When(after or (), at))
-    desk.store.audit(who, "submit", found.id)
-    return shown(desk, who, found)
+
+    def take() -> Job:
+        found = desk.submit(who, job, idempotency_key, When(after or (), at))
+        desk.store.audit(who, "submit", found.id)
+        return shown(desk, who, found)
+
+    return await desk.checking.run(who.key_id, take)
 
 
 @router.get("")
@@ -157,7 +161,7 @@ async def stream(
 
 
 async def _stream(request: Request, desk: Desk, job_id: str, after: int) -> AsyncIterator[str]:
-    while not await request.is_disconnected():
+    while not (desk.leaving or await request.is_disconnected()):
         # before looking, so that nothing is missed
         waiting = asyncio.create_task(desk.news.wait(job_id, QUIET_SECONDS))
         try:

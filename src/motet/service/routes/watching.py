@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from motet import plain_yaml
-from motet.errors import ConfigError
-from motet.jobfile import parse_jobs
 from motet.service.database.tenants import Principal
 from motet.service.desk import Desk
 from motet.service.events import watching
@@ -22,18 +18,18 @@ from motet.service.events.feed import Feed
 from motet.service.events.news import EVERYTHING
 from motet.service.events.stream import ALIVE, PAGE, QUIET_SECONDS
 from motet.service.http.asking import Asker, AtDesk, NamedJob, known
+from motet.service.jobs.job_text import LONGEST, read_jobs
 from motet.service.schemas import CheckedJobs, Steps
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 _KEY_SECONDS = 30.0
-_MOST_JOBS = 200
 
 
 class JobText(BaseModel):
     """A job file, or a single job, as text."""
 
     model_config = ConfigDict(extra="forbid")
-    text: str = Field(max_length=64_000)
+    text: str = Field(max_length=LONGEST)
 
 
 @router.get("/jobs/{job}/steps")
@@ -69,7 +65,7 @@ async def _stream(request: Request, desk: Desk, who: Principal, after: int) -> A
     feed: Feed = request.app.state.feed
     yield f"id: {after}\n: from here on\n\n"  # whoever loses the connection at once knows where to go on
     said = asked = time.monotonic()
-    while not await request.is_disconnected():
+    while not (desk.leaving or await request.is_disconnected()):
         waiting = asyncio.create_task(desk.news.wait(EVERYTHING, QUIET_SECONDS))  # before looking: nothing is missed
         try:
             found = await asyncio.to_thread(feed.since, who, after, PAGE)
@@ -91,48 +87,13 @@ async def _stream(request: Request, desk: Desk, who: Principal, after: int) -> A
 
 
 @router.post("/check")
-def check(who: Asker, desk: AtDesk, given: JobText) -> CheckedJobs:
+async def check(who: Asker, desk: AtDesk, given: JobText) -> CheckedJobs:
     """Read a job file (YAML or JSON), or a single job, and check its jobs as if they were submitted; nothing is kept."""
-    found = read_jobs(given.text, desk.settings.base)
-    for job in found:
-        desk.checked(who, job)
-    return CheckedJobs(jobs=found)
 
+    def look() -> CheckedJobs:
+        found = read_jobs(given.text, desk.settings.base)
+        for job in found:
+            desk.checked(who, job)
+        return CheckedJobs(jobs=found)
 
-def read_jobs(text: str, base: str) -> list[dict[str, Any]]:
-    """The jobs that a text holds, with defaults and sweeps applied.
-
-    Raises:
-        ConfigError: it is no YAML, holds no job, or jobs for another base.
-    """
-    try:
-        tree = plain_yaml.read(text, aliases=False)
-    except ConfigError as error:
-        raise ConfigError(f"this cannot be read as YAML or JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError("write a job (name, data, reward, …), or a job file with `jobs:`")
-    if "jobs" not in tree:
-        return [tree]
-    if (wanted := tree.get("base", base)) != base:
-        raise ConfigError(f"base is {wanted!r}, but this service trains {base!r}; leave `base` out")
-    _check_count(tree)
-    config = parse_jobs(yaml.safe_dump({**tree, "base": base}), "the text")
-    return [job.model_dump(mode="json", exclude_unset=True) for job in config.jobs]
-
-
-def _check_count(tree: dict[str, Any]) -> None:
-    """Sweeps multiply; refuse those that would be more than anybody means."""
-    jobs = tree["jobs"] if isinstance(tree["jobs"], list) else []
-    total = 0
-    for job in jobs:
-        own = job.get("sweep") if isinstance(job, dict) else None
-        count = 1
-        for values in {**_table(tree.get("sweep")), **_table(own)}.values():
-            count *= len(values) if isinstance(values, list) else 1
-        total += count
-    if total > _MOST_JOBS:
-        raise ConfigError(f"the text means {total} jobs; at most {_MOST_JOBS} at once")
-
-
-def _table(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return await desk.checking.run(who.key_id, look)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from motet.service.schemas import Answer
+from motet.tasks.plain_json import check_plain
 from motet.tasks.row_files import UPLOADED
 
 
@@ -16,13 +17,15 @@ def _auto(value: Any) -> Any:
 
 
 def _short(item: dict[str, Any]) -> dict[str, Any]:
-    if len(json.dumps(item)) > UPLOADED.row_bytes:
+    if len(json.dumps(check_plain(item))) > UPLOADED.row_bytes:
         raise ValueError(f"a row may have {UPLOADED.row_bytes / 2**20:g} MB at most")
     return item
 
 
 Whole = Annotated[Annotated[int, Field(ge=1, le=1_000_000)] | None, BeforeValidator(_auto)]
 Factor = Annotated[Annotated[float, Field(gt=0, le=1000)] | None, BeforeValidator(_auto)]
+Anything = Annotated[Any, AfterValidator(check_plain)]
+Table = Annotated[dict[str, Any], AfterValidator(check_plain)]
 
 
 class Asked(BaseModel):
@@ -53,7 +56,7 @@ class Hyperparameters(Asked):
 class Reinforcement(Asked):
     """Reinforcement fine-tuning."""
 
-    grader: dict[str, Any]
+    grader: Table
     """string_check, text_similarity, score_model, label_model or multi."""
     hyperparameters: Hyperparameters | None = None
 
@@ -64,8 +67,8 @@ class Method(Asked):
     type: Literal["reinforcement", "supervised", "dpo"]
     """`reinforcement`; the others are refused."""
     reinforcement: Reinforcement | None = None
-    supervised: Any = None
-    dpo: Any = None
+    supervised: Anything = None
+    dpo: Anything = None
 
 
 class FineTuningRequest(Asked):
@@ -83,11 +86,11 @@ class FineTuningRequest(Asked):
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
         None, max_length=16
     )
-    hyperparameters: Any = None
+    hyperparameters: Anything = None
     """Refused: it belongs into `method`."""
     integrations: list[Any] | None = Field(None, max_length=0)
     """Only an empty list."""
-    motet: dict[str, Any] | None = None
+    motet: Table | None = None
     """Fields of a Motet job that this form has no word for (`sampling.max_tokens`); the package sends it as `extra_body`."""
 
 
@@ -185,7 +188,7 @@ class Checkpoints(Answer):
 class GraderAsked(Asked):
     """A grader to look at."""
 
-    grader: dict[str, Any]
+    grader: Table
 
 
 class GraderRun(GraderAsked):

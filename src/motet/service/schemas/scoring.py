@@ -6,7 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from motet.service.jobs.bounds import MOST
 from motet.service.schemas import Answer
+
+MOST_UNITS = 256
+"""That a worker may hold, and hand in at once."""
 
 
 class LeaseRequest(BaseModel):
@@ -15,7 +19,7 @@ class LeaseRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     worker: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,60}$")
     """The worker's own name for itself, the same in all its requests. What it holds already is renewed."""
-    most: int = Field(16, ge=0, le=256)
+    most: int = Field(16, ge=0, le=MOST_UNITS)
     """How many units it can take; 0 only renews."""
     wait_seconds: float = Field(20.0, ge=0, le=30)
     """How long to wait until there is one."""
@@ -61,7 +65,7 @@ class Result(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     id: str = Field(pattern=r"^[!-~]{1,64}$")
-    scores: list[Given] = Field(max_length=100_000, fail_fast=True)
+    scores: list[Given] = Field(max_length=MOST["algorithm.group_size"], fail_fast=True)
     """One for each completion, in order: a finite number, a text that says why there is none, that text as `chance`, or null
     where the reward does not apply."""
 
@@ -70,7 +74,7 @@ class Results(BaseModel):
     """Scores, of several units at once."""
 
     model_config = ConfigDict(extra="forbid")
-    results: list[Result] = Field(max_length=1000, fail_fast=True)
+    results: list[Result] = Field(max_length=MOST_UNITS, fail_fast=True)
 
 
 class Counted(Answer):

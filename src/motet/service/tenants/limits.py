@@ -198,11 +198,19 @@ class Limits:
 
 
 def _check_size(config: JobConfig, limits: LimitsConfig) -> None:
-    sizes = (("adapter.rank", config.adapter.rank, limits.rank), ("steps", config.steps, limits.steps))
+    sizes: list[tuple[str, float, float | None]] = [
+        ("adapter.rank", config.adapter.rank, limits.rank),
+        ("steps", config.steps, limits.steps),
+    ]
+    for reward in config.rewards:
+        for field in ("cpu_seconds", "wall_seconds", "memory_mb"):
+            sizes.append((f"reward {reward.name}.{field}", getattr(reward, field), getattr(limits, field)))
     for name, wanted, most in sizes:
         if most is not None and wanted > most:
-            option = name.rpartition(".")[2]
-            raise LimitError(f"{name}: {wanted} is more than {most}, the most of this tenant; {ASK} --{option}", 403)
+            option = name.rpartition(".")[2].replace("_", "-")
+            raise LimitError(
+                f"{name}: {wanted:g} is more than {most:g}, the most of this tenant; {ASK} --{option}", 403
+            )
     _may_have(config.priority, limits)
 
 
