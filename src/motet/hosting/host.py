@@ -20,7 +20,7 @@ from motet.rollout import wire
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
 from motet.runtime.opening import open_job
-from motet.runtime.patience import USUAL
+from motet.runtime.patience import USUAL_WAIT
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
@@ -53,7 +53,7 @@ class Host:
         out: BinaryIO,
         installed: Mapping[str, Mapping[str, Any]] | None = None,
         unwalled: Collection[str] = (),
-        patience: float = USUAL,
+        patience: float = USUAL_WAIT,
     ) -> None:
         """Load the base; `installed` are the operator's rewards, fields of `Installed` by name, `unwalled` of ours."""
         self._config, self._out = config, out

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-USUAL = 120.0
+USUAL_WAIT = 120.0
 """Seconds."""
 
 
 class Patience:
     """Each time a job is sent away before it has done a step, it is given twice as long, so that slow rewards get on too."""
 
-    def __init__(self, seconds: float = USUAL, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float = USUAL_WAIT, clock: Callable[[], float] = time.monotonic) -> None:
         """Nobody waits yet; `seconds` is how long a job waits the first time."""
         self._seconds, self._clock = seconds, clock
         self._since: dict[str, float] = {}

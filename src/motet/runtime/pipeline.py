@@ -14,7 +14,7 @@ from motet.runtime.checkpoint import disk_error
 from motet.runtime.controls import words
 from motet.runtime.job import Job, Services
 from motet.runtime.job_loop import JobLoop
-from motet.runtime.patience import USUAL, Patience
+from motet.runtime.patience import USUAL_WAIT, Patience
 from motet.runtime.room import Room, is_full
 from motet.runtime.scheduler import weight_of
 from motet.runtime.slots import FREE, Claim, Rule, gives_way, makes_room, taken
@@ -29,7 +29,7 @@ class Pipeline:
     """Runs jobs over shared services."""
 
     def __init__(
-        self, jobs: Sequence[Job], services: Services, slots: int, *, stays: bool = False, patience: float = USUAL
+        self, jobs: Sequence[Job], services: Services, slots: int, *, stays: bool = False, patience: float = USUAL_WAIT
     ) -> None:
         """`stays` keeps running without jobs, for more to come, until `stop`; jobs that only wait then lose their slots."""
         self._stays, self._patience = stays, Patience(patience)
