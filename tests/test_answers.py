@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from motet.config import EngineConfig
@@ -18,7 +20,9 @@ from motet.hosting.answers import Answers
 from motet.launch import load
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
-from motet.types import AdapterRef
+from motet.runtime.meter import COMPLETIONS
+from motet.runtime.scheduler import FairScheduler
+from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +109,59 @@ def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base
     asyncio.run(scenario())
     assert [message["key"] for message in said] == [0, 1]
     assert all(f"{len(text)} characters" in message["refused"] and message["theirs"] for message in said)
+
+
+def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -> None:
+    """One row at a time: whoever has read a long prompt comes after the neighbour who has had nothing."""
+    scheduler, order = FairScheduler(1), list[str]()
+
+    class Engine:
+        """Answers with a token when it may."""
+
+        may = asyncio.Event()
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            """One token."""
+            order.append(request.job)
+            await self.may.wait()
+            yield Chunk(0, np.array([5]), np.array([-1.0]), np.array([-1]), "x", FinishReason.STOP)
+
+    shared: Any = SimpleNamespace(engine=Engine(), scheduler=scheduler, engine_suffix="x")
+    said: list[dict[str, Any]] = []
+    told = Answers(base, shared, lambda **message: said.append(message))
+    asked: Any = {
+        "tenant": "greedy",
+        "adapter": None,
+        "sampling": {"max_tokens": 1},
+        "seed": 0,
+        "n": 1,
+        "logprobs": False,
+    }
+
+    async def neighbour() -> None:
+        async with scheduler.permit("neighbour", 1):
+            order.append("neighbour")
+            scheduler.spend("neighbour", 2)
+
+    async def scenario() -> None:
+        scheduler.join("neighbour", 1.0, "other")
+        await neighbour()
+        answers = [
+            asyncio.create_task(told.answer({**asked, "stream": False, "key": key, "prompt": "abc" * 40}))
+            for key in range(3)
+        ]
+        while len(order) < 2:
+            await asyncio.sleep(0.01)
+        steps = [asyncio.create_task(neighbour()) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert len(order) == 2, "there is room for one"
+        Engine.may.set()
+        await asyncio.gather(*answers, *steps)
+
+    asyncio.run(scenario())
+    assert sum("done" in message for message in said) == 3, said
+    greedy = f"{COMPLETIONS}greedy"
+    assert order == ["neighbour", greedy, *["neighbour"] * 3, greedy, greedy]
 
 
 @pytest.fixture(scope="module")

@@ -255,6 +255,7 @@ def test_token_ids_are_a_prompt(stock: openai.OpenAI) -> None:
         ({"logit_bias": {"1": 1}}, "logit_bias"), ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"prompt": []}, "prompt"),
         ({"prompt": ["a", "b"], "stream": True}, "prompt"),
         ({"extra_body": {"top_k": 3}}, "top_k"), ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt": ["a"] * 16, "n": 16}, "n"), ({"stop": ["x" * 501]}, "stop"), ({"stop": ["x"] * 9}, "stop"),
     ],
 )  # fmt: skip
 def test_what_completions_do_not_do_is_refused_by_name(stock: openai.OpenAI, change: Json, param: str) -> None:

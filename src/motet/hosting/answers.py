@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ class Answers:
         self._stops = stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None))
         self._shelf: OrderedDict[str, AdapterRef] = OrderedDict()
         self._open: dict[int, asyncio.Task[None]] = {}
+        self._asking: Counter[str] = Counter()
+        """Answers that wait or are given, by account."""
         self._shelving = asyncio.Lock()
         self._examining = asyncio.Lock()  # one at a time: each is half a gigabyte or so
         self._longest = base.max_positions * max(map(len, base.tokenizer.get_vocab()))
@@ -74,19 +77,32 @@ class Answers:
                 stream=message["stream"],
             )
             self._say(key=key, prompt_tokens=len(prompt_ids))
-            async for chunk in self._engine.generate(request):
-                self._scheduler.charge(tenant, len(chunk.token_ids))
-                texts = (
-                    [self._chat.completion_text([token]) for token in chunk.token_ids.tolist()]
-                    if message["logprobs"]
-                    else []
-                )
-                self._say(key=key, chunk=wire.chunk_out(chunk), texts=texts)
+            async with self._turn(request.job, tenant, len(keys)):
+                self._scheduler.spend(request.job, len(prompt_ids))
+                async for chunk in self._engine.generate(request):
+                    self._scheduler.spend(request.job, len(chunk.token_ids))
+                    read = self._chat.completion_text
+                    texts = [read([token]) for token in chunk.token_ids.tolist()] if message["logprobs"] else []
+                    self._say(key=key, chunk=wire.chunk_out(chunk), texts=texts)
             self._say(key=key, done=True)
         except Exception as error:  # whoever asked has to hear of it
             self._say(key=key, refused=reason(error), theirs=_is_theirs(error))
         finally:
             self._open.pop(key, None)
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, account: str, tenant: str, rows: int) -> AsyncIterator[None]:
+        """Wait for the share of a tenant's completions, which are one more job of it while there are any."""
+        if not self._asking[account]:
+            self._scheduler.join(account, 1.0, tenant)
+        self._asking[account] += 1
+        try:
+            async with self._scheduler.permit(account, rows):
+                yield
+        finally:
+            self._asking[account] -= 1
+            if not self._asking[account]:
+                self._scheduler.leave(account)
 
     async def _shelved(self, directory: Path) -> AdapterRef:
         """Load a stored version, or find it loaded; the one that was asked for longest ago goes."""

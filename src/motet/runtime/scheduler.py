@@ -127,11 +127,6 @@ class FairScheduler:
             account.consumed += tokens
             self._tenants[account.tenant].consumed += tokens / account.weight
 
-    def charge(self, tenant: str, tokens: float) -> None:
-        """Charge tokens of no job to a tenant, where it has jobs."""
-        if tenant in self._tenants:
-            self._tenants[tenant].consumed += tokens
-
     def standing(self, job: str) -> Standing:
         """What a job and its tenant have had."""
         account = self._accounts[job]

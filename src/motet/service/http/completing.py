@@ -17,6 +17,10 @@ from motet.service.engine.answers import NoModelError, directory_of
 from motet.service.http.asking import Refusal
 
 Text = Annotated[str, Field(max_length=200_000)]
+Stop = Annotated[str, Field(max_length=500)]
+"""Every token is looked at for each of them."""
+MOST_SEQUENCES = 64
+"""Completions of one request, of all its prompts together."""
 _MOST_FIELDS = 100
 Zero = Annotated[float, Field(ge=0, le=0)]
 """A field that clients send with its neutral value."""
@@ -43,7 +47,7 @@ class Sampled(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=16)
-    stop: Text | Annotated[list[Text], Field(max_length=8)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=8)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None

@@ -16,7 +16,7 @@ from motet.service.database.tables import new_id
 from motet.service.desk import Desk
 from motet.service.engine.answers import Piece, begin, pieces, usage, whole
 from motet.service.http.asking import Asker, AtDesk, Refusal
-from motet.service.http.completing import STREAMED, Sampled, Text, adapter_of, with_its_end
+from motet.service.http.completing import MOST_SEQUENCES, STREAMED, Sampled, Text, adapter_of, with_its_end
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 _MAX_TOKENS = 16
@@ -53,6 +53,12 @@ async def complete(who: Asker, desk: AtDesk, wanted: CompletionRequest) -> Respo
         logprobs=wanted.logprobs is not None,
     )
     questions = [{**question, "prompt": prompt} for prompt in wanted.prompts()]
+    if (asked := len(questions) * question["n"]) > MOST_SEQUENCES:
+        raise Refusal(
+            400,
+            f"n: {len(questions)} prompts with n {question['n']} are {asked} completions; a request may have {MOST_SEQUENCES}",
+            "n",
+        )
     if wanted.stream:
         if len(questions) > 1:
             raise Refusal(400, "prompt: one prompt can be streamed at a time; leave `stream` out for several", "prompt")
