@@ -27,6 +27,7 @@ from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import Rule
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset
+from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_pool import RewardPool, Scored
 from motet.training.fake import FakeTrainer
@@ -143,7 +144,7 @@ def make_job(config: JobConfig, directory: RunDirectory, setting: Setting) -> Jo
     made = Job(
         config=config,
         algorithm=presets.resolve(config.algorithm),
-        data=Dataset(problems(20), problems(setting.holdout, first=100), None),
+        data=Dataset(Problems.of(problems(20)), problems(setting.holdout, first=100), None),
         chat=Chat(FakeTokenizer(), chat_template=False),
         directory=directory.job(config.name),
         base_rate=rate,

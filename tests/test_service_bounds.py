@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import gc
 import inspect
 import json
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ from motet.tasks.graders.shapes import parse
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
 from motet.tasks.reward_pool import RewardPool, Scored
-from motet.tasks.row_files import UPLOADED, Bounds, count_rows, rows_of
-from motet.types import Problem
+from motet.tasks.row_files import OF_A_JOB, UPLOADED, Bounds, count_rows, rows_of
+from motet.types import Message, Problem
 from tests.house import House, error_of, open_house
 from tests.service_run import ROWS, Json, tiny
 
@@ -106,7 +108,7 @@ def test_a_small_file_that_stands_for_very_much_is_refused(tmp_path: Path) -> No
         ("a.jsonl", '{"p": "x"}\n' * 101, "more than 100 rows"),
         ("a.jsonl", '{"p": "x"}\n{"p": "' + "x" * 1000 + '"}\n', "line 2 has more than"),
         ("a.jsonl", '{"p": [' + "[]," * 300 + "[]]}\n", "more than 500 values"),
-        ("a.jsonl", ('{"p": [' + "0," * 100 + "0]}\n") * 6, "more than 500 values"),
+        ("a.jsonl", ('{"p": "x", "q": [' + "0," * 100 + "0]}\n") * 6, "more than 500 values"),
         ("a.json", json.dumps([{"p": "x"}] * 101), "more than 100 rows"),
         ("a.json", json.dumps([{"p": "x" * 1000}]), "row 1 has more than"),
         ("a.json", json.dumps([{"p": [0] * 600}]), "more than 500 values"),
@@ -312,6 +314,29 @@ def test_prompts_that_a_template_makes_are_bounded_together(tmp_path: Path) -> N
     assert len(load_dataset(config, Bounds(bytes=100_000)).train) == 100
     with pytest.raises(DataError, match=r"data\.template makes prompts"):
         load_dataset(config, Bounds(bytes=99_999))
+
+
+def test_rows_are_no_objects_until_they_are_needed(tmp_path: Path) -> None:
+    path, rows = tmp_path / "rows.jsonl", 100_000
+    path.write_text("".join(f'{{"prompt": "{row} é", "answer": "{row}", "also": [{row}]}}\n' for row in range(rows)))
+    config = DataConfig(source=str(path), holdout=3)
+    gc.collect()
+    before = len(gc.get_objects())
+    data = load_dataset(config, OF_A_JOB)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 1000
+    assert len(data.train) == rows - 3
+    for problem in (*data.train[:5], data.train[-1], *data.holdout):
+        number = str(problem.id)
+        expected = Problem(
+            problem.id, (Message("user", f"{number} é"),), number, {"answer": number, "also": [problem.id]}
+        )
+        assert problem == expected
+    assert data.train[100:200:3].only([1])[0] == data.train[103]
+    few = replace(OF_A_JOB, rows=rows - 1)
+    with pytest.raises(DataError, match=r"more than 99999 rows.* set data\.size"):
+        load_dataset(config, few)
+    assert len(load_dataset(config.model_copy(update={"size": rows - 1}), few).train) == rows - 4
 
 
 def test_generated_rows_take_bounded_time_and_memory() -> None:

@@ -276,7 +276,8 @@ class _Read:
     def of(cls, config: DataConfig, base: Any, bounds: Bounds | None) -> _Read:
         chat = Chat.of(base.tokenizer, config)
         data = load_dataset(config, bounds, chat.longer_than)
-        return cls(data, chat, chat.longest((*data.train, *data.holdout)))
+        longest = [chat.longest(part) for part in (data.train, data.holdout) if part]
+        return cls(data, chat, max(longest, key=lambda found: found[0]))
 
 
 def prepare(
@@ -332,8 +333,8 @@ def _check_room(job: Job, base: Any, turns: int, longest: int, problem: Problem)
         )
     if longest > room:
         data = config.data
-        n = sum(job.chat.longer_than(one, room) for one in (*job.data.train, *job.data.holdout))
-        held_out = any(one is problem for one in job.data.holdout)
+        n = sum(job.chat.longer_than(one, room) for part in (job.data.train, job.data.holdout) for one in part)
+        held_out = problem in job.data.holdout
         source = (held_out and data.eval_source) or data.source
         raise ConfigError(
             f"{where}{source} row {problem.id + 1} has a prompt of {longest} tokens, and {new}; this is more than the "

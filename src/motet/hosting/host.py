@@ -31,7 +31,7 @@ from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
-from motet.tasks.row_files import UPLOADED
+from motet.tasks.row_files import OF_A_JOB
 from motet.types import JobState
 
 USUAL = Need(512, 512)
@@ -178,7 +178,7 @@ class Host:
             self._steer(name, self._wanted.pop(name))
 
     def _prepared(self, tree: Mapping[str, Any], told: int) -> Job:
-        job, _ = prepare(JobConfig.model_validate(tree), self.base, self.directory, UPLOADED)
+        job, _ = prepare(JobConfig.model_validate(tree), self.base, self.directory, OF_A_JOB)
         open_job(job.directory, identity(job, self.base, self._config), accept_changes=True)
         for why in self.workshop.inexact:
             job.note_inexact(why)

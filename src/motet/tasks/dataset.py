@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from motet import seeds
 from motet.config import DataConfig
 from motet.errors import DataError
+from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.row_files import Bounds, Row
 from motet.tasks.sources import read_rows
@@ -30,7 +31,7 @@ ROLES = ("system", "user", "assistant")
 class Dataset:
     """A job's data after the held-out split."""
 
-    train: tuple[Problem, ...]
+    train: Problems
     holdout: tuple[Problem, ...]
     """For evaluation; no prompt of it is in `train`."""
     scorer: ScorerSpec | None
@@ -64,7 +65,7 @@ def load_dataset(config: DataConfig, bounds: Bounds | None = None, longer: Longe
         DataError: the source cannot be read, a row does not fit, or too few rows remain; says where and what to do.
     """
     rows, scorer = read_rows(config, bounds)
-    problems, notes = _short(config, _problems(config, rows, bounds), longer)
+    problems, notes = _short(config, Problems.of(_problems(config, rows, bounds)), longer)
     if config.eval_source is not None:
         holdout, eval_scorer = _evaluation(config, bounds, longer)
         scorer = replace(scorer, evaluation=eval_scorer) if scorer else eval_scorer
@@ -72,8 +73,7 @@ def load_dataset(config: DataConfig, bounds: Bounds | None = None, longer: Longe
         order = seeds.permutation(seeds.key(config.seed, "holdout"), len(problems))
         holdout = tuple(problems[i] for i in sorted(order[: config.holdout]))
     # A prompt that stands twice in the data must not be both trained on and evaluated.
-    kept_out = {problem.messages for problem in holdout}
-    train = tuple(problem for problem in problems if problem.messages not in kept_out)
+    train = problems.without(holdout)
     if not train:
         raise DataError(_nothing_left(config, problems))
     left_out = len(problems) - len(train) - (0 if config.eval_source else len(holdout))
@@ -82,13 +82,13 @@ def load_dataset(config: DataConfig, bounds: Bounds | None = None, longer: Longe
     return Dataset(train, holdout, scorer, tuple(notes))
 
 
-def _short(config: DataConfig, problems: list[Problem], longer: Longer | None) -> tuple[list[Problem], list[str]]:
+def _short(config: DataConfig, problems: Problems, longer: Longer | None) -> tuple[Problems, list[str]]:
     """Those whose prompts are not too long, and what is to say of the others."""
     most = config.max_prompt_tokens
     if most is None or longer is None:
         return problems, []
     tokens = f"more than {most} token{'' if most == 1 else 's'}"
-    short = [problem for problem in problems if not longer(problem, most)]
+    short = problems.only(row for row, problem in enumerate(problems) if not longer(problem, most))
     if not short:
         raise DataError(
             f"data.source {config.source!r}: each of its {len(problems)} rows has a prompt of {tokens}; raise "
@@ -144,22 +144,22 @@ def _evaluation(
     far = seeds.key(config.seed, "eval_source") % (1 << 31)
     other = config.model_copy(update={"source": config.eval_source, "size": config.holdout, "seed": far, "rows": None})
     rows, scorer = read_rows(other, bounds)
-    problems, _ = _short(other, _problems(other, rows, bounds), longer)
+    problems, _ = _short(other, Problems.of(_problems(other, rows, bounds)), longer)
     return tuple(problems), scorer
 
 
-def _problems(config: DataConfig, rows: Sequence[Row], bounds: Bounds | None) -> list[Problem]:
-    problems, size = [], 0
+def _problems(config: DataConfig, rows: Iterable[Row], bounds: Bounds | None) -> Iterator[Problem]:
+    size = 0
     for index, row in enumerate(rows):
-        problems.append(_problem(config, row, index))
+        problem = _problem(config, row, index)
         if bounds is not None and config.template is not None:
-            size += sum(len(message.content) for message in problems[-1].messages)
+            size += sum(len(message.content) for message in problem.messages)
             if size > bounds.bytes:
                 raise DataError(
                     f"data.template makes prompts of more than {bounds.bytes / 2**20:g} MB together out of {config.source}; "
                     "shorten it, or set data.size"
                 )
-    return problems
+        yield problem
 
 
 def _problem(config: DataConfig, row: Row, index: int) -> Problem:

@@ -36,7 +36,9 @@ class Bounds:
 
 
 UPLOADED = Bounds()
-"""Those of a service."""
+"""Those of a service, of a file."""
+OF_A_JOB = Bounds(rows=200_000)
+"""Those of a service, of one job: each of its rows is looked at before it begins."""
 
 
 def rows_of(path: Path, bounds: Bounds | None = None) -> Iterator[Row]:
@@ -69,7 +71,7 @@ def count_rows(path: Path, bounds: Bounds) -> int:
 
 
 def _too_many_rows(path: Path, bounds: Bounds) -> DataError:
-    return DataError(f"{path} has more than {bounds.rows} rows, the most here; split it")
+    return DataError(f"{path} has more than {bounds.rows} rows, the most here; split it, or set data.size")
 
 
 def _too_large(where: str, limit: int) -> DataError:

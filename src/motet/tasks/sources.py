@@ -14,8 +14,10 @@ from motet.tasks.reasoning import ScorerSpec, make_entries
 from motet.tasks.row_files import READERS, Bounds, Row, rows_of
 
 
-def read_rows(config: DataConfig, bounds: Bounds | None = None) -> tuple[list[Row], ScorerSpec | None]:
+def read_rows(config: DataConfig, bounds: Bounds | None = None) -> tuple[Iterator[Row], ScorerSpec | None]:
     """At most `config.size` rows of a source, with JSON values only, and the data's own scorer where it has one.
+
+    Rows are read as they are asked for, and errors come with them.
 
     Args:
         config: which source.
@@ -27,16 +29,25 @@ def read_rows(config: DataConfig, bounds: Bounds | None = None) -> tuple[list[Ro
     source = config.source
     if source.startswith("reasoning-gym:"):
         spec = ScorerSpec(source.partition(":")[2], as_json(config.config), config.size or GENERATED_ROWS, config.seed)
-        return make_entries(spec, bounds), spec
+        return iter(make_entries(spec, bounds)), spec
     if source.startswith("toy:"):
         return _toy(config, source.partition(":")[2]), None
-    rows = list(itertools.islice(_rows(config, bounds), config.size))
-    if not rows:
-        raise DataError(f"data.source {source!r} has no rows")
-    try:
-        return [{str(name): as_json(value) for name, value in row.items()} for row in rows], None
-    except RecursionError as error:
-        raise DataError(f"data.source {source!r} has a row that is nested too deep") from error
+    return _plain(config, itertools.islice(_rows(config, bounds), config.size), bounds), None
+
+
+def _plain(config: DataConfig, rows: Iterable[Row], bounds: Bounds | None) -> Iterator[Row]:
+    number = -1
+    for number, row in enumerate(rows):
+        if bounds is not None and number >= bounds.rows:
+            raise DataError(
+                f"data.source {config.source!r} has more than {bounds.rows} rows; set data.size to use the first"
+            )
+        try:
+            yield {str(name): as_json(value) for name, value in row.items()}
+        except RecursionError as error:
+            raise DataError(f"data.source {config.source!r} has a row that is nested too deep") from error
+    if number < 0:
+        raise DataError(f"data.source {config.source!r} has no rows")
 
 
 def _rows(config: DataConfig, bounds: Bounds | None) -> Iterable[Row]:
@@ -71,15 +82,15 @@ def _siblings(path: Path) -> list[str]:
     return sorted(item.name for item in path.parent.iterdir()) if path.parent.is_dir() else []
 
 
-def _toy(config: DataConfig, name: str) -> list[Row]:
+def _toy(config: DataConfig, name: str) -> Iterator[Row]:
     from motet.tasks.toys import FAMILIES, make_rows
 
     if name not in FAMILIES:
         raise DataError(f"there is no toy task {name!r}{_near(name, list(FAMILIES))}; there are: {', '.join(FAMILIES)}")
-    return list(make_rows(name, config.size or GENERATED_ROWS, config.seed))
+    return iter(make_rows(name, config.size or GENERATED_ROWS, config.seed))
 
 
-def _datasets(config: DataConfig) -> list[Row]:
+def _datasets(config: DataConfig) -> Iterator[Row]:
     import datasets
 
     source, split = config.source, config.split
@@ -90,7 +101,7 @@ def _datasets(config: DataConfig) -> list[Row]:
             table = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             table = datasets.load_dataset(str(saved) if saved.is_dir() else source, name=config.subset, split=split)
-        return [dict(table[i]) for i in range(min(config.size or len(table), len(table)))]
+        yield from (dict(table[i]) for i in range(len(table)))
     except Exception as error:  # the libraries below raise dozens of kinds; all mean that the data is not there
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(

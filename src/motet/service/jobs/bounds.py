@@ -8,10 +8,11 @@ from typing import Any
 from motet.config import DataConfig, JobConfig
 from motet.errors import ConfigError
 from motet.tasks.dataset import parts_of
+from motet.tasks.row_files import OF_A_JOB
 
 MOST: Mapping[str, int] = {
     "steps": 1_000_000,
-    "data.size": 1_000_000,
+    "data.size": OF_A_JOB.rows,
     "data.holdout": 100_000,
     "sampling.max_tokens": 1_000_000,
     "algorithm.group_size": 1024,

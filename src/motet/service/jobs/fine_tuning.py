@@ -26,8 +26,8 @@ from motet.service.http.asking import Refusal
 from motet.service.schemas.fine_tuning import FineTuningRequest, Reinforcement
 from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import Grader, columns, judges, parse
-from motet.tasks.row_files import UPLOADED
-from motet.types import Problem
+from motet.tasks.problems import Problems
+from motet.tasks.row_files import OF_A_JOB
 
 GRADER = "method.reinforcement.grader"
 _OWN = ("name", "data", "reward", "rewards", "seed", "steps")
@@ -40,7 +40,7 @@ class Rows:
     """An uploaded file that a job is to use."""
 
     file: StoredFile
-    problems: tuple[Problem, ...]
+    problems: Problems
 
 
 def job_of(desk: Desk, who: Principal, asked: FineTuningRequest) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _rows(desk: Desk, who: Principal, file_id: str, field: str, grader: Grader) 
         raise Refusal(400, f"{field}: there is no file {file_id!r}; upload it first", field)
     path = desk.file_path(file.id, file.filename)
     try:
-        problems = load_dataset(DataConfig(source=str(path), prompt="messages", holdout=0), UPLOADED).train
+        problems = load_dataset(DataConfig(source=str(path), prompt="messages", holdout=0), OF_A_JOB).train
     except DataError as error:
         raise Refusal(400, f"{field}: {str(error).replace(str(path), file.filename)}", field) from error
     read = columns(grader)

@@ -1,0 +1,87 @@
+"""A job's problems, kept as bytes and made when they are asked for: as objects, a large file's take gigabytes."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
+
+import numpy as np
+
+from motet.types import IntArray, Message, Problem
+
+_IN_MEMORY = 2**22
+"""Bytes; more lie in a file without a name, which goes with the process."""
+
+
+class Problems(Sequence[Problem]):
+    """Problems in the order of their rows."""
+
+    def __init__(self, text: bytes | mmap.mmap, places: IntArray, prompts: IntArray) -> None:
+        """See `of`; `places` are the first and last bytes of each, [N, 2], and `prompts` hashes of their messages, [N]."""
+        self._text, self._places, self._prompts = text, places, prompts
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem]) -> Problems:
+        """Keep problems, of which one at a time is an object."""
+        ends, prompts = array("q", [0]), array("q")
+        with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
+            for problem in problems:
+                file.write(_line(problem))
+                ends.append(file.tell())
+                prompts.append(hash(problem.messages))
+            if ends[-1] > _IN_MEMORY:
+                file.flush()
+                text: bytes | mmap.mmap = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            else:
+                file.seek(0)
+                text = file.read()
+        bounds = np.array(ends)
+        return cls(text, np.stack([bounds[:-1], bounds[1:]], axis=1), np.array(prompts))
+
+    def only(self, rows: Iterable[int]) -> Problems:
+        """Some of them, by their places here."""
+        chosen = np.fromiter(rows, np.int64)
+        return Problems(self._text, self._places[chosen], self._prompts[chosen])
+
+    def without(self, others: Sequence[Problem]) -> Problems:
+        """Those whose prompts are none of the others'."""
+        prompts = {problem.messages for problem in others}
+        like = np.isin(self._prompts, [hash(prompt) for prompt in prompts])
+        return self.only(row for row in range(len(self)) if not like[row] or self[row].messages not in prompts)
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Problem]:
+        """One after another."""
+        return map(self._problem, range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> Problems: ...
+    def __getitem__(self, index: int | slice) -> Problem | Problems:
+        """A problem, or a range of them."""
+        rows = range(len(self))[index]
+        return self.only(rows) if isinstance(rows, range) else self._problem(rows)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether they are the same problems in the same order."""
+        return isinstance(other, Problems) and len(self) == len(other) and all(map(Problem.__eq__, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _problem(self, row: int) -> Problem:
+        first, last = self._places[row]
+        number, messages, answer, metadata, conversational = json.loads(self._text[first:last])
+        return Problem(number, tuple(Message(*one) for one in messages), answer, metadata, conversational)
+
+
+def _line(problem: Problem) -> bytes:
+    messages = [(message.role, message.content) for message in problem.messages]
+    return json.dumps([problem.id, messages, problem.answer, problem.metadata, problem.conversational]).encode()
