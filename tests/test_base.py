@@ -22,7 +22,7 @@ from motet.model.proof import TOLERANCE, prove
 from tests import tiny_models as tiny
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MOE = ("mixtral", "qwen2_moe")
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "llama4")
 
 
 @torch.no_grad()
@@ -64,12 +64,8 @@ def test_experts_get_no_adapter_and_exactness_is_told(name, dtype):
     assert_equals_stock(name, base, tiny.LENGTHS, share=1.0 if dtype == "float32" else 0.9)
     assert "routed experts get no adapter" in base.notes[0]
     assert not any({"experts", "gate", "shared_expert_gate"} & set(path.split(".")) for path in base.linears)
-    assert base.exact == (not any("not bit-exact" in note for note in base.notes))
-    sequences = [tiny.tokens(length) for length in tiny.LENGTHS]
-    packed = tiny.packed_logits(base, [(None, ids) for ids in sequences])
-    solo = [tiny.packed_logits(base, [(None, ids)])[0] for ids in sequences]
-    if base.exact:
-        assert all(torch.equal(a, b) for a, b in zip(packed, solo, strict=True))
+    assert not base.exact
+    assert any("not bit-exact" in note for note in base.notes)
 
 
 class CountingRouting:
@@ -94,9 +90,12 @@ def test_every_adaptable_layer_is_reached(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bloom", r"layers \[0, 1\] of 2 do not call their attention exactly once"),
-        ("mamba", r"layers \[0, 1\] of 2 do not call their attention exactly once"),
-        ("qwen3_next", r"layers \[0, 1, 2\] of 4 do not call their attention exactly once \(linear attention"),
+        ("bloom", r"layers \[0, 1\] of 2 do not call the attention function .* \(they have BloomAttention\)"),
+        ("falcon", r"layers \[0, 1\] of 2 do not call the attention function .* \(they have FalconAttention\)"),
+        ("falcon_alibi", r"layers \[0, 1\] of 2 do not call the attention function .* \(they have FalconAttention\)"),
+        ("mamba", r"layers \[0, 1\] of 2 do not call the attention function .* \(they have MambaMixer\)"),
+        ("qwen3_next", r"layers \[0, 1, 2\] of 4 do not call .* \(they have Qwen3NextGatedDeltaNet\)"),
+        ("lfm2", r"layers \[0\] of 2 do not call the attention function .* \(they have Lfm2ShortConv\)"),
         ("gpt2", "has no nn.Linear layer"),
         ("gpt_oss", "asks its attention for s_aux, which Motet does not understand"),
     ],

@@ -26,7 +26,7 @@ from tests import tiny_models as tiny
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 NAMES = (*tiny.DENSE, "mixtral")
-ATTENTION = ["q_proj", "v_proj", "qkv_proj"]
+ATTENTION = ["q_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj"]
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:

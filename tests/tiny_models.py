@@ -43,6 +43,10 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}  # fmt: skip
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -64,8 +68,51 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"logits_scaling": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7}),
     "cohere": ("CohereConfig", {"logit_scale": 0.3}),
     "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.3, "activation_function": "relu"}),
+    "minicpm3": ("MiniCPM3Config", _LATENT),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 16,
+            "laurel_rank": 8,
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.5] + [0.0] * 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": WINDOW,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen2_moe": ("Qwen2MoeConfig", {"num_experts": 4, "shared_expert_intermediate_size": 48, **_MOE}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 16, "head_dim": 16, **_MOE, "num_experts_per_tok": 4}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_MOE, **_LATENT},
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": 128,
+            "floor_scale": 100,
+        },
+    ),
     "qwen2_moe_windowed": (
         "Qwen2MoeConfig",
         {
@@ -79,6 +126,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Refused, each for a reason of its own:
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_alibi": ("FalconConfig", {"alibi": True}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     "mamba": ("MambaConfig", {"state_size": 8}),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 16, "sliding_window": WINDOW}),
@@ -114,7 +164,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-DENSE = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "granite", "cohere", "opt")
+DENSE = (
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "granite", "cohere", "opt", "minicpm3", "gemma3n",
+    "gemma4",
+)  # fmt: skip
 """Architectures on which everything holds, bit for bit."""
 WINDOWED = ("gemma2", "gemma3", "mistral")
 

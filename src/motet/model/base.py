@@ -63,6 +63,11 @@ class BaseModel:
         """Whether rows were found independent of their company, bit for bit."""
         return not self.inexact
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether rows choose among experts."""
+        return any("experts" in path for path, _ in self.model.named_parameters())
+
     @functools.cached_property
     def _head(self) -> FrozenWeight:
         weight = self.head.weight
@@ -72,9 +77,7 @@ class BaseModel:
     @property
     def _query_rows(self) -> int:
         """Rows of queries that a product with a block of keys must have at least."""
-        config = self.model.config.get_text_config()
-        head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return least_rows(head_width * self.block_size, self.dtype)
+        return least_rows(_least_head_width(self.model.config.get_text_config()) * self.block_size, self.dtype)
 
     @property
     def n_parameters(self) -> int:
@@ -220,6 +223,13 @@ class BaseModel:
         return self._layouts.setdefault((tuple(chosen), rank), layout)
 
 
+def _least_head_width(config: Any) -> int:
+    layers = getattr(config, "per_layer_config", None) or [config]  # Gemma 4's full attention has wider heads
+    return min(
+        int(getattr(one, "head_dim", None) or config.hidden_size // config.num_attention_heads) for one in layers
+    )
+
+
 def _matches(path: str, target: str) -> bool:
     return path == target or path.endswith("." + target)
 
@@ -241,6 +251,8 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> BaseMod
     AttentionInterface.register(attention.NAME, attention.motet_attention)
     model.set_attn_implementation(attention.NAME)
     decoder = model.get_decoder()
+    if decoder is model:  # some do not say where it is
+        decoder = model.model
     context = LoraContext()
     linears: dict[str, LoraLinear] = {}
     prefix = next((path for path, module in model.named_modules() if module is decoder), "")
@@ -266,6 +278,6 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> BaseMod
         linears=linears,
         max_positions=int(model.config.get_text_config().max_position_embeddings),
     )
-    if any("experts" in path for path, _ in model.named_parameters()):
+    if base.has_experts:
         base.notes.append("mixture of experts: routers and routed experts get no adapter, they stay as they are")
     return base

@@ -79,13 +79,13 @@ def load_base(
         _add_in_full_precision()
     model, tokenizer = _load(name, dtype, trust_remote_code)
     model.to(place).eval().requires_grad_(False)
-    limited = _limit_batch_dependent_positions(model)
+    limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
     arithmetic = Arithmetic.of(place, numerics) if arithmetic is None else arithmetic
     base = prove(lambda: wrap(name, model, tokenizer, place), model, name, block_size, arithmetic, pack=pack)
     if limited:
         base.notes.append(
-            f"sequences are limited to {base.max_positions} tokens: beyond that its {limited} position encoding looks at the "
-            "longest sequence of the whole batch, and one job would change another's results"
+            f"sequences are limited to {base.max_positions} tokens: beyond that its {limited} looks at the whole batch, and "
+            "one job would change another's results"
         )
     return base
 
@@ -142,4 +142,16 @@ def _limit_batch_dependent_positions(model: Any) -> str:
         originals = [part.get("original_max_position_embeddings") for part in parts]
         limits = [int(original) for original in originals if original]
         config.max_position_embeddings = min([*limits, config.max_position_embeddings])
-    return " and ".join(found)
+    return " and ".join(found) and f"{' and '.join(found)} position encoding"
+
+
+def _limit_batch_dependent_scales(model: Any) -> str:
+    """Keep Llama 4 within the length up to which the scales of its attention are all one; they count places in the batch."""
+    tuned = [module for module in model.modules() if getattr(module, "attn_temperature_tuning", False)]
+    if not tuned:
+        return ""
+    config = model.config.get_text_config()
+    config.max_position_embeddings = min(config.max_position_embeddings, *(int(one.floor_scale) - 1 for one in tuned))
+    for module in tuned:
+        module.attn_temperature_tuning = False
+    return "attention temperature"

@@ -227,14 +227,23 @@ class LoraLinear(nn.Module):
         self.context = context
         self.siblings = Siblings((path,), FrozenWeight(self.weight, self.bias), (self.out_features,))
         self.index = 0
+        self.changed = False
+        """Whether the model changes in place what the layer gives, which then may be no part of something else."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Base alone, or base and adapters as the context routes them."""
+        y = self._routed(x)
+        return y.clone() if self.changed else y
+
+    def _routed(self, x: Tensor) -> Tensor:
         context = self.context
         if context.routing is None:
             return F.linear(x, self.weight, self.bias)
-        if x.dim() == 2:  # some models flatten the batch before a layer (OPT, shared experts)
-            return context.routing.linear(self.siblings, x[None])[self.index][0]
+        if (
+            x.dim() != 3
+        ):  # the batch is flattened before a layer (OPT, shared experts), or there is one head (latent attention)
+            rows = x.reshape(1, -1, x.shape[-1])
+            return context.routing.linear(self.siblings, rows)[self.index].view(*x.shape[:-1], self.out_features)
         if len(self.siblings.paths) == 1:
             return context.routing.linear(self.siblings, x)[0]
         joint = context.joint

@@ -73,7 +73,7 @@ def write_adapter(
         tensors[f"{_PREFIX}{path}.lora_A.weight"] = a.t().contiguous()
         tensors[f"{_PREFIX}{path}.lora_B.weight"] = b.t().contiguous()
     if target_modules == "all-linear":
-        target_modules = sorted({place.path.rsplit(".", 1)[-1] for place in layout.places})
+        target_modules = _names(base, [place.path for place in layout.places])
     config = {
         "base_model_name_or_path": base.model.config.name_or_path or base.name,
         "bias": "none",
@@ -92,6 +92,14 @@ def write_adapter(
     save_tensors(tensors, directory / ADAPTER_WEIGHTS, {"format": "pt"})
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     _sync(directory / ADAPTER_CONFIG)
+
+
+def _names(base: BaseModel, adapted: list[str]) -> list[str]:
+    """What PEFT finds just these layers by: the last part of their paths, where no other module has it."""
+    known = set(adapted)
+    others = {path.rsplit(".", 1)[-1] for path, _ in base.model.named_modules() if path not in known}
+    lasts = ((path, path.rsplit(".", 1)[-1]) for path in adapted)
+    return sorted({path if last in others else last for path, last in lasts})
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:

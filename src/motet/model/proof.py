@@ -1,7 +1,8 @@
 """A base is proved before it is used: Motet's attention must reproduce the stock model, or the model is refused.
 
 Checked on two short random sequences: one attention call per layer, logits equal to transformers' own eager attention within
-tolerance, and packed, cached and solo passes equal bit for bit (where they are not, `inexact` says so, and by how much).
+tolerance (experts chosen as there), packed, cached and solo passes equal bit for bit (where they are not, `inexact` says so,
+and by how much), and a backward pass through an adapter on every layer.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from motet.model.arithmetic import Arithmetic
 from motet.model.base import BaseModel
 from motet.model.kv_cache import KVCache
 from motet.model.layout import Span, round_up
-from motet.model.lora import NoAdapters, Siblings, join
-from motet.model.routing import TrainerRouting
+from motet.model.lora import AdapterWeights, NoAdapters, Siblings, join
+from motet.model.routers import Routers
+from motet.model.routing import TrainerRouting, TrainSegment
 
 LENGTHS = (9, 22)
+_RANK = 4
+_MIXERS = ("attention", "attn", "mixer", "mamba", "conv")
+"""Words in the names that models give to what mixes positions."""
 _CROWD = 8
 """Tiles of rows in the largest pass that is tried."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
@@ -46,19 +51,22 @@ def prove(
     vocabulary = model.get_input_embeddings().weight.shape[0]
     sequences = [torch.randint(0, vocabulary, (length,), generator=generator).to(model.device) for length in LENGTHS]
     with torch.no_grad():
-        stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
+        routers = Routers(model)
+        with routers.recorded():
+            stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
         base = _wrapped(wrapper, name)
         base.block_size = block_size
         base.compute_with(arithmetic or Arithmetic())
         try:
-            calls, watch = _first_pass(base, sequences, stock)
+            calls, watch = _first_pass(base, sequences, stock, routers)
             if base.arithmetic.kernels:
                 _backward_pass(base, sequences)
         except Exception as error:  # kernels are compiled here and now, and may fail in every way
             if not base.arithmetic.kernels:
                 raise
             base.compute_without("kernels", "graphs", because=error)
-            calls, watch = _first_pass(base, sequences, stock)
+            calls, watch = _first_pass(base, sequences, stock, routers)
+        watch.mark(base)
         _leave_out(base, watch)
         watch.join(base)
         base.compute_with(base.arithmetic)  # of the joint weights too
@@ -67,6 +75,7 @@ def prove(
         _limit_to_window(base, dict(calls))
         with base.routed(NoAdapters()):
             _check_exactness(base, sequences)
+    _check_training(base, sequences)
     return base
 
 
@@ -82,18 +91,35 @@ def _strange(name: str, error: Exception) -> BaseModelError:
 
 
 def _first_pass(
-    base: BaseModel, sequences: list[Tensor], stock: list[Tensor]
+    base: BaseModel, sequences: list[Tensor], stock: list[Tensor], routers: Routers
 ) -> tuple[list[tuple[int, int | None]], _Watch]:
     """What each layer asks for, and reads, in a pass whose logits are checked against the stock model's."""
     watch = _Watch()
     try:
-        with base.routed(watch):
+        with base.routed(watch), routers.replayed():
             packed, calls = _packed_logits(base, sequences)
     except (TypeError, AttributeError, RuntimeError) as error:
         raise _strange(base.name, error) from error
-    _check_calls(base.name, [layer for layer, _ in calls], int(base.model.config.get_text_config().num_hidden_layers))
+    _check_calls(base, [layer for layer, _ in calls])
     _check_logits(base.name, packed, stock, base.dtype)
     return calls, watch
+
+
+def _check_training(base: BaseModel, sequences: list[Tensor]) -> None:
+    """A training step as jobs do it, but for its loss; what fails in one would fail in every job."""
+    layout = base.adapter_layout("all-linear", _RANK)
+    weights = AdapterWeights.from_masters(layout, 1.0, torch.full((layout.size,), 1e-3, device=base.device), base.dtype)
+    rows = round_up(sum(LENGTHS), base.arithmetic.rows)
+    segment = TrainSegment(0, rows, weights, layout.products(torch.zeros(layout.size, device=base.device)))
+    routing = TrainerRouting([segment], base.device, backward=True, arithmetic=base.arithmetic)
+    try:
+        with torch.enable_grad(), base.routed(routing):
+            torch.cat(_packed_hidden(base, sequences)[0]).float().sum().backward()
+    except Exception as error:  # models fail in their own ways
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise BaseModelError(
+            f"{base.name}: sampling works, but training an adapter does not: {reason}; this base is refused"
+        ) from error
 
 
 def _backward_pass(base: BaseModel, sequences: list[Tensor]) -> None:
@@ -113,9 +139,16 @@ class _Watch:
     def __init__(self) -> None:
         self.rows: dict[str, set[int]] = {}
         self._families: list[tuple[Tensor, list[str]]] = []
+        self._outputs: dict[str, tuple[Tensor, int]] = {}
+        """Of each layer the latest, and its version."""
 
     def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
         """Apply the base to x [1, T, K] → [1, T, N]."""
+        y = self._product(siblings, x)
+        self._outputs[siblings.leader] = y, y._version
+        return (y,)
+
+    def _product(self, siblings: Siblings, x: Tensor) -> Tensor:
         path = siblings.leader
         self.rows.setdefault(path, set()).add(x.shape[-2])
         if self._families and self._families[-1][0] is x:
@@ -124,8 +157,13 @@ class _Watch:
             self._families.append((x, [path]))
         weight = siblings.weight
         if weight.tile and x.shape[-2] % weight.tile:  # a layer that sees other rows, and will be left out
-            return (F.linear(x, weight.plain, weight.bias),)
-        return (weight(x),)
+            return F.linear(x, weight.plain, weight.bias)
+        return weight(x)
+
+    def mark(self, base: BaseModel) -> None:
+        """Remember which layers' outputs the model changes in place."""
+        for path, (y, version) in self._outputs.items():
+            base.linears[path].changed = y._version != version
 
     def join(self, base: BaseModel) -> None:
         """Make siblings of the layers that read the same input, where each is called once."""
@@ -183,13 +221,31 @@ def _packed_hidden(base: BaseModel, sequences: list[Tensor]) -> tuple[list[Tenso
     return list(hidden.split(spans))[: len(lengths)], layout.calls
 
 
-def _check_calls(name: str, calls: list[int], n_layers: int) -> None:
-    if sorted(calls) != list(range(n_layers)):
-        missing = sorted(set(range(n_layers)) - set(calls))
+def _check_calls(base: BaseModel, calls: list[int]) -> None:
+    layers = range(int(base.model.config.get_text_config().num_hidden_layers))
+    silent = [layer for layer in layers if layer not in calls]
+    if silent:
         raise BaseModelError(
-            f"{name}: layers {missing or sorted(calls)} of {n_layers} do not call their attention exactly once (linear "
-            "attention, state-space or shared layers); Motet would compute them wrongly, so this base is refused"
+            f"{base.name}: layers {silent} of {len(layers)} do not call the attention function that transformers lets one "
+            f"replace{_what_mixes(base, silent)}; Motet's cannot stand in for theirs, so this base is refused"
         )
+    if sorted(calls) != list(layers):
+        raise BaseModelError(
+            f"{base.name}: its {len(layers)} layers call their attention function {len(calls)} times, in layers "
+            f"{sorted(calls)}; Motet keeps keys and values of one call per layer, so this base is refused"
+        )
+
+
+def _what_mixes(base: BaseModel, layers: list[int]) -> str:
+    """What stands in these layers where attention would be."""
+    found = {
+        type(module).__name__
+        for path, module in base.decoder.named_modules()
+        if any(str(layer) in path.split(".")[:-1] for layer in layers)
+        and any(word in path.rsplit(".", 1)[-1] for word in _MIXERS)
+        and any(True for _ in module.children())
+    }
+    return f" (they have {', '.join(sorted(found))})" if found else ""
 
 
 def _check_logits(name: str, packed: list[Tensor], stock: list[Tensor], dtype: torch.dtype) -> None:
@@ -225,7 +281,9 @@ def _check_exactness(base: BaseModel, sequences: list[Tensor]) -> None:
 
 
 def _known_to_differ(base: BaseModel) -> str:
-    """Why rows of a GPU may depend on their company though these few did not; empty where nothing is known."""
+    """Why rows may depend on their company though these few did not; empty where nothing is known."""
+    if base.has_experts:
+        return "an expert's products have as many rows as choose it"
     if base.device.type != "cuda":
         return ""
     if not base.arithmetic.tile:
