@@ -236,6 +236,19 @@ def test_a_pass_of_many_rows_that_differs_costs_exactness():
     assert base.notes == [base.inexact]
 
 
+def test_a_base_that_cannot_be_trained_is_refused_when_it_is_loaded():
+    def fail(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("no gradient comes through here\nmore of this")
+
+    def wrapper(base: BaseModel) -> BaseModel:
+        base.decoder.get_submodule("layers.1").register_forward_hook(fail)
+        return base
+
+    with pytest.raises(BaseModelError, match="training an adapter does not: no gradient comes through here; this base"):
+        prove_with("llama", wrapper)
+
+
 class Moody(FrozenWeight):
     """A weight whose products of many rows differ."""
 

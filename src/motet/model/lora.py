@@ -239,9 +239,7 @@ class LoraLinear(nn.Module):
         context = self.context
         if context.routing is None:
             return F.linear(x, self.weight, self.bias)
-        if (
-            x.dim() != 3
-        ):  # the batch is flattened before a layer (OPT, shared experts), or there is one head (latent attention)
+        if x.dim() != 3:  # flattened (OPT, shared experts), or with a single head (latent attention)
             rows = x.reshape(1, -1, x.shape[-1])
             return context.routing.linear(self.siblings, rows)[self.index].view(*x.shape[:-1], self.out_features)
         if len(self.siblings.paths) == 1:

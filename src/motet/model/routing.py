@@ -336,9 +336,7 @@ def _backward(trained: _Trained, siblings: Siblings, x_TK: Tensor, inner: Tensor
     for column, (index, b) in enumerate(products.bs):
         grad = trained.bucket.gather(grad_TN[:, siblings.columns(index)])
         back = b.transpose(-1, -2)
-        if (
-            rank == 1
-        ):  # a product with a vector chooses its kernel by the number of rows: zeros make it one with a matrix
+        if rank == 1:  # a product with a vector chooses its kernel by the number of rows; zeros make it a matrix's
             back = F.pad(back, (0, ROWS - 1))
         parts.append(trained.bucket.form.multiply(grad, back)[:, :rank])
         for sums, own in zip(gradients, trained.sums(inner[:, column * rank : (column + 1) * rank], grad), strict=True):
