@@ -264,6 +264,18 @@ def test_inside_a_running_event_loop(tmp_path: Path) -> None:
     assert asyncio.run(cell()).ok
 
 
+def test_jobs_are_checked_from_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(problem: motet.Problem, completion: str) -> float:
+        raise ValueError("it is broken")
+
+    async def cell() -> bool:
+        return motet.check([tiny("a", "numeric", steps=1)], engine={"threads": 1}, rollouts=8)
+
+    assert asyncio.run(cell())
+    assert not motet.check([tiny("b", broken)], engine={"threads": 1}, rollouts=8)
+    assert "answers got no reward: reward broken: ValueError: it is broken" in capsys.readouterr().out
+
+
 def test_mistakes_are_exceptions(tmp_path: Path) -> None:
     with pytest.raises(motet.MotetError, match=r"motet\.run has 1 mistake:\n  job a: steps: Input should be greater"):
         motet.run([tiny("a", "numeric", steps=0)], directory=tmp_path)

@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from motet.client import AsyncClient, Client
+    from motet.commands.check import check
     from motet.config import EngineConfig, JobConfig, RunConfig
     from motet.errors import MotetError
     from motet.jobfile import load_jobs
@@ -24,6 +25,7 @@ _HOMES = {
     "Problem": "motet.types",
     "RunConfig": "motet.config",
     "RunResult": "motet.running",
+    "check": "motet.commands.check",
     "load_jobs": "motet.jobfile",
     "run": "motet.running",
 }
@@ -39,6 +41,7 @@ __all__ = [
     "RunConfig",
     "RunResult",
     "__version__",
+    "check",
     "load_jobs",
     "run",
 ]

@@ -211,6 +211,26 @@ def run(
         ConfigError: a field is wrong.
         MotetError: nothing could start.
     """
+    config = config_of(jobs, base, engine, "motet.run", directory)
+    start = run_config if quiet else _run_shown
+    result = start(config, sequential=sequential, accept_changes=accept_changes)
+    if any(job.state is JobState.PAUSED and not job.spent for job in result.jobs.values()):
+        raise KeyboardInterrupt(f"saved in {result.directory}; the same call goes on")
+    return result
+
+
+def config_of(
+    jobs: Sequence[JobConfig | dict[str, Any]],
+    base: str,
+    engine: EngineConfig | dict[str, Any] | None,
+    where: str,
+    directory: str | Path | None = None,
+) -> RunConfig:
+    """What a job file would say.
+
+    Raises:
+        ConfigError: a field is wrong; `where` stands before what is said of it.
+    """
     from motet.jobfile import validate
 
     tree = {
@@ -219,12 +239,7 @@ def run(
         "engine": engine or {},
         "jobs": [job if isinstance(job, JobConfig) else dict(job) for job in jobs],
     }
-    config = validate(tree, "motet.run")
-    start = run_config if quiet else _run_shown
-    result = start(config, sequential=sequential, accept_changes=accept_changes)
-    if any(job.state is JobState.PAUSED and not job.spent for job in result.jobs.values()):
-        raise KeyboardInterrupt(f"saved in {result.directory}; the same call goes on")
-    return result
+    return validate(tree, where)
 
 
 def _script_name() -> str:

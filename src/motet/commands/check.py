@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.jobfile import load_jobs
 from motet.launch import Workshop, assemble, load, prepare_all, services
+from motet.running import config_of
+from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler, SampledStep
@@ -31,8 +34,29 @@ def check_file(path: Path, overrides: Sequence[str], rollouts: int, *, trust_rem
 
     Returns 0, or 1 where the rewards of a job failed on every answer.
     """
-    config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)
-    console = Console(emoji=False)
+    return 0 if _check(load_jobs(path, overrides, trust_remote_code=trust_remote_code), rollouts) else 1
+
+
+def check(
+    jobs: Sequence[JobConfig | dict[str, Any]],
+    *,
+    base: str = "small",
+    engine: EngineConfig | dict[str, Any] | None = None,
+    rollouts: int = 16,
+) -> bool:
+    """Show the first prompts of jobs, sample and score a few rollouts, and train nothing: `motet check` from Python.
+
+    Takes the jobs that `motet.run` takes. Returns whether each has answers that got a reward.
+
+    Raises:
+        ConfigError: a field is wrong.
+        MotetError: nothing could start.
+    """
+    return _check(config_of(jobs, base, engine, "motet.check"), rollouts)
+
+
+def _check(config: RunConfig, rollouts: int) -> bool:
+    console, failing = Console(emoji=False), list[str]()
     with TemporaryDirectory(prefix="motet-check-") as scratch:
         directory = RunDirectory(Path(scratch))
         base = load(config.base, config.engine)
@@ -43,7 +67,8 @@ def check_file(path: Path, overrides: Sequence[str], rollouts: int, *, trust_rem
         workshop = assemble(base, alone, [need for _, need in prepared], directory)
         try:
             shared = services(workshop, directory)
-            failing = asyncio.run(_check_all(console, [job for job, _ in prepared], workshop, shared, rollouts))
+            jobs = [job for job, _ in prepared]
+            Interrupt().run(lambda: _check_all(console, jobs, workshop, shared, rollouts, failing))
         finally:
             workshop.close()
             directory.close()
@@ -51,12 +76,14 @@ def check_file(path: Path, overrides: Sequence[str], rollouts: int, *, trust_rem
     kv = getattr(workshop.engine, "cache", None)  # servers have their own
     held = f"KV cache: {kv.n_blocks * kv.block_size:,} tokens · " if kv is not None else ""
     console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
-    return 1 if failing else 0
+    return not failing
 
 
-async def _check_all(console: Console, jobs: Sequence[Job], workshop: Workshop, shared: Services, rollouts: int) -> int:
-    """Returns the number of jobs in which no answer got a reward."""
-    failing, told = 0, []
+async def _check_all(
+    console: Console, jobs: Sequence[Job], workshop: Workshop, shared: Services, rollouts: int, failing: list[str]
+) -> None:
+    """`failing` gets the jobs in which no answer got a reward."""
+    told = []
     table = Table(
         "job", "train / held out", "reward", "groups with signal", "answer length", "truncated", "a step", "all steps"
     )
@@ -67,7 +94,7 @@ async def _check_all(console: Console, jobs: Sequence[Job], workshop: Workshop, 
                 table.add_row(*_row(job, sampled, step_seconds))
                 reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
                 failed = Counter(reason for reason in reasons if reason)
-                failing += failed.total() == len(reasons)
+                failing += [job.name] * (failed.total() == len(reasons))
                 if failed:
                     (commonest, _), *_ = failed.most_common(1)
                     told.append(
@@ -79,7 +106,6 @@ async def _check_all(console: Console, jobs: Sequence[Job], workshop: Workshop, 
     for line in told:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
-    return failing
 
 
 def _row(job: Job, sampled: SampledStep, step_seconds: float) -> tuple[str, ...]:

@@ -88,7 +88,11 @@ def _farewell(console: Console, result: RunResult) -> int:
             console.print(f"{job.name} {job.message}", soft_wrap=True, markup=False)
     open_jobs = [job for job in result.jobs.values() if not job.state.final and not job.spent]
     if open_jobs:
-        console.print(f"{len(open_jobs)} job(s) saved; go on with: {again}", soft_wrap=True, markup=False)
+        console.print(
+            f"{len(open_jobs)} job{'s' if len(open_jobs) > 1 else ''} saved; go on with: {again}",
+            soft_wrap=True,
+            markup=False,
+        )
         return 130
     failed = any(job.state is JobState.FAILED for job in result.jobs.values())
     if failed:
