@@ -335,11 +335,33 @@ OVERRIDES = {
     "steps=[1": "--set 'steps=[1': quote the value if it is meant as text: it is not YAML: ",
     "steps=many": "job add: steps: Input should be a valid integer",
     "stepps=3": "job add: stepps: there is no such field; did you mean steps?",
-    "engine.rows=3": "engine.rows: there is no such field; it stands in rollout.rows or data.rows. There are ",
+    "engine.rows=3": "engine.rows: there is no such field; it stands in rollout.rows. There are ",
     "rewards.0.weight=2": "rewards.0.weight: rewards is a list; give it as a whole, such as rewards=[…]",
     "data={source: x, source: y}": "line 1: 'source' is given twice",
     "sweep.steps=3": "sweep.steps must be a list of values, such as [1e-4, 3e-4]",
 }
+
+
+VLLM = "rollout: {engine: vllm, urls: ['http://127.0.0.1:1']}"
+IDLE = {
+    "rollout: {rows: 8}": "rollout.rows has no effect here: it is of servers; the embedded engine has engine.max_rows",
+    f"engine: {{max_rows: 8}}\n{VLLM}": "engine.max_rows has no effect here: rollout.engine vllm does not read it",
+    f"engine: {{samplers: 0}}\n{VLLM}": "engine.samplers has no effect here: rollout.engine vllm does not read it",
+    "rollout: {engine: vllm, launch: {lora_backend: csgmv}}": "rollout.launch.lora_backend has no effect here",
+    "rollout: {engine: vllm, launch: {colocate: true}}": "colocate: there is no such field; it is rollout.launch.gpu_memory",
+}
+
+
+@pytest.mark.parametrize("text", IDLE)
+def test_settings_that_the_engine_does_not_read_are_refused(text: str) -> None:
+    jobs = "jobs: [{name: add, data: 'toy:add', reward: exact}]"
+    with pytest.raises(ConfigError) as error:
+        parse_jobs(f"base: small\n{text}\n{jobs}")
+    assert IDLE[text] in str(error.value)
+    parse_jobs(f"base: small\nengine: {{max_rows: 8, samplers: 0}}\n{jobs}")
+    parse_jobs(
+        f"base: small\nengine: {{threads: 1}}\nrollout: {{engine: sglang, launch: {{lora_backend: csgmv}}}}\n{jobs}"
+    )
 
 
 @pytest.mark.parametrize("override", OVERRIDES)

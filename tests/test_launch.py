@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from motet.config import EngineConfig
 from motet.errors import ConfigError, RunError
 from motet.jobfile import validate
-from motet.launch import load, prepare
+from motet.launch import load
+from motet.preparing import prepare
 from motet.running import run_config
 from motet.runtime.rundir import RunDirectory
 from motet.types import Problem
@@ -111,3 +114,20 @@ def test_an_edited_reward_function_is_not_taken_for_the_old(base: Any, tmp_path:
     assert first is not reward
     with pytest.raises(RunError, match="functions"):
         run(base, tmp_path, job("a", reward=reward))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"versions": {"torch": "2.0.0", "transformers": version("transformers")}}, "versions.torch: was '2.0.0', is "),
+        ({"kernels": "a processor"}, "kernels: was 'a processor', is "),
+    ],
+)
+def test_a_job_that_other_libraries_or_another_processor_began_is_refused(
+    change: dict[str, Any], told: str, base: Any, tmp_path: Path
+) -> None:
+    assert run(base, tmp_path / "run", job("a", steps=2)).ok
+    path = tmp_path / "run" / "a" / "job.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **change}))
+    with pytest.raises(RunError, match=rf"(?s)has done 2 steps of it:.*{told}.*--accept-changes"):
+        run(base, tmp_path / "run", job("a", steps=2))

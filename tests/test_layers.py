@@ -26,6 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "launch",
+            "preparing",
             "hosting",
             "servers",
             "running",

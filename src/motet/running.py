@@ -12,7 +12,8 @@ from typing import Any
 
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
-from motet.launch import Workshop, assemble, identity, load, prepare_all, services
+from motet.launch import Workshop, assemble, load, services
+from motet.preparing import identity, prepare_all
 from motet.runtime.identity import of_config
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services

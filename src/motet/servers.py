@@ -111,7 +111,7 @@ def launched(
     found = []
     for number in range(launch.replicas):
         key, server = secrets.token_urlsafe(24), _server(base, model, config, launch, wanted)
-        command, log = COMMANDS[config.engine](server), log_directory / f"server-{number}.log"
+        command, log = COMMANDS[config.engine](server, key), log_directory / f"server-{number}.log"
         process = ServerProcess(command, _environment(server, number, key), log)
         found.append(Launched(f"http://127.0.0.1:{server.port}", key, process))
     return found
@@ -149,10 +149,6 @@ def _server(base: Any, model: str, config: RolloutConfig, launch: LaunchConfig, 
         raise ConfigError(
             f"rollout.launch.python is {launch.python!r}, which is no program; give the interpreter of the environment that "
             f"has {DIALECTS[config.engine].name}"
-        )
-    if launch.colocate and launch.gpu_memory_utilization is None:
-        raise ConfigError(
-            "rollout.launch.colocate needs gpu_memory_utilization, so that the trainer has room beside it"
         )
     rank = launch.max_rank or next(rank for rank in VLLM_RANKS if rank >= wanted.rank)
     return _Server(
@@ -213,7 +209,8 @@ def _environment(server: _Server, number: int, key: str) -> dict[str, str]:
     return {**found, **server.launch.env}
 
 
-def _vllm(server: _Server) -> list[str]:
+def _vllm(server: _Server, key: str) -> list[str]:
+    """The key is in its environment, where `ps` does not show it."""
     options = {
         "--model": server.model,
         "--dtype": server.dtype,
@@ -241,8 +238,9 @@ def _vllm(server: _Server) -> list[str]:
     return _command(server, "vllm.entrypoints.openai.api_server", options, switches)
 
 
-def _sglang(server: _Server) -> list[str]:
+def _sglang(server: _Server, key: str) -> list[str]:
     options = {
+        "--api-key": key,  # it reads none from its environment
         "--model-path": server.model,
         "--dtype": server.dtype,
         "--host": "127.0.0.1",
@@ -268,5 +266,5 @@ def _command(server: _Server, module: str, options: Mapping[str, Any], switches:
     return [os.path.expanduser(server.launch.python), "-m", module, *spelled, *switches, *server.launch.args]
 
 
-COMMANDS: Mapping[str, Callable[[_Server], list[str]]] = {"vllm": _vllm, "sglang": _sglang}
-"""How each kind of server is started."""
+COMMANDS: Mapping[str, Callable[[_Server, str], list[str]]] = {"vllm": _vllm, "sglang": _sglang}
+"""How each kind of server is started, and made to ask for a key."""

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.jobfile import load_jobs
-from motet.launch import Workshop, assemble, load, prepare_all, services
+from motet.launch import Workshop, assemble, load, services
+from motet.preparing import prepare_all
 from motet.running import config_of
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services

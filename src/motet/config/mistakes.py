@@ -57,6 +57,7 @@ OTHERS_WORDS: Mapping[str, str] = {
     "output_dir": "run",
     "gradient_checkpointing": "engine.recompute",
     "use_vllm": "rollout.engine",
+    "colocate": "rollout.launch.gpu_memory_utilization that leaves room for the trainer, such as 0.4",
 }
 """Names that TRL, PEFT and transformers have for what fields of ours hold."""
 _ALSO_WRITTEN: Mapping[type[Config], Sequence[str]] = {RunConfig: ("defaults", "sweep"), JobConfig: ("reward", "sweep")}
@@ -156,6 +157,8 @@ def _model_in(annotation: Any) -> type[Config] | None:
 
 def _paths(model: type[Config], above: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
+        if field.exclude:  # of Python and of the command line
+            continue
         yield f"{above}{name}"
         if (inner := _model_in(field.annotation)) is not None:
             yield from _paths(inner, "" if inner is JobConfig else f"{above}{name}.")

@@ -18,10 +18,8 @@ class LaunchConfig(Config):
     """Servers to start, each on a free port."""
     devices: list[str] = []
     """CUDA_VISIBLE_DEVICES of each replica (`["1", "2,3"]`); otherwise all see what this process sees."""
-    colocate: bool = False
-    """Whether servers share the trainer's GPU; needs `gpu_memory_utilization`."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of a GPU's memory that a server takes."""
+    """Share of a GPU's memory that a server takes; on the trainer's GPU it leaves room for the trainer, such as 0.4."""
     tensor_parallel: int = Field(1, ge=1, le=1024)
     """GPUs that one server spreads its base over."""
     preload: str | None = None

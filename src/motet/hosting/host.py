@@ -15,7 +15,8 @@ from motet.budgets import Need
 from motet.config import JobConfig, RunConfig
 from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
-from motet.launch import Workshop, assemble, identity, load, prepare, services
+from motet.launch import Workshop, assemble, load, services
+from motet.preparing import identity, prepare
 from motet.rollout import wire
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter

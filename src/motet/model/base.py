@@ -64,6 +64,12 @@ class BaseModel:
         return not self.inexact
 
     @property
+    def kernels(self) -> str:
+        """What the libraries choose their products by, and with them the last bits: the CPU's instructions, or the GPU."""
+        on_cpu = self.device.type == "cpu"
+        return torch.backends.cpu.get_cpu_capability() if on_cpu else torch.cuda.get_device_name(self.device)
+
+    @property
     def has_experts(self) -> bool:
         """Whether rows choose among experts."""
         return any("experts" in path for path, _ in self.model.named_parameters())

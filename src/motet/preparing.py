@@ -1,0 +1,141 @@
+"""Jobs out of configurations: their data is read, what they left open is decided, and what their bytes depend on is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from motet import budgets
+from motet.algorithms import presets
+from motet.algorithms.schedule import auto_learning_rate
+from motet.config import DataConfig, JobConfig, RunConfig
+from motet.errors import ConfigError, MotetError
+from motet.runtime.identity import of_config
+from motet.runtime.job import Job
+from motet.runtime.progress import JobProgress
+from motet.runtime.rundir import RunDirectory
+from motet.tasks.chat import Chat, stop_token_ids
+from motet.tasks.dataset import Dataset, load_dataset
+from motet.tasks.episode import ENVIRONMENTS
+from motet.tasks.row_files import Bounds
+from motet.types import Problem
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A job's data and how it is worded; jobs with the same data section share one."""
+
+    data: Dataset
+    chat: Chat
+    longest: tuple[int, Problem]
+
+    @classmethod
+    def of(cls, config: DataConfig, base: Any, bounds: Bounds | None) -> _Read:
+        chat = Chat.of(base.tokenizer, config)
+        data = load_dataset(config, bounds, chat.longer_than)
+        longest = [chat.longest(part) for part in (data.train, data.holdout) if part]
+        return cls(data, chat, max(longest, key=lambda found: found[0]))
+
+
+def prepare(
+    config: JobConfig,
+    base: Any,
+    directory: RunDirectory,
+    bounds: Bounds | None = None,
+    known: dict[str, _Read] | None = None,
+) -> tuple[Job, budgets.Need]:
+    """Load a job's data and resolve what it left open.
+
+    Args:
+        config: the job.
+        base: the loaded base.
+        directory: of the run.
+        bounds: of somebody else's data.
+        known: data that was read for other jobs.
+
+    Raises:
+        MotetError: something in the job cannot work; nothing has been trained.
+    """
+    base.adapter_layout(config.adapter.target_modules, config.adapter.rank)  # a target that is not there is told now
+    known, key = {} if known is None else known, f"{config.data.model_dump_json()} {id(config.data.rows)}"
+    read = known[key] = known.get(key) or _Read.of(config.data, base, bounds)
+    text = base.model.config.get_text_config()
+    rate = config.optimizer.lr
+    job = Job(
+        config=config,
+        algorithm=presets.resolve(config.algorithm),
+        data=read.data,
+        chat=read.chat,
+        directory=directory.job(config.name),
+        base_rate=config.optimizer.lr_multiplier
+        * (auto_learning_rate(text.hidden_size, text.model_type) if isinstance(rate, str) else rate),
+        stop_token_ids=stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None)),
+        progress=JobProgress(config.name, config.steps),
+        inexact=[base.inexact] if base.inexact else [],
+    )
+    turns, new = ENVIRONMENTS[config.environment].max_turns, config.sampling.max_tokens
+    _check_room(job, base, turns, *read.longest)
+    return job, budgets.Need(read.longest[0] * turns, new * turns)
+
+
+def _check_room(job: Job, base: Any, turns: int, longest: int, problem: Problem) -> None:
+    """Refuse data whose longest prompt, of so many tokens, leaves no room for answers."""
+    config = job.config
+    new = f"{turns} × {config.sampling.max_tokens} new ones"
+    room = base.max_positions - turns * config.sampling.max_tokens
+    where = f"job {config.name}: "
+    if room < 1:
+        raise ConfigError(
+            f"{where}{new} leave no room in the {base.max_positions} positions of {base.name}; lower sampling.max_tokens"
+        )
+    if longest > room:
+        data = config.data
+        n = sum(job.chat.longer_than(one, room) for part in (job.data.train, job.data.holdout) for one in part)
+        held_out = problem in job.data.holdout
+        source = (held_out and data.eval_source) or data.source
+        raise ConfigError(
+            f"{where}{source} row {problem.id + 1} has a prompt of {longest} tokens, and {new}; this is more than the "
+            f"{base.max_positions} positions of {base.name}. Lower sampling.max_tokens, shorten the {n} "
+            f"prompt{'' if n == 1 else 's'} that have no room, or leave them out by data.max_prompt_tokens: {room}"
+        )
+
+
+def prepare_all(configs: Sequence[JobConfig], base: Any, directory: RunDirectory) -> list[tuple[Job, budgets.Need]]:
+    """Prepare every job, so that all mistakes are told at once.
+
+    Raises:
+        ConfigError: one line per job that cannot work; nothing has been trained.
+    """
+    found, wrong = [], []
+    known: dict[str, _Read] = {}
+    for config in configs:
+        try:
+            found.append(prepare(config, base, directory, known=known))
+        except MotetError as error:
+            wrong.append(f"job {config.name}: {str(error).removeprefix(f'job {config.name}: ')}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return found
+
+
+def identity(job: Job, base: Any, config: RunConfig) -> dict[str, Any]:
+    """Everything that the job's bytes depend on; goes to job.yaml."""
+    engine = config.engine
+    return {
+        "base": Path(base.name).name if Path(base.name).exists() else base.name,
+        "rollout": config.rollout.engine,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "device": base.device.type,
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers")},
+        "kernels": base.kernels,
+        "numerics": engine.numerics,
+        "block_size": engine.block_size,
+        "micro_batch_tokens": engine.micro_batch_tokens,
+        "learning_rate": job.base_rate,
+        "seed": job.seed,
+        "algorithm": asdict(job.algorithm),
+        **of_config(job.config),
+    }
