@@ -160,6 +160,13 @@ class Service:
         assert answer.is_success, answer.text
         return answer.json() if answer.content else None
 
+    def refused(self, status: int, method: str, path: str, **request: Any) -> Json:
+        """The error that a question is answered with."""
+        answer = self._http.request(method, path, **request)
+        assert answer.status_code == status, answer.text
+        error: Json = answer.json()["error"]
+        return error
+
     def get(self, path: str) -> httpx2.Response:
         """An answer of any kind."""
         return self._http.get(path)

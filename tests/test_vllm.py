@@ -19,6 +19,7 @@ from motet.running import run_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.servers import Launched
+from tests.service_run import serving, tiny
 from tests.vllm_server import launch, vllm_python, vllm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -92,6 +93,27 @@ def test_three_jobs_learn_at_once(lag: int, small: Any, server: Launched, tmp_pa
     told = httpx2.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {server.key}"}).json()
     assert [card["id"] for card in told["data"] if card["parent"]] == [], "versions stayed loaded"
     assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
+
+
+def test_a_service_starts_servers_for_the_jobs_that_it_takes(tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text(
+        f"engine: {{dtype: float32, threads: 1, slots: 3}}\nrollout: {{engine: vllm, directory: {tmp_path}/served, launch: "
+        f"{{python: {vllm_python()}, max_positions: 512}}}}\n"
+    )
+    with serving(tmp_path / "service", "--config", str(tmp_path / "serve.yaml"), keys=True) as service:
+        ranks = {"eight": 8, "sixteen": 16, "sixty-four": 64}
+        keys = {}
+        for name, rank in ranks.items():
+            service.become(service.admin_key)
+            keys[name] = service.ask("POST", "/v1/keys", json={"tenant": name, "name": "one"})["key"]
+            service.become(keys[name])
+            service.submit(tiny(name, 2, adapter={"rank": rank}))
+        for field, value in (("adapter", {"rank": 65}), ("algorithm", {"max_off_policy_steps": 5})):
+            error = service.refused(400, "POST", "/v1/jobs", json={**tiny("large"), field: value})
+            assert "were started for; whoever runs it sets rollout.launch.max_" in error["message"]
+        for name, key in keys.items():
+            service.become(key)
+            assert service.ended(name) == "succeeded", service.job(name)["message"]
 
 
 def test_a_killed_server_costs_time_and_nothing_else(small: Any, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from motet import budgets
 from motet.allocator import keep_freed_memory
 from motet.barriers import spin_briefly
 from motet.config import EngineConfig, RunConfig
+from motet.config.service import Largest
 from motet.device import Device
 from motet.runtime.job import Services
 from motet.runtime.learner import Learner
@@ -123,7 +124,13 @@ def _load(base: str, config: EngineConfig) -> Any:
     )
 
 
-def assemble(base: Any, config: RunConfig, needs: Sequence[budgets.Need], directory: RunDirectory) -> Workshop:
+def assemble(
+    base: Any,
+    config: RunConfig,
+    needs: Sequence[budgets.Need],
+    directory: RunDirectory,
+    largest: Largest | None = None,
+) -> Workshop:
     """Everything that the jobs of a run share, with the engine that they ask for.
 
     Raises:
@@ -131,10 +138,10 @@ def assemble(base: Any, config: RunConfig, needs: Sequence[budgets.Need], direct
     """
     if config.rollout.engine == "embedded":
         return build(base, config.engine, needs, directory.path / "samplers.log")
-    return _build_on_servers(base, config, directory)
+    return _build_on_servers(base, config, directory, largest)
 
 
-def _build_on_servers(base: Any, config: RunConfig, directory: RunDirectory) -> Workshop:
+def _build_on_servers(base: Any, config: RunConfig, directory: RunDirectory, largest: Largest | None) -> Workshop:
     """A trainer on this device, and an engine that asks servers."""
     import torch
 
@@ -147,7 +154,8 @@ def _build_on_servers(base: Any, config: RunConfig, directory: RunDirectory) -> 
             torch.set_num_threads(_threads(config.engine))
 
     base.block_size = config.engine.block_size
-    wanted = servers.demand(config.jobs, config.engine.slots)
+    slots = config.engine.slots
+    wanted = servers.demand(config.jobs, slots) if largest is None else servers.demand_of_any(largest, slots)
     engine = servers.build_servers(base, config.rollout, wanted, directory.run_id, directory.path)
     trainer = TorchTrainer(base, slots=config.engine.slots, recompute=config.engine.recompute)
     told = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"

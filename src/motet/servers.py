@@ -13,6 +13,8 @@ from tempfile import gettempdir
 from typing import Any
 
 from motet.config import JobConfig, LaunchConfig, RolloutConfig
+from motet.config.rollout import VERSIONS_BESIDES
+from motet.config.service import Largest
 from motet.errors import ConfigError
 from motet.rollout.dialects import DIALECTS
 from motet.rollout.replica import Clocks, Replica
@@ -57,8 +59,14 @@ def tolerance(config: RolloutConfig, base: Any) -> float:
 
 def demand(jobs: Sequence[JobConfig], slots: int) -> Demand:
     """What the jobs need of a server at a time."""
-    versions = sorted((job.algorithm.max_off_policy_steps + 2 for job in jobs), reverse=True)[:slots]
-    return Demand(len(versions), sum(versions), max(job.adapter.rank for job in jobs))
+    lags = sorted((job.algorithm.max_off_policy_steps for job in jobs), reverse=True)[:slots]
+    versions = sum(lag + VERSIONS_BESIDES for lag in lags)
+    return Demand(len(lags), versions, max(job.adapter.rank for job in jobs))
+
+
+def demand_of_any(largest: Largest, slots: int) -> Demand:
+    """What as many jobs as there are slots may need, where nobody knows them yet."""
+    return Demand(slots, slots * ((largest.lag or 0) + VERSIONS_BESIDES), largest.rank or 1)
 
 
 def build_servers(base: Any, config: RolloutConfig, wanted: Demand, run_id: str, log_directory: Path) -> ServerEngine:

@@ -8,6 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from motet.config.model import Config
 
+VERSIONS_BESIDES = 2
+"""Versions of a job that servers hold at a time, besides one for each step that it may lag."""
+
 
 class LaunchConfig(Config):
     """Servers that Motet starts, watches, starts again and ends."""

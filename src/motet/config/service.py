@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -9,7 +10,7 @@ from pydantic import Field
 from motet.config.engine import EngineConfig
 from motet.config.job import PRIORITIES
 from motet.config.model import Config, named
-from motet.config.rollout import RolloutConfig
+from motet.config.rollout import VERSIONS_BESIDES, RolloutConfig
 
 
 class LimitsConfig(Config):
@@ -66,6 +67,23 @@ class InstalledReward(Config):
     loaded before the wall goes up."""
 
 
+_USUAL_RANK = 64
+_USUAL_LAG = 4
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest jobs that servers are started for; their sizes cannot change while they run. None is any."""
+
+    rank: int | None = None
+    """Of `adapter.rank`."""
+    lag: int | None = None
+    """Of `algorithm.max_off_policy_steps`."""
+
+
+ANY_SIZE = Largest()
+
+
 class ServiceConfig(Config):
     """The file that `motet serve --config` reads."""
 
@@ -96,3 +114,12 @@ class ServiceConfig(Config):
     """The largest file of rows."""
     max_adapter_mb: float = Field(512.0, gt=0)
     """The largest uploaded adapter, packed or unpacked."""
+
+    @property
+    def largest(self) -> Largest:
+        """What servers that the service starts have room for: as `rollout.launch` says, as limits allow, or what is usual."""
+        launch = self.rollout.launch
+        if launch is None:
+            return ANY_SIZE
+        lag = launch.max_cpu_loras // self.engine.slots - VERSIONS_BESIDES if launch.max_cpu_loras else _USUAL_LAG
+        return Largest(launch.max_rank or self.limits.rank or _USUAL_RANK, max(lag, 0))

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+from motet.config.service import Largest
 from motet.errors import RunError
 from motet.hosting.answers import reason
 from motet.hosting.host import Host
@@ -32,9 +33,10 @@ def main() -> None:
         return
     hello = json.loads(first)
     installed, unwalled, patience = hello.pop("rewards"), hello.pop("unwalled"), hello.pop("patience_seconds")
+    largest = Largest(**hello.pop("largest"))
     try:
         config = validate({**hello, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")
-        host = Host(config, _run_directory(Path(config.run)), out, installed, unwalled, patience)
+        host = Host(config, _run_directory(Path(config.run)), out, installed, unwalled, patience, largest)
         serving.set()
         asyncio.run(host.serve(lines))
         host.workshop.close()

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from motet.budgets import Need
 from motet.config import JobConfig, RunConfig
+from motet.config.service import ANY_SIZE, Largest
 from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
 from motet.launch import Workshop, assemble, load, services
@@ -55,13 +56,24 @@ class Host:
         installed: Mapping[str, Mapping[str, Any]] | None = None,
         unwalled: Collection[str] = (),
         patience: float = USUAL_WAIT,
+        largest: Largest | None = None,
     ) -> None:
-        """Load the base; `installed` are the operator's rewards, fields of `Installed` by name, `unwalled` of ours."""
+        """Load the base.
+
+        Args:
+            config: of base, engine and rollout.
+            directory: of the run.
+            out: where messages go.
+            installed: the operator's rewards, fields of `Installed` by name.
+            unwalled: rewards of ours that may run without a wall.
+            patience: seconds that a job keeps a slot which another could use, while it waits for scores.
+            largest: what servers have to have room for.
+        """
         self._config, self._out = config, out
         self._lock = threading.Lock()
         self.directory = directory
         self.base = load(config.base, config.engine)
-        self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory)
+        self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, largest or ANY_SIZE)
         self._scores = AskedOfService(self.say)
         self._shared = services(
             self.workshop,

@@ -61,7 +61,7 @@ class Settings:
         """What jobs may use; rewards may be asked of all but private hosts where none are named."""
         hosts = None if self.config.reward_hosts is None else tuple(self.config.reward_hosts)
         walls = Walls(required=True, exempt=frozenset(self.config.unwalled))
-        return specs.Allowed(self.hub, self.rewards, Addresses(hosts), walls)
+        return specs.Allowed(self.hub, self.rewards, Addresses(hosts), walls, self.config.largest)
 
     @property
     def hello(self) -> dict[str, Any]:
@@ -74,6 +74,7 @@ class Settings:
             "rewards": {name: asdict(one) for name, one in self.rewards.items()},
             "unwalled": self.config.unwalled,
             "patience_seconds": self.config.patience_seconds,
+            "largest": asdict(self.config.largest),
         }
 
 

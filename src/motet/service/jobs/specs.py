@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import JobConfig, RewardConfig
+from motet.config.service import ANY_SIZE, Largest
 from motet.errors import ConfigError
 from motet.jobfile import normal_job, validate
 from motet.service.jobs.bounds import check_sizes, check_texts
@@ -41,6 +42,8 @@ class Allowed:
     """Where rewards may be asked."""
     walls: Walls
     """Which rewards have to run behind a wall."""
+    largest: Largest = ANY_SIZE
+    """What the servers have room for."""
 
 
 def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
@@ -56,6 +59,7 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
     config = validate({"base": "small", "run": "x", "jobs": [normal_job(dict(tree))]}, "the job").jobs[0]
     check_sizes(config)
     check_texts(config.data)
+    _check_room(config, allowed.largest)
     for source in filter(None, (config.data.source, config.data.eval_source)):
         uploaded = source.startswith("file-")
         on_hub = (
@@ -69,6 +73,18 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
     for reward in config.rewards:
         _check_reward(reward, allowed)
     return config
+
+
+def _check_room(config: JobConfig, largest: Largest) -> None:
+    for name, wanted, most, setting in (
+        ("adapter.rank", config.adapter.rank, largest.rank, "max_rank"),
+        ("algorithm.max_off_policy_steps", config.algorithm.max_off_policy_steps, largest.lag, "max_cpu_loras"),
+    ):
+        if most is not None and wanted > most:
+            raise ConfigError(
+                f"{name}: {wanted} is more than {most}, the most that the servers of this service were started for; whoever "
+                f"runs it sets rollout.launch.{setting}"
+            )
 
 
 def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:
