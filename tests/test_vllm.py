@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,14 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
-from motet.config import EngineConfig, RunConfig
+from motet.config import AdapterConfig, EngineConfig, OptimizerConfig, RolloutConfig, RunConfig
+from motet.errors import ProbeError
 from motet.launch import Workshop, load
+from motet.rollout.server import Demand, ServerEngine
 from motet.running import run_config
 from motet.runtime.job import Job
+from motet.runtime.probe import Probe
 from motet.runtime.progress import JobProgress
-from motet.servers import Launched
+from motet.servers import TOLERANCE, Launched, build_servers
+from motet.training.torch_trainer import TorchTrainer
+from motet.types import AdapterRef
 from tests.service_run import serving, tiny
 from tests.vllm_server import launch, vllm_python, vllm_server
 
@@ -93,6 +100,75 @@ def test_three_jobs_learn_at_once(lag: int, small: Any, server: Launched, tmp_pa
     told = httpx2.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {server.key}"}).json()
     assert [card["id"] for card in told["data"] if card["parent"]] == [], "versions stayed loaded"
     assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
+
+
+@pytest.mark.parametrize("where", ["embedded", "vllm"])
+def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
+    where: str, small: Any, server: Launched, tmp_path: Path
+) -> None:
+    """`in_flight` and `over_provision` with answers of very different lengths, three jobs at once."""
+    rollout = (
+        {"urls": [server.url], "api_key_env": KEY} if where == "vllm" else {"engine": "embedded", "directory": None}
+    )
+    flight = {"max_off_policy_steps": 2, "in_flight": "continue", "correct_sampler": True}
+    jobs = [
+        job("continue", "toy:sort_letters", 8, algorithm=flight, sampling={"max_tokens": 48, "temperature": 1.3}),
+        job(
+            "first",
+            "toy:reverse",
+            16,
+            algorithm={"over_provision": 2.0},
+            sampling={"max_tokens": 48, "temperature": 1.3},
+        ),
+        job("both", "toy:count_letters", 4, algorithm={**flight, "over_provision": 1.5}, sampling={"max_tokens": 48}),
+    ]
+    result = run_config(config(tmp_path, rollout, jobs), base=small)
+    for name, found in result.jobs.items():
+        assert found.state == "succeeded", found.message
+        steps = [line for line in lines(tmp_path, name) if "reward" in line]
+        assert [line["step"] for line in steps] == list(range(8))
+        assert any("in_flight" in why or "over_provision" in why for why in found.inexact)
+    stale = {line["staleness"] for line in lines(tmp_path, "continue") if "reward" in line}
+    print(where, stale, [line.get("mixed") for line in lines(tmp_path, "continue")])
+
+
+def test_in_bfloat16_the_probe_tells_a_version_from_the_one_before(tmp_path: Path) -> None:
+    """Eight versions of an ordinary training, and each of them under the name of the next."""
+    base = load("small", EngineConfig(dtype="bfloat16", threads=1))
+    one = job("a", "toy:sort_letters", 8, checkpoint={"keep": 9})
+    tree = {"base": "small", "engine": {"threads": 1, "samplers": 0}, "jobs": [one], "run": str(tmp_path / "run")}
+    assert run_config(RunConfig.model_validate(tree), base=base).ok
+    versions = [tmp_path / "run" / "a" / "versions" / f"v{number}" for number in range(1, 9)]
+    trainer = TorchTrainer(base, slots=1)
+    trainer.add_adapter("a", AdapterConfig(rank=8), OptimizerConfig(), 0)
+    prompt = base.tokenizer.encode("Sort the letters of this word: " * 4)
+
+    async def told(engine: ServerEngine) -> list[str]:
+        probe, found = Probe("a", np.array(prompt, np.int32), TOLERANCE["bfloat16"]), []
+        await engine.ready()
+        for number, directory in enumerate(versions):
+            trainer.load_adapter("a", directory, optimizer=False)
+            trained = probe.trained(trainer)
+            if number:
+                before = AdapterRef("stale", number)
+                await engine.load_adapter(before, versions[number - 1])
+                try:
+                    await probe.check(engine, before, trained)
+                except ProbeError as error:
+                    found.append(str(error))
+            right = AdapterRef("right", number)
+            await engine.load_adapter(right, directory)
+            await probe.check(engine, right, trained)
+        await engine.close()
+        return found
+
+    with vllm_server(base, tmp_path) as server:
+        os.environ[f"{KEY}_BF16"] = server.key
+        config = RolloutConfig(engine="vllm", urls=[server.url], api_key_env=f"{KEY}_BF16", directory=str(tmp_path))
+        engine = build_servers(base, config, Demand(1, 2, 8), "probed", tmp_path)
+        found = asyncio.run(told(engine))
+    print(found)
+    assert len(found) == len(versions) - 1
 
 
 def test_a_service_starts_servers_for_the_jobs_that_it_takes(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 A fixed probe text is scored at temperature 1 by the engine and by the trainer, each with the new version and without an
 adapter. With the version they must agree: in the mean, because single logprobs of unlikely tokens differ widely between two
 implementations in bfloat16. Where they cannot agree to the bit, a second question is asked: does the engine's
-answer move away from its own base as the trainer's does? An engine that answers with the base, or with somebody else's adapter,
-shows none of that move.
+answer move away from its own base as the trainer's does, and from the version before as the trainer's did in the step? An
+engine that answers with the base, with somebody else's adapter or with the version before shows none of that move.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ PROBE_TOKENS = 32
 CLEAR = 4.0
 """An adapter's effect is visible from this many times the norm of what sets engine and trainer apart without it. By the
 triangle inequality the share of the effect that a right engine shows is then at least a half, and that of a base at most."""
+SURE = 4.0
+"""Standard errors between the share of a step that an engine shows and all of it, from which on it cannot be chance."""
 
 
 class Probe:
@@ -30,6 +32,8 @@ class Probe:
         self._tolerance = tolerance
         self._base: FloatArray | None = None
         self._trainers_base: FloatArray | None = None
+        self._before: tuple[int, FloatArray, FloatArray] | None = None
+        """The version that passed last, as the trainer and as the engine had it."""
 
     def trained(self, trainer: Trainer) -> FloatArray:
         """The trainer's logprobs [T] of the probe; runs on the device."""
@@ -67,6 +71,8 @@ class Probe:
                 f"{told}; logprobs of the probe differ by {gap:.3g} on average, allowed {self._tolerance:.3g}"
             )
         self._follows(ref, answered, trained, self._base)
+        self._steps(ref, answered, trained, self._base)
+        self._before = ref.version, trained, answered
         return gap
 
     def _follows(self, ref: AdapterRef, answered: FloatArray, trained: FloatArray, base: FloatArray) -> None:
@@ -81,4 +87,25 @@ class Probe:
             raise ProbeError(
                 f"the engine answers version {ref.version} of {self._job!r} with the base model or with another adapter: of "
                 f"what training changed in the logprobs of the probe (up to {np.abs(wanted).max():.3g}) it shows {share:.0%}"
+            )
+
+    def _steps(self, ref: AdapterRef, answered: FloatArray, trained: FloatArray, base: FloatArray) -> None:
+        """The version before is told from this one where a step changed more than what sets engine and trainer apart.
+
+        The engine's change is fitted by the trainer's, which gives the share that it shows; what the fit leaves is noise, and
+        says how sure the share is. A right engine shows 1, one that answers with the version before 0.
+        """
+        if self._before is None:
+            return
+        version, trained_before, answered_before = self._before
+        wanted, shown = trained - trained_before, answered - answered_before
+        size = float(np.linalg.norm(wanted))
+        if size <= float(np.linalg.norm(base - (base if self._trainers_base is None else self._trainers_base))):
+            return
+        share = float(np.dot(shown, wanted)) / size**2
+        noise = float(np.linalg.norm(shown - share * wanted)) / np.sqrt(max(len(wanted) - 2, 1))
+        if share < 0.5 and 1 - share > SURE * noise / size:
+            raise ProbeError(
+                f"the engine answers version {ref.version} of {self._job!r} with version {version}: of what the step changed "
+                f"in the logprobs of the probe (up to {np.abs(wanted).max():.3g}) it shows {share:.0%}"
             )
