@@ -111,25 +111,20 @@ def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
         {"urls": [server.url], "api_key_env": KEY} if where == "vllm" else {"engine": "embedded", "directory": None}
     )
     flight = {"max_off_policy_steps": 2, "in_flight": "continue", "correct_sampler": True}
+    fields: dict[str, Any] = {"sampling": {"max_tokens": 48, "temperature": 1.3}, "steps": 4}
     jobs = [
-        job("continue", "toy:sort_letters", 8, algorithm=flight, sampling={"max_tokens": 48, "temperature": 1.3}),
-        job(
-            "first",
-            "toy:reverse",
-            16,
-            algorithm={"over_provision": 2.0},
-            sampling={"max_tokens": 48, "temperature": 1.3},
-        ),
-        job("both", "toy:count_letters", 4, algorithm={**flight, "over_provision": 1.5}, sampling={"max_tokens": 48}),
+        job("continue", "toy:sort_letters", 8, algorithm=flight, **fields),
+        job("first", "toy:reverse", 16, algorithm={"over_provision": 2.0}, **fields),
+        job("both", "toy:count_letters", 4, algorithm={**flight, "over_provision": 1.5}, **fields),
     ]
     result = run_config(config(tmp_path, rollout, jobs), base=small)
     for name, found in result.jobs.items():
         assert found.state == "succeeded", found.message
         steps = [line for line in lines(tmp_path, name) if "reward" in line]
-        assert [line["step"] for line in steps] == list(range(8))
+        assert [line["step"] for line in steps] == list(range(4))
+        late = max(line["staleness"] for line in steps)  # a group that is resumed is a step later
+        assert late <= {"continue": 2, "first": 1, "both": 3}[name]
         assert any("in_flight" in why or "over_provision" in why for why in found.inexact)
-    stale = {line["staleness"] for line in lines(tmp_path, "continue") if "reward" in line}
-    print(where, stale, [line.get("mixed") for line in lines(tmp_path, "continue")])
 
 
 def test_in_bfloat16_the_probe_tells_a_version_from_the_one_before(tmp_path: Path) -> None:
