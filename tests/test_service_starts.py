@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alembic import command
-from alembic.config import Config
-from sqlalchemy import create_engine, text
 
-import motet.service.database.store
 from motet.config import JobConfig
 from motet.errors import ConfigError, StoreError
 from motet.jobfile import normal_job
@@ -292,47 +288,6 @@ def test_a_name_that_is_taken_leaves_nothing(place: Place, us: Principal) -> Non
     with pytest.raises(StoreError, match="'elder'"):
         place.submit(us, "elder", adapter={"init": "elder@1"})
     assert [path.name for path in place.run.iterdir()] == [elder.id]
-
-
-# --- before there were such things ------------------------------------------------------------------------------------------
-
-
-def test_a_database_of_the_first_shape_keeps_its_jobs_and_events(url: str, tmp_path: Path) -> None:
-    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
-    with engine.begin() as connection:
-        config = Config()
-        config.set_main_option(
-            "script_location", str(Path(motet.service.database.store.__file__).with_name("migrations"))
-        )
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
-        connection.execute(text("INSERT INTO tenants VALUES ('tenant-1', 'us', 1.0)"))
-        spec = json.dumps(JobConfig.model_validate(normal_job(tiny("old"))).model_dump(mode="json"))
-        connection.execute(
-            text(
-                "INSERT INTO jobs (id, tenant_id, name, spec, state, wanted, message, step, steps, created) VALUES "
-                "('job-1', 'tenant-1', 'old', :spec, 'running', 'run', '', 2, 3, 1.0)"
-            ),
-            {"spec": spec},
-        )
-        told = "INSERT INTO events (job_id, kind, key, time, data) VALUES ('job-1', 'state', '0', 1.0, '{}')"
-        connection.execute(text(told))
-    engine.dispose()
-    store = Store(url)
-    place = Place(store, tmp_path / "run")
-    job = place.adapters.by_id("job-1")
-    assert isinstance(job, StoredJob)
-    assert (job.name, job.step, job.reward, job.after, job.waits, job.starts_from) == (
-        "old",
-        2,
-        None,
-        None,
-        False,
-        None,
-    )
-    assert [event.kind for event in store.events("job-1")] == ["state"]
-    place.starts.keep(job)
-    store.close()
 
 
 # --- over HTTP --------------------------------------------------------------------------------------------------------------
