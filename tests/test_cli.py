@@ -264,6 +264,28 @@ def test_inside_a_running_event_loop(tmp_path: Path) -> None:
     assert asyncio.run(cell()).ok
 
 
+WITHOUT_SERVE = """
+import sys
+sys.modules.update(dict.fromkeys(["fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "prometheus_client", "psycopg"]))
+from motet.cli import main
+main()
+"""
+
+
+def test_without_the_packages_of_a_service_everything_else_runs(tmp_path: Path) -> None:
+    (tmp_path / "jobs.yaml").write_text(JOB_FILE)
+
+    def says(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-c", WITHOUT_SERVE, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+        return done.returncode, done.stdout + done.stderr
+
+    assert says("run", "jobs.yaml", "--set", "steps=1")[0] == 0
+    assert says("ls", "--url", "http://127.0.0.1:1")[1].startswith("motet: nothing answers at http://127.0.0.1:1")
+    told = "motet: motet serve needs fastapi, which is not installed: pip install 'motet[serve]'\n"
+    assert says("serve", "--base", "small", "--no-keys") == (2, told)
+
+
 def test_jobs_are_checked_from_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def broken(problem: motet.Problem, completion: str) -> float:
         raise ValueError("it is broken")

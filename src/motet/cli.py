@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -240,8 +241,11 @@ def serve(
 ) -> None:
     """Serve one base to a team: its people submit jobs over HTTP and take adapters home."""
     from motet.commands.serve import serve as serve_base
+    from motet.errors import ConfigError
     from motet.jobfile import load_service
 
+    if missing := [name for name in ("fastapi", "uvicorn", "sqlalchemy", "alembic") if find_spec(name) is None]:
+        raise ConfigError(f"motet serve needs {missing[0]}, which is not installed: pip install 'motet[serve]'")
     serve_base(
         base,
         directory,

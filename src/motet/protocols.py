@@ -5,7 +5,7 @@ An implementation is complete when it fits without a branch in `runtime/`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,6 @@ from motet.types import (
     IntArray,
     LossStats,
     OptimStats,
-    Problem,
 )
 
 
@@ -95,12 +94,4 @@ class WeightSync(Protocol):
 
     async def publish(self, name: str, ref: AdapterRef) -> None:
         """Make the trainer's current weights of adapter `name` servable under this reference."""
-        ...
-
-
-class Reward(Protocol):
-    """One callable: how good is a completion of a problem?"""
-
-    def __call__(self, problem: Problem, completion: str) -> float | Awaitable[float]:
-        """Return a finite number."""
         ...
