@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from motet.config import AdapterConfig, OptimizerConfig
+from motet.config import AdapterConfig
 from motet.model.fake import FakeAdapter, FakePolicy
 from motet.rollout.fake import FakeEngine
 from motet.training.fake import FakeTrainer
-from motet.types import AdapterRef, Batch, Chunk, GenerateRequest, LossStats, OptimStats, Sample
+from motet.types import AdamW, AdapterRef, Batch, Chunk, GenerateRequest, LossStats, OptimStats, Sample
 from tests.fake_run import metrics
 
 
@@ -42,8 +42,8 @@ class RememberingTrainer(FakeTrainer):
         super().__init__(slots=slots)
         self.samples: dict[str, list[list[Sample]]] = {}
 
-    def add_adapter(self, name: str, shape: AdapterConfig, optimizer: OptimizerConfig, seed: int) -> None:
-        super().add_adapter(name, shape, optimizer, seed)
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int) -> None:
+        super().add_adapter(name, shape, seed)
         self.samples.setdefault(name, []).append([])
 
     def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
@@ -51,9 +51,9 @@ class RememberingTrainer(FakeTrainer):
             self.samples[segment.adapter][-1].extend(segment.samples)
         return super().forward_backward(batch)
 
-    def optim_step(self, name: str, lr: float) -> OptimStats:
+    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         self.samples[name].append([])
-        return super().optim_step(name, lr)
+        return super().optim_step(name, adamw)
 
 
 def check_samples(samples: Sequence[Sample], engine: RememberingEngine, name: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from motet.config import AdapterConfig, OptimizerConfig
+from motet.config import AdapterConfig
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.protocols import RolloutEngine
 from motet.rollout.dialects import DIALECTS
@@ -28,7 +28,7 @@ from motet.rollout.server import Bounds, Demand, FileSync, ServerEngine
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
 from motet.training.fake import FakeTrainer
-from motet.types import AdapterRef, Batch, GenerateRequest, LossSpec, Sample, SamplingParams, Segment
+from motet.types import AdamW, AdapterRef, Batch, GenerateRequest, LossSpec, Sample, SamplingParams, Segment
 from tests.protocol_server import ProtocolServer
 
 RUN = "run"
@@ -98,9 +98,7 @@ def trainer_of(*names: str, rank: int = 4, kind: type[FakeTrainer] = FakeTrainer
     """A trainer with fresh adapters, which answer as the base does."""
     trainer = kind(slots=len(names))
     for name in names:
-        trainer.add_adapter(
-            name, AdapterConfig(rank=rank, alpha=2.0 * rank), OptimizerConfig(), seed=sum(map(ord, name))
-        )
+        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=2.0 * rank), seed=sum(map(ord, name)))
     return trainer
 
 
@@ -110,7 +108,7 @@ def learn(trainer: FakeTrainer, name: str, text: str = "learn this", rate: float
     ones = np.ones(len(tokens), np.float32)
     sample = Sample(tokens, np.arange(len(tokens)) > 0, -ones, ones, np.zeros(len(tokens), np.int32))
     trainer.forward_backward(Batch((Segment(name, (sample,), LossSpec(), float(len(tokens))),)))
-    trainer.optim_step(name, rate)
+    trainer.optim_step(name, AdamW(rate))
 
 
 def ref(version: int, job: str = "job") -> AdapterRef:

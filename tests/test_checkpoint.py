@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from motet.checksums import SUMS
-from motet.config import AdapterConfig, OptimizerConfig
+from motet.config import AdapterConfig
 from motet.errors import RunError
 from motet.runtime.checkpoint import Committed, JobDirectory, disk_error, dump_line
 from motet.runtime.opening import differences, open_job
@@ -32,7 +32,7 @@ Save = Callable[[Path], None]
 def save() -> Save:
     """What a trainer writes at a commit."""
     trainer = FakeTrainer()
-    trainer.add_adapter("a", AdapterConfig(rank=2), OptimizerConfig(), seed=0)
+    trainer.add_adapter("a", AdapterConfig(rank=2), seed=0)
     return lambda path: trainer.save_adapter("a", path, optimizer=True)
 
 

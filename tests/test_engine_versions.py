@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from motet.config import AdapterConfig, EngineConfig, OptimizerConfig
+from motet.config import AdapterConfig, EngineConfig
 from motet.device import Device
 from motet.errors import EngineError, ProbeError
 from motet.launch import load
@@ -38,7 +38,7 @@ def engine(base: Any) -> Iterator[EmbeddedEngine]:
 def trained(base: Any, strength: float) -> TorchTrainer:
     """A trainer with adapter `a` whose B is random, as after some steps."""
     trainer = TorchTrainer(base, slots=2)
-    trainer.add_adapter("a", AdapterConfig(rank=4, alpha=4), OptimizerConfig(), 3)
+    trainer.add_adapter("a", AdapterConfig(rank=4, alpha=4), 3)
     arena = trainer._arena("a")
     generator = torch.Generator().manual_seed(1)
     arena.set_masters(arena.masters.detach() + strength * torch.randn(arena.layout.size, generator=generator))

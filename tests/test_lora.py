@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from motet.config import AdapterConfig, OptimizerConfig
+from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
 from motet.model.layout import packed_layout
@@ -211,14 +211,14 @@ def test_siblings_share_a_product_of_the_same_input_only(dtype):
 
 def test_slots_are_counted_and_names_are_unique():
     trainer = TorchTrainer(tiny.base("llama"), slots=2)
-    shape, optimizer = AdapterConfig(rank=2), OptimizerConfig()
-    trainer.add_adapter("a", shape, optimizer, 0)
+    shape = AdapterConfig(rank=2)
+    trainer.add_adapter("a", shape, 0)
     with pytest.raises(AdapterError, match="'a' is there already"):
-        trainer.add_adapter("a", shape, optimizer, 0)
-    trainer.add_adapter("b", shape, optimizer, 0)
+        trainer.add_adapter("a", shape, 0)
+    trainer.add_adapter("b", shape, 0)
     with pytest.raises(AdapterError, match=r"all 2 adapter slots are taken; raise engine\.slots"):
-        trainer.add_adapter("c", shape, optimizer, 0)
+        trainer.add_adapter("c", shape, 0)
     trainer.remove_adapter("a")
-    trainer.add_adapter("c", shape, optimizer, 0)
+    trainer.add_adapter("c", shape, 0)
     with pytest.raises(AdapterError, match="no adapter 'a' in the trainer; there are: b, c"):
         trainer.weights("a")

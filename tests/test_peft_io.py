@@ -13,7 +13,7 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from motet.config import AdapterConfig, OptimizerConfig
+from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
 from motet.model.load import load_base
@@ -300,7 +300,7 @@ def test_start_from_a_directory_checks_rank_alpha_and_targets(plain):
 
     def start(**shape: Any) -> None:
         trainer = TorchTrainer(base, slots=1)
-        trainer.add_adapter("a", AdapterConfig(**{"rank": 4, "alpha": 16, **shape}), OptimizerConfig(), 0)
+        trainer.add_adapter("a", AdapterConfig(**{"rank": 4, "alpha": 16, **shape}), 0)
         trainer.load_adapter("a", plain, optimizer=False)
         assert torch.equal(trainer.weights("a").flat, load(plain, base).flat)
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from motet.config import AdapterConfig, OptimizerConfig
+from motet.config import AdapterConfig
 from motet.model.fake import END, FakePolicy, FakeTokenizer, read_adapter
 from motet.training.fake import FakeTrainer
 from tests.protocol_client import (
@@ -34,7 +34,7 @@ from tests.waiting import until
 
 def test_what_is_answered_is_what_the_engine_samples(tmp_path: Path) -> None:
     trainer = FakeTrainer()
-    trainer.add_adapter("job", AdapterConfig(rank=4, alpha=8.0), OptimizerConfig(), seed=3)
+    trainer.add_adapter("job", AdapterConfig(rank=4, alpha=8.0), seed=3)
     (tmp_path / "trained").mkdir()
     trainer.save_adapter("job", tmp_path / "trained", optimizer=False)
     strong = adapter_directory(tmp_path, "strong")

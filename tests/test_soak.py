@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet import servers
-from motet.config import AdapterConfig, EngineConfig, OptimizerConfig, RolloutConfig
+from motet.config import AdapterConfig, EngineConfig, RolloutConfig
 from motet.launch import load
 from motet.rollout.server import FileSync
 from motet.training.torch_trainer import TorchTrainer
@@ -38,7 +38,7 @@ def test_a_thousand_publishes_leave_nothing_behind(tmp_path: Path) -> None:
     config = RolloutConfig(engine="vllm", launch=launch(), directory=str(directory))
     engine = servers.build_servers(base, config, WANTED, "soak0000", tmp_path)
     trainer = TorchTrainer(base, slots=2, recompute=False)
-    trainer.add_adapter("job", AdapterConfig(rank=16), OptimizerConfig(), 1)
+    trainer.add_adapter("job", AdapterConfig(rank=16), 1)
     sync, probe = FileSync(engine, trainer), base.tokenizer("Sort the letters: d a c", return_tensors="np").input_ids[0]
     found = asyncio.run(_publish_often(engine, sync, probe, directory))
     level, end = found["memory"][SETTLED], found["memory"][PUBLISHES - 1]

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 
-from motet.config import AdapterConfig, EngineConfig, OptimizerConfig
+from motet.config import AdapterConfig, EngineConfig
 from motet.errors import AdapterError
 from motet.launch import load
 from motet.model.base import BaseModel
@@ -22,7 +23,7 @@ from motet.model.distribution import Distribution, draw
 from motet.training import torch_trainer
 from motet.training.arena import OPTIMIZER
 from motet.training.torch_trainer import HEAD_ROWS, TorchTrainer
-from motet.types import Batch, LossSpec, Sample, SamplingParams, Segment, shared_prompts
+from motet.types import AdamW, Batch, LossSpec, Sample, SamplingParams, Segment, shared_prompts
 from tests import tiny_models as tiny
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
@@ -34,7 +35,7 @@ SHAPES = {  # name: rank, alpha, prompt and completion lengths; trained together
     "c": (3, 32.0, [(2, 5), (2, 6), (30, 40), (9, 1)]),
 }
 LR = 1e-3
-OPTIMIZER_CONFIG = OptimizerConfig(eps=1e-4, clip_norm=0.5, weight_decay=0.1)
+ADAMW = AdamW(LR, eps=1e-4, clip_norm=0.5, weight_decay=0.1)
 
 
 def make_samples(lengths: Sequence[tuple[int, int]], seed: int) -> tuple[Sample, ...]:
@@ -65,7 +66,7 @@ def make_trainer(base: BaseModel, names: str = "abc", *, recompute: bool = False
     trainer = TorchTrainer(base, slots=8, recompute=recompute)
     for name in names:
         rank, alpha, _ = SHAPES[name]
-        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), OPTIMIZER_CONFIG, seed=ord(name))
+        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), seed=ord(name))
         trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=rank, seed=ord(name))[1])
     return trainer
 
@@ -101,9 +102,7 @@ def test_gradients_and_steps_equal_peft(name, tmp_path):
     trainer.save_adapter("a", tmp_path, optimizer=False)
     model = PeftModel.from_pretrained(tiny.stock(name), tmp_path, is_trainable=True)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    adamw = torch.optim.AdamW(
-        parameters, lr=LR, betas=OPTIMIZER_CONFIG.betas, eps=OPTIMIZER_CONFIG.eps, weight_decay=0.1
-    )
+    adamw = torch.optim.AdamW(parameters, lr=LR, betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=0.1)
     layout = trainer._arena("a").layout
     for _ in range(2):
         adamw.zero_grad()
@@ -117,15 +116,56 @@ def test_gradients_and_steps_equal_peft(name, tmp_path):
                 want = theirs[f"base_model.model.{path}.lora_{side}.default.weight"]
                 assert want is not None
                 assert float((ours.t() - want).abs().max()) <= 2e-5 * float(want.abs().max()), (path, side)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER_CONFIG.clip_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, ADAMW.clip_norm))
         adamw.step()
-        done = trainer.optim_step("a", LR)
+        done = trainer.optim_step("a", ADAMW)
         assert done.grad_norm == pytest.approx(norm, rel=1e-5)
-        assert norm > OPTIMIZER_CONFIG.clip_norm, "this test is about clipped steps too"
+        assert norm > ADAMW.clip_norm, "this test is about clipped steps too"
         for path, pair in layout.views(masters(trainer, "a")).items():
             for side, ours in zip("AB", pair, strict=True):
                 want = model.get_parameter(f"base_model.model.{path}.lora_{side}.default.weight").detach()
                 assert float((ours.t() - want).abs().max()) <= 1e-3 * LR, (path, side)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_that_waits_for_its_step_is_saved_with_the_moments(dtype: str, tmp_path: Path) -> None:
+    base = tiny.base("llama", dtype)
+    whole, first = make_trainer(base), make_trainer(base)
+    for trainer in (whole, first):
+        trainer.forward_backward(Batch((make_segment("a"),)))
+        trainer.optim_step("a", ADAMW)
+        trainer.forward_backward(Batch((make_segment("a"),)))
+    first.save_adapter("a", tmp_path, optimizer=True)
+    second = make_trainer(base)
+    second.load_adapter("a", tmp_path, optimizer=True)
+    for trainer in (whole, second):
+        trainer.forward_backward(Batch((make_segment("a"),)))
+        trainer.optim_step("a", ADAMW)
+    assert torch.equal(masters(whole, "a"), masters(second, "a"))
+    whole.save_adapter("a", tmp_path, optimizer=True)
+    with safe_open(str(tmp_path / "optimizer.safetensors"), framework="pt") as file:
+        assert "gradient" not in file.keys(), "nothing waits"  # noqa: SIM118
+
+
+def test_each_step_brings_its_own_adamw(tmp_path: Path) -> None:
+    base = tiny.base("llama")
+    trainer = make_trainer(base)
+    trainer.save_adapter("a", tmp_path, optimizer=False)
+    model = PeftModel.from_pretrained(tiny.stock("llama"), tmp_path, is_trainable=True)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    theirs = torch.optim.AdamW(parameters)
+    for own in (AdamW(1e-3, (0.5, 0.6), 1e-3, 0.2), AdamW(3e-3, (0.9, 0.99), 1e-6, 0.0, clip_norm=100.0)):
+        theirs.param_groups[0].update(lr=own.lr, betas=own.betas, eps=own.eps, weight_decay=own.weight_decay)
+        theirs.zero_grad()
+        plain_loss(model, make_segment("a")).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, own.clip_norm)
+        theirs.step()
+        trainer.forward_backward(Batch((make_segment("a"),)))
+        trainer.optim_step("a", own)
+    for path, pair in trainer._arena("a").layout.views(masters(trainer, "a")).items():
+        for side, ours in zip("AB", pair, strict=True):
+            want = model.get_parameter(f"base_model.model.{path}.lora_{side}.default.weight").detach()
+            assert float((ours.t() - want).abs().max()) <= 1e-3 * 3e-3, (path, side)
 
 
 # --- company ----------------------------------------------------------------------------------------------------------
@@ -140,7 +180,7 @@ def run_steps(trainer: TorchTrainer, batches: Sequence[Batch], steps: int = 2) -
                 seen.setdefault(segment.adapter, []).append(stats)
         for name, found in seen.items():
             found.append(gradient(trainer, name).numpy().tobytes())
-            found.append(trainer.optim_step(name, LR))
+            found.append(trainer.optim_step(name, ADAMW))
             found.append(masters(trainer, name).numpy().tobytes())
     return seen
 
@@ -184,7 +224,7 @@ def test_adapters_with_equal_segments_equal_each_alone_bitwise(dtype):
     def trained(*chosen: str) -> dict[str, list[bytes]]:
         trainer = TorchTrainer(base, slots=4)
         for name in chosen:
-            trainer.add_adapter(name, shape, OptimizerConfig(lr=1e-2), ord(name))
+            trainer.add_adapter(name, shape, ord(name))
         return run_steps(trainer, [Batch(tuple(segments[name] for name in chosen))])
 
     together, three = trained("f", "d", "e", "g"), trained("d", "e", "f")
@@ -213,7 +253,7 @@ def test_overflowing_neighbour_is_skipped_and_changes_nothing(dtype):
     seen = run_steps(trainer, [batch], steps=1)
     assert seen["a"] == alone[: len(seen["a"])]
     for name in "bc":
-        stats = trainer.optim_step(name, LR) if name not in seen else seen[name][2]
+        stats = trainer.optim_step(name, ADAMW) if name not in seen else seen[name][2]
         assert stats.skipped
         assert not np.isfinite(stats.grad_norm)
     assert trainer.weights("b") is weights, "the version in use stays"
@@ -221,7 +261,7 @@ def test_overflowing_neighbour_is_skipped_and_changes_nothing(dtype):
     assert all(torch.equal(kept[key], value) for key, value in adamw.items()), "moments and count stay"
     assert not gradient(trainer, "b").any(), "the gradient is cleared"
     assert run_steps(trainer, [batch], steps=1)["a"] == alone[len(seen["a"]) :]
-    assert not trainer.optim_step("b", LR).skipped
+    assert not trainer.optim_step("b", ADAMW).skipped
 
 
 def test_clipping_is_per_adapter():
@@ -229,11 +269,11 @@ def test_clipping_is_per_adapter():
     trainer = make_trainer(tiny.base("llama"))
     for name, size in {"a": 100.0, "b": 1e-3}.items():
         trainer._arena(name).gradient.normal_(generator=torch.Generator().manual_seed(1)).mul_(size)
-    large, small = trainer.optim_step("a", LR), trainer.optim_step("b", LR)
-    assert large.grad_norm > 1000 * OPTIMIZER_CONFIG.clip_norm > 1000 * small.grad_norm
+    large, small = trainer.optim_step("a", ADAMW), trainer.optim_step("b", ADAMW)
+    assert large.grad_norm > 1000 * ADAMW.clip_norm > 1000 * small.grad_norm
     first_moment = {name: trainer._arena(name)._adamw.state[trainer._arena(name).masters]["exp_avg"] for name in "ab"}
-    keep = 1 - OPTIMIZER_CONFIG.betas[0]
-    assert float(first_moment["a"].norm()) == pytest.approx(keep * OPTIMIZER_CONFIG.clip_norm, rel=1e-4)
+    keep = 1 - ADAMW.betas[0]
+    assert float(first_moment["a"].norm()) == pytest.approx(keep * ADAMW.clip_norm, rel=1e-4)
     assert float(first_moment["b"].norm()) == pytest.approx(keep * small.grad_norm, rel=1e-4)
 
 
@@ -279,12 +319,12 @@ def test_reused_slot_starts_from_nothing(tmp_path):
     base = tiny.base("llama")
     fresh, reused = (TorchTrainer(base, slots=1) for _ in range(2))
     shape = AdapterConfig(rank=8, alpha=16)
-    reused.add_adapter("a", shape, OPTIMIZER_CONFIG, seed=1)
+    reused.add_adapter("a", shape, seed=1)
     run_steps(reused, [Batch((make_segment("a"),))])
     reused.forward_backward(Batch((make_segment("a"),)))  # leaves a gradient behind
     reused.remove_adapter("a")
     for trainer in (fresh, reused):
-        trainer.add_adapter("a", shape, OPTIMIZER_CONFIG, seed=2)
+        trainer.add_adapter("a", shape, seed=2)
     assert torch.equal(masters(fresh, "a"), masters(reused, "a"))
     assert not gradient(reused, "a").any()
     batch = Batch((make_segment("a"),))
@@ -484,7 +524,7 @@ def test_gradients_do_not_depend_on_how_long_the_neighbours_are(dtype):
     trainer = TorchTrainer(base, slots=4)
     names = ("a", "b", "c", "d")
     for name in names:
-        trainer.add_adapter(name, AdapterConfig(rank=16, alpha=32), OPTIMIZER_CONFIG, seed=ord(name))
+        trainer.add_adapter(name, AdapterConfig(rank=16, alpha=32), seed=ord(name))
         trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=16, seed=ord(name))[1])
 
     def gradients(segments: Sequence[Segment]) -> dict[str, torch.Tensor]:

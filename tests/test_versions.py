@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.config import AdapterConfig, OptimizerConfig
+from motet.config import AdapterConfig
 from motet.errors import EngineError
 from motet.model.fake import END, FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
@@ -154,7 +154,7 @@ def test_a_reference_is_used_once() -> None:
 
 def test_a_version_from_disk(tmp_path: Path) -> None:
     trainer = FakeTrainer()
-    trainer.add_adapter("a", AdapterConfig(rank=4), OptimizerConfig(lr=0.1), seed=3)
+    trainer.add_adapter("a", AdapterConfig(rank=4), seed=3)
     trainer.save_adapter("a", tmp_path, optimizer=True)
     versions, engine = make()
 

@@ -15,7 +15,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from motet.config import AdapterConfig, EngineConfig, OptimizerConfig, RolloutConfig, RunConfig
+from motet.config import AdapterConfig, EngineConfig, RolloutConfig, RunConfig
 from motet.errors import ProbeError
 from motet.launch import Workshop, load
 from motet.rollout.server import Demand, ServerEngine
@@ -135,7 +135,7 @@ def test_in_bfloat16_the_probe_tells_a_version_from_the_one_before(tmp_path: Pat
     assert run_config(RunConfig.model_validate(tree), base=base).ok
     versions = [tmp_path / "run" / "a" / "versions" / f"v{number}" for number in range(1, 9)]
     trainer = TorchTrainer(base, slots=1)
-    trainer.add_adapter("a", AdapterConfig(rank=8), OptimizerConfig(), 0)
+    trainer.add_adapter("a", AdapterConfig(rank=8), 0)
     prompt = base.tokenizer.encode("Sort the letters of this word: " * 4)
 
     async def told(engine: ServerEngine) -> list[str]:

@@ -1,4 +1,4 @@
-"""The seams: what `runtime/` asks of engines, trainers, weight sync and rewards. Each has a fake in the package.
+"""The seams: what `runtime/` asks of engines, trainers and weight sync. Each has a fake in the package.
 
 An implementation is complete when it fits without a branch in `runtime/`.
 """
@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
-from motet.config import AdapterConfig, OptimizerConfig
+from motet.config import AdapterConfig
 from motet.types import (
+    AdamW,
     AdapterRef,
     Batch,
     Chunk,
@@ -60,7 +61,7 @@ class RolloutEngine(Protocol):
 class Trainer(Protocol):
     """Gradients: many adapters over one frozen base. Calls block; the owner of the device decides when they run."""
 
-    def add_adapter(self, name: str, shape: AdapterConfig, optimizer: OptimizerConfig, seed: int) -> None:
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int) -> None:
         """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0."""
         ...
 
@@ -76,7 +77,7 @@ class Trainer(Protocol):
         """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
         ...
 
-    def optim_step(self, name: str, lr: float) -> OptimStats:
+    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
         ...
 

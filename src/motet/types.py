@@ -293,6 +293,18 @@ class LossSpec:
 
 
 @dataclass(frozen=True)
+class AdamW:
+    """One step of AdamW; the moments are the trainer's, everything else comes with the step."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    """Largest norm of the gradient; larger ones are scaled down to it."""
+
+
+@dataclass(frozen=True)
 class Segment:
     """Whole samples of one adapter, in the order they are trained: a micro-batch of one job."""
 

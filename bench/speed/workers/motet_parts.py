@@ -119,11 +119,11 @@ def new_number() -> int:
 @contextmanager
 def resident(trainer: Any, count: int, rank: int) -> Iterator[list[str]]:
     """Fresh adapters in a trainer."""
-    from motet.config import AdapterConfig, OptimizerConfig
+    from motet.config import AdapterConfig
 
     names = [f"bench-{new_number()}" for _ in range(count)]
     for seed, name in enumerate(names):
-        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=2 * rank), OptimizerConfig(lr=1e-4), seed)
+        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=2 * rank), seed)
     try:
         yield names
     finally:

@@ -79,6 +79,8 @@ def decode(args: dict[str, Any]) -> Iterator[Repeat]:
 @contextmanager
 def train(args: dict[str, Any]) -> Iterator[Repeat]:
     """Gradients of samples that belong to one or several adapters; with `update`, AdamW's step of each adapter too."""
+    from motet.types import AdamW
+
     used = trainer(args)
     names: list[str] = []
     batches: list[Any] = []
@@ -90,7 +92,7 @@ def train(args: dict[str, Any]) -> Iterator[Repeat]:
             on_device(workshop(), partial(used.forward_backward, batch))
         gradients = time.perf_counter() - started
         for name in names:
-            on_device(workshop(), partial(used.optim_step, name, 1e-6))
+            on_device(workshop(), partial(used.optim_step, name, AdamW(1e-6)))
         seconds = time.perf_counter() - started if args.get("update") else gradients
         counts = {
             "trained": sum(batch.n_tokens for batch in batches) if args.get("share") else args["samples"] * length,
@@ -111,7 +113,7 @@ def train(args: dict[str, Any]) -> Iterator[Repeat]:
 @contextmanager
 def publish(args: dict[str, Any]) -> Iterator[Repeat]:
     """The time from the end of an optimizer step until the new version can be sampled from: the slowest of several."""
-    from motet.types import AdapterRef
+    from motet.types import AdamW, AdapterRef
 
     made = workshop()
 
@@ -130,7 +132,7 @@ def publish(args: dict[str, Any]) -> Iterator[Repeat]:
             found = []
             for _ in range(args["times"]):
                 on_device(made, partial(made.trainer.forward_backward, batch))
-                on_device(made, partial(made.trainer.optim_step, names[0], 1e-6))
+                on_device(made, partial(made.trainer.optim_step, names[0], AdamW(1e-6)))
                 found.append(asyncio.run(timed(names[0])))
             return {"value": max(found)}
 

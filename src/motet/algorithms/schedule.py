@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from motet.config import OptimizerConfig
+from motet.types import AdamW
 
 _WIDTH_POWER = {"llama": 1.5, "qwen": 0.08}
 
@@ -29,3 +30,9 @@ def learning_rate(config: OptimizerConfig, base_rate: float, step: int, steps: i
     if config.schedule == "linear":
         return base_rate * (1 - progress)
     return base_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def adamw(config: OptimizerConfig, base_rate: float, step: int, steps: int) -> AdamW:
+    """The optimizer's step `step` (from 0) of `steps`."""
+    rate = learning_rate(config, base_rate, step, steps)
+    return AdamW(rate, config.betas, config.eps, config.weight_decay, config.clip_norm)

@@ -129,9 +129,7 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     job.config = config.model_copy(update={"algorithm": few})
     await shared.rewards.register(job.name, config.rewards, job.data.scorer)
     shared.scheduler.join(job.name, 1.0)
-    await shared.on_device(
-        job.name, lambda: shared.trainer.add_adapter(job.name, config.adapter, config.optimizer, job.seed)
-    )
+    await shared.on_device(job.name, lambda: shared.trainer.add_adapter(job.name, config.adapter, job.seed))
     if config.adapter.init is not None:
         await shared.on_device(
             job.name, lambda: shared.trainer.load_adapter(job.name, job.init_directory(), optimizer=False)

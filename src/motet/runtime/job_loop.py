@@ -96,9 +96,7 @@ class JobLoop:
         await services.rewards.register(
             job.name, config.rewards, job.data.scorer, log=job.directory.path / "rewards.log"
         )
-        await services.on_device(
-            job.name, lambda: services.trainer.add_adapter(config.name, config.adapter, config.optimizer, job.seed)
-        )
+        await services.on_device(job.name, lambda: services.trainer.add_adapter(config.name, config.adapter, job.seed))
         self._resident = True
         if self._resumed:
             await services.on_device(

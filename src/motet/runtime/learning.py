@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from motet.algorithms.schedule import learning_rate
+from motet.algorithms.schedule import adamw
 from motet.runtime.job import Job, Services
 from motet.runtime.sampling import SampledStep
 from motet.runtime.step_batch import StepBatch, make_step_batch
@@ -41,7 +41,7 @@ class JobLearning:
             batch = await self._with_logprobs(batch, "reference_logprobs", base=True)
         if job.algorithm.needs_proximal:
             batch = await self._with_logprobs(batch, "proximal_logprobs", base=False)
-        rate = learning_rate(job.config.optimizer, job.base_rate, step, job.config.steps)
+        step_of = adamw(job.config.optimizer, job.base_rate, step, job.config.steps)
         segments, first, optim = self._segments(batch), LossStats(), None
         tokens = sum(sample.n_tokens for sample in batch.samples)
         updates = job.config.algorithm.updates_per_batch
@@ -49,7 +49,7 @@ class JobLearning:
             for update in range(updates):
                 stats = await services.learner.train(job.name, segments)
                 services.scheduler.spend(job.name, tokens)
-                optim = await services.on_device(job.name, lambda: services.trainer.optim_step(job.name, rate))
+                optim = await services.on_device(job.name, lambda: services.trainer.optim_step(job.name, step_of))
                 first = stats if update == 0 else first
         return LearnedStep(batch, first, optim, tokens * updates)
 

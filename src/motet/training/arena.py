@@ -10,11 +10,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from motet.config import OptimizerConfig
 from motet.errors import AdapterError
 from motet.model.lora import AdapterLayout, AdapterWeights
 from motet.model.peft_io import save_tensors
-from motet.types import OptimStats
+from motet.types import AdamW, OptimStats
 
 OPTIMIZER = "optimizer.safetensors"
 
@@ -22,29 +21,21 @@ OPTIMIZER = "optimizer.safetensors"
 class AdapterArena:
     """Owned by the trainer, one per resident adapter; made anew for every job, so a slot never remembers its last owner."""
 
-    def __init__(
-        self, layout: AdapterLayout, scaling: float, masters: Tensor, config: OptimizerConfig, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype) -> None:
         self.layout = layout
         self.scaling = scaling
-        self.config = config
         self.dtype = dtype
         self.masters = torch.nn.Parameter(masters.clone())
         self.gradient = torch.zeros_like(masters)
         self.masters.grad = self.gradient
         self.gradient_products = layout.products(self.gradient)
+        self.pending = False
+        """Whether a gradient was added since the last step."""
         self._adamw = self._new_adamw()
         self.weights = self._compute_copy()
 
     def _new_adamw(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(
-            [self.masters],
-            lr=1.0,
-            betas=self.config.betas,
-            eps=self.config.eps,
-            weight_decay=self.config.weight_decay,
-            fused=True,
-        )
+        return torch.optim.AdamW([self.masters], fused=True)
 
     def _compute_copy(self) -> AdapterWeights:
         return AdapterWeights.from_masters(self.layout, self.scaling, self.masters, self.dtype)
@@ -54,30 +45,35 @@ class AdapterArena:
         with torch.no_grad():
             self.masters.copy_(flat)
         self.gradient.zero_()
+        self.pending = False
         self._adamw = self._new_adamw()
         self.weights = self._compute_copy()
 
-    def step(self, lr: float) -> OptimStats:
+    def step(self, adamw: AdamW) -> OptimStats:
         """Clip by norm and apply AdamW; a gradient that is not finite changes nothing but is cleared."""
         norm = float(torch.linalg.vector_norm(self.gradient))
         skipped = not (norm < float("inf"))
         if not skipped:
-            if norm > self.config.clip_norm:
-                self.gradient.mul_(self.config.clip_norm / (norm + 1e-6))
-            self._adamw.param_groups[0]["lr"] = lr
+            if norm > adamw.clip_norm:
+                self.gradient.mul_(adamw.clip_norm / (norm + 1e-6))
+            own = {"lr": adamw.lr, "betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
+            self._adamw.param_groups[0].update(own)
             self._adamw.step()
             self.weights = self._compute_copy()
         self.gradient.zero_()
-        return OptimStats(grad_norm=norm, lr=lr, skipped=skipped)
+        self.pending = False
+        return OptimStats(grad_norm=norm, lr=adamw.lr, skipped=skipped)
 
     def save_optimizer(self, directory: Path) -> None:
-        """Write AdamW's moments and step count."""
+        """Write AdamW's moments and step count, and a gradient that waits for its step."""
         state = self._adamw.state.get(self.masters, {})
         moments = {name: state.get(name, torch.zeros(self.layout.size)).cpu() for name in ("exp_avg", "exp_avg_sq")}
         tensors = {
             **moments,
             "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu(),
         }
+        if self.pending:
+            tensors["gradient"] = self.gradient.cpu()
         save_tensors(tensors, directory / OPTIMIZER, self._metadata())
 
     def _metadata(self) -> dict[str, str]:
@@ -98,7 +94,7 @@ class AdapterArena:
                 layout = file.metadata()
         except (OSError, SafetensorError) as error:
             raise AdapterError(f"{path} cannot be read: {error}") from error
-        if set(tensors) != {"exp_avg", "exp_avg_sq", "step"} or layout != self._metadata():
+        if set(tensors) - {"gradient"} != {"exp_avg", "exp_avg_sq", "step"} or layout != self._metadata():
             raise AdapterError(f"{path} belongs to an adapter of another shape")
         device = self.masters.device
         self._adamw = self._new_adamw()
@@ -108,3 +104,6 @@ class AdapterArena:
                 "exp_avg": tensors["exp_avg"].to(device),
                 "exp_avg_sq": tensors["exp_avg_sq"].to(device),
             }
+        if "gradient" in tensors:
+            self.gradient.copy_(tensors["gradient"])
+            self.pending = True

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from motet.config import AdapterConfig, OptimizerConfig
+from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.fake import (
     VOCABULARY,
@@ -25,7 +25,7 @@ from motet.model.fake import (
     write_adapter,
     write_files,
 )
-from motet.types import Batch, FloatArray, LossStats, OptimStats, Sample, Segment
+from motet.types import AdamW, Batch, FloatArray, LossStats, OptimStats, Sample, Segment
 
 OPTIMIZER = "optimizer.safetensors"
 
@@ -35,7 +35,6 @@ class _Slot:
     """One adapter and AdamW's state."""
 
     adapter: FakeAdapter
-    optimizer: OptimizerConfig
     gradient: Vector = field(default_factory=lambda: np.zeros(VOCABULARY))
     first: Vector = field(default_factory=lambda: np.zeros(VOCABULARY))
     second: Vector = field(default_factory=lambda: np.zeros(VOCABULARY))
@@ -57,7 +56,7 @@ class FakeTrainer:
         self._seconds = seconds
         self._slots: dict[str, _Slot] = {}
 
-    def add_adapter(self, name: str, shape: AdapterConfig, optimizer: OptimizerConfig, seed: int) -> None:
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int) -> None:
         """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
 
         Raises:
@@ -65,7 +64,7 @@ class FakeTrainer:
         """
         if name in self._slots or len(self._slots) >= self.slots:
             raise AdapterError(f"adapter {name!r} is there already, or all {self.slots} slots are taken")
-        self._slots[name] = _Slot(FakeAdapter.fresh(shape.rank, shape.alpha, seed), optimizer)
+        self._slots[name] = _Slot(FakeAdapter.fresh(shape.rank, shape.alpha, seed))
 
     def remove_adapter(self, name: str) -> None:
         """Give the slot back."""
@@ -93,21 +92,21 @@ class FakeTrainer:
             found.append(tuple(np.where(mask, some, np.float32(0)) for some, mask in zip(logprobs, masks, strict=True)))
         return tuple(found)
 
-    def optim_step(self, name: str, lr: float) -> OptimStats:
+    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
-        slot = self._slot(name)
+        slot, lr = self._slot(name), adamw.lr
         gradient, slot.gradient = slot.gradient, np.zeros(VOCABULARY)
         norm = float(np.sqrt((gradient**2).sum()))
         if not np.isfinite(norm):
             return OptimStats(norm, lr, skipped=True)
-        gradient = gradient * min(1.0, slot.optimizer.clip_norm / max(norm, 1e-12))
-        beta_1, beta_2 = slot.optimizer.betas
+        gradient = gradient * min(1.0, adamw.clip_norm / max(norm, 1e-12))
+        beta_1, beta_2 = adamw.betas
         slot.count += 1
         slot.first = beta_1 * slot.first + (1 - beta_1) * gradient
         slot.second = beta_2 * slot.second + (1 - beta_2) * gradient**2
         update = slot.first / (1 - beta_1**slot.count)
-        update = update / (np.sqrt(slot.second / (1 - beta_2**slot.count)) + slot.optimizer.eps)
-        decayed = slot.adapter.b * (1 - lr * slot.optimizer.weight_decay)
+        update = update / (np.sqrt(slot.second / (1 - beta_2**slot.count)) + adamw.eps)
+        decayed = slot.adapter.b * (1 - lr * adamw.weight_decay)
         slot.adapter = replace(slot.adapter, b=decayed - lr * update)
         return OptimStats(norm, lr, skipped=False)
 
@@ -116,7 +115,12 @@ class FakeTrainer:
         slot = self._slot(name)
         write_adapter(directory, slot.adapter)
         if optimizer:
-            state = {"first": slot.first, "second": slot.second, "count": np.array([slot.count])}
+            state = {
+                "first": slot.first,
+                "second": slot.second,
+                "count": np.array([slot.count]),
+                "gradient": slot.gradient,
+            }
             write_files(directory, {OPTIMIZER: save(state)})
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
@@ -132,6 +136,7 @@ class FakeTrainer:
         if optimizer:
             state = read_tensors(directory / OPTIMIZER)
             slot.first, slot.second, slot.count = state["first"], state["second"], int(state["count"][0])
+            slot.gradient = state["gradient"]
 
     def _slot(self, name: str) -> _Slot:
         if name not in self._slots:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.algorithms.losses import LossInputs, loss_and_stats
-from motet.config import AdapterConfig, OptimizerConfig
+from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.base import BaseModel
 from motet.model.distribution import Distribution
@@ -29,7 +29,7 @@ from motet.model.lora import AdapterWeights, initial_weights
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.training.arena import AdapterArena
-from motet.types import Batch, FloatArray, IntArray, LossStats, OptimStats, Segment, shared_prompts
+from motet.types import AdamW, Batch, FloatArray, IntArray, LossStats, OptimStats, Segment, shared_prompts
 
 HEAD_ROWS = 256
 """Rows of logits that are in memory at a time."""
@@ -52,7 +52,7 @@ class TorchTrainer:
                 base.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             base.model.train()
 
-    def add_adapter(self, name: str, shape: AdapterConfig, optimizer: OptimizerConfig, seed: int) -> None:
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int) -> None:
         """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
 
         Raises:
@@ -64,7 +64,7 @@ class TorchTrainer:
             raise AdapterError(f"all {self.slots} adapter slots are taken; raise engine.slots or wait for a job to end")
         layout = self.base.adapter_layout(shape.target_modules, shape.rank)
         masters = initial_weights(layout, seed).to(self.base.device)
-        self._arenas[name] = AdapterArena(layout, shape.alpha / shape.rank, masters, optimizer, self.base.dtype)
+        self._arenas[name] = AdapterArena(layout, shape.alpha / shape.rank, masters, self.base.dtype)
         self._shapes[name] = shape
 
     def remove_adapter(self, name: str) -> None:
@@ -93,6 +93,8 @@ class TorchTrainer:
                 stats.append(stat)
             with _one_order(self.base.device):
                 torch.autograd.backward(losses)
+        for segment in batch.segments:
+            self._arena(segment.adapter).pending = True
         if self.base.device.type == "cuda":  # or whoever waits next would be charged for it
             torch.cuda.synchronize(self.base.device)
         return tuple(stats)
@@ -119,9 +121,9 @@ class TorchTrainer:
                 found.append(rows.scatter(logprobs_N, segment))
         return tuple(found)
 
-    def optim_step(self, name: str, lr: float) -> OptimStats:
+    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
-        return self._arena(name).step(lr)
+        return self._arena(name).step(adamw)
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Write PEFT files, and the optimizer's state where asked; the directory exists. May run beside the device."""
