@@ -12,7 +12,7 @@ from motet.config import AdapterConfig
 from motet.model.fake import FakeAdapter, FakePolicy
 from motet.rollout.fake import FakeEngine
 from motet.training.fake import FakeTrainer
-from motet.types import AdamW, AdapterRef, Batch, Chunk, GenerateRequest, LossStats, OptimStats, Sample
+from motet.types import AdamW, AdapterRef, Batch, Chunk, GenerateRequest, OptimStats, Sample, Trained
 from tests.fake_run import metrics
 
 
@@ -46,7 +46,7 @@ class RememberingTrainer(FakeTrainer):
         super().add_adapter(name, shape, seed)
         self.samples.setdefault(name, []).append([])
 
-    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
+    def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         for segment in batch.segments:
             self.samples[segment.adapter][-1].extend(segment.samples)
         return super().forward_backward(batch)

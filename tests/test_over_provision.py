@@ -19,7 +19,7 @@ from motet.rollout.fake import FakeEngine
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.tasks.dataset import data_window
 from motet.tasks.reward_pool import RewardPool, Scored
-from motet.types import Batch, Chunk, GenerateRequest, JobState, LossStats, Problem
+from motet.types import Batch, Chunk, GenerateRequest, JobState, Problem, Trained
 from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, problems, run_jobs, vowels, weights
 from tests.remembering import RememberingEngine, RememberingTrainer, check_samples, records
 from tests.waiting import until
@@ -216,7 +216,7 @@ def test_a_pause_loses_no_problem(lag: int, tmp_path: Path) -> None:
 class _CrashingTrainer(RememberingTrainer):
     """Fails in the fourth step."""
 
-    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
+    def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         if len(self.samples["a"]) == 4:
             raise RuntimeError("the power is gone")
         return super().forward_backward(batch)

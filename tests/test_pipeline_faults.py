@@ -18,7 +18,7 @@ from motet.model.fake import FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
-from motet.types import AdapterRef, Batch, Chunk, GenerateRequest, JobState, LossStats, Problem
+from motet.types import AdapterRef, Batch, Chunk, GenerateRequest, JobState, Problem, Trained
 from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
 from tests.waiting import until
 
@@ -200,7 +200,7 @@ class _BrokenEngine(FakeEngine):
 class _BrokenTrainer(FakeTrainer):
     """Fails whenever segments of job `bad` are in a batch."""
 
-    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
+    def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         if any(segment.adapter == "bad" for segment in batch.segments):
             raise MemoryError("out of memory")
         return super().forward_backward(batch)
@@ -271,7 +271,7 @@ class _PickyTrainer(FakeTrainer):
         super().__init__(slots=slots, seconds=0.02)
         self.shared: list[set[str]] = []
 
-    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
+    def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         stats = super().forward_backward(batch)
         names = {segment.adapter for segment in batch.segments}
         if "greedy" in names and (self.shared or len(names) > 1):

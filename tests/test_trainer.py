@@ -108,7 +108,8 @@ def test_gradients_and_steps_equal_peft(name, tmp_path):
         adamw.zero_grad()
         loss = plain_loss(model, segment)
         loss.backward()
-        (stats, _) = trainer.forward_backward(Batch((segment, make_segment("b"))))
+        (trained, _) = trainer.forward_backward(Batch((segment, make_segment("b"))))
+        stats = trained.stats
         assert stats.loss == pytest.approx(loss.item(), rel=1e-5)
         theirs = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
         for path, pair in layout.views(gradient(trainer, "a")).items():
@@ -176,8 +177,12 @@ def run_steps(trainer: TorchTrainer, batches: Sequence[Batch], steps: int = 2) -
     seen: dict[str, list[Any]] = {}
     for _ in range(steps):
         for batch in batches:
-            for segment, stats in zip(batch.segments, trainer.forward_backward(batch), strict=True):
-                seen.setdefault(segment.adapter, []).append(stats)
+            for segment, (forward, trained) in zip(
+                batch.segments, zip(trainer.forward(batch), trainer.forward_backward(batch), strict=True), strict=True
+            ):
+                logprobs = [some.tobytes() for some in trained.logprobs]
+                assert logprobs == [some.tobytes() for some in forward]
+                seen.setdefault(segment.adapter, []).extend([trained.stats, logprobs])
         for name, found in seen.items():
             found.append(gradient(trainer, name).numpy().tobytes())
             found.append(trainer.optim_step(name, ADAMW))
@@ -253,7 +258,7 @@ def test_overflowing_neighbour_is_skipped_and_changes_nothing(dtype):
     seen = run_steps(trainer, [batch], steps=1)
     assert seen["a"] == alone[: len(seen["a"])]
     for name in "bc":
-        stats = trainer.optim_step(name, ADAMW) if name not in seen else seen[name][2]
+        stats = trainer.optim_step(name, ADAMW) if name not in seen else seen[name][3]
         assert stats.skipped
         assert not np.isfinite(stats.grad_norm)
     assert trainer.weights("b") is weights, "the version in use stays"
@@ -281,9 +286,9 @@ def test_clipping_is_per_adapter():
 def test_micro_batches_add_up_to_the_whole(name):
     base, segment = tiny.base(name), make_segment("c")
     whole, parts = make_trainer(base, "c"), make_trainer(base, "c")
-    (stats,) = whole.forward_backward(Batch((segment,)))
+    stats = whole.forward_backward(Batch((segment,)))[0].stats
     pieces = [replace(segment, samples=(sample,)) for sample in segment.samples]
-    sums = [parts.forward_backward(Batch((piece,)))[0] for piece in pieces]
+    sums = [parts.forward_backward(Batch((piece,)))[0].stats for piece in pieces]
     ours, theirs = gradient(parts, "c"), gradient(whole, "c")
     assert float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max())
     assert sum(one.loss for one in sums) == pytest.approx(stats.loss, rel=1e-5)
@@ -432,8 +437,8 @@ def test_head_in_chunks(dtype):
     whole, halves = make_trainer(base, "a"), make_trainer(base, "a")
     for sample, found in zip(samples, whole.forward(Batch((segment,)))[0], strict=True):
         assert np.array_equal(found, sampler_logprobs(base, whole.weights("a"), sample, 1.0))
-    (stats,) = whole.forward_backward(Batch((segment,)))
-    parts = [halves.forward_backward(Batch((replace(segment, samples=(each,)),)))[0] for each in samples]
+    stats = whole.forward_backward(Batch((segment,)))[0].stats
+    parts = [halves.forward_backward(Batch((replace(segment, samples=(each,)),)))[0].stats for each in samples]
     assert stats.loss == pytest.approx(sum(part.loss for part in parts), rel=1e-5)
     ours, theirs = gradient(whole, "a"), gradient(halves, "a")
     tolerance = 1e-5 if dtype == "float32" else 2e-2

@@ -18,8 +18,8 @@ from motet.types import (
     FloatArray,
     GenerateRequest,
     IntArray,
-    LossStats,
     OptimStats,
+    Trained,
 )
 
 
@@ -69,8 +69,8 @@ class Trainer(Protocol):
         """Give the slot back."""
         ...
 
-    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
-        """Add the gradient of each segment to its adapter; one record per segment."""
+    def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
+        """Add the gradient of each segment to its adapter; sums and logprobs of each."""
         ...
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:

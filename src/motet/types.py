@@ -371,6 +371,15 @@ class LossStats:
 
 
 @dataclass(frozen=True)
+class Trained:
+    """What a training pass says of a segment."""
+
+    stats: LossStats
+    logprobs: tuple[FloatArray, ...]  # [T] per sample
+    """Of the weights that were in use, 0 where nothing is trained."""
+
+
+@dataclass(frozen=True)
 class OptimStats:
     """What one optimizer step did."""
 

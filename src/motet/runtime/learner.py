@@ -16,14 +16,14 @@ from motet.algorithms.packing import Standing, Waiting, merge
 from motet.device import Device
 from motet.errors import DeviceError
 from motet.protocols import Trainer
-from motet.types import Batch, LossStats, Segment
+from motet.types import Batch, LossStats, Segment, Trained
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
     job: str
     segment: Segment
-    done: asyncio.Future[LossStats]
+    done: asyncio.Future[Trained]
 
 
 class Learner:
@@ -54,8 +54,8 @@ class Learner:
                     entry.done.exception()
                 entry.done.cancel()
         total = LossStats()
-        for stats in results:
-            total = total + stats
+        for trained in results:
+            total = total + trained.stats
         return total
 
     async def _drain(self) -> None:
@@ -67,9 +67,9 @@ class Learner:
             except Exception as error:  # whoever waits for these segments has to know
                 self._tell(chosen, error)
                 continue
-            for entry, stats in zip(chosen, results, strict=True):
+            for entry, trained in zip(chosen, results, strict=True):
                 if not entry.done.done():
-                    entry.done.set_result(stats)
+                    entry.done.set_result(trained)
 
     def _tell(self, chosen: list[_Entry], error: Exception) -> None:
         """A batch of one job fails that job. Of several, nobody knows whose fault it was: from now on, each trains apart."""
@@ -89,9 +89,9 @@ class Learner:
         self._waiting = [entry for entry in self._waiting if entry not in chosen]
         return chosen
 
-    def _timed(self, batch: Batch) -> tuple[LossStats, ...]:
+    def _timed(self, batch: Batch) -> tuple[Trained, ...]:
         started = time.perf_counter()
-        stats = self._trainer.forward_backward(batch)
+        found = self._trainer.forward_backward(batch)
         spent = time.perf_counter() - started
         tokens: Counter[str] = Counter()
         for segment in batch.segments:
@@ -99,4 +99,4 @@ class Learner:
         self._device.busy.called(spent, tokens)
         self._device.busy.train += spent
         self._device.busy.full += spent * (batch.n_tokens >= 0.5 * self._budget)
-        return stats
+        return found

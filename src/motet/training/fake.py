@@ -25,7 +25,7 @@ from motet.model.fake import (
     write_adapter,
     write_files,
 )
-from motet.types import AdamW, Batch, FloatArray, LossStats, OptimStats, Sample, Segment
+from motet.types import AdamW, Batch, FloatArray, LossStats, OptimStats, Sample, Segment, Trained
 
 OPTIMIZER = "optimizer.safetensors"
 
@@ -75,15 +75,19 @@ class FakeTrainer:
         """The version in use; never written again once made."""
         return self._slot(name).adapter
 
-    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
-        """Add the gradient of each segment to its adapter; one record per segment."""
+    def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
+        """Add the gradient of each segment to its adapter; sums and logprobs of each."""
         time.sleep(self._seconds)
         self.batches.append(tuple(segment.adapter for segment in batch.segments))
-        return tuple(self._learn(segment, self._slot(segment.adapter)) for segment in batch.segments)
+        stats = [self._learn(segment, self._slot(segment.adapter)) for segment in batch.segments]
+        return tuple(map(Trained, stats, self._logprobs(batch, base=False)))
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
         time.sleep(self._seconds)
+        return self._logprobs(batch, base=base)
+
+    def _logprobs(self, batch: Batch, *, base: bool) -> tuple[tuple[FloatArray, ...], ...]:
         found = []
         for segment in batch.segments:
             policy = FakePolicy(None if base else self._slot(segment.adapter).adapter)

@@ -29,7 +29,7 @@ from motet.model.lora import AdapterWeights, initial_weights
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.training.arena import AdapterArena
-from motet.types import AdamW, Batch, FloatArray, IntArray, LossStats, OptimStats, Segment, shared_prompts
+from motet.types import AdamW, Batch, FloatArray, IntArray, LossStats, OptimStats, Segment, Trained, shared_prompts
 
 HEAD_ROWS = 256
 """Rows of logits that are in memory at a time."""
@@ -76,28 +76,32 @@ class TorchTrainer:
         """The version in use, as tensors; never written again once made."""
         return self._arena(name).weights
 
-    def forward_backward(self, batch: Batch) -> tuple[LossStats, ...]:
-        """Add the gradient of each segment to its adapter; one record per segment."""
+    def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
+        """Add the gradient of each segment to its adapter; sums and logprobs of each."""
         plan = _Plan.of(batch, self.base, share=self._share_prompts)
         segments = [
             TrainSegment(start, stop, arena.weights, arena.gradient_products)
             for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
         ]
         routing = TrainerRouting(segments, self.base.device, backward=True, arithmetic=self.base.arithmetic)
-        losses, stats = [], []
+        losses, found = [], []
         with self.base.routed(routing), torch.enable_grad():
             hidden_TD = self._hidden(plan)
             for segment, (start, stop), places in zip(batch.segments, plan.spans, plan.places, strict=True):
-                loss, stat = self._segment_loss(segment, hidden_TD[start:stop], places)
+                rows = _TrainableRows.of(segment, places, self.base.device)
+                loss, stats, logprobs_N = self._segment_loss(segment, hidden_TD[start:stop], rows)
                 losses.append(loss)
-                stats.append(stat)
+                found.append((rows, stats, logprobs_N))
             with _one_order(self.base.device):
                 torch.autograd.backward(losses)
         for segment in batch.segments:
             self._arena(segment.adapter).pending = True
         if self.base.device.type == "cuda":  # or whoever waits next would be charged for it
             torch.cuda.synchronize(self.base.device)
-        return tuple(stats)
+        return tuple(
+            Trained(stats, rows.scatter(logprobs_N, segment))
+            for segment, (rows, stats, logprobs_N) in zip(batch.segments, found, strict=True)
+        )
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
@@ -161,8 +165,9 @@ class TorchTrainer:
             plan.token_ids_T, plan.positions_T, self.base.packed_layout(plan.lengths, plan.prefixes)
         )
 
-    def _segment_loss(self, segment: Segment, hidden_TD: Tensor, places: list[_Place]) -> tuple[Tensor, LossStats]:
-        rows = _TrainableRows.of(segment, places, self.base.device)
+    def _segment_loss(
+        self, segment: Segment, hidden_TD: Tensor, rows: _TrainableRows
+    ) -> tuple[Tensor, LossStats, Tensor]:
         logprobs_N, entropy_N = _head(self.base, hidden_TD, rows, segment.loss.temperature)
         weights = segment.sample_weights
         weights_S = torch.ones(len(segment.samples)) if weights is None else torch.from_numpy(weights)
@@ -178,7 +183,7 @@ class TorchTrainer:
             proximal_logprobs_N=rows.gather_optional(segment, "proximal_logprobs"),
         )
         with _one_order(self.base.device):
-            return loss_and_stats(segment.loss, segment.denominator, inputs)
+            return *loss_and_stats(segment.loss, segment.denominator, inputs), logprobs_N.detach()
 
 
 @contextlib.contextmanager
