@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AttentionInterface
 
@@ -96,13 +97,29 @@ def test_every_adaptable_layer_is_reached(name):
         ("mamba", r"layers \[0, 1\] of 2 do not call the attention function .* \(they have MambaMixer\)"),
         ("qwen3_next", r"layers \[0, 1, 2\] of 4 do not call .* \(they have Qwen3NextGatedDeltaNet\)"),
         ("lfm2", r"layers \[0\] of 2 do not call the attention function .* \(they have Lfm2ShortConv\)"),
+        (
+            "falcon_h1",
+            r"logits differ .* in its layers \(they have FalconH1Attention, FalconH1Mixer\) that Motet does not",
+        ),
+        ("jetmoe", "does not run as Motet runs it: JetMoeAttention: view size is not compatible"),
+        ("deepseek_v32", "does not run as Motet runs it: DeepseekV32Attention: 'NoneType' object is not subscriptable"),
+        ("bert", "BertSelfAttention looks at what comes after a token, so this is no causal language model"),
+        ("codegen", "does not run in transformers itself: CodeGenAttention: The size of tensor a"),
         ("gpt2", "has no nn.Linear layer"),
         ("gpt_oss", "asks its attention for s_aux, which Motet does not understand"),
     ],
 )
 def test_architecture_is_refused_with_the_reason(name, message):
-    with pytest.raises(BaseModelError, match=message):
+    with pytest.raises(BaseModelError, match=f"{message}.*; take a base of another architecture$"):
         tiny.load(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_loading_leaves_the_random_state_alone(name):
+    tiny.directory(name)
+    before = torch.random.get_rng_state()
+    tiny.load(name)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
@@ -142,27 +159,74 @@ def test_directory_without_config(tmp_path: Path):
         load_base(str(tmp_path), device="cpu")
 
 
-def test_damaged_weights(tmp_path: Path):
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A base that a test may spoil."""
     for file in tiny.directory("llama").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = tmp_path / "model.safetensors"
+    return tmp_path
+
+
+def configure(directory: Path, **fields: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | fields))
+
+
+def test_damaged_weights(copy: Path):
+    weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(BaseModelError, match="cannot be loaded"):
-        load_base(str(tmp_path), device="cpu")
+        load_base(str(copy), device="cpu")
 
 
-def test_a_base_with_code_of_its_own_names_the_option_that_trusts_it(tmp_path: Path):
-    for file in tiny.directory("llama").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {
-        "model_type": "of_its_own",
-        "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "code.py").write_text("raise SystemExit('it ran')\n")
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, r"lacks weights .*: model\.layers\.1\.mlp\.up_proj\.weight; bring its files again"),
+        (torch.zeros(3, 4), r"in another shape: model\.layers\.1\.mlp\.up_proj\.weight; bring its files again"),
+        (
+            torch.full((96, 64), torch.nan),
+            "transformers' own logits are not finite in float32; its weights are damaged",
+        ),
+    ],
+    ids=["missing", "another shape", "not finite"],
+)
+def test_a_base_without_its_weights_is_refused(copy: Path, value: torch.Tensor | None, message: str):
+    """They would be random numbers, others in every run."""
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    more = {} if value is None else {"model.layers.1.mlp.up_proj.weight": value}
+    save_file(weights | more, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BaseModelError, match=message):
+        load_base(str(copy), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": None}, r"lacks weights .*: model\.layers\.2\.\S+ and 8 more; bring"),
+        ({"hidden_size": "big"}, "cannot be loaded: Validation error for field 'hidden_size'"),
+        pytest.param(
+            {"quantization_config": {"quant_method": "bitnet"}},
+            r"is quantised \(bitnet\).* give the base that it was made from",
+            marks=pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+        ),
+    ],
+    ids=["more layers", "no number", "quantised"],
+)
+def test_a_configuration_that_does_not_fit_is_told(copy: Path, fields: dict[str, Any], message: str):
+    configure(copy, **fields)
+    with pytest.raises(BaseModelError, match=message):
+        load_base(str(copy), device="cpu")
+
+
+def test_a_base_with_code_of_its_own_names_the_option_that_trusts_it(copy: Path):
+    configure(
+        copy, model_type="of_its_own", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    )
+    (copy / "code.py").write_text("raise SystemExit('it ran')\n")
     with pytest.raises(BaseModelError, match=r"brings Python code of its own.* add --trust-remote-code to"):
-        load_base(str(tmp_path), device="cpu")
+        load_base(str(copy), device="cpu")
 
 
 @pytest.mark.skipif("torch.cuda.is_available()", reason="there is a CUDA device")
@@ -245,7 +309,9 @@ def test_a_base_that_cannot_be_trained_is_refused_when_it_is_loaded():
         base.decoder.get_submodule("layers.1").register_forward_hook(fail)
         return base
 
-    with pytest.raises(BaseModelError, match="training an adapter does not: no gradient comes through here; this base"):
+    with pytest.raises(
+        BaseModelError, match="cannot be trained: LlamaDecoderLayer: no gradient comes through here; take"
+    ):
         prove_with("llama", wrapper)
 
 

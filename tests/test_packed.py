@@ -33,6 +33,18 @@ def frozen(shape: tuple[int, int], bias: bool, dtype: torch.dtype = torch.bfloat
     return FrozenWeight(weight.to(dtype), extra.to(dtype) if bias else None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 4), (16, 4), (1, 96), (8, 96), (4, 256), (64, 16), (16, 64)])
+def test_small_products_do_not_depend_on_how_many_rows_there_are(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Gemma 3n and 4 have layers of four inputs, or as many outputs."""
+    weight, generator = frozen(shape, bias=True, dtype=dtype), torch.Generator().manual_seed(1)
+    x, slope = (torch.randn(1, 6000, width, generator=generator).to(dtype) for width in reversed(shape))
+    for product, rows in ((weight, x), (weight.back, slope)):
+        whole = product(rows)
+        for n in (4, 8, 12, 24, 60):
+            assert torch.equal(torch.cat([product(part) for part in rows.split(n, 1)], 1), whole), n
+
+
 # --- packed weights -----------------------------------------------------------------------------------------------------
 
 

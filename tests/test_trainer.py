@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors import safe_open
 
 from motet.config import AdapterConfig, EngineConfig
-from motet.errors import AdapterError
+from motet.errors import AdapterError, BaseModelError
 from motet.launch import load
 from motet.model.base import BaseModel
 from motet.model.distribution import Distribution, draw
@@ -94,7 +94,7 @@ def plain_loss(model: Any, segment: Segment) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("name", tiny.DENSE)
+@pytest.mark.parametrize("name", [*tiny.DENSE, "qwen3_moe", "llama4"])
 def test_gradients_and_steps_equal_peft(name, tmp_path):
     """Gradients within 2e-5 of the largest, weights after two AdamW steps within 1e-3 of a step's length."""
     base = tiny.base(name)
@@ -296,9 +296,9 @@ def test_micro_batches_add_up_to_the_whole(name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "opt"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "phimoe"])
 def test_recomputing_changes_no_bit(name, dtype):
-    """OPT drops out inside its layers when it is in training mode."""
+    """OPT drops out inside its layers when it is in training mode, Phi-MoE adds noise to what its routers see."""
     batch = Batch((make_segment("a"), make_segment("c")))
     plain = run_steps(make_trainer(tiny.base(name, dtype)), [batch])
     base = tiny.load(name, dtype)
@@ -308,6 +308,11 @@ def test_recomputing_changes_no_bit(name, dtype):
     assert torch.equal(
         tiny.packed_logits(base, [(None, ids)])[0], tiny.packed_logits(tiny.base(name, dtype), [(None, ids)])[0]
     )
+
+
+def test_a_base_that_cannot_recompute_is_refused():
+    with pytest.raises(BaseModelError, match=r"cannot compute its layers again; set engine\.recompute to false"):
+        make_trainer(tiny.load("ctrl"), recompute=True)
 
 
 def test_unknown_adapter_leaves_gradients_alone():

@@ -20,7 +20,7 @@ from motet.model.base import BaseModel
 from motet.model.kv_cache import KVCache
 from motet.model.layout import Span
 from motet.model.load import SMALL_BASE, load_base
-from motet.model.lora import AdapterLayout, AdapterWeights, Routing, initial_weights
+from motet.model.lora import AdapterLayout, AdapterWeights, NoAdapters, Routing, initial_weights
 from motet.model.routing import AdapterStacks
 
 VOCABULARY = 276
@@ -124,11 +124,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_MOE,
         },
     ),
+    "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "router_jitter_noise": 0.1, "input_jitter_noise": 0.1}),
+    "ctrl": ("CTRLConfig", {"n_layer": 2, "n_head": 4, "n_embd": 64, "dff": 96}),
     # Refused, each for a reason of its own:
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_alibi": ("FalconConfig", {"alibi": True}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    "falcon_h1": ("FalconH1Config", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}),
+    "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
+    "deepseek_v32": ("DeepseekV32Config", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **_MOE, **_LATENT}),
+    "bert": ("BertConfig", {}),
+    "codegen": ("CodeGenConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 64}),
     "mamba": ("MambaConfig", {"state_size": 8}),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 16, "sliding_window": WINDOW}),
@@ -259,7 +266,9 @@ def decoded_logits(model: BaseModel, ids: torch.Tensor, prompt: int) -> torch.Te
     for length in [prompt] + [1] * (len(ids) - prompt):
         layout = model.cached_layout([Span(start, length, blocks)], cache)
         positions = model.pad(torch.arange(start, start + length))
-        found.append(model.logits(model.hidden(model.pad(ids[start : start + length]), positions, layout))[:length])
+        with model.routed(NoAdapters()):
+            hidden = model.hidden(model.pad(ids[start : start + length]), positions, layout)
+        found.append(model.logits(hidden)[:length])
         start += length
     return torch.cat(found)
 

@@ -32,6 +32,9 @@ from motet.model.tables import AttentionTables
 NAME = "motet"
 """Under which the function is registered with transformers' `AttentionInterface`."""
 
+INSTEAD = "take a base of another architecture"
+"""What a person can do where Motet refuses how a model attends."""
+
 TILE = 128
 """Folded query rows that are summed in one product."""
 
@@ -77,14 +80,14 @@ def motet_attention(
     name = type(module).__name__
     strange = sorted(key for key, value in unknown.items() if value is not None and key not in _UNDERSTOOD)
     if layout is None:
+        raise BaseModelError(f"{name} does not hand keyword arguments on to its attention function; {INSTEAD}")
+    if getattr(module, "is_causal", True) is False:
         raise BaseModelError(
-            f"{name} does not hand keyword arguments on to its attention function; Motet cannot serve it"
+            f"{name} looks at what comes after a token, so this is no causal language model; {INSTEAD}"
         )
     if strange or attention_mask is not None:
         what = ", ".join(strange) or "an attention mask"
-        raise BaseModelError(
-            f"{name} asks its attention for {what}, which Motet does not understand; it would be wrong"
-        )
+        raise BaseModelError(f"{name} asks its attention for {what}, which Motet does not understand; {INSTEAD}")
     layer = int(getattr(module, "layer_idx", -1))
     layout.calls.append((layer, sliding_window))
     query_THE, key_TKE, value_TKE = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)

@@ -241,10 +241,8 @@ def _matches(path: str, target: str) -> bool:
 
 
 def _remove_dropout(model: nn.Module) -> None:
-    """Recomputing puts the model in training mode; dropout, as a module or as a number that a layer keeps, must stay out."""
+    """Recomputing puts layers in training mode; dropout, a number that a layer keeps, must stay out."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
         for field_name, value in vars(module).items():
             if "drop" in field_name and isinstance(value, float):
                 setattr(module, field_name, 0.0)
@@ -269,7 +267,9 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> BaseMod
         setattr(decoder.get_submodule(parent) if parent else decoder, leaf, wrapped)
         linears[full] = wrapped
     if not linears:
-        raise BaseModelError(f"{name} has no nn.Linear layer in its decoder, so there is nothing to adapt")
+        raise BaseModelError(
+            f"{name} has no nn.Linear layer in its decoder, so there is nothing to adapt; {attention.INSTEAD}"
+        )
     _remove_dropout(model)
     speed_up_norms(decoder)
     base = BaseModel(

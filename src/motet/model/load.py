@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, Numerics
@@ -112,24 +111,43 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
         if gguf is not None:
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
             wanted = DTYPES.get(dtype, torch.bfloat16)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=wanted, attn_implementation="eager", **options
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except Exception as error:  # configurations, files and the code of models are wrong in their own ways
         if "trust_remote_code" in str(error):
             raise BaseModelError(
                 f"base {name!r} brings Python code of its own, which would run here; if you trust it, add "
                 "--trust-remote-code to motet run or motet check"
             ) from error
-        reason = str(error).strip().split("\n")[0]
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise BaseModelError(
-            f"base {name!r} cannot be loaded: {reason.rstrip('.')}. "
-            "Without a network, give a directory, a .gguf file, `smollm2` "
-            "(after `make smollm2`) or `small`"
+            f"base {name!r} cannot be loaded: {reason.rstrip('.')}; give another: a hub id, a directory, a .gguf file, "
+            "`smollm2` (after `make smollm2`) or `small`"
         ) from error
+    model, report = loaded
+    _check_weights(name, model, report)
     if dtype == "auto" and model.dtype not in DTYPES.values():
         model.bfloat16()
     return model, tokenizer
+
+
+def _check_weights(name: str, model: Any, report: dict[str, Any]) -> None:
+    """Motet cannot multiply with quantised weights; those that a checkpoint lacks would be random numbers."""
+    if getattr(model, "is_quantized", False):
+        method = model.config.quantization_config.quant_method.value
+        raise BaseModelError(
+            f"base {name!r} is quantised ({method}), and Motet multiplies with weights in float32 or bfloat16; give the base "
+            "that it was made from"
+        )
+    absent = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise BaseModelError(
+            f"base {name!r} lacks weights that its config.json asks for, or has them in another shape: {absent[0]}{more}; "
+            "bring its files again, all from one place"
+        )
 
 
 def _limit_batch_dependent_positions(model: Any) -> str:

@@ -12,11 +12,13 @@ Legend: T rows, K inputs, N outputs of a product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from motet.model.layout import least_rows
 
 _ROWS_TRIED = (4, 32, 128)
 
@@ -30,6 +32,7 @@ class FrozenWeight:
         self.tile = 0
         """Rows of every product, 0 for all there are (see `Arithmetic.tile`); set by whoever loads the base."""
         self._packed: Tensor | None = None
+        self._least = least_rows(plain.numel(), plain.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply x [..., K] → x Wᵀ + b [..., N]; without a gradient.
@@ -39,9 +42,7 @@ class FrozenWeight:
         """
         if self.tile:
             return self._by_tiles(x, self.plain.t(), self.bias)
-        if self._packed is None:
-            return F.linear(x, self.plain, self.bias)
-        return _packed_linear(x, self._packed, self.bias)
+        return self._with_enough_rows(x, self._product)
 
     def back(self, grad: Tensor) -> Tensor:
         """From a gradient with respect to the product [..., N] to one with respect to x [..., K].
@@ -51,7 +52,19 @@ class FrozenWeight:
         """
         if self.tile:
             return self._by_tiles(grad, self.plain, None)
-        return torch.matmul(grad, self.plain)
+        return self._with_enough_rows(grad, lambda rows: torch.matmul(rows, self.plain))
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self._packed is None:
+            return F.linear(x, self.plain, self.bias)
+        return _packed_linear(x, self._packed, self.bias)
+
+    def _with_enough_rows(self, rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """Of few rows [..., T, K] a small weight's product would not be made by the GEMM, and would have other bits."""
+        n_rows = rows.shape[-2]
+        if n_rows >= self._least:
+            return product(rows)
+        return product(F.pad(rows, (0, 0, 0, self._least - n_rows)))[..., :n_rows, :]
 
     def _by_tiles(self, x: Tensor, weight_KN: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply x [..., K] a tile of rows at a time → [..., N]; rows that lie apart are copied."""

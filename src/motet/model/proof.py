@@ -7,15 +7,19 @@ and by how much), and a backward pass through an adapter on every layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic
+from motet.model.attention import INSTEAD
 from motet.model.base import BaseModel
 from motet.model.kv_cache import KVCache
 from motet.model.layout import Span, round_up
@@ -47,14 +51,13 @@ def prove(
     Raises:
         BaseModelError: with the check that failed.
     """
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    sequences = [torch.randint(0, vocabulary, (length,), generator=generator).to(model.device) for length in LENGTHS]
-    with torch.no_grad():
-        routers = Routers(model)
+    routers = Routers(model)
+    with torch.no_grad(), _refused(f"{name} does not run in transformers itself"):
+        sequences = _sequences(model)
         with routers.recorded():
             stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
-        base = _wrapped(wrapper, name)
+    with torch.no_grad(), _refused(f"{name} does not run as Motet runs it"):
+        base = wrapper()
         base.block_size = block_size
         base.compute_with(arithmetic or Arithmetic())
         try:
@@ -75,19 +78,38 @@ def prove(
         _limit_to_window(base, dict(calls))
         with base.routed(NoAdapters()):
             _check_exactness(base, sequences)
-    _check_training(base, sequences)
+    with _refused(f"{name} can be sampled from, but an adapter on it cannot be trained"):
+        _check_training(base, sequences[0])
     return base
 
 
-def _wrapped(wrapper: Callable[[], BaseModel], name: str) -> BaseModel:
+def _sequences(model: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return [torch.randint(0, vocabulary, (length,), generator=generator).to(model.device) for length in LENGTHS]
+
+
+@contextlib.contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Whatever a model raises here becomes a sentence that names the module."""
     try:
-        return wrapper()
-    except (TypeError, AttributeError, RuntimeError) as error:
-        raise _strange(name, error) from error
+        yield
+    except BaseModelError:
+        raise
+    except Exception as error:  # models fail in their own ways
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        raise BaseModelError(f"{what}: {_where(error)}{reason}; {INSTEAD}") from error
 
 
-def _strange(name: str, error: Exception) -> BaseModelError:
-    return BaseModelError(f"{name}: the model does not work with Motet's attention: {error}")
+def _where(error: Exception) -> str:
+    """The module of the model's own that was at work, as "Name: "."""
+    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [type(one).__name__ for one in callers if isinstance(one, nn.Module) and not _is_ours(one)]
+    return f"{names[-1]}: " if names else ""
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(("motet.", "torch."))
 
 
 def _first_pass(
@@ -95,31 +117,22 @@ def _first_pass(
 ) -> tuple[list[tuple[int, int | None]], _Watch]:
     """What each layer asks for, and reads, in a pass whose logits are checked against the stock model's."""
     watch = _Watch()
-    try:
-        with base.routed(watch), routers.replayed():
-            packed, calls = _packed_logits(base, sequences)
-    except (TypeError, AttributeError, RuntimeError) as error:
-        raise _strange(base.name, error) from error
+    with base.routed(watch), routers.replayed():
+        packed, calls = _packed_logits(base, sequences)
     _check_calls(base, [layer for layer, _ in calls])
-    _check_logits(base.name, packed, stock, base.dtype)
+    _check_logits(base, packed, stock)
     return calls, watch
 
 
-def _check_training(base: BaseModel, sequences: list[Tensor]) -> None:
+def _check_training(base: BaseModel, sequence: Tensor) -> None:
     """A training step as jobs do it, but for its loss; what fails in one would fail in every job."""
     layout = base.adapter_layout("all-linear", _RANK)
     weights = AdapterWeights.from_masters(layout, 1.0, torch.full((layout.size,), 1e-3, device=base.device), base.dtype)
-    rows = round_up(sum(LENGTHS), base.arithmetic.rows)
+    rows = round_up(len(sequence), base.arithmetic.rows)
     segment = TrainSegment(0, rows, weights, layout.products(torch.zeros(layout.size, device=base.device)))
     routing = TrainerRouting([segment], base.device, backward=True, arithmetic=base.arithmetic)
-    try:
-        with torch.enable_grad(), base.routed(routing):
-            torch.cat(_packed_hidden(base, sequences)[0]).float().sum().backward()
-    except Exception as error:  # models fail in their own ways
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BaseModelError(
-            f"{base.name}: sampling works, but training an adapter does not: {reason}; this base is refused"
-        ) from error
+    with torch.enable_grad(), base.routed(routing):
+        _packed_hidden(base, [sequence])[0][0].float().sum().backward()
 
 
 def _backward_pass(base: BaseModel, sequences: list[Tensor]) -> None:
@@ -227,16 +240,16 @@ def _check_calls(base: BaseModel, calls: list[int]) -> None:
     if silent:
         raise BaseModelError(
             f"{base.name}: layers {silent} of {len(layers)} do not call the attention function that transformers lets one "
-            f"replace{_what_mixes(base, silent)}; Motet's cannot stand in for theirs, so this base is refused"
+            f"replace{_what_mixes(base, silent)}; Motet's cannot stand in for theirs; {INSTEAD}"
         )
     if sorted(calls) != list(layers):
         raise BaseModelError(
             f"{base.name}: its {len(layers)} layers call their attention function {len(calls)} times, in layers "
-            f"{sorted(calls)}; Motet keeps keys and values of one call per layer, so this base is refused"
+            f"{sorted(calls)}; Motet keeps keys and values of one call per layer; {INSTEAD}"
         )
 
 
-def _what_mixes(base: BaseModel, layers: list[int]) -> str:
+def _what_mixes(base: BaseModel, layers: Iterable[int]) -> str:
     """What stands in these layers where attention would be."""
     found = {
         type(module).__name__
@@ -248,13 +261,19 @@ def _what_mixes(base: BaseModel, layers: list[int]) -> str:
     return f" (they have {', '.join(sorted(found))})" if found else ""
 
 
-def _check_logits(name: str, packed: list[Tensor], stock: list[Tensor], dtype: torch.dtype) -> None:
+def _check_logits(base: BaseModel, packed: list[Tensor], stock: list[Tensor]) -> None:
     largest = max(float(logits.abs().max()) for logits in stock)
-    gap = max(float((ours - theirs).abs().max()) for ours, theirs in zip(packed, stock, strict=True))
-    if not gap <= TOLERANCE[dtype] * largest:
+    if not math.isfinite(largest):
         raise BaseModelError(
-            f"{name}: logits differ from transformers' own by {gap:.3g} (largest logit {largest:.3g}); there is something in "
-            "this architecture that Motet does not understand, so this base is refused"
+            f"{base.name}: transformers' own logits are not finite in {_type(base)}; its weights are damaged, or it needs "
+            "another engine.dtype"
+        )
+    gap = max(float((ours - theirs).abs().max()) for ours, theirs in zip(packed, stock, strict=True))
+    if not gap <= TOLERANCE[base.dtype] * largest:
+        layers = range(int(base.model.config.get_text_config().num_hidden_layers))
+        raise BaseModelError(
+            f"{base.name}: logits differ from transformers' own by {gap:.3g} (largest logit {largest:.3g}); there is something "
+            f"in its layers{_what_mixes(base, layers)} that Motet does not understand; {INSTEAD}"
         )
 
 
@@ -273,11 +292,16 @@ def _check_exactness(base: BaseModel, sequences: list[Tensor]) -> None:
     if not what:
         return
     gap = max(_gap(solo[1], packed[1], sequences[1]), _gap(decoded, packed[1], sequences[1]))
+    if gap:
+        what += f" (logprobs of a short sequence by up to {gap:.1e})"
     base.inexact = (
-        f"not bit-exact on this device in {str(base.dtype).removeprefix('torch.')}: {what} (logprobs of a short sequence by up "
-        f"to {gap:.1e}); jobs run, but their bytes may depend on their neighbours"
+        f"not bit-exact on this device in {_type(base)}: {what}; jobs run, but neighbours may change their bytes"
     )
     base.notes.append(base.inexact)
+
+
+def _type(base: BaseModel) -> str:
+    return str(base.dtype).removeprefix("torch.")
 
 
 def _known_to_differ(base: BaseModel) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from motet.algorithms.losses import LossInputs, loss_and_stats
 from motet.config import AdapterConfig
-from motet.errors import AdapterError
+from motet.errors import AdapterError, BaseModelError
 from motet.model.base import BaseModel
 from motet.model.distribution import Distribution
 from motet.model.layout import Prefix
@@ -39,18 +39,18 @@ class TorchTrainer:
     """A `Trainer` on one CPU or GPU."""
 
     def __init__(self, base: BaseModel, *, slots: int, recompute: bool = False, share_prompts: bool = True) -> None:
-        """`share_prompts` runs the prompt of neighbouring samples once; logprobs have the same bits either way."""
+        """`share_prompts` runs the prompt of neighbouring samples once; logprobs have the same bits either way.
+
+        Raises:
+            BaseModelError: the base cannot recompute.
+        """
         self.base = base
         self._share_prompts = share_prompts
         self.slots = slots
         self._arenas: dict[str, AdapterArena] = {}
         self._shapes: dict[str, AdapterConfig] = {}
         if recompute:
-            if hasattr(base.model, "activation_checkpointing_enable"):
-                base.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-            else:
-                base.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            base.model.train()
+            _recompute(base)
 
     def add_adapter(self, name: str, shape: AdapterConfig, seed: int) -> None:
         """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
@@ -184,6 +184,19 @@ class TorchTrainer:
         )
         with _one_order(self.base.device):
             return *loss_and_stats(segment.loss, segment.denominator, inputs), logprobs_N.detach()
+
+
+def _recompute(base: BaseModel) -> None:
+    """Have layers keep their inputs alone; only they are in training mode, for what is inside may add noise there."""
+    model = base.model
+    if not model.supports_gradient_checkpointing:
+        raise BaseModelError(f"{base.name} cannot compute its layers again; set engine.recompute to false")
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        module.training = getattr(module, "gradient_checkpointing", False)
 
 
 @contextlib.contextmanager
