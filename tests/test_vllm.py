@@ -227,7 +227,9 @@ def test_the_gap_of_smollm2_over_fifty_publishes(smollm2_dir: Path, tmp_path: Pa
     one |= {"rewards": [f"{tmp_path}/rewards.py:vowels"], "data": {"source": "toy:reverse", "holdout": 0}}
     result = run_config(config(tmp_path, {"launch": launch().model_dump()}, [one], base=str(smollm2_dir)), base=base)
     assert result.ok, result.jobs["gap"].message
-    gaps = [line["logprob_gap"] for line in lines(tmp_path, "gap") if line["tokens"]]
+    steps = [line for line in lines(tmp_path, "gap") if "reward" in line]
+    gaps = [line["logprob_gap"] for line in steps if line["tokens"]]  # others had no signal
     print(f"largest gap over {len(gaps)} publishes: {max(gaps):.2e}")
-    assert len(gaps) > 40
+    assert len(steps) == 50
+    assert len(gaps) > 25
     assert 0 < max(gaps) < FLOAT32_GAP

@@ -51,7 +51,7 @@ class Interrupt:
 
     def _run_beside(self, whole: Callable[[], None]) -> None:
         failure: list[BaseException] = []
-        ended = threading.Event()  # `Thread.join` takes a thread for dead once Ctrl-C interrupts it
+        ended = threading.Event()
 
         def inside() -> None:
             try:
@@ -62,14 +62,27 @@ class Interrupt:
                 ended.set()
 
         threading.Thread(target=inside, name="motet-run").start()
-        while not ended.is_set():
-            try:
-                ended.wait()
-            except KeyboardInterrupt:  # of this thread; the run goes on until it is told
-                if self._loop is not None:
-                    self._loop.call_soon_threadsafe(self._press)
+        with self._handed_on():
+            ended.wait()
         if failure:
             raise failure[0]
+
+    @contextlib.contextmanager
+    def _handed_on(self) -> Iterator[None]:
+        """Ctrl-C in this thread is the run's to hear, and raises nothing here."""
+
+        def hand_on(*_: object) -> None:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._press)
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, hand_on)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     @contextlib.contextmanager
     def heard(self, stop: Callable[[], None], jobs: Sequence[JobProgress]) -> Iterator[None]:
