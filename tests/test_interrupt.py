@@ -69,6 +69,24 @@ def test_the_first_finishes_and_the_second_stops(somewhere: Callable[[Run], None
     assert (twice.told, twice.ended) == ([FIRST, SECOND], False)
 
 
+def test_a_notebook_that_is_stopped_before_its_run_listens_is_heard() -> None:
+    told: list[str] = []
+    interrupt = Interrupt(told.append)
+
+    async def main() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.1)
+        asked = asyncio.Event()
+        with interrupt.heard(asked.set, [ADD, SORT]):
+            await asked.wait()
+
+    async def cell() -> None:
+        interrupt.run(main)
+
+    asyncio.run(cell())
+    assert told == [FIRST]
+
+
 def test_a_fault_of_the_run_reaches_the_cell() -> None:
     async def main() -> None:
         raise ValueError("a fault")

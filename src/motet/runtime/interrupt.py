@@ -30,6 +30,7 @@ class Interrupt:
         self._tell = tell or (lambda line: None)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pressed = False
+        self._early = False  # asked for while nothing was heard yet
         self._press: Callable[[], None] = lambda: None  # until something is heard
 
     def run(self, main: Callable[[], Awaitable[None]]) -> None:
@@ -61,8 +62,8 @@ class Interrupt:
             finally:
                 ended.set()
 
-        threading.Thread(target=inside, name="motet-run").start()
-        with self._handed_on():
+        with self._handed_on():  # before anything runs that could be stopped
+            threading.Thread(target=inside, name="motet-run").start()
             ended.wait()
         if failure:
             raise failure[0]
@@ -74,6 +75,8 @@ class Interrupt:
         def hand_on(*_: object) -> None:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._press)
+            else:
+                self._early = True
 
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -107,6 +110,8 @@ class Interrupt:
         signals = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
         for number in signals:
             loop.add_signal_handler(number, press)
+        if self._early:
+            press()
         try:
             yield
         finally:
