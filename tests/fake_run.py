@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from motet.algorithms import presets
 from motet.config import JobConfig, RewardConfig
 from motet.device import Device
 from motet.jobfile import merge
@@ -143,7 +142,6 @@ def make_job(config: JobConfig, directory: RunDirectory, setting: Setting) -> Jo
     assert not isinstance(rate, str)
     made = Job(
         config=config,
-        algorithm=presets.resolve(config.algorithm),
         data=Dataset(Problems.of(problems(20)), problems(setting.holdout, first=100), None),
         chat=Chat(FakeTokenizer(), chat_template=False),
         directory=directory.job(config.name),

@@ -123,7 +123,7 @@ def test_rewards_from_files_and_modules(tmp_path):
     assert resolve(RewardConfig(name="motet.tasks.rewards:exact")).call(problem("x"), ["x"]) == 1
     (tmp_path / "broken.py").write_text("\nimport nothing_of_that_name\n")
     for name, message in [
-        (f"{path}:skore", "has no function 'skore'; did you mean 'score'"),
+        (f"{path}:skore", "has no 'skore'; did you mean 'score'"),
         (f"{tmp_path / 'none.py'}:score", "none.py' does not exist"),
         (f"{tmp_path / 'broken.py'}:score", "does not load: ModuleNotFoundError: No module named 'nothing_of"),
         ("nothing_of_that_name:score", "No module named 'nothing_of_that_name'.*must be installed"),

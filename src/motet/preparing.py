@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from motet import budgets
-from motet.algorithms import presets
 from motet.algorithms.schedule import auto_learning_rate
+from motet.algorithms.supervised import Supervised
 from motet.config import DataConfig, JobConfig, RunConfig
-from motet.errors import ConfigError, MotetError
+from motet.errors import ConfigError, DataError, MotetError
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
@@ -33,10 +33,18 @@ class _Read:
     longest: tuple[int, Problem]
 
     @classmethod
-    def of(cls, config: DataConfig, base: Any, bounds: Bounds | None) -> _Read:
+    def of(cls, config: DataConfig, base: Any, bounds: Bounds | None, *, answered: bool) -> _Read:
+        """`answered` rows are read with their answers."""
         chat = Chat.of(base.tokenizer, config)
         data = load_dataset(config, bounds, chat.longer_than)
-        longest = [chat.longest(part) for part in (data.train, data.holdout) if part]
+        if answered and (
+            row := next((one for part in (data.train, data.holdout) for one in part if not one.answer), None)
+        ):
+            raise DataError(
+                f"{config.source} row {row.id + 1} has no answer to learn: sft wants rows whose messages end with an assistant "
+                "turn, or an answer column (data.answer)"
+            )
+        longest = [chat.longest(part, answered=answered) for part in (data.train, data.holdout) if part]
         return cls(data, chat, max(longest, key=lambda found: found[0]))
 
 
@@ -60,13 +68,13 @@ def prepare(
         MotetError: something in the job cannot work; nothing has been trained.
     """
     base.adapter_layout(config.adapter.target_modules, config.adapter.rank)  # a target that is not there is told now
-    known, key = {} if known is None else known, f"{config.data.model_dump_json()} {id(config.data.rows)}"
-    read = known[key] = known.get(key) or _Read.of(config.data, base, bounds)
+    answered = isinstance(config.algorithm, Supervised)
+    known, key = {} if known is None else known, f"{config.data.model_dump_json()} {id(config.data.rows)} {answered}"
+    read = known[key] = known.get(key) or _Read.of(config.data, base, bounds, answered=answered)
     text = base.model.config.get_text_config()
     rate = config.optimizer.lr
     job = Job(
         config=config,
-        algorithm=presets.resolve(config.algorithm),
         data=read.data,
         chat=read.chat,
         directory=directory.job(config.name),
@@ -76,9 +84,21 @@ def prepare(
         progress=JobProgress(config.name, config.steps),
         inexact=[base.inexact] if base.inexact else [],
     )
+    if answered:
+        _check_rows(job, base, *read.longest)
+        return job, budgets.Need(read.longest[0], 0)
     turns, new = ENVIRONMENTS[config.environment].max_turns, config.sampling.max_tokens
     _check_room(job, base, turns, *read.longest)
     return job, budgets.Need(read.longest[0] * turns, new * turns)
+
+
+def _check_rows(job: Job, base: Any, longest: int, problem: Problem) -> None:
+    """Refuse data whose longest row the base has no positions for."""
+    if longest > base.max_positions:
+        raise ConfigError(
+            f"job {job.name}: {job.config.data.source} row {problem.id + 1} has {longest} tokens with its answer, more than "
+            f"the {base.max_positions} positions of {base.name}; shorten such rows, or leave them out by data.max_prompt_tokens"
+        )
 
 
 def _check_room(job: Job, base: Any, turns: int, longest: int, problem: Problem) -> None:
@@ -136,6 +156,5 @@ def identity(job: Job, base: Any, config: RunConfig) -> dict[str, Any]:
         "micro_batch_tokens": engine.micro_batch_tokens,
         "learning_rate": job.base_rate,
         "seed": job.seed,
-        "algorithm": asdict(job.algorithm),
         **of_config(job.config),
     }

@@ -59,7 +59,7 @@ def tolerance(config: RolloutConfig, base: Any) -> float:
 
 def demand(jobs: Sequence[JobConfig], slots: int) -> Demand:
     """What the jobs need of a server at a time."""
-    lags = sorted((job.algorithm.max_off_policy_steps for job in jobs), reverse=True)[:slots]
+    lags = sorted((job.algorithm.lag for job in jobs), reverse=True)[:slots]
     versions = sum(lag + VERSIONS_BESIDES for lag in lags)
     return Demand(len(lags), versions, max(job.adapter.rank for job in jobs))
 

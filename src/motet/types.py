@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from motet.algorithms.losses import Loss
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -243,7 +246,9 @@ class Sample:
     logprobs: FloatArray  # [T]
     advantages: FloatArray  # [T]
     versions: IntArray  # [T]
-    reference_logprobs: FloatArray | None = None  # [T] of the base, where a KL term or metric asks for it
+    weights: FloatArray | None = None  # [T] or [T, K] factor of each token's loss in the sum; None is all ones
+    targets: IntArray | None = None  # [T] or [T, K] what the tokens before each place predict; None is the token there
+    reference_logprobs: FloatArray | None = None  # [T] of the base, where a loss or a metric asks for it
     proximal_logprobs: FloatArray | None = (
         None  # [T] of the policy at the start of the step, for off-policy corrections
     )
@@ -257,6 +262,11 @@ class Sample:
     def n_trainable(self) -> int:
         """Number of tokens that carry a loss."""
         return int(self.loss_mask.sum())
+
+    @property
+    def n_targets(self) -> int:
+        """Targets of each such token."""
+        return 1 if self.targets is None or self.targets.ndim == 1 else self.targets.shape[1]
 
 
 def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
@@ -273,23 +283,6 @@ def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
         if same and np.array_equal(before.token_ids[:length], sample.token_ids[:length]):
             found[index] = length
     return tuple(found)
-
-
-@dataclass(frozen=True)
-class LossSpec:
-    """Everything the loss of a job depends on besides its samples."""
-
-    type: str = "ppo_clip"
-    """A name in `motet.algorithms.losses.LOSSES`."""
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    kl_coef: float = 0.0
-    kl_type: str = "k3"
-    importance_cap: float = 2.0
-    """Upper bound of truncated importance weights and of CISPO's ratio."""
-    correct_sampler: bool = False
-    """Multiply by the truncated importance weight policy-at-step-start / sampler."""
-    temperature: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -310,10 +303,12 @@ class Segment:
 
     adapter: str
     samples: tuple[Sample, ...]
-    loss: LossSpec
-    denominator: float
+    loss: Loss | None = None
+    """What is minimised; only a backward pass needs it."""
+    denominator: float = 1.0
     """What summed token losses are divided by; a figure of the job's complete step."""
-    sample_weights: FloatArray | None = None  # [S] per-sample factor inside the sum; None is all ones
+    temperature: float = 1.0
+    """Of the logprobs."""
 
     @property
     def n_tokens(self) -> int:
@@ -375,8 +370,8 @@ class Trained:
     """What a training pass says of a segment."""
 
     stats: LossStats
-    logprobs: tuple[FloatArray, ...]  # [T] per sample
-    """Of the weights that were in use, 0 where nothing is trained."""
+    logprobs: tuple[FloatArray, ...]  # [T] or [T, K] per sample
+    """Of the targets, by the weights that were in use; 0 where nothing is trained."""
 
 
 @dataclass(frozen=True)

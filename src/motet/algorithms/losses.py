@@ -1,4 +1,4 @@
-"""Policy losses of one job's segment: pure functions of tensors.
+"""Losses of one job's segment: pure functions of tensors.
 
 A loss is a sum over the tokens of the segment, divided by a figure of the job's complete step, so the losses and
 gradients of micro-batches add up to those of the step. Nothing here looks beyond the one segment.
@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from motet.types import LossSpec, LossStats
+from motet.types import LossStats
+
+if TYPE_CHECKING:
+    from motet.algorithms.policy_gradient import PolicyGradient
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,23 @@ TokenLosses = tuple[Tensor, Tensor]
 """Loss of each token [N], and whether the clip touched it [N] bool."""
 
 
-def ppo_clip(spec: LossSpec, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+class Loss(Protocol):
+    """What a segment minimises. Every algorithm is one."""
+
+    def token_losses(self, inputs: LossInputs) -> TokenLosses:
+        """Losses that are weighted, summed and divided by the segment's denominator; may look at one segment only."""
+        ...
+
+
+def ppo_clip(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
     """−min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), ρ = π / old.
 
     Source: PPO (Schulman et al. 2017, arXiv 1707.06347), eq. 7; two bounds after DAPO (arXiv 2503.14476), eq. 10.
     """
-    return _clipped_surrogate(spec, torch.exp(log_ratio_N), inputs.advantages_N)
+    return _clipped_surrogate(algorithm, torch.exp(log_ratio_N), inputs.advantages_N)
 
 
-def gspo(spec: LossSpec, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+def gspo(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
     """PPO's clip on the ratio of the sequence, s = exp(mean over its tokens of log π / old), with gradient through s.
 
     Each token carries its sample's loss, so that reduction `sequence` gives the paper's mean over sequences.
@@ -62,32 +74,32 @@ def gspo(spec: LossSpec, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses
     zeros_S = log_ratio_N.new_zeros(inputs.n_samples)
     lengths_S = zeros_S.index_add(0, inputs.sample_N, torch.ones_like(log_ratio_N))
     means_S = zeros_S.index_add(0, inputs.sample_N, log_ratio_N) / lengths_S.clamp(min=1)
-    return _clipped_surrogate(spec, torch.exp(means_S).index_select(0, inputs.sample_N), inputs.advantages_N)
+    return _clipped_surrogate(algorithm, torch.exp(means_S).index_select(0, inputs.sample_N), inputs.advantages_N)
 
 
-def _clipped_surrogate(spec: LossSpec, ratio_N: Tensor, advantages_N: Tensor) -> TokenLosses:
-    low, high = 1 - spec.clip_low, 1 + spec.clip_high
+def _clipped_surrogate(algorithm: PolicyGradient, ratio_N: Tensor, advantages_N: Tensor) -> TokenLosses:
+    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     clipped_N = ((ratio_N < low) & (advantages_N < 0)) | ((ratio_N > high) & (advantages_N > 0))
     surrogate_N = torch.where(clipped_N, ratio_N.detach().clamp(low, high), ratio_N) * advantages_N
     return -surrogate_N, clipped_N
 
 
-def cispo(spec: LossSpec, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+def cispo(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
     """−sg(min(ρ, importance_cap)) · A · log π: the weight is capped, no token loses its gradient.
 
     Source: MiniMax-M1 (2025, arXiv 2506.13585), eq. 4 and 5; no lower bound, as there. `clipped` counts capped tokens.
     """
     ratio_N = torch.exp(log_ratio_N.detach())
-    loss_N = -ratio_N.clamp(max=spec.importance_cap) * inputs.advantages_N * inputs.logprobs_N
-    return loss_N, ratio_N > spec.importance_cap
+    loss_N = -ratio_N.clamp(max=algorithm.importance_cap) * inputs.advantages_N * inputs.logprobs_N
+    return loss_N, ratio_N > algorithm.importance_cap
 
 
-def importance_sampling(spec: LossSpec, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+def importance_sampling(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
     """−ρ·A, without a bound. Source: Tinker's `importance_sampling`; TRPO's surrogate (arXiv 1502.05477), eq. 14."""
     return -torch.exp(log_ratio_N) * inputs.advantages_N, _nowhere(log_ratio_N)
 
 
-def reinforce(spec: LossSpec, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+def reinforce(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
     """−A·log π. Source: Williams 1992. No ratio: off-policy data are corrected only by `correct_sampler`."""
     return -inputs.advantages_N * inputs.logprobs_N, _nowhere(log_ratio_N)
 
@@ -96,7 +108,7 @@ def _nowhere(like_N: Tensor) -> Tensor:
     return torch.zeros_like(like_N, dtype=torch.bool)
 
 
-LOSSES: dict[str, Callable[[LossSpec, LossInputs, Tensor], TokenLosses]] = {
+LOSSES: dict[str, Callable[[PolicyGradient, LossInputs, Tensor], TokenLosses]] = {
     "ppo_clip": ppo_clip,
     "importance_sampling": importance_sampling,
     "cispo": cispo,
@@ -125,49 +137,65 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2
 for the gradients Tang and Munos 2025 (arXiv 2506.09477)."""
 
 
-def loss_and_stats(spec: LossSpec, denominator: float, inputs: LossInputs) -> tuple[Tensor, LossStats]:
-    """Σ weight · (w · policy loss + kl_coef · KL(π ‖ base)) / denominator, and sums for the metrics.
+def policy_losses(algorithm: PolicyGradient, inputs: LossInputs) -> TokenLosses:
+    """W · policy loss + kl.coef · KL(π ‖ base), per token.
 
     w is 1, or with `correct_sampler` the truncated importance weight sg(min(proximal / sampler, importance_cap)); the
     ratio of the policy loss is then π / proximal. Sources: decoupled PPO (Hilton et al. 2022, arXiv 2110.00641);
     truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
     training").
 
+    Raises:
+        ValueError: a KL penalty without reference logprobs.
+    """
+    log_ratio_N = inputs.logprobs_N - _old_logprobs(algorithm, inputs)
+    loss_N, clipped_N = LOSSES[algorithm.loss](algorithm, inputs, log_ratio_N)
+    if algorithm.correct_sampler:
+        loss_N = loss_N * _sampler_weights(algorithm, inputs)
+    if algorithm.kl.coef > 0:
+        loss_N = loss_N + algorithm.kl.coef * _kl_to_base(algorithm, inputs)
+    return loss_N, clipped_N
+
+
+def cross_entropy(inputs: LossInputs) -> TokenLosses:
+    """−log π of each target."""
+    return -inputs.logprobs_N, _nowhere(inputs.logprobs_N)
+
+
+def loss_and_stats(loss: Loss, denominator: float, inputs: LossInputs) -> tuple[Tensor, LossStats]:
+    """Σ weight · token loss / denominator, and sums for the metrics.
+
     Args:
-        spec: type, bounds and penalty.
+        loss: of the job.
         denominator: of the job's complete step (`normalisation`).
         inputs: one job's segment; may be empty.
 
     Returns:
         A scalar to call backward on, and the segment's sums.
-
-    Raises:
-        ValueError: a KL penalty without reference logprobs.
     """
-    log_ratio_N = inputs.logprobs_N - _old_logprobs(spec, inputs)
-    loss_N, clipped_N = LOSSES[spec.type](spec, inputs, log_ratio_N)
-    if spec.correct_sampler:
-        loss_N = loss_N * _sampler_weights(spec, inputs)
-    if spec.kl_coef > 0:
-        loss_N = loss_N + spec.kl_coef * _kl_to_base(spec, inputs)
+    loss_N, clipped_N = loss.token_losses(inputs)
     weighted_N = loss_N * inputs.weights_N
     return weighted_N.sum() / denominator, _stats(denominator, inputs, weighted_N.detach(), clipped_N)
 
 
-def _old_logprobs(spec: LossSpec, inputs: LossInputs) -> Tensor:
-    if spec.correct_sampler and inputs.proximal_logprobs_N is not None:
+def _old_logprobs(algorithm: PolicyGradient, inputs: LossInputs) -> Tensor:
+    if algorithm.correct_sampler and inputs.proximal_logprobs_N is not None:
         return inputs.proximal_logprobs_N
     return inputs.sampler_logprobs_N
 
 
-def _sampler_weights(spec: LossSpec, inputs: LossInputs) -> Tensor:
-    return torch.exp(_old_logprobs(spec, inputs) - inputs.sampler_logprobs_N).clamp(max=spec.importance_cap).detach()
+def _sampler_weights(algorithm: PolicyGradient, inputs: LossInputs) -> Tensor:
+    return (
+        torch.exp(_old_logprobs(algorithm, inputs) - inputs.sampler_logprobs_N)
+        .clamp(max=algorithm.importance_cap)
+        .detach()
+    )
 
 
-def _kl_to_base(spec: LossSpec, inputs: LossInputs) -> Tensor:
+def _kl_to_base(algorithm: PolicyGradient, inputs: LossInputs) -> Tensor:
     if inputs.reference_logprobs_N is None:
         raise ValueError("a KL penalty needs the base's logprobs: run Trainer.forward(base=True) on the samples first")
-    return KL_ESTIMATORS[spec.kl_type](inputs.reference_logprobs_N - inputs.logprobs_N)
+    return KL_ESTIMATORS[algorithm.kl.type](inputs.reference_logprobs_N - inputs.logprobs_N)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from motet.algorithms.policy_gradient import to_sample
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.jobfile import load_jobs
 from motet.launch import Workshop, assemble, load, services
@@ -20,11 +21,11 @@ from motet.preparing import prepare_all
 from motet.running import config_of
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
+from motet.runtime.metrics import group_metrics
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler, SampledStep
-from motet.runtime.step_batch import group_metrics
 from motet.runtime.versions import Versions
-from motet.types import Batch, Group, LossSpec, Segment
+from motet.types import Batch, Group, Segment
 
 PROBLEMS = 4
 """Problems sampled per job."""
@@ -125,7 +126,7 @@ def _row(job: Job, sampled: SampledStep, step_seconds: float) -> tuple[str, ...]
 
 async def _check_job(console: Console, job: Job, shared: Services, rollouts: int) -> tuple[SampledStep, float]:
     config = job.config
-    few = config.algorithm.model_copy(update={"group_size": rollouts, "groups_per_step": PROBLEMS, "oversampling": 1.0})
+    few = job.rl.model_copy(update={"group_size": rollouts, "groups_per_step": PROBLEMS, "oversampling": 1.0})
     job.config = config.model_copy(update={"algorithm": few})
     await shared.rewards.register(job.name, config.rewards, job.data.scorer)
     shared.scheduler.join(job.name, 1.0)
@@ -144,7 +145,7 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     await versions.drop_all()
     await shared.on_device(job.name, lambda: shared.trainer.remove_adapter(job.name))
     shared.scheduler.leave(job.name)
-    wanted = config.algorithm.groups_per_step * config.algorithm.group_size * config.algorithm.oversampling
+    wanted = job.rl.groups_per_step * job.rl.group_size * job.rl.oversampling
     scale = wanted / (PROBLEMS * rollouts)
     rows = min(1.0, PROBLEMS * rollouts / shared.engine.capacity)
     return sampled, sampled.seconds * max(1.0, scale * rows) + train_seconds * scale
@@ -163,14 +164,12 @@ def _show(console: Console, job: Job, group: Group) -> None:
 
 async def _train_seconds(job: Job, shared: Services, sampled: SampledStep) -> float:
     """Time of a forward pass over the rollouts, times three for the backward pass; no gradient is computed."""
-    from motet.tasks.episode import to_sample
-
     samples = tuple(
         to_sample(rollout, 0.0) for group in sampled.groups for rollout in group.rollouts if rollout.loss_mask.any()
     )
     if not samples:
         return 0.0
     started = time.perf_counter()
-    batch = Batch((Segment(job.name, samples, LossSpec(), 1.0),))
+    batch = Batch((Segment(job.name, samples),))
     await shared.on_device(job.name, lambda: shared.trainer.forward(batch))
     return 3 * (time.perf_counter() - started)

@@ -14,18 +14,16 @@ from motet.config.job import (
     GENERATED_ROWS,
     GIVEN_ROWS,
     AdapterConfig,
-    AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
     EvalConfig,
     JobConfig,
-    KLConfig,
     OptimizerConfig,
     RewardConfig,
     SamplingConfig,
 )
-from motet.config.model import Config, named
 from motet.config.rollout import LaunchConfig, RolloutConfig
+from motet.section import Config, named
 
 _OF_SAMPLING = ("samplers", "max_rows", "kv_tokens", "kv_memory_fraction", "prefill_tokens")
 """Fields of `engine` that the embedded engine reads alone."""
@@ -81,14 +79,12 @@ __all__ = [
     "GENERATED_ROWS",
     "GIVEN_ROWS",
     "AdapterConfig",
-    "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "EngineConfig",
     "EvalConfig",
     "JobConfig",
-    "KLConfig",
     "LaunchConfig",
     "OptimizerConfig",
     "RewardConfig",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from motet.config.model import Config
+from motet.section import Config
 
 
 class EngineConfig(Config):

@@ -8,7 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from motet.config.model import Config, named
+from motet.algorithms.presets import Grpo
+from motet.algorithms.registry import Choice
+from motet.algorithms.supervised import Supervised
+from motet.section import Config, named
 
 SEED_BITS = 48
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")
@@ -137,69 +140,6 @@ class SamplingConfig(Config):
         return value
 
 
-class KLConfig(Config):
-    """Penalty that keeps the policy near the base (the model without an adapter)."""
-
-    coef: float = Field(0.0, ge=0, le=1e6)
-    """Weight of the penalty; 0 switches it off."""
-    type: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator, after Schulman's note on approximating KL divergence."""
-
-
-class AlgorithmConfig(Config):
-    """The reinforcement-learning algorithm. A plain string is the type."""
-
-    type: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce", "cispo", "gspo", "importance_sampling", "ppo"] = (
-        "grpo"
-    )
-    """A preset of advantage, loss and reduction; fields that are set win over the preset."""
-    advantage: Literal["grpo", "centered", "rloo", "batch_baseline", "none"] | None = None
-    """How rewards become advantages: `grpo` divides by the group's standard deviation, `centered` does not."""
-    loss: Literal["ppo_clip", "importance_sampling", "cispo", "gspo", "reinforce"] | None = None
-    """The policy loss of a token (`gspo`: of a sequence)."""
-    reduction: Literal["token", "sequence", "constant"] | None = None
-    """What token losses are averaged over: all tokens of the step, each sequence then sequences, or `max_tokens` each."""
-    group_size: int = Field(8, ge=2, le=10**5)
-    """Rollouts of one problem."""
-    groups_per_step: int = Field(16, ge=1, le=10**6)
-    """Problems of one step."""
-    max_off_policy_steps: int = Field(0, ge=0, le=10**4)
-    """Step s samples from version max(0, s − this); 0 is on-policy."""
-    in_flight: Literal["finish", "continue"] = "finish"
-    """What becomes of rollouts under way when a newer version is there: they finish under the version they began with, or go on
-    under the new one, each token with its version (the job is then not exact). Needs max_off_policy_steps."""
-    over_provision: float = Field(1.0, ge=1, le=4)
-    """Start this many times the groups of a step, train on those that are done first and resume the rest in the next step, so
-    that a step does not wait for its slowest answers (the job is then not exact)."""
-    updates_per_batch: int = Field(1, ge=1, le=10**4)
-    """Optimizer updates on one rollout batch; each goes over all of it."""
-    clip_low: float | None = Field(None, ge=0)
-    """Ratios below 1 − clip_low get no gradient from negative advantages; 0.2 unless set (gspo: 3e-4)."""
-    clip_high: float | None = Field(None, ge=0)
-    """Ratios above 1 + clip_high get no gradient from positive advantages; 0.28 unless set (gspo: 4e-4)."""
-    kl: KLConfig = KLConfig()
-    """KL penalty to the base."""
-    importance_cap: float = Field(2.0, gt=0)
-    """Upper bound of truncated importance weights and of CISPO's ratio."""
-    correct_sampler: bool = False
-    """Truncated importance sampling: correct for a sampler that differs from the trainer (remote engines, staleness)."""
-    oversampling: float = Field(1.0, ge=1, le=8)
-    """Dynamic sampling: sample this many times groups_per_step problems and keep those with a signal, in data order."""
-    mask_truncated: bool = False
-    """Leave answers that ran into max_tokens out of the loss."""
-    max_failed_fraction: float = Field(0.25, ge=0, le=1)
-    """The job fails when more of a step's rollouts than this have no reward."""
-
-    @model_validator(mode="after")
-    def _has_newer_versions(self) -> AlgorithmConfig:
-        if self.in_flight == "continue" and self.max_off_policy_steps == 0:
-            raise ValueError(
-                "in_flight: continue needs max_off_policy_steps of 1 or more: on-policy, no version comes while a "
-                "step is sampled"
-            )
-        return self
-
-
 class OptimizerConfig(Config):
     """AdamW, per adapter."""
 
@@ -294,15 +234,16 @@ class JobConfig(Config):
     """Names the adapter and its directory."""
     data: Annotated[DataConfig, named("source")]
     """Problems to learn from."""
-    rewards: Annotated[list[RewardConfig], Field(fail_fast=True), BeforeValidator(_reward_list)] = Field(min_length=1)
-    """What is learned: one reward, a list, or a mapping of name to weight. `reward` is another name for it."""
+    rewards: Annotated[list[RewardConfig], Field(fail_fast=True), BeforeValidator(_reward_list)] = []
+    """What is learned: one reward, a list, or a mapping of name to weight. `reward` is another name for it. Every algorithm
+    needs one but `sft`, which learns the data's answers."""
     environment: Literal["single", "retry"] = "single"
     """`single`: one answer. `retry`: the model is told whether it was right and may answer once more."""
     adapter: AdapterConfig = AdapterConfig()
     """Shape and start of the adapter."""
     sampling: SamplingConfig = SamplingConfig()
     """How rollouts are drawn."""
-    algorithm: Annotated[AlgorithmConfig, named("type")] = AlgorithmConfig()
+    algorithm: Annotated[Choice, named("type")] = Grpo()
     """The algorithm."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
@@ -333,9 +274,18 @@ class JobConfig(Config):
     @field_validator("rewards")
     @classmethod
     def _something_counts(cls, rewards: list[RewardConfig]) -> list[RewardConfig]:
-        if not any(reward.weight for reward in rewards):
+        if rewards and not any(reward.weight for reward in rewards):
             raise ValueError("every weight is 0, so there is nothing to learn; give one of them another")
         return rewards
+
+    @model_validator(mode="after")
+    def _something_is_learned(self) -> JobConfig:
+        if isinstance(self.algorithm, Supervised):
+            if self.rewards:
+                raise ValueError("reward: sft learns the data's answers and asks no reward; leave it out")
+        elif not self.rewards:
+            raise ValueError("reward: is missing; name one, such as `exact`, or `file.py:function` for your own")
+        return self
 
     @field_validator("name")
     @classmethod

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from motet.config.model import Config
+from motet.section import Config
 
 VERSIONS_BESIDES = 2
 """Versions of a job that servers hold at a time, besides one for each step that it may lag."""

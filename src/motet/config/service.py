@@ -9,8 +9,8 @@ from pydantic import Field
 
 from motet.config.engine import EngineConfig
 from motet.config.job import PRIORITIES
-from motet.config.model import Config, named
 from motet.config.rollout import VERSIONS_BESIDES, RolloutConfig
+from motet.section import Config, named
 
 
 class LimitsConfig(Config):

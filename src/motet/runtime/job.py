@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from motet.algorithms.presets import Algorithm
+from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config import JobConfig
 from motet.device import Device
 from motet.errors import MotetError
@@ -83,7 +83,6 @@ class Job:
     """One job of a run: what was asked for, resolved, and where it stands."""
 
     config: JobConfig
-    algorithm: Algorithm
     data: Dataset
     chat: Chat
     directory: JobDirectory
@@ -108,6 +107,12 @@ class Job:
     def seed(self) -> int:
         """The job's seed."""
         return self.config.effective_seed
+
+    @property
+    def rl(self) -> PolicyGradient:
+        """The algorithm of a job that learns from rollouts."""
+        assert isinstance(self.config.algorithm, PolicyGradient), self.config.algorithm.type
+        return self.config.algorithm
 
     @property
     def state(self) -> JobState:

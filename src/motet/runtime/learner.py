@@ -16,7 +16,7 @@ from motet.algorithms.packing import Standing, Waiting, merge
 from motet.device import Device
 from motet.errors import DeviceError
 from motet.protocols import Trainer
-from motet.types import Batch, LossStats, Segment, Trained
+from motet.types import Batch, Segment, Trained
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,25 +38,21 @@ class Learner:
         self._running: asyncio.Task[None] | None = None
         self._apart = False
 
-    async def train(self, job: str, segments: tuple[Segment, ...]) -> LossStats:
-        """Add the gradients of a job's segments, in their order, and return the sum of their statistics."""
+    async def train(self, job: str, segments: tuple[Segment, ...]) -> tuple[Trained, ...]:
+        """Add the gradients of a job's segments, in their order, and return what each was trained with."""
         loop = asyncio.get_running_loop()
         entries = [_Entry(job, segment, loop.create_future()) for segment in segments]
         self._waiting.extend(entries)
         if self._running is None or self._running.done():
             self._running = loop.create_task(self._drain())
         try:
-            results = [await entry.done for entry in entries]
+            return tuple([await entry.done for entry in entries])
         finally:
             self._waiting = [entry for entry in self._waiting if entry not in entries]
             for entry in entries:  # after the first failure nobody awaits the others
                 if entry.done.done() and not entry.done.cancelled():
                     entry.done.exception()
                 entry.done.cancel()
-        total = LossStats()
-        for trained in results:
-            total = total + trained.stats
-        return total
 
     async def _drain(self) -> None:
         while self._waiting:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from motet.device import BusyTime
-from motet.runtime.learning import LearnedStep
 from motet.runtime.sampling import SampledStep
-from motet.runtime.step_batch import group_metrics
 from motet.types import Group, LossStats, OptimStats, Rollout
+
+if TYPE_CHECKING:
+    from motet.runtime.learning import LearnedStep
 
 STEP_FIELDS: Mapping[str, str] = {
     "step": "the step, from 0; the last line has the number of steps and only the final evaluation",
@@ -45,7 +46,8 @@ STEP_FIELDS: Mapping[str, str] = {
     "lr": "learning rate of the update",
     "skipped": "whether the gradient was not finite and the update left out",
     "eval": "held-out evaluation of `version` step: reward, reward_std, reward_stderr (standard error of `reward` over the "
-    "problems), reward_parts, length, truncated, rollouts, failed",
+    "problems), reward_parts, length, truncated, rollouts, failed; with `sft` nll (mean negative log-likelihood of a token of "
+    "the answers, nats), tokens, rows",
 }
 """Every field of metrics.jsonl."""
 TRAINED_FIELDS = (
@@ -65,7 +67,7 @@ TRAINED_FIELDS = (
 
 def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
     """The line of metrics.jsonl of one step; see `STEP_FIELDS`."""
-    groups, batch, optim = sampled.groups, learned.batch, learned.optim
+    groups, batch = sampled.groups, learned.batch
     return {
         "step": sampled.step,
         "version": sampled.version,
@@ -76,8 +78,39 @@ def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
         "distinct": distinct(groups),
         "samples": len(batch.samples),
         "tokens": learned.stats.tokens,
-        **_trained(learned.stats, optim),
-        "skipped": bool(optim and optim.skipped),
+        **_trained(learned.stats, learned.optim),
+        "skipped": bool(learned.optim and learned.optim.skipped),
+    }
+
+
+def trained_record(learned: LearnedStep) -> dict[str, Any]:
+    """What the line of a step that sampled nothing has to tell."""
+    figures = _trained(learned.stats, learned.optim)
+    return {
+        "tokens": learned.stats.tokens,
+        **{name: figures[name] for name in ("loss", "entropy", "grad_norm", "lr")},
+        "skipped": bool(learned.optim and learned.optim.skipped),
+    }
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float | int | Mapping[str, float]]:
+    """What rollouts alone tell about a step or an evaluation."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    scored = [rollout for rollout in rollouts if not rollout.error]
+    rewards = np.array([rollout.reward for rollout in scored], np.float64)
+    parts: dict[str, list[float]] = {}
+    for rollout in scored:
+        for name, value in rollout.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    lengths = [int(rollout.loss_mask.sum()) for rollout in scored]
+    return {
+        "reward": float(rewards.mean()) if len(rewards) else float("nan"),
+        "reward_std": float(rewards.std()) if len(rewards) else float("nan"),
+        "reward_parts": {name: float(np.mean(values)) for name, values in sorted(parts.items())},
+        "length": float(np.mean(lengths)) if lengths else float("nan"),
+        "truncated": float(np.mean([rollout.truncated for rollout in scored])) if scored else float("nan"),
+        "rollouts": len(rollouts),
+        "failed": len(rollouts) - len(scored),
     }
 
 
@@ -116,7 +149,7 @@ def evaluation_record(evaluation: SampledStep) -> dict[str, Any]:
 
 
 def timing_record(
-    step: int, seconds: Mapping[str, float], sampled: int, trained: int, busy: BusyTime
+    step: int, seconds: Mapping[str, float], tokens_sampled: int, tokens_trained: int, busy: BusyTime
 ) -> dict[str, Any]:
     """The line of timings.jsonl of one step."""
     elapsed = max(time.monotonic() - busy.started, 1e-9)
@@ -124,8 +157,8 @@ def timing_record(
         "step": step,
         "time": time.time(),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
-        "tokens_sampled": sampled,
-        "tokens_trained": trained,
+        "tokens_sampled": tokens_sampled,
+        "tokens_trained": tokens_trained,
         "device": {
             "decode": round(busy.decode / elapsed, 4),
             "train": round(busy.train / elapsed, 4),

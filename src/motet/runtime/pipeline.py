@@ -9,15 +9,18 @@ import asyncio
 import traceback
 from collections.abc import Sequence
 
+from motet.algorithms.supervised import Supervised
 from motet.errors import DeviceError, MotetError, RunError
 from motet.runtime.checkpoint import disk_error
 from motet.runtime.controls import words
+from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
-from motet.runtime.job_loop import JobLoop
 from motet.runtime.patience import USUAL_WAIT, Patience
+from motet.runtime.rollout_loop import RolloutLoop
 from motet.runtime.room import Room, is_full
 from motet.runtime.scheduler import weight_of
 from motet.runtime.slots import FREE, Claim, Rule, gives_way, makes_room, taken
+from motet.runtime.supervised_loop import SupervisedLoop
 from motet.types import JobState
 
 _POLL_SECONDS = 0.3
@@ -36,7 +39,7 @@ class Pipeline:
         self.jobs = {job.name: job for job in jobs}
         self._services = services
         self._slots = slots
-        self._loops: dict[str, JobLoop] = {}
+        self._loops: dict[str, Driver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pauses: dict[str, str] = {}
         """Jobs that stop after the step under way, and why, where it was not asked for by a person."""
@@ -203,7 +206,7 @@ class Pipeline:
 
     async def _run_job(self, job: Job) -> None:
         try:
-            loop = self._loops[job.name] = JobLoop(job, self._services, job.directory.restore())
+            loop = self._loops[job.name] = driver_of(job)(job, self._services, job.directory.restore())
             if job.name in self._pauses:
                 loop.pause()
             state = await loop.run()
@@ -264,14 +267,19 @@ class Pipeline:
     def _let_go_of_those_that_wait(self) -> None:
         """Jobs that do nothing but wait for scores stop where they are to stop anyway, or another has a use for their slot."""
         steps = {name: self.jobs[name].progress.step for name in self._loops}
-        waiting = {n for n, loop in self._loops.items() if self._patience.over(n, steps[n], waits=loop.sampler.waits)}
+        waiting = {n for n, loop in self._loops.items() if self._patience.over(n, steps[n], waits=loop.waits)}
         running, slots = self._running()
         if (sent := makes_room(self._queued(), running, waiting, slots, self._rules)) is not None:
             self._giving.add(sent)
             self._patience.sent_away(sent, steps[sent])
             self.jobs[sent] = self.jobs.pop(sent)  # to the end of the queue
         for name in waiting & {*self._pauses, *([] if sent is None else [sent])}:
-            self._loops[name].sampler.rest()
+            self._loops[name].rest()
+
+
+def driver_of(job: Job) -> type[Driver]:
+    """Which loop a job's algorithm is for."""
+    return SupervisedLoop if isinstance(job.config.algorithm, Supervised) else RolloutLoop
 
 
 def _outcome(job: Job, state: JobState, reason: str, *, gives: bool) -> tuple[JobState, str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from motet.errors import ProbeError
 from motet.protocols import RolloutEngine, Trainer
-from motet.types import AdapterRef, Batch, FloatArray, IntArray, LossSpec, Sample, Segment
+from motet.types import AdapterRef, Batch, FloatArray, IntArray, Sample, Segment
 
 PROBE_TOKENS = 32
 CLEAR = 4.0
@@ -41,7 +41,7 @@ class Probe:
         mask = np.arange(n_tokens) > 0
         nothing = np.zeros(n_tokens, np.float32)
         sample = Sample(self._token_ids, mask, nothing, nothing, np.zeros(n_tokens, np.int32))
-        batch = Batch((Segment(self._job, (sample,), LossSpec(), 1.0),))
+        batch = Batch((Segment(self._job, (sample,)),))
         if self._trainers_base is None and self._tolerance > 0:
             ((self._trainers_base,),) = trainer.forward(batch, base=True)
         ((logprobs,),) = trainer.forward(batch)

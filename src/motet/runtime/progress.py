@@ -49,20 +49,21 @@ class JobProgress:
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Take in what an earlier process recorded."""
         for line in lines:
-            if "reward" in line:
+            if len(line) > len(("step", "version", "eval")):
                 self.stepped(line)
             if "eval" in line:
                 self.evaluated(int(line["step"]), line["eval"])  # of the version that the step started from
 
     def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None:
         """Take in the `eval` part of a line."""
-        reward, error = (evaluation.get(key) for key in ("reward", "reward_stderr"))
+        reward, error = evaluation.get("reward", evaluation.get("nll")), evaluation.get("reward_stderr")
         self.evaluations.append((version, math.nan if reward is None else float(reward)))
         self.errors.append(math.nan if error is None else float(error))
 
     def stepped(self, line: Mapping[str, Any]) -> None:
         """Take in the line of a step that is done."""
-        self.rewards.append(math.nan if line["reward"] is None else float(line["reward"]))
+        figure = line.get("reward", line.get("loss"))
+        self.rewards.append(math.nan if figure is None else float(figure))
         self.signs.see(line)
 
     @property

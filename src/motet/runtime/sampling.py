@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -40,6 +40,16 @@ class SampledStep:
     """Tokens that were sampled."""
     positions: tuple[int, ...] = ()
     """The groups' positions in the sequence of problems, where they are not a window of it."""
+
+    def with_more(self, more: SampledStep) -> SampledStep:
+        """The step with groups that were sampled after these."""
+        return replace(
+            self,
+            groups=self.groups + more.groups,
+            seconds=self.seconds + more.seconds,
+            reward_seconds=self.reward_seconds + more.reward_seconds,
+            tokens=self.tokens + more.tokens,
+        )
 
     @property
     def oldest(self) -> int:
@@ -118,7 +128,7 @@ class JobSampler:
 
     async def step(self, step: int) -> SampledStep:
         """Wait until the step may be sampled, then sample and score its groups."""
-        job, algorithm = self._job, self._job.config.algorithm
+        job, algorithm = self._job, self._job.rl
         version = max(0, step - algorithm.max_off_policy_steps)
         await self._versions.wait_for(version)
         width, over = round(algorithm.groups_per_step * algorithm.oversampling), algorithm.over_provision
@@ -132,7 +142,7 @@ class JobSampler:
         if over > 1:
             return await self._first_done(step, version, width, math.ceil(width * over), purpose)
         problems = data_window(job.data.train, step, width, job.seed, job.config.data.shuffle)
-        return await self._all(problems, step, version, purpose)
+        return await self._until_full(problems, step, version, purpose)
 
     async def evaluation(self, version: int) -> SampledStep:
         """Sample and score the held-out problems from a published version."""
@@ -142,13 +152,32 @@ class JobSampler:
 
     # --- which groups -----------------------------------------------------------------------------------------------------
 
-    async def _all(self, problems: Sequence[Problem], step: int, version: int, purpose: _Purpose) -> SampledStep:
+    async def _until_full(self, problems: Sequence[Problem], step: int, version: int, purpose: _Purpose) -> SampledStep:
+        """Dynamic sampling: of the step's problems, in data order, as many as fill it with groups that have a signal.
+
+        How many that is depends on their rewards alone. Without oversampling it is all of them.
+        """
+        wanted = self._job.rl.groups_per_step
+        sampled = await self._all(problems[:wanted], step, version, purpose)
+        while len(sampled.groups) < len(problems):
+            missing = wanted - sum(group.has_signal for group in sampled.groups)
+            if missing <= 0:
+                break
+            first = len(sampled.groups)
+            more = await self._all(problems[first : first + missing], step, version, purpose, first)
+            sampled = sampled.with_more(more)
+        return sampled
+
+    async def _all(
+        self, problems: Sequence[Problem], step: int, version: int, purpose: _Purpose, first: int = 0
+    ) -> SampledStep:
+        """`first` is the place of the first of these problems in the step's window."""
         cost, started = _Cost(), time.monotonic()
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(self._sample(self._task(problem, place, step, purpose), version, purpose, cost))
-                    for place, problem in enumerate(problems)
+                    for place, problem in enumerate(problems, first)
                 ]
         await self._versions.collect()
         groups = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -70,19 +71,30 @@ class Chat:
         """
         return self._encode(self.prompt_text(problem), special=not self.chat_template)
 
+    def row_ids(self, problem: Problem) -> tuple[IntArray, int]:
+        """A prompt with its answer and the end of the turn, [T], and how many tokens are the prompt."""
+        prompt = self.prompt_ids(problem)
+        return np.concatenate([prompt, self._encode(problem.answer, special=False), self._end]), len(prompt)
+
+    @cached_property
+    def _end(self) -> IntArray:
+        end = end_of_turn(self.tokenizer) if self.chat_template else self.tokenizer.eos_token_id
+        return np.array([] if end is None else [end], np.int32)
+
     def longer_than(self, problem: Problem, most: int) -> bool:
         """Whether a prompt has more tokens than this."""
         text = self.prompt_text(problem)
         return _most_tokens(text) > most and len(self._encode(text, special=not self.chat_template)) > most
 
-    def longest(self, problems: Sequence[Problem]) -> tuple[int, Problem]:
-        """The tokens of the longest prompt, and whose it is; of equal ones the first."""
-        sizes = [_most_tokens(self.prompt_text(problem)) for problem in problems]
+    def longest(self, problems: Sequence[Problem], *, answered: bool = False) -> tuple[int, Problem]:
+        """The tokens of the longest prompt, or prompt with answer, and whose it is; of equal ones the first."""
+        ends = [problem.answer if answered else "" for problem in problems]
+        sizes = [_most_tokens(self.prompt_text(one) + end) for one, end in zip(problems, ends, strict=True)]
         found, place = 0, 0
         for index in sorted(range(len(problems)), key=lambda index: -sizes[index]):
             if sizes[index] < found:
                 break
-            length = len(self.prompt_ids(problems[index]))
+            length = len(self.row_ids(problems[index])[0] if answered else self.prompt_ids(problems[index]))
             if length > found or (length == found and index < place):
                 found, place = length, index
         return found, problems[place]
@@ -201,12 +213,16 @@ def stop_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, 
     eos = getattr(generation_config, "eos_token_id", None)
     found = {tokenizer.eos_token_id, *(eos if isinstance(eos, list | tuple) else [eos])}
     if tokenizer.chat_template:
-        messages = (Message("user", "hi"), Message("assistant", _PLACEHOLDER))
-        tail = render(tokenizer, messages, False, {}).rpartition(_PLACEHOLDER)[2]
-        ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False)
-        if ids and _is_special(tokenizer, ids[0]):
-            found.add(ids[0])
+        found.add(end_of_turn(tokenizer))
     return tuple(sorted(int(token) for token in found if token is not None))
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The special token that the chat template writes behind an answer, where it writes one."""
+    messages = (Message("user", "hi"), Message("assistant", _PLACEHOLDER))
+    tail = render(tokenizer, messages, False, {}).rpartition(_PLACEHOLDER)[2]
+    ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False)
+    return int(ids[0]) if ids and _is_special(tokenizer, ids[0]) else None
 
 
 def _is_special(tokenizer: Any, token: int) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from motet.errors import EngineError
 from motet.tasks.chat import Chat
 from motet.tasks.reward_pool import Scored
-from motet.types import Chunk, FinishReason, IntArray, Message, Problem, Rollout, Sample, Turn
+from motet.types import Chunk, FinishReason, IntArray, Message, Problem, Rollout, Turn
 
 Generate = Callable[[IntArray, tuple[int, ...], int], Awaitable[list[Chunk]]]
 """(prompt_ids, sample_indices, turn) → one whole completion per index, in order. Index and turn seed the draw."""
@@ -71,12 +71,6 @@ ENVIRONMENTS: Mapping[str, EnvironmentSpec] = {
     "retry": EnvironmentSpec(retry, 2),
 }
 """The values of a job's `environment`."""
-
-
-def to_sample(rollout: Rollout, advantage: float) -> Sample:
-    """A rollout as a trainable sequence: its advantage stands on every token that the model sampled, 0 elsewhere."""
-    advantages = np.where(rollout.loss_mask, np.float32(advantage), np.float32(0)).astype(np.float32)
-    return Sample(rollout.token_ids, rollout.loss_mask, rollout.logprobs, advantages, rollout.versions)
 
 
 async def _first_turn(problem: Problem, chat: Chat, group_size: int, generate: Generate) -> list[Rollout]:

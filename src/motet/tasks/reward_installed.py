@@ -14,7 +14,7 @@ from typing import Any
 
 from motet.errors import RewardError
 from motet.tasks.reward_elsewhere import ELSEWHERE
-from motet.tasks.reward_loading import SCORER, adapted, find, load_file, own_parameters
+from motet.tasks.reward_loading import OWN, SCORER, adapted, own_parameters
 from motet.tasks.rewards import BUILTIN
 
 _LOAD_SECONDS = 120.0
@@ -87,7 +87,7 @@ def _describe(function: Any, target: str, args: Mapping[str, Any], wall: bool) -
 def _of_file(file: str) -> dict[str, str]:
     """Public reward functions of a file, by name."""
     found = {}
-    module = load_file(file)
+    module = OWN.load_file(file)
     for name, value in vars(module).items():
         if name.startswith("_") or not inspect.isfunction(value) or value.__module__ != module.__name__:
             continue
@@ -108,7 +108,7 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, one in wanted.items():
         target, args = str(one["function"]), one.get("args") or {}
-        function = find(target)
+        function = OWN.find(target)
         described = _describe(function, target, args, one.get("wall", True))
         adapted(function, {**dict.fromkeys(described.parameters), **args}, name)  # whether it can be called
         found[name] = asdict(described)

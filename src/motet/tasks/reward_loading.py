@@ -9,27 +9,23 @@ Runs in reward processes. Two ways of writing a reward are understood, told apar
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
-import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from motet.errors import MotetError, RewardError
+from motet.errors import RewardError
+from motet.own_code import OwnCode
 from motet.tasks.reasoning import ScorerSpec, build_scorer
 from motet.tasks.rewards import BUILTIN, check_args
 from motet.types import Problem
 
 SCORER = "scorer"
+OWN = OwnCode("reward", RewardError, (*BUILTIN, SCORER))
 # What TRL passes besides columns. Tokens are not for rewards here; the trainer's state is None, as before training.
 _TRL_ONLY = ("completion_ids", "prompt_ids", "prompts_ids")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_HOUSE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class RewardSource(Protocol):
@@ -83,64 +79,7 @@ def resolve(source: RewardSource, scorer: ScorerSpec | None = None) -> LoadedRew
         if source.name == "math":
             importlib.import_module("math_verify")  # slow to import: not on the first completion's CPU time
         return loaded
-    return adapted(find(source.name), source.args, source.name)
-
-
-def find(name: str) -> Any:
-    """The function that `file.py:function` or `module:function` names.
-
-    Raises:
-        RewardError: there is none, or its file does not load.
-    """
-    place, colon, attribute = name.rpartition(":")
-    if not colon:
-        known = [*BUILTIN, SCORER]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RewardError(
-            f"there is no reward {name!r}: {hint}Built in are {', '.join(known)}; "
-            "your own is `file.py:function` or `module:function`"
-        )
-    module = load_file(place) if place.endswith(".py") else _load_module(place)
-    found = functools.reduce(lambda value, part: getattr(value, part, None), attribute.split("."), module)
-    if found is None:
-        functions = [item for item, value in vars(module).items() if callable(value) and not item.startswith("_")]
-        near = difflib.get_close_matches(attribute, functions, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(functions) or 'no functions'}"
-        raise RewardError(f"reward {name!r}: {place} has no function {attribute!r}{hint}")
-    return found
-
-
-def load_file(place: str) -> Any:
-    """The module that a file of rewards makes.
-
-    Raises:
-        RewardError: it is not there, or does not load.
-    """
-    path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise RewardError(f"reward file {place!r} does not exist (looked for {path}, from where motet was started)")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # so that the file may import its neighbours
-    spec = importlib.util.spec_from_file_location(f"motet_reward_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"reward file {place!r} does not load: {describe(error, str(path))}") from error
-    return module
-
-
-def _load_module(place: str) -> Any:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        return importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        hint = "A module must be installed, or lie where motet was started"
-        raise RewardError(f"reward module {place!r} does not load: {describe(error)}. {hint}") from error
+    return adapted(OWN.find(source.name), source.args, source.name)
 
 
 def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
@@ -244,24 +183,3 @@ def _trl_call(
         return function(**{key: value for key, value in given.items() if open_ended or key in parameters})
 
     return call
-
-
-def describe(error: BaseException, file: str = "") -> str:
-    """One line for a person: what was raised and, where known, in which line of the reward's file.
-
-    What Motet raised itself is a sentence already, and needs neither the exception's name nor a place in Motet's source.
-    """
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    theirs = [place for place in frames if not place[0].startswith((_HOUSE, "<"))]
-    own = [place for place in frames if place[0] == file] or theirs
-    line = f" ({own[-1][0]}:{own[-1][1]})" if own and not isinstance(error, ImportError) else ""
-    try:
-        text = " ".join(str(error)[:500].split())
-    except Exception:  # an exception of the user's whose __str__ fails
-        text = ""
-    if text and frames and frames[-1][0].startswith(_HOUSE) and isinstance(error, ValueError | TypeError | MotetError):
-        return f"{text}{line}"
-    return f"{type(error).__name__}{': ' if text else ''}{text}{line}"

@@ -30,8 +30,9 @@ import numpy as np
 
 from motet import wall
 from motet.errors import RewardError, WallError
+from motet.own_code import describe
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_loading import LoadedReward, describe, find, resolve
+from motet.tasks.reward_loading import OWN, LoadedReward, resolve
 from motet.types import Message, Problem
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def load(request: Mapping[str, Any]) -> list[LoadedReward]:
 def _function(name: str, pickled: str | None) -> Any:
     """What somebody wrote themselves; None for a reward that ships with Motet."""
     if pickled is None:
-        return find(name) if ":" in name else None
+        return OWN.find(name) if ":" in name else None
     try:
         # The bytes come from the process of the person whose function it is, over a private pipe.
         return pickle.loads(base64.b64decode(pickled))  # noqa: S301

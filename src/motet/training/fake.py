@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
+from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.fake import (
@@ -91,7 +92,7 @@ class FakeTrainer:
         found = []
         for segment in batch.segments:
             policy = FakePolicy(None if base else self._slot(segment.adapter).adapter)
-            logprobs = [policy.logprobs(sample.token_ids, segment.loss.temperature) for sample in segment.samples]
+            logprobs = [policy.logprobs(sample.token_ids, segment.temperature) for sample in segment.samples]
             masks = [sample.loss_mask for sample in segment.samples]
             found.append(tuple(np.where(mask, some, np.float32(0)) for some, mask in zip(logprobs, masks, strict=True)))
         return tuple(found)
@@ -153,30 +154,37 @@ class FakeTrainer:
         """The unclipped surrogate −A · ratio, and the k3 penalty to the base where there is one."""
         policy, total = FakePolicy(slot.adapter), LossStats()
         scale = slot.adapter.alpha / slot.adapter.rank * slot.adapter.a
-        weights = segment.sample_weights
-        for index, sample in enumerate(segment.samples):
-            weight = 1.0 if weights is None else float(weights[index])
+        for sample in segment.samples:
             with np.errstate(all="ignore"):  # what overflows shows in the gradient's norm
-                stats, gradient = _sample_gradient(policy, segment, sample, weight / segment.denominator)
+                stats, gradient = _sample_gradient(policy, segment, sample)
                 slot.gradient = slot.gradient + scale * gradient
             total = total + stats
         return total
 
 
-def _sample_gradient(policy: FakePolicy, segment: Segment, sample: Sample, weight: float) -> tuple[LossStats, Vector]:
-    """Statistics of one sample, and the gradient [V] of its weighted loss by the logit shift."""
-    temperature, coef = segment.loss.temperature, segment.loss.kl_coef
+def _sample_gradient(policy: FakePolicy, segment: Segment, sample: Sample) -> tuple[LossStats, Vector]:
+    """Statistics of one sample, and the gradient [V] of its weighted loss by the logit shift.
+
+    The loss is the unclipped surrogate −A · ratio with the k3 penalty to the base, or cross entropy.
+    """
+    temperature = segment.temperature
     places = np.flatnonzero(sample.loss_mask)
     logprobs = policy.logprobs(sample.token_ids, temperature)[places].astype(np.float64)
     advantages, sampler = sample.advantages[places].astype(np.float64), sample.logprobs[places].astype(np.float64)
     ratios = np.exp(logprobs - sampler)
-    losses, slopes = -advantages * ratios, -advantages * ratios
     kl_base, kl_tokens = 0.0, 0
-    if sample.reference_logprobs is not None:
-        gap = sample.reference_logprobs[places].astype(np.float64) - logprobs
-        k3 = np.exp(gap) - gap - 1
-        kl_base, kl_tokens = float(k3.sum()), len(places)
-        losses, slopes = losses + coef * k3, slopes + coef * (1 - np.exp(gap))
+    if isinstance(segment.loss, PolicyGradient):
+        losses, slopes = -advantages * ratios, -advantages * ratios
+        if sample.reference_logprobs is not None:
+            gap = sample.reference_logprobs[places].astype(np.float64) - logprobs
+            k3 = np.exp(gap) - gap - 1
+            kl_base, kl_tokens = float(k3.sum()), len(places)
+            coef = segment.loss.kl.coef
+            losses, slopes = losses + coef * k3, slopes + coef * (1 - np.exp(gap))
+    else:
+        losses, slopes = -logprobs, -np.ones(len(places))
+    weights = (np.ones(len(places)) if sample.weights is None else sample.weights[places]) / segment.denominator
+    losses, slopes = losses * weights, slopes * weights
     gradient, entropy = np.zeros(VOCABULARY), 0.0
     for place, slope in zip(places, slopes, strict=True):
         row = policy.row(int(sample.token_ids[place - 1]), temperature)
@@ -186,7 +194,7 @@ def _sample_gradient(policy: FakePolicy, segment: Segment, sample: Sample, weigh
         gradient[sample.token_ids[place]] += slope
     stats = LossStats(
         tokens=len(places),
-        loss=float(losses.sum()) * weight,
+        loss=float(losses.sum()),
         entropy=entropy,
         ratio=float(ratios.sum()),
         ratio_max=float(ratios.max(initial=0.0)),
@@ -195,4 +203,4 @@ def _sample_gradient(policy: FakePolicy, segment: Segment, sample: Sample, weigh
         kl_base_tokens=kl_tokens,
         logprob_gap=float(np.abs(logprobs - sampler).max(initial=0.0)),
     )
-    return stats, gradient * weight / temperature
+    return stats, gradient / temperature

@@ -29,7 +29,18 @@ from motet.model.lora import AdapterWeights, initial_weights
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.training.arena import AdapterArena
-from motet.types import AdamW, Batch, FloatArray, IntArray, LossStats, OptimStats, Segment, Trained, shared_prompts
+from motet.types import (
+    AdamW,
+    Batch,
+    FloatArray,
+    IntArray,
+    LossStats,
+    OptimStats,
+    Sample,
+    Segment,
+    Trained,
+    shared_prompts,
+)
 
 HEAD_ROWS = 256
 """Rows of logits that are in memory at a time."""
@@ -121,7 +132,7 @@ class TorchTrainer:
             hidden_TD = self._hidden(plan)
             for segment, (start, stop), places in zip(batch.segments, plan.spans, plan.places, strict=True):
                 rows = _TrainableRows.of(segment, places, self.base.device)
-                logprobs_N, _ = _head(self.base, hidden_TD[start:stop], rows, segment.loss.temperature)
+                logprobs_N, _ = _head(self.base, hidden_TD[start:stop], rows, segment.temperature)
                 found.append(rows.scatter(logprobs_N, segment))
         return tuple(found)
 
@@ -168,15 +179,15 @@ class TorchTrainer:
     def _segment_loss(
         self, segment: Segment, hidden_TD: Tensor, rows: _TrainableRows
     ) -> tuple[Tensor, LossStats, Tensor]:
-        logprobs_N, entropy_N = _head(self.base, hidden_TD, rows, segment.loss.temperature)
-        weights = segment.sample_weights
-        weights_S = torch.ones(len(segment.samples)) if weights is None else torch.from_numpy(weights)
+        if segment.loss is None:
+            raise ValueError(f"a segment of {segment.adapter!r} has no loss; a gradient needs one")
+        logprobs_N, entropy_N = _head(self.base, hidden_TD, rows, segment.temperature)
         inputs = LossInputs(
             logprobs_N=logprobs_N,
             entropy_N=entropy_N,
             sampler_logprobs_N=rows.gather(segment, "logprobs"),
             advantages_N=rows.gather(segment, "advantages"),
-            weights_N=weights_S.to(self.base.device)[rows.sample_N],
+            weights_N=rows.gather(segment, "weights"),
             sample_N=rows.sample_N,
             n_samples=len(segment.samples),
             reference_logprobs_N=rows.gather_optional(segment, "reference_logprobs"),
@@ -306,16 +317,17 @@ class _TrainableRows:
         for index, (sample, place) in enumerate(zip(segment.samples, placed, strict=True)):
             tokens = np.flatnonzero(sample.loss_mask)
             assert not sample.loss_mask[0], "the first token of a sequence is not predicted by any other"
-            rows.append(place.rows(tokens - 1))
-            targets.append(sample.token_ids[tokens])
-            owners.append(np.full(len(tokens), index))
+            wanted = sample.token_ids if sample.targets is None else sample.targets
+            rows.append(place.rows(tokens - 1).repeat(sample.n_targets))
+            targets.append(wanted[tokens].reshape(-1))
+            owners.append(np.full(len(targets[-1]), index))
         return cls(
             *(torch.from_numpy(np.concatenate(part).astype(np.int64)).to(device) for part in (rows, targets, owners))
         )
 
     def gather(self, segment: Segment, name: str) -> Tensor:
-        """A per-token field of all samples at the trainable places, fp32."""
-        values = [getattr(sample, name)[sample.loss_mask] for sample in segment.samples]
+        """A field of all samples at the trainable places, once for each target there, fp32; 1 where a sample has none."""
+        values = [_at_targets(sample, getattr(sample, name)) for sample in segment.samples]
         return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(self.row_N.device)
 
     def gather_optional(self, segment: Segment, name: str) -> Tensor | None:
@@ -323,15 +335,24 @@ class _TrainableRows:
         return None if getattr(segment.samples[0], name) is None else self.gather(segment, name)
 
     def scatter(self, values_N: Tensor, segment: Segment) -> tuple[FloatArray, ...]:
-        """Back to one array [T] per sample, 0 where nothing is trained."""
+        """Back to one array [T], or [T, K] where there are K targets, per sample; 0 where nothing is trained."""
         flat, found, start = values_N.float().cpu().numpy(), [], 0
         for sample in segment.samples:
-            whole = np.zeros(sample.n_tokens, np.float32)
-            stop = start + sample.n_trainable
-            whole[sample.loss_mask] = flat[start:stop]
+            like = sample.token_ids if sample.targets is None else sample.targets
+            whole = np.zeros(like.shape, np.float32)
+            stop = start + sample.n_trainable * sample.n_targets
+            whole[sample.loss_mask] = flat[start:stop].reshape(-1, *like.shape[1:])
             found.append(whole)
             start = stop
         return tuple(found)
+
+
+def _at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
+    """A field [T] or [T, K] at each target of the trainable places."""
+    if values is None:
+        return np.ones(sample.n_trainable * sample.n_targets, np.float32)
+    chosen = values[sample.loss_mask]
+    return chosen.reshape(-1) if chosen.ndim == 2 else chosen.repeat(sample.n_targets)
 
 
 def _head(base: BaseModel, hidden_TD: Tensor, rows: _TrainableRows, temperature: float) -> tuple[Tensor, Tensor]:

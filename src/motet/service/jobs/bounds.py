@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config import DataConfig, JobConfig
 from motet.errors import ConfigError
 from motet.tasks.dataset import parts_of
@@ -19,6 +20,7 @@ MOST: Mapping[str, int] = {
     "algorithm.groups_per_step": 16_384,
     "algorithm.max_off_policy_steps": 1000,
     "algorithm.updates_per_batch": 1000,
+    "algorithm.rows_per_step": 131_072,
     "eval.n": 1024,
     "checkpoint.keep": 10_000,
 }
@@ -53,13 +55,14 @@ def check_sizes(config: JobConfig) -> None:
     for name, most in MOST.items():
         value: Any = config
         for part in name.split("."):
-            value = getattr(value, part)
+            value = getattr(value, part, None)  # not every algorithm has every field
         if value is not None and value > most:
             raise ConfigError(f"{name}: {value} is more than {most}, the most here")
-    algorithm = config.algorithm
-    width = algorithm.groups_per_step * max(algorithm.oversampling, 1.0) * max(algorithm.over_provision, 1.0)
+    algorithm, rollouts = config.algorithm, 0.0
+    if isinstance(algorithm, PolicyGradient):
+        rollouts = algorithm.groups_per_step * algorithm.oversampling * algorithm.over_provision * algorithm.group_size
     for what, count, most in (
-        ("algorithm: groups_per_step · group_size rollouts of a step", width * algorithm.group_size, MOST_ROLLOUTS),
+        ("algorithm: groups_per_step · group_size rollouts of a step", rollouts, MOST_ROLLOUTS),
         ("data.holdout · eval.n completions of an evaluation", config.data.holdout * config.eval.n, MOST_EVALUATED),
         ("rewards", len(config.rewards), MOST_LISTED),
         ("sampling.stop", len(config.sampling.stop), MOST_LISTED),

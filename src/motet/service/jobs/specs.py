@@ -78,7 +78,7 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
 def _check_room(config: JobConfig, largest: Largest) -> None:
     for name, wanted, most, setting in (
         ("adapter.rank", config.adapter.rank, largest.rank, "max_rank"),
-        ("algorithm.max_off_policy_steps", config.algorithm.max_off_policy_steps, largest.lag, "max_cpu_loras"),
+        ("algorithm.max_off_policy_steps", config.algorithm.lag, largest.lag, "max_cpu_loras"),
     ):
         if most is not None and wanted > most:
             raise ConfigError(

@@ -89,7 +89,7 @@ class RewardWorkers:
             return
         self._pruned[job.id] = job.step
         config = JobConfig.model_validate(job.spec)
-        kept = config.checkpoint.every + config.algorithm.max_off_policy_steps + 1
+        kept = config.checkpoint.every + config.algorithm.lag + 1
         await asyncio.to_thread(self.units.forget, job.id, job.step - kept)
 
     def waits(self, job_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""The base of every configuration model."""
+"""What every section of a job file is: unknown fields are errors."""
 
 from __future__ import annotations
 

@@ -1,0 +1,61 @@
+"""What every algorithm is: its own section of a job file, and a loss. How it learns is its kind's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from motet.algorithms.packing import cut
+from motet.section import Config
+from motet.types import FloatArray, Sample, Segment, shared_prompts
+
+if TYPE_CHECKING:
+    from motet.algorithms.losses import Loss, LossInputs, TokenLosses
+
+
+class Algorithm(Config):
+    """How a job learns. A plain string is the type."""
+
+    type: str
+    """A name, or `file.py:Class` for one of your own."""
+
+    @property
+    def lag(self) -> int:
+        """How many versions older than the trained one what is trained may be."""
+        return 0
+
+    def token_losses(self, inputs: LossInputs) -> TokenLosses:
+        """Loss of each trainable token of a segment [N], and whether a clip touched it [N]; runs where torch is."""
+        raise NotImplementedError(f"{type(self).__name__} has no token_losses")
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one step trains."""
+
+    samples: tuple[Sample, ...]
+    """In data order; samples that cannot have a gradient are left out."""
+    denominator: float
+    """Of the complete step, samples without a gradient included."""
+    groups: int = 0
+    """Groups that entered the advantages."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all samples, prompts included."""
+        return sum(sample.n_tokens for sample in self.samples)
+
+    def segments(self, adapter: str, loss: Loss | None, temperature: float, budget: int) -> tuple[Segment, ...]:
+        """Cut into micro-batches of at most `budget` tokens: a function of these samples alone."""
+        lengths = [sample.n_tokens for sample in self.samples]
+        return tuple(
+            Segment(adapter, self.samples[part.start : part.stop], loss, self.denominator, temperature)
+            for part in cut(lengths, budget, shared_prompts(self.samples))
+        )
+
+    def with_logprobs(self, field: str, logprobs: Sequence[FloatArray]) -> StepBatch:
+        """The same batch with `reference_logprobs` or `proximal_logprobs` filled in."""
+        filled: list[Mapping[str, FloatArray]] = [{field: values} for values in logprobs]
+        samples = (replace(sample, **values) for sample, values in zip(self.samples, filled, strict=True))  # type: ignore[arg-type]
+        return replace(self, samples=tuple(samples))

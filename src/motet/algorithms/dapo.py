@@ -1,0 +1,37 @@
+"""DAPO (Yu et al. 2025, arXiv 2503.14476): clip-higher, a mean over tokens, dynamic sampling, and a soft limit on length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from motet.algorithms.advantages import advantages
+from motet.algorithms.policy_gradient import PolicyGradient
+from motet.types import FloatArray, Group, Rollout
+
+
+class Dapo(PolicyGradient):
+    """DAPO: GRPO's advantages over groups that all have a signal. Clip ranges and mean are those of every algorithm here."""
+
+    type: Literal["dapo"] = "dapo"
+    oversampling: float = Field(3.0, ge=1, le=8)
+    """Dynamic sampling (section 3.2): a step owns this many times groups_per_step problems and samples them, in data order,
+    until groups_per_step groups have a signal."""
+    overlong_buffer: int = Field(0, ge=0, le=10**7)
+    """Soft overlong punishment (section 3.4): within this many tokens of max_tokens the reward falls, by up to 1; 0 is off."""
+
+    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[float | FloatArray]]:
+        """GRPO's, of rewards less the punishment."""
+        rewards = [
+            [rollout.reward + self.punishment(rollout, max_tokens) for rollout in group.scored] for group in groups
+        ]
+        return [values.tolist() for values in advantages(rewards, self.advantage)]
+
+    def punishment(self, rollout: Rollout, max_tokens: int) -> float:
+        """Between −1 and 0, eq. 13: 0 up to max_tokens − overlong_buffer tokens, −1 at max_tokens."""
+        if not self.overlong_buffer:
+            return 0.0
+        over = int(rollout.loss_mask.sum()) - (max_tokens - self.overlong_buffer)
+        return -min(max(over / self.overlong_buffer, 0.0), 1.0)

@@ -1,0 +1,150 @@
+"""Algorithms that learn from groups of scored rollouts: their settings, their advantages and their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from motet.algorithms.advantages import AdvantageKind, Reduction, advantages, normalisation, select_groups
+from motet.algorithms.algorithm import Algorithm, StepBatch
+from motet.section import Config
+from motet.types import FloatArray, Group, Rollout, Sample
+
+if TYPE_CHECKING:
+    from motet.algorithms.losses import LossInputs, TokenLosses
+
+LossName = Literal["ppo_clip", "importance_sampling", "cispo", "gspo", "reinforce"]
+
+SEQUENCE_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
+"""Clip range of sequence ratios, from GSPO's experiments (arXiv 2507.18071, section 5.1)."""
+
+
+class KLConfig(Config):
+    """Penalty that keeps the policy near the base (the model without an adapter)."""
+
+    coef: float = Field(0.0, ge=0, le=1e6)
+    """Weight of the penalty; 0 switches it off."""
+    type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator, after Schulman's note on approximating KL divergence."""
+
+
+class PolicyGradient(Algorithm):
+    """Reinforcement learning from groups of rollouts.
+
+    One of your own derives from this or from an algorithm below, with fields of its own, and says what differs: `advantages`,
+    `token_losses`, or the whole `batch`.
+    """
+
+    advantage: AdvantageKind = "grpo"
+    """How rewards become advantages: `grpo` divides by the group's standard deviation, `centered` does not."""
+    loss: LossName = "ppo_clip"
+    """The policy loss of a token (`gspo`: of a sequence)."""
+    reduction: Reduction = "token"
+    """What token losses are averaged over: all tokens of the step, each sequence then sequences, or `max_tokens` each."""
+    group_size: int = Field(8, ge=2, le=10**5)
+    """Rollouts of one problem."""
+    groups_per_step: int = Field(16, ge=1, le=10**6)
+    """Problems of one step."""
+    max_off_policy_steps: int = Field(0, ge=0, le=10**4)
+    """Step s samples from version max(0, s − this); 0 is on-policy."""
+    in_flight: Literal["finish", "continue"] = "finish"
+    """What becomes of rollouts under way when a newer version is there: they finish under the version they began with, or go on
+    under the new one, each token with its version (the job is then not exact). Needs max_off_policy_steps."""
+    over_provision: float = Field(1.0, ge=1, le=4)
+    """Start this many times the groups of a step, train on those that are done first and resume the rest in the next step, so
+    that a step does not wait for its slowest answers (the job is then not exact)."""
+    updates_per_batch: int = Field(1, ge=1, le=10**4)
+    """Optimizer updates on one rollout batch; each goes over all of it."""
+    clip_low: float = Field(0.2, ge=0)
+    """Ratios below 1 − clip_low get no gradient from negative advantages; 3e-4 unless set where the loss is `gspo`."""
+    clip_high: float = Field(0.28, ge=0)
+    """Ratios above 1 + clip_high get no gradient from positive advantages; 4e-4 unless set where the loss is `gspo`."""
+    kl: KLConfig = KLConfig()
+    """KL penalty to the base."""
+    importance_cap: float = Field(2.0, gt=0)
+    """Upper bound of truncated importance weights and of CISPO's ratio."""
+    correct_sampler: bool = False
+    """Truncated importance sampling: correct for a sampler that differs from the trainer (remote engines, staleness)."""
+    oversampling: float = Field(1.0, ge=1, le=8)
+    """Dynamic sampling: a step owns this many times groups_per_step problems and samples them, in data order, until
+    groups_per_step groups have a signal."""
+    mask_truncated: bool = False
+    """Leave answers that ran into max_tokens out of the loss."""
+    max_failed_fraction: float = Field(0.25, ge=0, le=1)
+    """The job fails when more of a step's rollouts than this have no reward."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clip_goes_with_the_loss(cls, given: Any) -> Any:
+        """A sequence ratio is a geometric mean over tokens and stays near 1, so its clip range is another."""
+        if isinstance(given, dict) and given.get("loss", cls.model_fields["loss"].default) == "gspo":
+            return {**SEQUENCE_CLIP, **given}
+        return given
+
+    @model_validator(mode="after")
+    def _has_newer_versions(self) -> PolicyGradient:
+        if self.in_flight == "continue" and self.max_off_policy_steps == 0:
+            raise ValueError(
+                "in_flight: continue needs max_off_policy_steps of 1 or more: on-policy, no version comes while a "
+                "step is sampled"
+            )
+        return self
+
+    @property
+    def lag(self) -> int:
+        """How many versions older than the trained one what is trained may be."""
+        return self.max_off_policy_steps
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether samples must carry the base's logprobs."""
+        return self.kl.coef > 0
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether samples must carry the logprobs of the policy at the start of the step."""
+        return self.correct_sampler
+
+    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[float | FloatArray]]:
+        """For each scored rollout of each group one advantage, or one for each of its tokens [T]."""
+        rewards = [[rollout.reward for rollout in group.scored] for group in groups]
+        return [values.tolist() for values in advantages(rewards, self.advantage)]
+
+    def token_losses(self, inputs: LossInputs) -> TokenLosses:
+        """Loss of each trainable token of a segment [N], and whether the clip touched it [N]; runs where torch is."""
+        from motet.algorithms.losses import policy_losses
+
+        return policy_losses(self, inputs)
+
+    def batch(self, groups: Sequence[Group], max_tokens: int) -> StepBatch:
+        """Samples of a step's groups, whole: advantages, weights, denominator.
+
+        A group with fewer than two scored rollouts is dropped. With oversampling, the first `groups_per_step` groups that have
+        a signal are kept.
+        """
+        usable = [group for group in groups if len(group.scored) >= 2]
+        if self.oversampling > 1:
+            usable = list(select_groups(usable, self.groups_per_step))
+        pairs: list[tuple[Rollout, float | FloatArray]] = []
+        for group, values in zip(usable, self.advantages(usable, max_tokens), strict=True):
+            pairs.extend(zip(group.scored, values, strict=True))
+        if self.mask_truncated:
+            pairs = [(rollout, value) for rollout, value in pairs if not rollout.truncated]
+        lengths = [int(rollout.loss_mask.sum()) for rollout, _ in pairs]
+        weights_S, denominator = normalisation(lengths, self.reduction, max_tokens)
+        samples = tuple(
+            to_sample(rollout, value, float(weight))
+            for (rollout, value), length, weight in zip(pairs, lengths, weights_S, strict=True)
+            if length > 0 and (np.any(value) or self.needs_reference)
+        )
+        return StepBatch(samples, denominator, len(usable))
+
+
+def to_sample(rollout: Rollout, advantage: float | FloatArray, weight: float = 1.0) -> Sample:
+    """A rollout as a trainable sequence: advantage and weight stand on every token that the model sampled, 0 elsewhere."""
+    advantages = np.where(rollout.loss_mask, np.float32(advantage), np.float32(0)).astype(np.float32)
+    weights = None if weight == 1.0 else np.where(rollout.loss_mask, np.float32(weight), np.float32(0))
+    return Sample(rollout.token_ids, rollout.loss_mask, rollout.logprobs, advantages, rollout.versions, weights)

@@ -1,0 +1,105 @@
+"""Code of a person's own, by its name: `file.py:name` or `module:name`."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet.errors import MotetError
+
+_HOUSE = f"{Path(__file__).parent}{os.sep}"
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """How code of one kind is looked for."""
+
+    kind: str
+    """`reward`, `algorithm` or `environment`, for messages."""
+    error: type[MotetError]
+    built_in: Sequence[str]
+    """Names that need no file."""
+
+    def find(self, name: str) -> Any:
+        """What `file.py:name` or `module:name` names.
+
+        Raises:
+            MotetError: there is none, or its file does not load.
+        """
+        place, colon, attribute = name.rpartition(":")
+        if not colon:
+            near = difflib.get_close_matches(name, self.built_in, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise self.error(
+                f"there is no {self.kind} {name!r}: {hint}Built in are {', '.join(self.built_in)}; "
+                "your own is `file.py:name` or `module:name`"
+            )
+        module = self.load_file(place) if place.endswith(".py") else self._load_module(place)
+        found = functools.reduce(lambda value, part: getattr(value, part, None), attribute.split("."), module)
+        if found is None:
+            names = [item for item, value in vars(module).items() if callable(value) and not item.startswith("_")]
+            near = difflib.get_close_matches(attribute, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(names) or 'nothing to call'}"
+            raise self.error(f"{self.kind} {name!r}: {place} has no {attribute!r}{hint}")
+        return found
+
+    def load_file(self, place: str) -> Any:
+        """The module that a file makes.
+
+        Raises:
+            MotetError: it is not there, or does not load.
+        """
+        path = Path(place).expanduser().resolve()
+        if not path.is_file():
+            raise self.error(
+                f"{self.kind} file {place!r} does not exist (looked for {path}, from where motet was started)"
+            )
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))  # so that the file may import its neighbours
+        spec = importlib.util.spec_from_file_location(f"motet_{self.kind}_{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            raise self.error(f"{self.kind} file {place!r} does not load: {describe(error, str(path))}") from error
+        return module
+
+    def _load_module(self, place: str) -> Any:
+        if str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))
+        try:
+            return importlib.import_module(place)
+        except (Exception, SystemExit) as error:
+            hint = "A module must be installed, or lie where motet was started"
+            raise self.error(f"{self.kind} module {place!r} does not load: {describe(error)}. {hint}") from error
+
+
+def describe(error: BaseException, file: str = "") -> str:
+    """One line for a person: what was raised and, where known, in which line of `file`.
+
+    What Motet raised itself is a sentence already, and needs neither the exception's name nor a place in Motet's source.
+    """
+    frames, trace = [], error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    theirs = [place for place in frames if not place[0].startswith((_HOUSE, "<"))]
+    own = [place for place in frames if place[0] == file] or theirs
+    line = f" ({own[-1][0]}:{own[-1][1]})" if own and not isinstance(error, ImportError) else ""
+    try:
+        text = " ".join(str(error)[:500].split())
+    except Exception:  # an exception of the user's whose __str__ fails
+        text = ""
+    if text and frames and frames[-1][0].startswith(_HOUSE) and isinstance(error, ValueError | TypeError | MotetError):
+        return f"{text}{line}"
+    return f"{type(error).__name__}{': ' if text else ''}{text}{line}"

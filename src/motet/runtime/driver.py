@@ -1,0 +1,111 @@
+"""Whoever decides what comes next for a session. Every kind of loop is one: it says what a step is, the rest is here."""
+
+from __future__ import annotations
+
+from motet.errors import ScorerAway
+from motet.runtime.checkpoint import Committed
+from motet.runtime.job import Job, Services
+from motet.runtime.scheduler import weight_of
+from motet.runtime.session import Evaluated, Session
+from motet.types import JobState
+
+
+class Driver:
+    """Drives one job's session from taking a slot to giving it back."""
+
+    evaluation_seconds: tuple[str, ...] = ("train",)
+    """What the time of a last evaluation is listed under in timings.jsonl; it is measured with the steps before."""
+
+    def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
+        self.job, self.services = job, services
+        self.session = Session(job, services, committed)
+        self._pause = False
+
+    async def run(self) -> JobState:
+        """Train until done or paused; cancellation and failure leave by exception. The slot is free afterwards."""
+        job, session, scheduler = self.job, self.session, self.services.scheduler
+        scheduler.join(job.name, weight_of(job.config.priority), job.tenant)
+        try:
+            await self.begin()
+            await session.open()
+            await self._publish()
+            while session.done.step < job.config.steps:
+                job.progress.spent = self.spent
+                if self._pause or job.progress.spent:
+                    await session.commit()
+                    return JobState.PAUSED
+                await self.step(session.done.step)
+                await self._publish()
+            await session.end(await self.evaluated(), dict.fromkeys(self.evaluation_seconds, 0.0))
+            return JobState.SUCCEEDED
+        except (ScorerAway, ExceptionGroup) as error:
+            if not _only_away(error):
+                raise
+            if not session.moved:
+                await session.commit()
+            return JobState.PAUSED if self._pause else JobState.QUEUED
+        finally:
+            await self.leave()
+            scheduler.leave(job.name)
+            await session.close()
+
+    # --- what a loop says ----------------------------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """Before the slot is taken."""
+
+    async def step(self, step: int) -> None:
+        """Train step `step` and finish it."""
+        raise NotImplementedError
+
+    def published(self, version: int) -> None:
+        """A version may be sampled from."""
+
+    async def evaluated(self) -> Evaluated | None:
+        """The evaluation of the version that the step under way started from, where it is evaluated."""
+        return None
+
+    async def leave(self) -> None:
+        """Let go of everything but the session."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the job waits for somebody's scores, and asks nothing of the device."""
+        return False
+
+    def rest(self) -> None:
+        """Wait for no score any longer."""
+
+    # --- what others ask -----------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Stop after the step under way; at once where it waits for somebody to score, and nobody is there."""
+        self._pause = True
+
+    def go_on(self) -> None:
+        """Do not stop after all."""
+        self._pause = False
+
+    @property
+    def spent(self) -> bool:
+        """Whether the job may not begin another step because its budget is used up."""
+        budget, done = self.job.config.budget, self.session.done
+        return budget is not None and done.tokens >= budget and done.step < self.job.config.steps
+
+    @property
+    def commits(self) -> bool:
+        """Whether the step under way goes to disk: also where it may turn out the best, or a resumed job samples from it."""
+        config, version = self.job.config, self.session.done.step + 1
+        wanted = version % config.checkpoint.every == 0 or version == config.steps or self._pause
+        return wanted or self.job.evaluates(version) or config.algorithm.lag > 0
+
+    async def _publish(self) -> None:
+        await self.session.publish()
+        if not self.spent:
+            self.published(self.session.done.step)
+
+
+def _only_away(error: Exception) -> bool:
+    """Whether nothing is wrong but that nobody scores."""
+    rest = error.split(ScorerAway)[1] if isinstance(error, ExceptionGroup) else None
+    return rest is None

@@ -1,0 +1,138 @@
+"""Reinforcement learning, step by step: sample → learn → record → commit → publish.
+
+The sample side runs ahead as far as `max_off_policy_steps` lets it; the learn side takes steps in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from motet.errors import JobFailed
+from motet.runtime.checkpoint import Committed
+from motet.runtime.driver import Driver
+from motet.runtime.job import Job, Services
+from motet.runtime.learning import learn
+from motet.runtime.metrics import evaluation_record, rollout_records, step_record
+from motet.runtime.sampling import JobSampler, SampledStep, Supply
+from motet.runtime.session import Evaluated, FinishedStep
+from motet.types import Group
+
+
+class RolloutLoop(Driver):
+    """Trains an adapter on what it samples."""
+
+    evaluation_seconds = ("sample", "reward", "train")
+
+    def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
+        super().__init__(job, services, committed)
+        done = self.session.done
+        supply = Supply(done.position, set(done.pending))
+        self._sampler = JobSampler(job, services, self.session.versions, supply)
+        self._steps: dict[int, asyncio.Task[SampledStep]] = {}
+        self._evaluation: asyncio.Task[SampledStep] | None = None
+
+    async def begin(self) -> None:
+        """Rewards are there before the first answer."""
+        job = self.job
+        log = job.directory.path / "rewards.log"
+        await self.services.rewards.register(job.name, job.config.rewards, job.data.scorer, log=log)
+
+    async def step(self, step: int) -> None:
+        """Sample, learn, record, commit; the driver publishes."""
+        sampled = await self._sampled(step)
+        self.job.progress.phase, started = "training", time.monotonic()
+        learned = await learn(self.session, sampled, with_reference=self.job.evaluates(step))
+        seconds = {"sample": sampled.seconds, "reward": sampled.reward_seconds, "train": time.monotonic() - started}
+        evaluated, supply = await self.evaluated(), self._sampler.supply
+        supply.pending.difference_update(sampled.positions)
+        finished = FinishedStep(
+            record=step_record(sampled, learned),
+            seconds=seconds,
+            optim=learned.optim,
+            tokens_sampled=sampled.tokens,
+            tokens_trained=learned.tokens,
+            position=supply.position,
+            pending=supply.pending,
+            rollouts=rollout_records(sampled, "train", self.job.chat.token_texts),
+        )
+        await self.session.finish(finished, evaluated, commit=self.commits)
+
+    def published(self, version: int) -> None:
+        """Begin what may be sampled from it."""
+        if self.job.evaluates(version) and self.session.done.evaluated < version:
+            self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
+        last = min(self.job.config.steps, version + self.job.config.algorithm.lag + 1)
+        for step in range(version, last):
+            if not self._pause:
+                self._begin(step)
+
+    async def evaluated(self) -> Evaluated | None:
+        """The evaluation that was begun with the version that the step under way started from, once it is there."""
+        if self._evaluation is None:
+            return None
+        self.job.progress.phase = "evaluating"
+        sampled = await self._evaluation
+        self._evaluation = None
+        check_failures(sampled.groups, self.job.rl.max_failed_fraction)
+        lines = rollout_records(sampled, "eval", self.job.chat.token_texts)
+        await asyncio.to_thread(self.job.directory.write_rollouts, f"eval-{sampled.version}", lines)
+        record = evaluation_record(sampled)
+        self.job.progress.evaluated(sampled.version, record)
+        return Evaluated(sampled.version, record, float(record["reward"]), sampled.tokens)
+
+    async def leave(self) -> None:
+        """Stop sampling, and let the rewards go."""
+        tasks = [*self._steps.values(), *([self._evaluation] if self._evaluation else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.services.rewards.unregister(self.job.name)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the job waits for somebody's scores, and asks nothing of the device."""
+        return self._sampler.waits
+
+    def rest(self) -> None:
+        """Wait for no score any longer: the step that wants it ends with `ScorerAway`."""
+        self._sampler.rest()
+
+    def pause(self) -> None:
+        """Stop after the step under way; at once where it waits for somebody to score, and nobody is there."""
+        super().pause()
+        self.services.rewards.rest(self.job.name, True)
+
+    def go_on(self) -> None:
+        """Do not stop after all."""
+        super().go_on()
+        self.services.rewards.rest(self.job.name, False)
+
+    def _begin(self, step: int) -> asyncio.Task[SampledStep]:
+        if step not in self._steps:
+            self._steps[step] = asyncio.create_task(self._sampler.step(step))
+        return self._steps[step]
+
+    async def _sampled(self, step: int) -> SampledStep:
+        task = self._begin(step)
+        sampled = await task
+        del self._steps[step]
+        check_failures(sampled.groups, self.job.rl.max_failed_fraction)
+        return sampled
+
+
+def check_failures(groups: Sequence[Group], limit: float) -> None:
+    """Stop a job whose rollouts mostly fail.
+
+    Raises:
+        JobFailed: with the commonest reason.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    errors = [rollout.error for rollout in rollouts if rollout.error]
+    if rollouts and len(errors) > limit * len(rollouts):
+        commonest = max(sorted(set(errors)), key=errors.count)
+        raise JobFailed(
+            f"{len(errors)} of {len(rollouts)} rollouts have no reward (limit: algorithm.max_failed_fraction = {limit:g}). "
+            f"The commonest reason: {commonest}"
+        )

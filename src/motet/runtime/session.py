@@ -1,0 +1,234 @@
+"""One adapter while it is trained: its slot, its versions and its commits. What comes next is its driver's to say.
+
+session.open → forward_backward* → optim_step → finish (record, commit) → publish → … → close
+Nothing is published before it is committed, where it is committed at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from motet.errors import JobFailed
+from motet.runtime.checkpoint import Committed
+from motet.runtime.job import Job, Services
+from motet.runtime.metrics import timing_record
+from motet.runtime.probe import Probe
+from motet.runtime.versions import Versions
+from motet.types import AdamW, Batch, FloatArray, OptimStats, Segment, Trained
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The evaluation of one version."""
+
+    version: int
+    record: Mapping[str, Any]
+    """The `eval` part of a line."""
+    score: float
+    """The higher the better."""
+    tokens: int = 0
+    """Sampled for it."""
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """What a driver says of a step that is trained."""
+
+    record: Mapping[str, Any]
+    """The line of metrics.jsonl, without the evaluation."""
+    seconds: Mapping[str, float]
+    """By what they were spent on."""
+    optim: OptimStats | None
+    """None where nothing was trainable."""
+    tokens_sampled: int = 0
+    tokens_trained: int = 0
+    position: int = 0
+    pending: Iterable[int] = ()
+    """How far the sequence of problems is used up, where steps do not take a window each (`Committed`)."""
+    rollouts: Iterable[Mapping[str, Any]] | None = field(default=None, repr=False)
+    """Lines of the rollout log."""
+
+
+class Session:
+    """A slot, its adapter, its versions and its commits."""
+
+    def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
+        self.job, self.services = job, services
+        self.done = committed or Committed()
+        self.moved = False
+        """Whether the trainer is ahead of what was done."""
+        self._resumed = committed is not None
+        job.starts += 1  # a version trained again after a pause or a failure is another one, as it is after a crash
+        engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
+        self.versions = Versions(job.name, engine_name, services.engine, services.sync, services.keep_versions)
+        self._probe = Probe(job.name, job.chat.prompt_ids(job.data.train[0]), services.probe_tolerance)
+        self._resident = False
+        self._publish_seconds = 0.0
+
+    @property
+    def oldest_needed(self) -> int:
+        """The oldest version that a step not yet trained samples from."""
+        return max(0, self.done.step - self.job.config.algorithm.lag)
+
+    async def open(self) -> None:
+        """Take a slot, restore what was committed, and make the versions that may be asked for servable."""
+        job, services, start = self.job, self.services, self.done.step
+        adapter, state = job.config.adapter, job.directory.path / "state"
+        await services.on_device(job.name, lambda: services.trainer.add_adapter(job.name, adapter, job.seed))
+        self._resident = True
+        if self._resumed:
+            await services.on_device(
+                job.name, lambda: services.trainer.load_adapter(job.name, state / str(start), optimizer=True)
+            )
+            for reason in self.done.inexact:
+                job.note_inexact(reason)
+            if self.done.threads != services.threads:
+                job.note_inexact(
+                    f"torch threads changed from {self.done.threads} to {services.threads} at step {start}"
+                )
+            for version in range(self.oldest_needed, start):
+                await self.versions.restore(version, state / str(version))
+        else:
+            if adapter.init is not None:
+                source = job.init_directory()
+                await services.on_device(
+                    job.name, lambda: services.trainer.load_adapter(job.name, source, optimizer=False)
+                )
+            self.done = replace(self.done, threads=services.threads)
+            await self.commit()
+        job.progress.step = job.progress.first_step = start
+        job.progress.started = time.monotonic()
+
+    async def close(self) -> None:
+        """Give the slot back, whatever happened."""
+        name, services = self.job.name, self.services
+        await self.versions.drop_all()
+        if self._resident:
+            await services.on_device(name, lambda: services.trainer.remove_adapter(name))
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    async def forward_backward(self, segments: tuple[Segment, ...]) -> tuple[Trained, ...]:
+        """Add the gradients of segments, in their order, in one packed batch with those of other sessions."""
+        self.moved = True
+        return await self.services.learner.train(self.job.name, segments)
+
+    async def forward(self, segments: tuple[Segment, ...], *, base: bool = False) -> list[FloatArray]:
+        """Logprobs of each sample; `base=True` leaves the adapter out."""
+        found: list[FloatArray] = []
+        for segment in segments:
+            batch = Batch((segment,))
+            (logprobs,) = await self.services.on_device(
+                self.job.name,
+                lambda batch=batch: self.services.trainer.forward(batch, base=base),  # type: ignore[misc]
+            )
+            found.extend(logprobs)
+        return found
+
+    async def optim_step(self, adamw: AdamW) -> OptimStats:
+        """Clip, step and clear the gradient; the next version is ready to commit and publish."""
+        name, trainer = self.job.name, self.services.trainer
+        return await self.services.on_device(name, lambda: trainer.optim_step(name, adamw))
+
+    # --- what lasts --------------------------------------------------------------------------------------------------
+
+    async def finish(self, step: FinishedStep, evaluated: Evaluated | None, *, commit: bool) -> None:
+        """Record a trained step, which makes the next version, and commit it where asked.
+
+        Raises:
+            JobFailed: too many steps in a row had a gradient that was not finite.
+        """
+        job, done = self.job, self.done
+        skipped = done.skipped_in_row + 1 if step.optim is not None and step.optim.skipped else 0
+        record = {**step.record, **({} if evaluated is None else {"eval": evaluated.record})}
+        tokens = {
+            "tokens_sampled": step.tokens_sampled + (0 if evaluated is None else evaluated.tokens),
+            "tokens_trained": step.tokens_trained,
+        }
+        seconds = {**step.seconds, "publish": self._publish_seconds}
+        await asyncio.to_thread(self._write, record, seconds, tokens, step.rollouts)
+        if skipped >= job.config.optimizer.max_skipped:
+            raise JobFailed(
+                f"the gradient was not finite in {skipped} steps in a row (optimizer.max_skipped); lower optimizer.lr, or look "
+                "at the rewards and the data of the last rollouts"
+            )
+        self.done = replace(
+            _with_evaluation(done, evaluated),
+            step=done.step + 1,
+            skipped_in_row=skipped,
+            tokens_sampled=done.tokens_sampled + tokens["tokens_sampled"],
+            tokens_trained=done.tokens_trained + tokens["tokens_trained"],
+            position=step.position,
+            pending=tuple(sorted(step.pending)),
+            threads=self.services.threads,
+            inexact=tuple(job.inexact),
+        )
+        self.moved = False
+        if commit:
+            await self.commit()
+        job.progress.step = self.done.step
+        job.progress.tokens += step.tokens_trained
+        job.progress.stepped(record)
+        job.tell("step", {**record, **tokens, "seconds": seconds})
+
+    async def end(self, evaluated: Evaluated | None, seconds: Mapping[str, float]) -> None:
+        """Record the evaluation of the last version in a last line of the metrics, and commit."""
+        if evaluated is not None:
+            record = {"step": evaluated.version, "version": evaluated.version, "eval": evaluated.record}
+            tokens = {"tokens_sampled": evaluated.tokens, "tokens_trained": 0}
+            await asyncio.to_thread(self._write, record, {**seconds, "publish": self._publish_seconds}, tokens)
+            self.job.tell("step", {**record, **tokens})
+            done = replace(self.done, tokens_sampled=self.done.tokens_sampled + evaluated.tokens)
+            self.done = _with_evaluation(done, evaluated)
+        await self.commit()
+
+    async def commit(self) -> None:
+        """Make what was done permanent."""
+        job, trainer, done = self.job, self.services.trainer, self.done
+        job.progress.phase = "saving"
+        keep = max(job.config.checkpoint.keep, job.config.algorithm.lag + 1)
+
+        def write() -> Committed:
+            written = job.directory.commit(done, lambda path: trainer.save_adapter(job.name, path, optimizer=True))
+            job.directory.prune(keep, job.config.checkpoint.rollouts_mb * 2**20)
+            return written
+
+        self.done = await asyncio.to_thread(write)
+
+    async def publish(self) -> None:
+        """Let the engine have the version that was finished last, probe it, and let sampling have it."""
+        services, version = self.services, self.done.step
+        started = time.monotonic()
+        await self.versions.publish(version)
+        trained = await services.device.run(lambda: self._probe.trained(services.trainer), light=True)
+        await self._probe.check(services.engine, self.versions.ref(version), trained)
+        self._publish_seconds = time.monotonic() - started
+        await self.versions.announce(version, self.oldest_needed)
+
+    def _write(
+        self,
+        record: Mapping[str, Any],
+        seconds: Mapping[str, float],
+        tokens: Mapping[str, int],
+        rollouts: Iterable[Mapping[str, Any]] | None = None,
+    ) -> None:
+        directory, step = self.job.directory, int(record["step"])
+        if rollouts is not None:
+            directory.write_rollouts(str(step), rollouts)
+        directory.append(directory.metrics, record)
+        directory.append(directory.timings, timing_record(step, seconds, **tokens, busy=self.services.device.busy))
+
+
+def _with_evaluation(done: Committed, evaluated: Evaluated | None) -> Committed:
+    """Remember that a version was evaluated, and whether it is the best so far."""
+    if evaluated is None:
+        return done
+    score = evaluated.score
+    if math.isfinite(score) and (done.best_reward is None or score > done.best_reward):
+        done = replace(done, best_reward=score, best_version=evaluated.version)
+    return replace(done, evaluated=evaluated.version)
