@@ -23,6 +23,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from http_reference import http
+from motet.algorithms.algorithm import Algorithm
+from motet.algorithms.policy_gradient import PolicyGradient
+from motet.algorithms.registry import ALGORITHMS
 from motet.config import Config, RunConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -43,9 +46,19 @@ def sections(model: type[Config], name: str, path: str) -> Iterator[tuple[str, s
     yield name, path, model
     for field_name, field in model.model_fields.items():
         inner = model_of(field.annotation)
-        if inner is not None:
+        if inner is Algorithm:
+            yield from algorithms(field_name, f"{path}.{field_name}".lstrip("."))
+        elif inner is not None:
             many = "[]" if "list" in str(field.annotation) else ""
             yield from sections(inner, field_name, f"{path}.{field_name}{many}".lstrip("."))
+
+
+def algorithms(name: str, path: str) -> Iterator[tuple[str, str, type[Config]]]:
+    """The settings that algorithms share, with those of the default, and a section for each of the others."""
+    yield from sections(ALGORITHMS["grpo"], name, path)
+    for kind, model in ALGORITHMS.items():
+        if kind != "grpo":
+            yield f"{name} {kind}", path, model
 
 
 def type_text(annotation: Any, section: str) -> str:
@@ -105,11 +118,26 @@ def section_text(name: str, path: str, model: type[Config]) -> str:
     lines = [f"## {name}", "", *([f"At `{path}`."] if path else []), inspect.getdoc(model) or "", ""]
     lines += ["| Field | Type | Default | Meaning |", "|---|---|---|---|"]
     for field_name, field in model.model_fields.items():
-        if not field.description:
+        if name.startswith("algorithm ") and _is_shared(model, field_name, field):
+            continue
+        if not (field.description or name.startswith("algorithm")):
             raise ValueError(f"{model.__name__}.{field_name} has no docstring")
+        description = field.description or _inherited(model, field_name)
         kind = type_text(field.annotation, field_name) + bounds_text(field)
-        lines.append(f"| `{field_name}` | {cell(kind)} | {cell(default_text(field))} | {cell(field.description)} |")
+        lines.append(f"| `{field_name}` | {cell(kind)} | {cell(default_text(field))} | {cell(description)} |")
     return "\n".join(lines) + "\n"
+
+
+def _inherited(model: type[Config], name: str) -> str:
+    """What a class above says of a field."""
+    fields = (getattr(above, "model_fields", {}).get(name) for above in model.__mro__)
+    return next((field.description for field in fields if field is not None and field.description), "")
+
+
+def _is_shared(model: type[Config], name: str, field: FieldInfo) -> bool:
+    """Whether an algorithm's field is that of `algorithm`, with its default."""
+    shared = ALGORITHMS["grpo"].model_fields.get(name) if issubclass(model, PolicyGradient) else None
+    return shared is not None and shared.default == field.default
 
 
 def configuration() -> str:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from motet.algorithms import Grpo
 from motet.config import AdapterConfig
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.protocols import RolloutEngine
@@ -28,7 +29,7 @@ from motet.rollout.server import Bounds, Demand, FileSync, ServerEngine
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
 from motet.training.fake import FakeTrainer
-from motet.types import AdamW, AdapterRef, Batch, GenerateRequest, LossSpec, Sample, SamplingParams, Segment
+from motet.types import AdamW, AdapterRef, Batch, GenerateRequest, Sample, SamplingParams, Segment
 from tests.protocol_server import ProtocolServer
 
 RUN = "run"
@@ -107,7 +108,7 @@ def learn(trainer: FakeTrainer, name: str, text: str = "learn this", rate: float
     tokens = np.array(FakeTokenizer().encode(text), np.int32)
     ones = np.ones(len(tokens), np.float32)
     sample = Sample(tokens, np.arange(len(tokens)) > 0, -ones, ones, np.zeros(len(tokens), np.int32))
-    trainer.forward_backward(Batch((Segment(name, (sample,), LossSpec(), float(len(tokens))),)))
+    trainer.forward_backward(Batch((Segment(name, (sample,), Grpo(), float(len(tokens))),)))
     trainer.optim_step(name, AdamW(rate))
 
 

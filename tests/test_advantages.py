@@ -10,11 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from motet.algorithms import Cispo, Dapo, DrGrpo, Grpo, Gspo, ImportanceSampling, PolicyGradient, Ppo, Reinforce, Rloo
 from motet.algorithms.advantages import ADVANTAGES, AdvantageKind, Reduction, advantages, normalisation, select_groups
 from motet.algorithms.losses import LOSSES
-from motet.algorithms.presets import PRESETS, LossType, resolve
-from motet.config import AlgorithmConfig, KLConfig
-from motet.types import Group, LossSpec, Problem, Rollout
+from motet.algorithms.policy_gradient import KLConfig, LossName
+from motet.algorithms.registry import ALGORITHMS
+from motet.types import Group, Problem, Rollout
 
 REWARDS = st.lists(st.lists(st.floats(-100, 100), min_size=2, max_size=8), max_size=6)
 CENTRED: tuple[AdvantageKind, ...] = ("grpo", "centered", "rloo")
@@ -117,45 +118,57 @@ def test_select_groups_keeps_data_order_and_drops_what_has_no_signal() -> None:
     assert select_groups([_group(0, [1, 1]), _group(1, [0, 0])], 1) == ()
 
 
-def test_every_type_has_a_preset_and_every_name_an_implementation() -> None:
-    fields = AlgorithmConfig.model_fields
-    assert set(PRESETS) == set(get_args(fields["type"].annotation))
-    assert set(ADVANTAGES) == set(get_args(AdvantageKind)) == set(get_args(get_args(fields["advantage"].annotation)[0]))
-    assert set(LOSSES) == set(get_args(LossType)) == set(get_args(get_args(fields["loss"].annotation)[0]))
-    assert set(get_args(Reduction)) == set(get_args(get_args(fields["reduction"].annotation)[0]))
-    assert LossSpec().type in LOSSES
+def test_every_type_is_its_class_and_every_name_has_an_implementation() -> None:
+    for name, kind in ALGORITHMS.items():
+        assert kind().type == name
+    fields = PolicyGradient.model_fields
+    assert set(ADVANTAGES) == set(get_args(AdvantageKind)) == set(get_args(fields["advantage"].annotation))
+    assert set(LOSSES) == set(get_args(LossName)) == set(get_args(fields["loss"].annotation))
+    assert set(get_args(Reduction)) == set(get_args(fields["reduction"].annotation))
 
 
 @pytest.mark.parametrize(
-    ("config", "advantage", "loss", "reduction", "clips"),
+    ("algorithm", "advantage", "loss", "reduction", "clips"),
     [
-        (AlgorithmConfig(), "grpo", "ppo_clip", "token", (0.2, 0.28)),
-        (AlgorithmConfig(type="dr_grpo"), "centered", "ppo_clip", "constant", (0.2, 0.28)),
-        (AlgorithmConfig(type="dapo"), "grpo", "ppo_clip", "token", (0.2, 0.28)),
-        (AlgorithmConfig(type="ppo", clip_high=0.2), "batch_baseline", "ppo_clip", "token", (0.2, 0.2)),
-        (AlgorithmConfig(type="rloo"), "rloo", "reinforce", "constant", (0.2, 0.28)),
-        (AlgorithmConfig(type="reinforce"), "batch_baseline", "reinforce", "constant", (0.2, 0.28)),
-        (AlgorithmConfig(type="gspo"), "grpo", "gspo", "sequence", (3e-4, 4e-4)),
-        (AlgorithmConfig(type="gspo", clip_low=0.2), "grpo", "gspo", "sequence", (0.2, 4e-4)),
-        (AlgorithmConfig(type="gspo", loss="ppo_clip"), "grpo", "ppo_clip", "sequence", (0.2, 0.28)),
-        (AlgorithmConfig(loss="gspo"), "grpo", "gspo", "token", (3e-4, 4e-4)),
-        (AlgorithmConfig(type="cispo", advantage="none"), "none", "cispo", "token", (0.2, 0.28)),
-        (AlgorithmConfig(type="importance_sampling"), "centered", "importance_sampling", "constant", (0.2, 0.28)),
-        (AlgorithmConfig(reduction="sequence"), "grpo", "ppo_clip", "sequence", (0.2, 0.28)),
+        (Grpo(), "grpo", "ppo_clip", "token", (0.2, 0.28)),
+        (DrGrpo(), "centered", "ppo_clip", "constant", (0.2, 0.28)),
+        (Dapo(), "grpo", "ppo_clip", "token", (0.2, 0.28)),
+        (Ppo(clip_high=0.2), "batch_baseline", "ppo_clip", "token", (0.2, 0.2)),
+        (Rloo(), "rloo", "reinforce", "constant", (0.2, 0.28)),
+        (Reinforce(), "batch_baseline", "reinforce", "constant", (0.2, 0.28)),
+        (Gspo(), "grpo", "gspo", "sequence", (3e-4, 4e-4)),
+        (Gspo(clip_low=0.2), "grpo", "gspo", "sequence", (0.2, 4e-4)),
+        (Gspo(loss="ppo_clip"), "grpo", "ppo_clip", "sequence", (0.2, 0.28)),
+        (Grpo(loss="gspo"), "grpo", "gspo", "token", (3e-4, 4e-4)),
+        (Cispo(advantage="none"), "none", "cispo", "token", (0.2, 0.28)),
+        (ImportanceSampling(), "centered", "importance_sampling", "constant", (0.2, 0.28)),
+        (Grpo(reduction="sequence"), "grpo", "ppo_clip", "sequence", (0.2, 0.28)),
     ],
 )
-def test_presets_and_explicit_fields(
-    config: AlgorithmConfig, advantage: str, loss: str, reduction: str, clips: tuple[float, float]
+def test_types_and_explicit_fields(
+    algorithm: PolicyGradient, advantage: str, loss: str, reduction: str, clips: tuple[float, float]
 ) -> None:
-    algorithm = resolve(config)
     assert (algorithm.advantage, algorithm.loss, algorithm.reduction) == (advantage, loss, reduction)
     assert (algorithm.clip_low, algorithm.clip_high) == clips
-    assert resolve(AlgorithmConfig(**config.model_dump(exclude_unset=True))) == algorithm
+    assert type(algorithm).model_validate(algorithm.model_dump()) == algorithm
 
 
-def test_loss_spec_carries_every_choice() -> None:
-    config = AlgorithmConfig(type="cispo", kl=KLConfig(coef=0.1, type="k2"), importance_cap=5, correct_sampler=True)
-    algorithm = resolve(config)
+def test_what_an_algorithm_needs_follows_from_its_settings() -> None:
+    algorithm = Cispo(kl=KLConfig(coef=0.1, type="k2"), correct_sampler=True)
     assert (algorithm.needs_reference, algorithm.needs_proximal) == (True, True)
-    assert algorithm.loss_spec(0.7) == LossSpec("cispo", 0.2, 0.28, 0.1, "k2", 5, True, 0.7)
-    assert not resolve(AlgorithmConfig()).needs_reference
+    assert not Grpo().needs_reference
+
+
+def _answer(reward: float, n_tokens: int) -> Rollout:
+    ids, logprobs = np.zeros(n_tokens, np.int32), np.zeros(n_tokens, np.float32)
+    return Rollout(Problem(0, (), ""), 0, ids, np.ones(n_tokens, np.bool_), logprobs, ids, (), reward=reward)
+
+
+def test_dapo_punishes_answers_that_come_near_the_limit() -> None:
+    algorithm = Dapo(overlong_buffer=4)
+    answers = [_answer(1.0, n_tokens) for n_tokens in (3, 6, 8, 10)]
+    assert [algorithm.punishment(answer, 10) for answer in answers] == [0.0, 0.0, -0.5, -1.0]
+    group = Group(answers[0].problem, 0, 0, tuple(answers))
+    (values,) = algorithm.advantages([group], 10)
+    assert values[0] == values[1] > values[2] > values[3]
+    assert Dapo().advantages([group], 10) == [[0.0] * 4]

@@ -260,17 +260,18 @@ def test_the_page_about_data_has_every_toy_task() -> None:
 
 
 def test_the_page_about_algorithms_has_every_name() -> None:
-    from motet.algorithms.presets import PRESETS
-    from motet.config import AlgorithmConfig, KLConfig
+    from motet.algorithms.policy_gradient import KLConfig, PolicyGradient
+    from motet.algorithms.registry import ALGORITHMS
 
     text = page_text("algorithms")
     types = table(text, "type")
-    assert names_in(types) == choices(AlgorithmConfig, "type")
+    kinds = {name: kind for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient)}
+    assert sorted(names_in(types)) == sorted(kinds)
     for name, *parts in types:
-        preset = PRESETS[name]
-        assert [part.strip("`") for part in parts[:3]] == [preset.advantage, preset.loss, preset.reduction]
+        made = kinds[name]()
+        assert [part.strip("`") for part in parts[:3]] == [made.advantage, made.loss, made.reduction]
     for field in ("advantage", "loss", "reduction"):
-        assert names_in(table(text, field)) == choices(AlgorithmConfig, field)
+        assert names_in(table(text, field)) == choices(PolicyGradient, field)
     assert names_in(table(text, "kl.type")) == list(get_args(KLConfig.model_fields["type"].annotation))
 
 

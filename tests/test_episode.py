@@ -9,10 +9,11 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from motet.algorithms.policy_gradient import to_sample
 from motet.config import JobConfig
 from motet.errors import EngineError
 from motet.tasks.chat import Chat
-from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, retry, single_turn, to_sample
+from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, retry, single_turn
 from motet.tasks.reward_pool import Scored
 from motet.types import Chunk, FinishReason, Message, Problem
 from tests.test_chat import CHATML, byte_tokenizer

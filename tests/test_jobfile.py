@@ -84,7 +84,7 @@ def test_a_sweep_makes_every_combination() -> None:
         "add-lr=3e-4-group_size=2",
         "add-lr=3e-4-group_size=4",
     ]
-    assert [(job.optimizer.lr, job.algorithm.group_size) for job in config.jobs] == [
+    assert [(job.optimizer.lr, job.rl.group_size) for job in config.jobs] == [
         (1e-4, 2), (1e-4, 4), (3e-4, 2), (3e-4, 4)
     ]  # fmt: skip
     assert len({job.effective_seed for job in config.jobs}) == 4

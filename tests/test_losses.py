@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from motet.algorithms.advantages import normalisation
 from motet.algorithms.losses import KL_ESTIMATORS, LOSSES, LossInputs, loss_and_stats
-from motet.types import LossSpec, LossStats
+from motet.algorithms.policy_gradient import KLConfig, PolicyGradient
+from motet.algorithms.presets import Grpo
+from motet.types import LossStats
 
 RATIOS = [0.5, 1.0, 1.5, 0.5, 1.5]
 ADVANTAGES = [1.0, 2.0, 1.0, -1.0, -1.0]  # with clip 0.2 / 0.28: tokens 2 and 3 are clipped
@@ -63,7 +66,12 @@ def _random_inputs(n: int = 37, samples: int = 5, seed: int = 0) -> LossInputs:
     )
 
 
-def _run(spec: LossSpec, inputs: LossInputs, denominator: float = 1.0) -> tuple[float, Tensor, LossStats]:
+def policy(**fields: Any) -> PolicyGradient:
+    """An algorithm by its loss; clip ranges are those of token ratios."""
+    return Grpo.model_validate({"clip_low": 0.2, "clip_high": 0.28, **fields})
+
+
+def _run(spec: PolicyGradient, inputs: LossInputs, denominator: float = 1.0) -> tuple[float, Tensor, LossStats]:
     logprobs_N = inputs.logprobs_N.detach().clone().requires_grad_()
     loss, stats = loss_and_stats(spec, denominator, replace(inputs, logprobs_N=logprobs_N))
     (grad_N,) = torch.autograd.grad(loss, logprobs_N)
@@ -100,7 +108,7 @@ HAND: dict[str, tuple[list[float], list[float], int]] = {
 @pytest.mark.parametrize("name", HAND)
 def test_token_losses_by_hand(name: str) -> None:
     losses, gradient, clipped = HAND[name]
-    loss, grad_N, stats = _run(LossSpec(type=name, importance_cap=1.25), _hand_inputs(), denominator=2.0)
+    loss, grad_N, stats = _run(policy(loss=name, importance_cap=1.25), _hand_inputs(), denominator=2.0)
     assert loss == pytest.approx(sum(losses) / 2, rel=1e-5)
     assert stats.loss == pytest.approx(loss, rel=1e-6)
     torch.testing.assert_close(grad_N, torch.tensor(gradient) / 2)
@@ -118,7 +126,7 @@ def test_gspo_by_hand() -> None:
         [-1.9, -1.7, -2.4, -2.2, -2.3, -2.0], [-2.0] * 6, [1.0, 1.0, 2.0, 2.0, 2.0, -1.0], [0, 0, 1, 1, 1, 3]
     )
     up, down = math.exp(0.2), math.exp(-0.3)
-    spec = LossSpec(type="gspo", clip_low=0.3, clip_high=0.3)
+    spec = policy(loss="gspo", clip_low=0.3, clip_high=0.3)
     weights_S, denominator = normalisation([2, 3, 0, 1], "sequence", 8)
     weighted = replace(inputs, weights_N=torch.from_numpy(weights_S)[inputs.sample_N])
     loss, grad_N, stats = _run(spec, weighted, denominator)
@@ -126,7 +134,7 @@ def test_gspo_by_hand() -> None:
     want = [-up / 2 / 3] * 2 + [-2 * down / 3 / 3] * 3 + [1 / 3]
     torch.testing.assert_close(grad_N, torch.tensor(want))
     assert stats.clipped == 0
-    loss, grad_N, stats = _run(replace(spec, clip_high=0.1), weighted, denominator)
+    loss, grad_N, stats = _run(spec.model_copy(update={"clip_high": 0.1}), weighted, denominator)
     assert loss == pytest.approx(-(1.1 + 2 * down - 1) / 3)
     assert grad_N[:2].tolist() == [0.0, 0.0]
     assert stats.clipped == 2  # tokens of the clipped sequence
@@ -140,14 +148,14 @@ def test_kl_estimators_by_hand() -> None:
     values = {"k1": [-0.5, 0.25], "k2": [0.125, 0.03125], "k3": k3}
     gradients = {"k1": [1.0, 1.0], "k2": [-0.5, 0.25], "k3": [1 - math.exp(0.5), 1 - math.exp(-0.25)]}
     for name in KL_ESTIMATORS:
-        loss, grad_N, stats = _run(LossSpec(kl_coef=0.1, kl_type=name), inputs)
+        loss, grad_N, stats = _run(policy(kl=KLConfig(coef=0.1, type=name)), inputs)
         assert loss == pytest.approx(0.1 * sum(values[name]), rel=1e-5)
         torch.testing.assert_close(grad_N, 0.1 * torch.tensor(gradients[name]))
         assert stats.kl_base == pytest.approx(sum(k3), rel=1e-5)
         assert stats.kl_base_tokens == 2
-    assert _run(LossSpec(), inputs)[2].kl_base_tokens == 2  # a metric without a penalty
+    assert _run(policy(), inputs)[2].kl_base_tokens == 2  # a metric without a penalty
     with pytest.raises(ValueError, match="base=True"):
-        _run(LossSpec(kl_coef=0.1), replace(inputs, reference_logprobs_N=None))
+        _run(policy(kl=KLConfig(coef=0.1)), replace(inputs, reference_logprobs_N=None))
 
 
 @pytest.mark.parametrize(("name", "right"), [("k1", "nothing"), ("k2", "reverse"), ("k3", "forward")])
@@ -173,20 +181,20 @@ def test_truncated_importance_sampling_by_hand() -> None:
     inputs = _inputs([-1.4, -0.9], [-2.0, -2.0], [1.0, 1.0], [0, 0])
     inputs = replace(inputs, proximal_logprobs_N=torch.tensor([-1.5, -1.0]))
     want = -math.exp(0.1) * torch.tensor([math.exp(0.5), 2.0])
-    loss, grad_N, stats = _run(LossSpec(correct_sampler=True, importance_cap=2.0), inputs)
+    loss, grad_N, stats = _run(policy(correct_sampler=True, importance_cap=2.0), inputs)
     assert loss == pytest.approx(want.sum().item(), rel=1e-6)
     torch.testing.assert_close(grad_N, want)  # the weight itself has no gradient
     assert stats.clipped == 0
     assert stats.ratio == pytest.approx(math.exp(0.6) + math.exp(1.1))  # metrics are against the sampler
-    assert _run(LossSpec(), inputs)[2].clipped == 2  # without the correction the ratio is against the sampler
-    loss, grad_N, _ = _run(LossSpec(type="reinforce", correct_sampler=True), inputs)
+    assert _run(policy(), inputs)[2].clipped == 2  # without the correction the ratio is against the sampler
+    loss, grad_N, _ = _run(policy(loss="reinforce", correct_sampler=True), inputs)
     torch.testing.assert_close(grad_N, -torch.tensor([math.exp(0.5), 2.0]))
 
 
 def test_without_proximal_the_old_policy_is_the_sampler() -> None:
     inputs = replace(_random_inputs(), proximal_logprobs_N=None)
     for name in LOSSES:
-        plain, corrected = (_run(LossSpec(type=name, correct_sampler=flag), inputs) for flag in (False, True))
+        plain, corrected = (_run(policy(loss=name, correct_sampler=flag), inputs) for flag in (False, True))
         assert plain[0] == corrected[0]
         assert torch.equal(plain[1], corrected[1])
 
@@ -197,7 +205,7 @@ def test_on_policy_is_exact(name: str, n: int) -> None:
     """Equal logprobs: every ratio is 1 and every gap 0, bit for bit, and the gradient is that of REINFORCE."""
     inputs = _random_inputs(n=n)
     inputs = replace(inputs, logprobs_N=inputs.sampler_logprobs_N, proximal_logprobs_N=inputs.sampler_logprobs_N)
-    _, grad_N, stats = _run(LossSpec(type=name, correct_sampler=True, clip_low=0, clip_high=0), inputs)
+    _, grad_N, stats = _run(policy(loss=name, correct_sampler=True, clip_low=0, clip_high=0), inputs)
     assert (stats.ratio, stats.ratio_max, stats.logprob_gap) == (float(n), 1.0, 0.0)
     assert (stats.kl_sampler, stats.clipped) == (0.0, 0.0)
     reinforce_N = -inputs.advantages_N * inputs.weights_N
@@ -210,7 +218,7 @@ def test_on_policy_is_exact(name: str, n: int) -> None:
 @pytest.mark.parametrize("kl_type", KL_ESTIMATORS)
 def test_gradients_match_finite_differences(name: str, kl_type: str) -> None:
     """In float64, away from the clip's corners. CISPO's and TIS's weights are constants: they stay at the centre."""
-    spec = LossSpec(type=name, kl_coef=0.05, kl_type=kl_type, clip_low=0.05, clip_high=0.05, correct_sampler=True)
+    spec = policy(loss=name, kl=KLConfig(coef=0.05, type=kl_type), clip_low=0.05, clip_high=0.05, correct_sampler=True)
     inputs = _random_inputs(n=12, samples=3)
     doubled = {
         f.name: getattr(inputs, f.name).detach().double()
@@ -222,7 +230,7 @@ def test_gradients_match_finite_differences(name: str, kl_type: str) -> None:
     if name == "cispo":  # with the detached weight as part of the advantage, CISPO is REINFORCE
         ratio_N = torch.exp(inputs.logprobs_N - doubled["proximal_logprobs_N"]).clamp(max=spec.importance_cap)
         inputs = replace(inputs, advantages_N=inputs.advantages_N * ratio_N)
-        spec = replace(spec, type="reinforce")
+        spec = spec.model_copy(update={"loss": "reinforce"})
     for token in range(12):
         step_N = torch.zeros(12, dtype=torch.float64)
         step_N[token] = 1e-6
@@ -235,7 +243,7 @@ def test_gradients_match_finite_differences(name: str, kl_type: str) -> None:
 def test_micro_batches_add_up_to_the_step(name: str) -> None:
     """Loss, gradient and metrics of two segments are those of one, since the denominator is the step's."""
     inputs = _random_inputs()
-    spec = LossSpec(type=name, kl_coef=0.1, correct_sampler=True)
+    spec = policy(loss=name, kl=KLConfig(coef=0.1), correct_sampler=True)
     loss, grad_N, stats = _run(spec, inputs, 37.0)
     first_N = torch.nonzero(inputs.sample_N < 2).flatten()
     rest_N = torch.nonzero(inputs.sample_N >= 2).flatten()
@@ -252,7 +260,7 @@ def test_micro_batches_add_up_to_the_step(name: str) -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_fault_stays_in_its_own_segment(name: str, poison: float) -> None:
     """Two jobs' logprobs in one packed tensor, one backward for both: the healthy job has the bits it has alone."""
-    spec = LossSpec(type=name, kl_coef=0.1, correct_sampler=True)
+    spec = policy(loss=name, kl=KLConfig(coef=0.1), correct_sampler=True)
     healthy, sick = _random_inputs(seed=1), _random_inputs(n=23, seed=2)
     solo_loss, solo_N, solo_stats = _run(spec, healthy, 5.0)
     sick_N = sick.logprobs_N.detach().clone()
@@ -276,7 +284,7 @@ def test_a_fault_stays_in_its_own_segment(name: str, poison: float) -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_bits_do_not_depend_on_the_place_in_the_packed_tensor(name: str) -> None:
-    spec = LossSpec(type=name, kl_coef=0.1)
+    spec = policy(loss=name, kl=KLConfig(coef=0.1))
     inputs = _random_inputs(n=501)
     loss, grad_N, stats = _run(spec, inputs, 7.0)
     for offset in (1, 3, 16):
@@ -289,5 +297,5 @@ def test_bits_do_not_depend_on_the_place_in_the_packed_tensor(name: str) -> None
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_empty_segment_is_zero(name: str) -> None:
-    loss, grad_N, stats = _run(LossSpec(type=name), _inputs([], [], [], []))
+    loss, grad_N, stats = _run(policy(loss=name), _inputs([], [], [], []))
     assert (loss, len(grad_N), stats) == (0.0, 0, LossStats())

@@ -64,7 +64,7 @@ def trained(path: Path, config: JobConfig, steps: int) -> list[list[int]]:
     for step in range(steps):
         lines = (path / config.name / "rollouts" / f"{step}.jsonl").read_text().splitlines()
         found.append(list(dict.fromkeys(json.loads(line)["problem"] for line in lines)))
-        assert len(lines) == len(found[-1]) * config.algorithm.group_size
+        assert len(lines) == len(found[-1]) * config.rl.group_size
     return found
 
 
@@ -82,7 +82,7 @@ def check_commits(path: Path, config: JobConfig) -> Committed:
         committed = JobDirectory(path / config.name).committed(int(item.name))
         ids = sequence(config, committed.position)
         done = trained(path, config, committed.step)
-        assert all(len(step) == config.algorithm.groups_per_step for step in done)
+        assert all(len(step) == config.rl.groups_per_step for step in done)
         pending = [ids[position] for position in committed.pending]
         assert Counter(number for step in done for number in step) + Counter(pending) == Counter(ids), item
     assert committed.step == config.steps

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from motet.algorithms.presets import resolve
+from motet.algorithms.algorithm import StepBatch
+from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config import JobConfig
 from motet.errors import JobFailed
-from motet.runtime.step_batch import StepBatch, check_failures, group_metrics, make_step_batch
+from motet.runtime.metrics import group_metrics
+from motet.runtime.rollout_loop import check_failures
 from motet.types import FinishReason, Group, Problem, Rollout, Turn
 from tests.fake_run import job, problems
 
@@ -42,7 +44,8 @@ def group(*rollouts: Rollout, problem: Problem = PROBLEM) -> Group:
 
 def batch(*groups: Group, **fields: Any) -> StepBatch:
     config = job("a", **fields)
-    return make_step_batch(groups, config, resolve(config.algorithm))
+    assert isinstance(config.algorithm, PolicyGradient)
+    return config.algorithm.batch(groups, config.sampling.max_tokens)
 
 
 def config(**algorithm: Any) -> JobConfig:
@@ -76,7 +79,7 @@ def test_groups_with_fewer_than_two_are_dropped() -> None:
     assert (made.groups, made.denominator) == (1, 4)
     empty = batch(lonely, group(rollout(None), rollout(None)))
     assert (empty.samples, empty.groups, empty.denominator) == ((), 0, 1.0)
-    assert empty.segments("a", resolve(config().algorithm), 1.0, 100) == ()
+    assert empty.segments("a", config().algorithm, 1.0, 100) == ()
 
 
 def test_samples_without_a_gradient_are_left_out_but_counted() -> None:
@@ -87,7 +90,9 @@ def test_samples_without_a_gradient_are_left_out_but_counted() -> None:
     assert made.groups == 2
     made = batch(*groups, algorithm={"advantage": "centered", "reduction": "sequence"})
     assert made.denominator == 4
-    assert made.weights_S.tolist() == [0.5, 0.5]
+    assert [sample.weights.tolist() for sample in made.samples if sample.weights is not None] == [
+        [0, 0, 0, 0.5, 0.5]
+    ] * 2
     made = batch(*groups, algorithm={"reduction": "constant"}, sampling={"max_tokens": 50})
     assert made.denominator == 4 * 50
 
@@ -129,12 +134,11 @@ def test_rollouts_without_a_token_have_no_sample() -> None:
 
 def test_segments_are_cut_from_this_job_alone() -> None:
     made = batch(group(*(rollout(float(i), 2) for i in range(5))), algorithm={"advantage": "none"})
-    segments = made.segments("a", resolve(config().algorithm), 0.7, budget=8)
+    segments = made.segments("a", config().algorithm, 0.7, budget=8)
     assert [len(segment.samples) for segment in segments] == [2, 2]
     assert {segment.denominator for segment in segments} == {made.denominator}
-    assert {segment.loss.temperature for segment in segments} == {0.7}
-    assert [len(segment.sample_weights) for segment in segments if segment.sample_weights is not None] == [2, 2]
-    whole = made.segments("a", resolve(config().algorithm), 0.7, budget=1000)
+    assert {segment.temperature for segment in segments} == {0.7}
+    whole = made.segments("a", config().algorithm, 0.7, budget=1000)
     assert [sample for segment in segments for sample in segment.samples] == list(whole[0].samples)
 
 

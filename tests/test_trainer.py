@@ -15,6 +15,9 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 
+from motet.algorithms import Grpo, Gspo, Reinforce
+from motet.algorithms.losses import Loss
+from motet.algorithms.supervised import Supervised
 from motet.config import AdapterConfig, EngineConfig
 from motet.errors import AdapterError, BaseModelError
 from motet.launch import load
@@ -23,7 +26,7 @@ from motet.model.distribution import Distribution, draw
 from motet.training import torch_trainer
 from motet.training.arena import OPTIMIZER
 from motet.training.torch_trainer import HEAD_ROWS, TorchTrainer
-from motet.types import AdamW, Batch, LossSpec, Sample, SamplingParams, Segment, shared_prompts
+from motet.types import AdamW, Batch, Sample, SamplingParams, Segment, shared_prompts
 from tests import tiny_models as tiny
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
@@ -55,10 +58,12 @@ def make_samples(lengths: Sequence[tuple[int, int]], seed: int) -> tuple[Sample,
     return tuple(found)
 
 
-def make_segment(name: str, spec: LossSpec | None = None) -> Segment:
+REINFORCE = Reinforce()
+
+
+def make_segment(name: str, loss: Loss = REINFORCE, temperature: float = 0.8) -> Segment:
     samples = make_samples(SHAPES[name][2], seed=ord(name))
-    spec = spec or LossSpec("reinforce", temperature=0.8)
-    return Segment(name, samples, spec, float(sum(sample.n_trainable for sample in samples)))
+    return Segment(name, samples, loss, float(sum(sample.n_trainable for sample in samples)), temperature)
 
 
 def make_trainer(base: BaseModel, names: str = "abc", *, recompute: bool = False) -> TorchTrainer:
@@ -86,7 +91,7 @@ def plain_loss(model: Any, segment: Segment) -> torch.Tensor:
     total = torch.zeros(())
     for sample in segment.samples:
         ids = torch.from_numpy(sample.token_ids).long()
-        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / segment.loss.temperature
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / segment.temperature
         logprobs = torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
         mask = torch.from_numpy(sample.loss_mask)[1:]
         advantages = torch.from_numpy(sample.advantages)[1:][mask]
@@ -195,8 +200,8 @@ def run_steps(trainer: TorchTrainer, batches: Sequence[Batch], steps: int = 2) -
 def test_packed_batch_equals_each_adapter_alone_bitwise(name, dtype):
     base = tiny.base(name, dtype)
     segments = {
-        "a": make_segment("a", LossSpec("ppo_clip")),
-        "b": make_segment("b", LossSpec("gspo", clip_low=3e-4, clip_high=4e-4)),
+        "a": make_segment("a", Grpo(), 1.0),
+        "b": make_segment("b", Gspo(), 1.0),
         "c": make_segment("c"),
     }
     together = run_steps(make_trainer(base), [Batch(tuple(segments[each] for each in "cab"))])
@@ -437,7 +442,7 @@ def test_head_in_chunks(dtype):
     """More than HEAD_ROWS tokens: logprobs equal the sampler's bit for bit, the gradient that of two halves."""
     base = tiny.base("llama", dtype)
     samples = make_samples([(3, 200), (10, 130)], seed=5)
-    segment = Segment("a", samples, LossSpec("reinforce"), 330.0)
+    segment = Segment("a", samples, REINFORCE, 330.0)
     assert sum(sample.n_trainable for sample in samples) > HEAD_ROWS
     whole, halves = make_trainer(base, "a"), make_trainer(base, "a")
     for sample, found in zip(samples, whole.forward(Batch((segment,)))[0], strict=True):
@@ -478,8 +483,8 @@ def test_shared_prompts_keep_logprobs_and_gradients(name, dtype, prompt):
     base = tiny.base(name, dtype)
     groups = [group_samples(prompt, lengths, seed) for seed, lengths in enumerate([(5, 30, 1), (9, 2), (7,)])]
     segments = (
-        Segment("a", groups[0] + groups[1], LossSpec("reinforce", temperature=0.8), 20.0),
-        Segment("b", groups[1] + groups[2], LossSpec("reinforce"), 20.0),
+        Segment("a", groups[0] + groups[1], REINFORCE, 20.0, 0.8),
+        Segment("b", groups[1] + groups[2], REINFORCE, 20.0),
     )
     shared, whole = make_trainer(base, "ab"), make_trainer(base, "ab")
     whole._share_prompts = False
@@ -547,9 +552,53 @@ def test_gradients_do_not_depend_on_how_long_the_neighbours_are(dtype):
     source = random.Random(0)
     for _ in range(8):
         segments = [
-            Segment(name, some_samples(source, base.vocab_size), LossSpec("reinforce"), 64.0)
-            for name in source.sample(names, 3)
+            Segment(name, some_samples(source, base.vocab_size), REINFORCE, 64.0) for name in source.sample(names, 3)
         ]
         together = gradients(segments)
         for segment in segments:
             assert torch.equal(gradients([segment])[segment.adapter], together[segment.adapter])
+
+
+def soft_samples(base: Any, k: int) -> tuple[Sample, ...]:
+    """Samples with K weighted targets at each trainable place, none of which need be the token that stands there."""
+    numbers = np.random.default_rng(3)
+    found = []
+    for sample in make_samples(((4, 5), (3, 6)), seed=9):
+        shape = (sample.n_tokens, k)
+        targets = numbers.integers(0, base.vocab_size, shape).astype(np.int32)
+        found.append(replace(sample, targets=targets, weights=numbers.uniform(0, 1, shape).astype(np.float32)))
+    return tuple(found)
+
+
+def test_soft_targets_are_as_many_samples_with_one_target_each() -> None:
+    """[T, K]: one pass over each sequence has the logprobs and the gradient of K passes, one for each target."""
+    base = tiny.base("llama")
+    samples, loss = soft_samples(base, 3), Supervised()
+    together, apart = make_trainer(base, "a"), make_trainer(base, "a")
+    (trained,) = together.forward_backward(Batch((Segment("a", samples, loss, 10.0),)))
+    assert [found.shape for found in trained.logprobs] == [(9, 3), (9, 3)]
+    for k in range(3):
+        one = tuple(
+            replace(sample, targets=sample.targets[:, k], weights=sample.weights[:, k])  # type: ignore[index]
+            for sample in samples
+        )
+        (alone,) = apart.forward_backward(Batch((Segment("a", one, loss, 10.0),)))
+        for found, wanted in zip(trained.logprobs, alone.logprobs, strict=True):
+            np.testing.assert_array_equal(found[:, k], wanted)
+    torch.testing.assert_close(gradient(together, "a"), gradient(apart, "a"), rtol=1e-4, atol=1e-7)
+
+
+def test_cross_entropy_is_minus_the_weighted_logprob() -> None:
+    base = tiny.base("llama")
+    samples = make_samples(((4, 5), (3, 6)), seed=9)
+    weights = np.linspace(0.1, 1, 9, dtype=np.float32)
+    samples = tuple(replace(sample, weights=weights) for sample in samples)
+    trainer = make_trainer(base, "a")
+    (trained,) = trainer.forward_backward(Batch((Segment("a", samples, Supervised(), 4.0),)))
+    wanted = -sum(
+        float((found * weights)[sample.loss_mask].sum())
+        for found, sample in zip(trained.logprobs, samples, strict=True)
+    )
+    assert trained.stats.loss == pytest.approx(wanted / 4.0, rel=1e-5)
+    with pytest.raises(ValueError, match="has no loss"):
+        trainer.forward_backward(Batch((Segment("a", samples),)))

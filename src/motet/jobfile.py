@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from motet import plain_yaml
+from motet.algorithms.presets import Grpo
 from motet.config import Config, RunConfig
 from motet.config.mistakes import explain, no_such_field
 from motet.config.service import ServiceConfig
@@ -67,7 +68,7 @@ def load_service(path: Path | None) -> ServiceConfig:
     validate({"base": "small", "run": "none", **of_run, "jobs": [job]}, str(path))  # errors as for a job file
     found = _valid(ServiceConfig, tree, str(path))
     rewards = {
-        name: one.model_copy(update={"function": _resolve_rewards(one.function, path.parent)})
+        name: one.model_copy(update={"function": _resolve_code(one.function, path.parent)})
         for name, one in found.rewards.items()
     }
     return found.model_copy(update={"rewards": rewards})
@@ -244,7 +245,9 @@ def _resolve_files(job: Tree, directory: Path) -> None:
                     found[field] = _full_path(found[field], directory)
     for field in ("reward", "rewards"):
         if field in job:
-            job[field] = _resolve_rewards(job[field], directory)
+            job[field] = _resolve_code(job[field], directory)
+    if isinstance(found := job.get("algorithm"), dict):
+        found["type"] = _resolve_code(found.get("type", Grpo().type), directory)
 
 
 def _full_path(name: str, directory: Path) -> str:
@@ -255,16 +258,16 @@ def _full_path(name: str, directory: Path) -> str:
     return name
 
 
-def _resolve_rewards(value: Any, directory: Path) -> Any:
+def _resolve_code(value: Any, directory: Path) -> Any:
     if isinstance(value, str):
         file, colon, function = value.rpartition(":")
         return f"{_full_path(file, directory)}:{function}" if colon and file.endswith(".py") else value
     if isinstance(value, list):
-        return [_resolve_rewards(item, directory) for item in value]
+        return [_resolve_code(item, directory) for item in value]
     if isinstance(value, dict) and "name" in value:
-        return {**value, "name": _resolve_rewards(value["name"], directory)}
+        return {**value, "name": _resolve_code(value["name"], directory)}
     if isinstance(value, dict):
-        return {_resolve_rewards(str(name), directory): weight for name, weight in value.items()}
+        return {_resolve_code(str(name), directory): weight for name, weight in value.items()}
     return value
 
 

@@ -200,7 +200,8 @@ def _samples(args: dict[str, Any]) -> list[Any]:
 
 def batches_of(args: dict[str, Any], names: Sequence[str]) -> list[Any]:
     """Each adapter's samples in micro-batches, and micro-batches of several adapters in one batch, as a run packs them."""
-    from motet.types import Batch, LossSpec, Segment
+    from motet.algorithms import Reinforce
+    from motet.types import Batch, Segment
 
     samples, n = _samples(args), len(names)
     denominator = float(args["samples"] * args["response"])
@@ -209,7 +210,7 @@ def batches_of(args: dict[str, Any], names: Sequence[str]) -> list[Any]:
     for number, name in enumerate(names):
         own = samples[number * len(samples) // n : (number + 1) * len(samples) // n]
         cuts = [own[first : first + per_cut] for first in range(0, len(own), per_cut)]
-        segments += [Segment(name, tuple(cut), LossSpec(type="reinforce"), denominator) for cut in cuts]
+        segments += [Segment(name, tuple(cut), Reinforce(), denominator) for cut in cuts]
     batches: list[list[Any]] = [[]]
     for segment in segments:
         if batches[-1] and sum(item.n_tokens for item in batches[-1]) + segment.n_tokens > MICRO_BATCH_TOKENS:

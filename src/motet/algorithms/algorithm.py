@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Algorithm(Config):
     """How a job learns. A plain string is the type."""
 
-    type: str
+    type: str = ""
     """A name, or `file.py:Class` for one of your own."""
 
     @property

@@ -126,7 +126,7 @@ def _row(job: Job, sampled: SampledStep, step_seconds: float) -> tuple[str, ...]
 
 async def _check_job(console: Console, job: Job, shared: Services, rollouts: int) -> tuple[SampledStep, float]:
     config = job.config
-    few = job.rl.model_copy(update={"group_size": rollouts, "groups_per_step": PROBLEMS, "oversampling": 1.0})
+    few = job.config.rl.model_copy(update={"group_size": rollouts, "groups_per_step": PROBLEMS, "oversampling": 1.0})
     job.config = config.model_copy(update={"algorithm": few})
     await shared.rewards.register(job.name, config.rewards, job.data.scorer)
     shared.scheduler.join(job.name, 1.0)
@@ -145,7 +145,7 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     await versions.drop_all()
     await shared.on_device(job.name, lambda: shared.trainer.remove_adapter(job.name))
     shared.scheduler.leave(job.name)
-    wanted = job.rl.groups_per_step * job.rl.group_size * job.rl.oversampling
+    wanted = job.config.rl.groups_per_step * job.config.rl.group_size * job.config.rl.oversampling
     scale = wanted / (PROBLEMS * rollouts)
     rows = min(1.0, PROBLEMS * rollouts / shared.engine.capacity)
     return sampled, sampled.seconds * max(1.0, scale * rows) + train_seconds * scale

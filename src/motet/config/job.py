@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.algorithms.registry import Choice
 from motet.algorithms.supervised import Supervised
@@ -293,6 +294,12 @@ class JobConfig(Config):
         if not NAME_PATTERN.fullmatch(name):
             raise ValueError("must be letters, digits and _ . = -, begin with a letter or digit, at most 100")
         return name
+
+    @property
+    def rl(self) -> PolicyGradient:
+        """The algorithm of a job that learns from rollouts."""
+        assert isinstance(self.algorithm, PolicyGradient), self.algorithm.type
+        return self.algorithm
 
     @property
     def effective_seed(self) -> int:

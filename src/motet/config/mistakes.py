@@ -9,6 +9,8 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
+from motet.algorithms.algorithm import Algorithm
+from motet.algorithms.registry import ALGORITHMS
 from motet.config import Config, JobConfig, RunConfig
 
 MOST_MISTAKES = 100
@@ -106,6 +108,8 @@ def _line(
         job, path = f"job {_at(written, 'name') or f'number {path[1] + 1}'}: ", path[2:]
         if path[:1] == ["rewards"] and _at(written, "rewards") is None:
             path[0] = "reward"
+    if path[:1] == ["algorithm"]:  # what stands behind it is its type
+        del path[1:2]
     field = ".".join(map(str, path))
     return f"  {job}{field}{': ' if field else ''}{_message(root, place, items)}"
 
@@ -137,6 +141,9 @@ def _walk(root: type[Config], place: Sequence[Any]) -> tuple[int, type[Config] |
     """How much of a location is of the configuration, and the section that it ends in."""
     model: type[Config] | None = root
     for index, part in enumerate(place):
+        if model is Algorithm:
+            model = ALGORITHMS.get(str(part))
+            continue
         field = model.model_fields.get(part) if model is not None and isinstance(part, str) else None
         if field is None:
             if not isinstance(part, int):
@@ -160,7 +167,10 @@ def _paths(model: type[Config], above: str) -> Iterator[str]:
         if field.exclude:  # of Python and of the command line
             continue
         yield f"{above}{name}"
-        if (inner := _model_in(field.annotation)) is not None:
+        inner = _model_in(field.annotation)
+        if inner is Algorithm:
+            yield from dict.fromkeys(path for kind in ALGORITHMS.values() for path in _paths(kind, f"{above}{name}."))
+        elif inner is not None:
             yield from _paths(inner, "" if inner is JobConfig else f"{above}{name}.")
 
 

@@ -24,21 +24,21 @@ def of_config(config: JobConfig) -> dict[str, Any]:
     for field in ("source", "eval_source"):
         job["data"][field] = _placeless(job["data"][field])
     job["adapter"]["init"] = _placeless(job["adapter"]["init"])
-    for reward in job["rewards"]:
-        file, colon, function = reward["name"].rpartition(":")
-        reward["name"] = f"{_placeless(file)}:{function}" if colon else reward["name"]
+    for section, field in [*((reward, "name") for reward in job["rewards"]), (job["algorithm"], "type")]:
+        file, colon, function = section[field].rpartition(":")
+        section[field] = f"{_placeless(file)}:{function}" if colon else section[field]
     functions = [_source(reward.function) for reward in config.rewards if reward.function is not None]
     return {"functions": functions, "contents": dict(_contents(config)), "job": job}
 
 
 def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
     """Each file that a job names, and rows that it was given, with the beginning of its sum."""
-    rewards = (reward.name.rpartition(":")[0] for reward in config.rewards if reward.function is None)
+    named = [config.algorithm.type, *(reward.name for reward in config.rewards if reward.function is None)]
     start = config.adapter.init and str(Path(config.adapter.init) / ADAPTER_WEIGHTS)
     if config.data.rows is not None:
         rows = json.dumps(as_json(list(config.data.rows)), sort_keys=True)
         yield GIVEN_ROWS, hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()[:_SHOWN]
-    for name in (config.data.source, config.data.eval_source, start, *rewards):
+    for name in (config.data.source, config.data.eval_source, start, *(name.rpartition(":")[0] for name in named)):
         if name and (path := Path(name).expanduser()).is_file():
             yield path.name, hash_of(path).hexdigest()[:_SHOWN]
 

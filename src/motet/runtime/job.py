@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config import JobConfig
 from motet.device import Device
 from motet.errors import MotetError
@@ -107,12 +106,6 @@ class Job:
     def seed(self) -> int:
         """The job's seed."""
         return self.config.effective_seed
-
-    @property
-    def rl(self) -> PolicyGradient:
-        """The algorithm of a job that learns from rollouts."""
-        assert isinstance(self.config.algorithm, PolicyGradient), self.config.algorithm.type
-        return self.config.algorithm
 
     @property
     def state(self) -> JobState:

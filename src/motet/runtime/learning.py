@@ -27,7 +27,7 @@ class LearnedStep:
 async def learn(session: Session, sampled: SampledStep, *, with_reference: bool) -> LearnedStep:
     """All updates of a step. Without a trainable sample the weights stay as they are (and no moment decays)."""
     job = session.job
-    algorithm, sampling = job.rl, job.config.sampling
+    algorithm, sampling = job.config.rl, job.config.sampling
     batch = algorithm.batch(sampled.groups, sampling.max_tokens)
 
     def segments() -> tuple[Segment, ...]:

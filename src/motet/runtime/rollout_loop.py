@@ -75,7 +75,7 @@ class RolloutLoop(Driver):
         self.job.progress.phase = "evaluating"
         sampled = await self._evaluation
         self._evaluation = None
-        check_failures(sampled.groups, self.job.rl.max_failed_fraction)
+        check_failures(sampled.groups, self.job.config.rl.max_failed_fraction)
         lines = rollout_records(sampled, "eval", self.job.chat.token_texts)
         await asyncio.to_thread(self.job.directory.write_rollouts, f"eval-{sampled.version}", lines)
         record = evaluation_record(sampled)
@@ -118,7 +118,7 @@ class RolloutLoop(Driver):
         task = self._begin(step)
         sampled = await task
         del self._steps[step]
-        check_failures(sampled.groups, self.job.rl.max_failed_fraction)
+        check_failures(sampled.groups, self.job.config.rl.max_failed_fraction)
         return sampled
 
 

@@ -128,7 +128,7 @@ class JobSampler:
 
     async def step(self, step: int) -> SampledStep:
         """Wait until the step may be sampled, then sample and score its groups."""
-        job, algorithm = self._job, self._job.rl
+        job, algorithm = self._job, self._job.config.rl
         version = max(0, step - algorithm.max_off_policy_steps)
         await self._versions.wait_for(version)
         width, over = round(algorithm.groups_per_step * algorithm.oversampling), algorithm.over_provision
@@ -157,7 +157,7 @@ class JobSampler:
 
         How many that is depends on their rewards alone. Without oversampling it is all of them.
         """
-        wanted = self._job.rl.groups_per_step
+        wanted = self._job.config.rl.groups_per_step
         sampled = await self._all(problems[:wanted], step, version, purpose)
         while len(sampled.groups) < len(problems):
             missing = wanted - sum(group.has_signal for group in sampled.groups)

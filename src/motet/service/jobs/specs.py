@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from motet.algorithms.registry import ALGORITHMS
 from motet.config import JobConfig, RewardConfig
 from motet.config.service import ANY_SIZE, Largest
 from motet.errors import ConfigError
@@ -56,7 +57,9 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
         json.dumps(check_plain(tree), ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
         raise ConfigError(f"the job cannot be kept as JSON in UTF-8: {error}") from error
-    config = validate({"base": "small", "run": "x", "jobs": [normal_job(dict(tree))]}, "the job").jobs[0]
+    job = normal_job(dict(tree))
+    _check_algorithm(job.get("algorithm"))
+    config = validate({"base": "small", "run": "x", "jobs": [job]}, "the job").jobs[0]
     check_sizes(config)
     check_texts(config.data)
     _check_room(config, allowed.largest)
@@ -73,6 +76,15 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
     for reward in config.rewards:
         _check_reward(reward, allowed)
     return config
+
+
+def _check_algorithm(section: Any) -> None:
+    """Refuse one of the tenant's own before anything looks for its file."""
+    kind = section.get("type") if isinstance(section, dict) else None
+    if isinstance(kind, str) and ":" in kind:
+        raise ConfigError(
+            f"algorithm.type {kind!r} cannot be used here: code does not run on the server. There are {', '.join(ALGORITHMS)}"
+        )
 
 
 def _check_room(config: JobConfig, largest: Largest) -> None:
