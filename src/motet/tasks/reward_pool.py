@@ -27,8 +27,9 @@ from motet.tasks import reward_elsewhere
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_elsewhere import ELSEWHERE, Chance, Elsewhere, Score
 from motet.tasks.reward_installed import Installed, without_folder
-from motet.tasks.reward_link import ClockLimitError, ProcessDiedError, Reply, RewardLink, hello
+from motet.tasks.reward_link import Reply, RewardLink, hello
 from motet.tasks.reward_walls import Walls
+from motet.tasks.worker_link import ClockLimitError, ProcessDiedError
 from motet.types import Problem
 
 

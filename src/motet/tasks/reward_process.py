@@ -2,53 +2,35 @@
 
 First line in: what to load; first line out: `{"together": […]}`, for each reward whether it takes all completions of a
 problem in one call, or `{"error": …}`. Then one request, one reply, until the input ends.
-The reward's own prints go to standard error, so they cannot be mistaken for replies.
-
-A call is limited here in CPU time and memory. Where Python cannot be interrupted the kernel ends the process; where
-neither time nor memory runs out but nothing comes back, the parent ends it (see `reward_pool`).
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
-import ctypes
 import json
 import math
-import os
 import pickle
-import random
-import resource
-import signal
 import sys
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from motet import wall
 from motet.errors import RewardError, WallError
 from motet.own_code import describe
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_loading import OWN, LoadedReward, resolve
+from motet.tasks.worker_process import CpuLimitError, Limits, Read, Write, run, seed_random
 from motet.types import Message, Problem
 
 if TYPE_CHECKING:
     import asyncio
 
-_PR_SET_PDEATHSIG = 1
-_GRACE_SECONDS = 1  # between the exception in Python and the kernel's SIGXCPU
 _LOADING_MB = 4096
 """Address space that loading may take behind a wall."""
 _SPARE_MB = 256
 """What the process itself may take between calls."""
-_AGAIN_SECONDS = 0.2  # a reward that swallows the exception gets it again
-
-
-class CpuLimitError(BaseException):
-    """CPU time is used up; not an `Exception`, so that a reward's own `except Exception` lets it through."""
 
 
 @dataclass(frozen=True)
@@ -56,47 +38,6 @@ class _Source:
     name: str
     args: Mapping[str, Any]
     function: Any
-
-
-class Limits:
-    """Limits of one call at a time, as a context manager that is entered for each."""
-
-    def __init__(self) -> None:
-        self.baseline = wall.address_space()
-        self.fired = False
-        self._cpu_seconds = 0.0
-        self._memory_mb = 0
-        signal.signal(signal.SIGPROF, self._on_cpu_time)
-
-    def of(self, cpu_seconds: float, memory_mb: int) -> Limits:
-        """Set what the next call may take."""
-        self._cpu_seconds, self._memory_mb = cpu_seconds, memory_mb
-        return self
-
-    def __enter__(self) -> None:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        last = used.ru_utime + used.ru_stime + self._cpu_seconds + _GRACE_SECONDS
-        _soft_limit(resource.RLIMIT_CPU, math.ceil(last))
-        if self.baseline:
-            _soft_limit(resource.RLIMIT_AS, self.baseline + self._memory_mb * (1 << 20))
-        self.fired = False
-        signal.setitimer(signal.ITIMER_PROF, self._cpu_seconds, _AGAIN_SECONDS)
-
-    def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _soft_limit(resource.RLIMIT_CPU, None)
-        _soft_limit(resource.RLIMIT_AS, None)
-
-    def _on_cpu_time(self, *_: object) -> None:
-        self.fired = True
-        raise CpuLimitError
-
-
-def _soft_limit(which: int, limit: int | None) -> None:
-    """Only the soft limit moves: without privileges a lowered hard limit never rises again."""
-    hard = resource.getrlimit(which)[1]
-    wanted = hard if limit is None else limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(which, (wanted, hard))
 
 
 def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,10 +49,7 @@ def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mappin
     problem = problem_of(request["problem"])
     completions: list[str] = request["completions"]
     reward = rewards[request["reward"]]
-    # A reward that draws random numbers gives the same score to the same completion, whatever it scored before.
-    seed = zlib.crc32(json.dumps([problem.id, completions]).encode())
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  # the global state is the one that rewards use
+    seed_random(zlib.crc32(json.dumps([problem.id, completions]).encode()))
     error, replace = "", ""
     outcomes: list[Any] = []
     try:
@@ -243,18 +181,7 @@ def _function(name: str, pickled: str | None) -> Any:
         raise RewardError(f"reward {name!r} cannot be unpickled: {describe(error)}") from error
 
 
-def _die_with_parent(parent: int) -> None:
-    """Ask Linux for SIGKILL when the parent is gone, even from within a reward that never returns.
-
-    Elsewhere the end of the input ends the process, once it is between two calls.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def serve(read: Callable[[], bytes], write: Callable[[Mapping[str, Any]], None]) -> None:
+def serve(read: Read, write: Write) -> None:
     """Load, then answer calls until the input ends."""
     try:
         rewards = load(json.loads(read()))
@@ -262,32 +189,10 @@ def serve(read: Callable[[], bytes], write: Callable[[Mapping[str, Any]], None])
         write({"error": str(error)})
         return
     write({"together": [reward.batched or reward.is_async for reward in rewards]})
-    limits, process = Limits(), os.getpid()
+    limits = Limits()
     while line := read():
-        reply = answer_call(rewards, limits, json.loads(line))
-        if os.getpid() != process:  # a child that the reward forked and that came back here
-            os._exit(0)
-        write(reply)
-
-
-def main() -> None:
-    """Keep the pipes for the protocol, and give rewards standard error for their prints and an empty standard input."""
-    _die_with_parent(int(sys.argv[1]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-
-    def write(reply: Mapping[str, Any]) -> None:
-        replies.write(json.dumps(reply).encode() + b"\n")
-        replies.flush()
-
-    serve(requests.readline, write)
-    sys.stderr.flush()
-    with contextlib.suppress(PermissionError):  # behind a wall they started nothing
-        os.killpg(os.getpgrp(), signal.SIGKILL)  # whatever the rewards started ends with them
+        write(answer_call(rewards, limits, json.loads(line)))
 
 
 if __name__ == "__main__":
-    main()
+    run(serve)

@@ -1,0 +1,126 @@
+"""The parent's end of a worker process: start it, exchange lines with it, know how it ended, and leave no zombie."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Self, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from motet import wall
+from motet.tasks.reasoning import HASH_SEED
+
+LOAD_SECONDS = 120.0
+"""Wall-clock time that loading somebody's code may take."""
+_LONGEST_REPLY = 1 << 26
+NO_REPLY = "wrote what is no reply (own code must leave the process's pipes alone)"
+_T = TypeVar("_T")
+
+
+class ProcessDiedError(Exception):
+    """The process ended in the middle of a call; the text says how."""
+
+
+class ClockLimitError(Exception):
+    """The wall clock ran out; the text says after how long."""
+
+
+class WorkerLink:
+    """One worker process. Calls go one at a time."""
+
+    module: str
+    """Runs in the process."""
+    kind: str
+    """`reward` or `environment`: the section of a job whose fields limit it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def spawn(cls, log: Path | None, *, walled: bool = False) -> Self:
+        """Start a process; one that is to go behind a wall gets nothing of this one's environment."""
+        # One arena and one thread keep address space, which is what is limited, near to memory in use.
+        environment = wall.environment(PYTHONHASHSEED=HASH_SEED, MALLOC_ARENA_MAX="2")
+        if not walled:
+            environment = {**os.environ, **environment, "PATH": os.environ.get("PATH", "")}
+        with contextlib.ExitStack() as stack:
+            stderr = None if log is None else stack.enter_context(log.open("ab"))
+            process = await asyncio.create_subprocess_exec(
+                *wall.command(cls.module, str(os.getpid())),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr,
+                env=environment, limit=_LONGEST_REPLY, start_new_session=True,
+            )  # fmt: skip
+        return cls(process)
+
+    async def kill(self) -> None:
+        """End the process and all that it started, and wait until the kernel has forgotten it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its own session, so its pid names its group
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+
+    async def exchange(self, line: bytes, wall_seconds: float, cpu_seconds: float) -> bytes:
+        """One line there, one line back. After any exception the process must be killed or is dead already.
+
+        Raises:
+            ProcessDiedError: the process ended instead of answering.
+            ClockLimitError: no answer within `wall_seconds`.
+        """
+        answering = asyncio.ensure_future(self._answer(line))
+        ending = asyncio.ensure_future(self._process.wait())
+        try:
+            # The end of the process is waited for besides the end of its output, which a forked child may hold open.
+            done, _ = await asyncio.wait({answering, ending}, timeout=wall_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise ClockLimitError(
+                    f"gave no answer in {wall_seconds:g} s by the clock ({self.kind} field wall_seconds)"
+                )
+            if answering in done and (reply := answering.result()):
+                return reply
+        finally:
+            answering.cancel()
+            ending.cancel()
+            await asyncio.gather(answering, ending, return_exceptions=True)
+        await self.kill()
+        raise ProcessDiedError(self._how_it_ended(cpu_seconds))
+
+    async def _answer(self, line: bytes) -> bytes:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(line)
+            await self._process.stdin.drain()
+            return await self._process.stdout.readline()
+        except (ConnectionError, asyncio.IncompleteReadError, ValueError):
+            return b""
+
+    def _how_it_ended(self, cpu_seconds: float) -> str:
+        status, kind = self._process.returncode, self.kind
+        if status is None or status >= 0:
+            return f"ended its process with exit status {status} (a{'n' * (kind[0] in 'aeiou')} {kind} must return, not exit)"
+        name = signal.Signals(-status).name
+        if name == "SIGXCPU":
+            return (
+                f"took more than {cpu_seconds:g} s of CPU time ({kind} field cpu_seconds) and could not be interrupted"
+            )
+        hint = {"SIGKILL": "the system may be out of memory", "SIGSEGV": "a crash in compiled code"}.get(name, "")
+        return f"killed its process with {name}{f' ({hint})' if hint else ''}"
+
+
+def valid(kind: TypeAdapter[_T], reply: bytes) -> _T:
+    """What a process wrote; one that an answer took over may write anything."""
+    try:
+        return kind.validate_json(reply)
+    except ValidationError as error:
+        raise ProcessDiedError(NO_REPLY) from error
+
+
+def import_path() -> list[str]:
+    """Where modules are found here, and are to be found there."""
+    return [str(Path(entry or ".").resolve()) for entry in sys.path]

@@ -1,0 +1,115 @@
+"""A process in which somebody's own code runs, with limits: one JSON object a line each way, until the input ends.
+
+What the code prints goes to standard error, so it cannot be mistaken for replies. A call is limited here in CPU time and
+memory. Where Python cannot be interrupted the kernel ends the process; where neither time nor memory runs out but nothing
+comes back, the parent ends it (`worker_link`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from motet import wall
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_SECONDS = 1  # between the exception in Python and the kernel's SIGXCPU
+_AGAIN_SECONDS = 0.2  # code that swallows the exception gets it again
+
+Read = Callable[[], bytes]
+Write = Callable[[Mapping[str, Any]], None]
+
+
+class CpuLimitError(BaseException):
+    """CPU time is used up; not an `Exception`, so that the code's own `except Exception` lets it through."""
+
+
+class Limits:
+    """Limits of one call at a time, as a context manager that is entered for each."""
+
+    def __init__(self) -> None:
+        self.baseline = wall.address_space()
+        self.fired = False
+        self._cpu_seconds = 0.0
+        self._memory_mb = 0
+        signal.signal(signal.SIGPROF, self._on_cpu_time)
+
+    def of(self, cpu_seconds: float, memory_mb: int) -> Limits:
+        """Set what the next call may take."""
+        self._cpu_seconds, self._memory_mb = cpu_seconds, memory_mb
+        return self
+
+    def __enter__(self) -> None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        last = used.ru_utime + used.ru_stime + self._cpu_seconds + _GRACE_SECONDS
+        _soft_limit(resource.RLIMIT_CPU, math.ceil(last))
+        if self.baseline:
+            _soft_limit(resource.RLIMIT_AS, self.baseline + self._memory_mb * (1 << 20))
+        self.fired = False
+        signal.setitimer(signal.ITIMER_PROF, self._cpu_seconds, _AGAIN_SECONDS)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _soft_limit(resource.RLIMIT_CPU, None)
+        _soft_limit(resource.RLIMIT_AS, None)
+
+    def _on_cpu_time(self, *_: object) -> None:
+        self.fired = True
+        raise CpuLimitError
+
+
+def _soft_limit(which: int, limit: int | None) -> None:
+    """Only the soft limit moves: without privileges a lowered hard limit never rises again."""
+    hard = resource.getrlimit(which)[1]
+    wanted = hard if limit is None else limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(which, (wanted, hard))
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask Linux for SIGKILL when the parent is gone, even from within a call that never returns.
+
+    Elsewhere the end of the input ends the process, once it is between two calls.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def seed_random(seed: int) -> None:
+    """Code that draws random numbers draws the same for the same call, whatever was called before."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  # the global state is the one that such code uses
+
+
+def run(serve: Callable[[Read, Write], None]) -> None:
+    """Keep the pipes for the protocol, and give own code standard error for its prints and an empty standard input."""
+    _die_with_parent(int(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    process = os.getpid()
+
+    def write(reply: Mapping[str, Any]) -> None:
+        if os.getpid() != process:  # a child that the code forked and that came back here
+            os._exit(0)
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+
+    serve(requests.readline, write)
+    sys.stderr.flush()
+    with contextlib.suppress(PermissionError):  # behind a wall it started nothing
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # whatever the code started ends with it
