@@ -28,7 +28,7 @@ from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_pool import RewardPool, Scored
+from motet.tasks.reward_pool import RewardPool, Scored, Transcript
 from motet.training.fake import FakeTrainer
 from motet.types import JobState, Message, Problem
 
@@ -79,7 +79,9 @@ class InlineRewards(RewardPool):
         await asyncio.sleep(0)
         self._rewards.pop(job, None)
 
-    async def score(self, job: str, problem: Problem, completions: Sequence[str]) -> list[Scored]:
+    async def score(
+        self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+    ) -> list[Scored]:
         scored = []
         for completion in completions:
             await asyncio.sleep(0)

@@ -15,7 +15,7 @@ from motet.algorithms.advantages import ADVANTAGES, AdvantageKind, Reduction, ad
 from motet.algorithms.losses import LOSSES
 from motet.algorithms.policy_gradient import KLConfig, LossName
 from motet.algorithms.registry import ALGORITHMS
-from motet.types import Group, Problem, Rollout
+from motet.types import Branch, Group, Problem, Rollout
 
 REWARDS = st.lists(st.lists(st.floats(-100, 100), min_size=2, max_size=8), max_size=6)
 CENTRED: tuple[AdvantageKind, ...] = ("grpo", "centered", "rloo")
@@ -106,8 +106,8 @@ def test_samples_without_tokens_count_nowhere(lengths: list[int], reduction: Red
 def _group(problem: int, rewards: list[float], failed: int = 0) -> Group:
     row = Problem(problem, (), "")
     ids, mask, logprobs = np.zeros(1, np.int32), np.ones(1, np.bool_), np.zeros(1, np.float32)
-    scored = tuple(Rollout(row, i, ids, mask, logprobs, ids, (), reward=r) for i, r in enumerate(rewards))
-    errors = tuple(Rollout(row, 90 + i, ids, mask, logprobs, ids, (), error="timed out") for i in range(failed))
+    scored = tuple(Rollout(row, i, (Branch(ids, mask, logprobs, ids),), (), reward=r) for i, r in enumerate(rewards))
+    errors = tuple(Rollout(row, 90 + i, (), (), error="timed out") for i in range(failed))
     return Group(row, 0, 0, scored + errors)
 
 
@@ -161,7 +161,8 @@ def test_what_an_algorithm_needs_follows_from_its_settings() -> None:
 
 def _answer(reward: float, n_tokens: int) -> Rollout:
     ids, logprobs = np.zeros(n_tokens, np.int32), np.zeros(n_tokens, np.float32)
-    return Rollout(Problem(0, (), ""), 0, ids, np.ones(n_tokens, np.bool_), logprobs, ids, (), reward=reward)
+    branch = Branch(ids, np.ones(n_tokens, np.bool_), logprobs, ids)
+    return Rollout(Problem(0, (), ""), 0, (branch,), (), reward=reward)
 
 
 def test_dapo_punishes_answers_that_come_near_the_limit() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import get_args
 
 import numpy as np
 import pytest
 
 from motet.algorithms.policy_gradient import to_sample
-from motet.config import JobConfig
+from motet.config import EnvironmentConfig
 from motet.errors import EngineError
 from motet.tasks.chat import Chat
-from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, retry, single_turn
+from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, Stage, retry, single_turn
 from motet.tasks.reward_pool import Scored
 from motet.types import Chunk, FinishReason, Message, Problem
 from tests.test_chat import CHATML, byte_tokenizer
@@ -47,28 +46,29 @@ class Script:
         )  # fmt: skip
 
 
-async def score(problem, completions):
+async def score(rollouts):
     await asyncio.sleep(0)
     results = []
-    for text in completions:
-        right = float(text == problem.answer)
+    for text in (rollout.completion for rollout in rollouts):
+        right = float(text == PROBLEM.answer)
         results.append(Scored(math.nan, {}, "no reward") if text == "broken" else Scored(right, {"exact": right}))
     return results
 
 
 def run(environment, generate, size):
-    return asyncio.run(environment(PROBLEM, CHAT, size, generate, score))
+    return asyncio.run(environment(Stage(PROBLEM, CHAT, size, generate, score)))
 
 
 def check(rollouts):
     for index, rollout in enumerate(rollouts):
-        n = len(rollout.token_ids)
+        (branch,) = rollout.branches
+        n = len(branch.token_ids)
         assert rollout.index == index
-        assert [len(a) for a in (rollout.loss_mask, rollout.logprobs, rollout.versions)] == [n] * 3
-        kinds = [a.dtype for a in (rollout.token_ids, rollout.loss_mask, rollout.logprobs, rollout.versions)]
+        assert [len(a) for a in (branch.loss_mask, branch.logprobs, branch.versions)] == [n] * 3
+        kinds = [a.dtype for a in (branch.token_ids, branch.loss_mask, branch.logprobs, branch.versions)]
         assert kinds == [np.int32, np.bool_, np.float32, np.int32]
-        assert not rollout.logprobs[~rollout.loss_mask].any()
-        assert (rollout.versions[~rollout.loss_mask] == -1).all()
+        assert not branch.logprobs[~branch.loss_mask].any()
+        assert (branch.versions[~branch.loss_mask] == -1).all()
         assert math.isnan(rollout.reward) == bool(rollout.error)
 
 
@@ -81,9 +81,9 @@ def test_single_turn_is_one_request_for_the_group():
     assert [r.reward for r in rollouts] == [1.0, 0.0, 0.0]
     assert [r.truncated for r in rollouts] == [False, False, True]
     answer = [*TOKENIZER.encode("42"), END]
-    assert rollouts[0].token_ids.tolist() == prompt + answer
-    assert rollouts[0].loss_mask.tolist() == [False] * len(prompt) + [True] * len(answer)
-    assert rollouts[0].versions.tolist() == [-1] * len(prompt) + [7] * len(answer)
+    assert rollouts[0].branches[0].token_ids.tolist() == prompt + answer
+    assert rollouts[0].branches[0].loss_mask.tolist() == [False] * len(prompt) + [True] * len(answer)
+    assert rollouts[0].branches[0].versions.tolist() == [-1] * len(prompt) + [7] * len(answer)
     assert rollouts[0].reward_parts == {"exact": 1.0}
 
 
@@ -116,11 +116,11 @@ def test_retry_gives_a_second_turn_to_those_that_were_wrong():
     whole = TOKENIZER.apply_chat_template(
         [{"role": role, "content": text} for role, text in turns], return_dict=False, add_generation_prompt=False
     )
-    assert rollouts[1].token_ids.tolist() == whole[:-1]  # the template ends a turn with a newline
-    sampled = rollouts[1].token_ids[rollouts[1].loss_mask].tolist()
+    assert rollouts[1].branches[0].token_ids.tolist() == whole[:-1]  # the template ends a turn with a newline
+    sampled = rollouts[1].branches[0].token_ids[rollouts[1].branches[0].loss_mask].tolist()
     assert sampled == [*TOKENIZER.encode("41"), END, *TOKENIZER.encode("42"), END]
-    assert rollouts[1].logprobs[rollouts[1].loss_mask].tolist() == [-1, -2, -3, -2, -3, -4]
-    assert rollouts[1].versions[rollouts[1].loss_mask].tolist() == [7] * 3 + [8] * 3
+    assert rollouts[1].branches[0].logprobs[rollouts[1].branches[0].loss_mask].tolist() == [-1, -2, -3, -2, -3, -4]
+    assert rollouts[1].branches[0].versions[rollouts[1].branches[0].loss_mask].tolist() == [7] * 3 + [8] * 3
 
 
 def test_a_second_turn_that_is_too_long_costs_its_own_rollout():
@@ -139,9 +139,9 @@ def test_a_second_turn_that_is_too_long_costs_its_own_rollout():
 
 def test_a_sample_has_its_advantage_on_sampled_tokens_only():
     (rollout,) = run(retry, Script(["41"], ["42"]), 1)
-    sample = to_sample(rollout, 0.25)
+    sample = to_sample(rollout.branches[0], 0.25)
     assert sample.advantages.dtype == np.float32
-    assert (sample.advantages == np.where(rollout.loss_mask, 0.25, 0)).all()
+    assert (sample.advantages == np.where(rollout.branches[0].loss_mask, 0.25, 0)).all()
     assert sample.n_trainable == 6
 
 
@@ -154,4 +154,4 @@ def test_a_generate_that_returns_too_few_is_refused():
 
 
 def test_environments_are_those_a_job_may_name():
-    assert set(ENVIRONMENTS) == set(get_args(JobConfig.model_fields["environment"].annotation))
+    assert set(ENVIRONMENTS) == set(EnvironmentConfig.TURNS)

@@ -18,7 +18,7 @@ from motet.errors import EngineError
 from motet.rollout.fake import FakeEngine
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.tasks.dataset import data_window
-from motet.tasks.reward_pool import RewardPool, Scored
+from motet.tasks.reward_pool import RewardPool, Scored, Transcript
 from motet.types import Batch, Chunk, GenerateRequest, JobState, Problem, Trained
 from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, problems, run_jobs, vowels, weights
 from tests.remembering import RememberingEngine, RememberingTrainer, check_samples, records
@@ -262,7 +262,9 @@ class _SilentRewards(InlineRewards):
 
     every: ClassVar[int] = 2
 
-    async def score(self, job: str, problem: Problem, completions: Sequence[str]) -> list[Scored]:
+    async def score(
+        self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+    ) -> list[Scored]:
         if problem.id % self.every:
             await asyncio.sleep(3600)
         return await super().score(job, problem, completions)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from motet.runtime.patience import Patience
-from motet.tasks.reward_pool import Scored
+from motet.tasks.reward_pool import Scored, Transcript
 from motet.types import JobState, Problem
 from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, run_jobs, weights
 from tests.waiting import until
@@ -23,7 +23,9 @@ class Late(InlineRewards):
         self.somebody = asyncio.Event()
         self.asked = 0
 
-    async def score(self, job: str, problem: Problem, completions: Sequence[str]) -> list[Scored]:
+    async def score(
+        self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+    ) -> list[Scored]:
         """Wait for somebody, then score."""
         if job == "late":
             self.asked += 1

@@ -299,6 +299,8 @@ def test_a_server_is_not_asked_before_it_listens(tmp_path: Path) -> None:
 
     async def test(engine: ServerEngine) -> None:
         waiting = asyncio.ensure_future(collect(engine, request()))
+        while engine.loads()[0].note == "not asked yet":
+            await asyncio.sleep(0.05)
         await asyncio.sleep(0.2)
         assert process.alive
         assert not waiting.done()

@@ -28,7 +28,7 @@ from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import parse
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
-from motet.tasks.reward_pool import RewardPool, Scored
+from motet.tasks.reward_pool import RewardPool, Scored, Transcript
 from motet.tasks.row_files import OF_A_JOB, UPLOADED, Bounds, count_rows, rows_of
 from motet.types import Message, Problem
 from tests.house import House, error_of, open_house
@@ -359,7 +359,9 @@ class Busy(RewardPool):
 
     may: asyncio.Event
 
-    async def score(self, name: str, problem: Problem, completions: Sequence[str]) -> list[Scored]:
+    async def score(
+        self, name: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+    ) -> list[Scored]:
         """Wait, then score."""
         await self.may.wait()
         return await super().score(name, problem, completions)

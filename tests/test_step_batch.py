@@ -14,7 +14,7 @@ from motet.config import JobConfig
 from motet.errors import JobFailed
 from motet.runtime.metrics import group_metrics
 from motet.runtime.rollout_loop import check_failures
-from motet.types import FinishReason, Group, Problem, Rollout, Turn
+from motet.types import Branch, FinishReason, Group, Problem, Rollout, Turn
 from tests.fake_run import job, problems
 
 (PROBLEM, OTHER, THIRD) = problems(3)
@@ -27,10 +27,14 @@ def rollout(reward: float | None, n_tokens: int = 2, *, problem: Problem = PROBL
     return Rollout(
         problem=problem,
         index=0,
-        token_ids=np.arange(length, dtype=np.int32),
-        loss_mask=np.arange(length) >= PROMPT,
-        logprobs=np.full(length, -0.5, np.float32),
-        versions=np.zeros(length, np.int32),
+        branches=(
+            Branch(
+                np.arange(length, dtype=np.int32),
+                np.arange(length) >= PROMPT,
+                np.full(length, -0.5, np.float32),
+                np.zeros(length, np.int32),
+            ),
+        ),
         turns=(Turn("text", FinishReason.LENGTH if cut_off else FinishReason.STOP),),
         reward=math.nan if reward is None else reward,
         reward_parts={} if reward is None else {"exact": reward},

@@ -50,6 +50,10 @@ class RewardError(MotetError):
     """A reward cannot be loaded or called."""
 
 
+class EnvironmentFault(MotetError):
+    """An environment cannot be used: its class does not load, or is none."""
+
+
 class WallError(MotetError):
     """A process cannot be kept behind a wall."""
 

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from motet import plain_yaml
-from motet.algorithms.presets import Grpo
 from motet.config import Config, RunConfig
 from motet.config.mistakes import explain, no_such_field
 from motet.config.service import ServiceConfig
@@ -120,7 +119,7 @@ def jobs_of(
 def normal_job(job: Tree) -> Tree:
     """Spell out shorthands, so that defaults and overrides can be merged field by field."""
     found = dict(job)
-    for field, key in (("data", "source"), ("algorithm", "type")):
+    for field, key in (("data", "source"), ("algorithm", "type"), ("environment", "name")):
         if isinstance(found.get(field), str):
             found[field] = {key: found[field]}
     return found
@@ -246,8 +245,10 @@ def _resolve_files(job: Tree, directory: Path) -> None:
     for field in ("reward", "rewards"):
         if field in job:
             job[field] = _resolve_code(job[field], directory)
-    if isinstance(found := job.get("algorithm"), dict):
-        found["type"] = _resolve_code(found.get("type", Grpo().type), directory)
+    for section, field in (("algorithm", "type"), ("environment", "name")):
+        found = job.get(section)
+        if isinstance(found, dict) and field in found:
+            found[field] = _resolve_code(found[field], directory)
 
 
 def _full_path(name: str, directory: Path) -> str:

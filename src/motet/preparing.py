@@ -19,7 +19,6 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.dataset import Dataset, load_dataset
-from motet.tasks.episode import ENVIRONMENTS
 from motet.tasks.row_files import Bounds
 from motet.types import Problem
 
@@ -87,7 +86,7 @@ def prepare(
     if answered:
         _check_rows(job, base, *read.longest)
         return job, budgets.Need(read.longest[0], 0)
-    turns, new = ENVIRONMENTS[config.environment].max_turns, config.sampling.max_tokens
+    turns, new = config.environment.turns, config.sampling.max_tokens
     _check_room(job, base, turns, *read.longest)
     return job, budgets.Need(read.longest[0] * turns, new * turns)
 

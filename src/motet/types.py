@@ -59,12 +59,24 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """What the model asks a tool for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Message:
     """One turn of a conversation."""
 
     role: str
-    """`system`, `user` or `assistant`."""
+    """`system`, `user`, `assistant`, or `tool` with what one answered."""
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    """What an assistant asked for in this text."""
+    name: str = ""
+    """Of the tool that answered."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +182,30 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Turn:
-    """One stretch of a rollout that the model sampled, for rewards and logs."""
+    """One stretch of a rollout that the model sampled, and what the environment said to it."""
 
     text: str
     finish_reason: FinishReason
+    tool_calls: tuple[ToolCall, ...] = ()
+    replies: tuple[Message, ...] = ()
+    """What the model read next."""
+    reward: float | None = None
+    """For this turn alone, where the environment gives one."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One linear token sequence of a rollout. A sampled stretch is trained in the first branch that holds it."""
+
+    token_ids: IntArray  # [T] prompt, then everything read and written
+    loss_mask: BoolArray  # [T] true where the model sampled the token in this branch
+    logprobs: FloatArray  # [T] of the sampler; 0 where the mask is false
+    versions: IntArray  # [T] the version that sampled the token; -1 where the mask is false or the base sampled
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the model sampled in it."""
+        return int(self.loss_mask.sum())
 
 
 @dataclass(frozen=True)
@@ -183,20 +215,33 @@ class Rollout:
     problem: Problem
     index: int
     """Its place in the group."""
-    token_ids: IntArray  # [T] prompt, then everything read and written
-    loss_mask: BoolArray  # [T] true where the model sampled the token
-    logprobs: FloatArray  # [T] of the sampler; 0 where the mask is false
-    versions: IntArray  # [T] the version that sampled the token; -1 where the mask is false or the base sampled
+    branches: tuple[Branch, ...]
+    """One, unless its history was rewritten; none where it failed before the first token."""
     turns: tuple[Turn, ...]
     reward: float = float("nan")
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     """Why the rollout failed (its reward raised, timed out, was not finite; its logits were not finite)."""
+    opening: tuple[Message, ...] = ()
+    """What the model read first, where that is not the problem's messages."""
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the model sampled."""
+        return sum(branch.sampled for branch in self.branches)
 
     @property
     def completion(self) -> str:
         """The text of the last turn, which rewards judge."""
         return self.turns[-1].text if self.turns else ""
+
+    @property
+    def transcript(self) -> tuple[Message, ...]:
+        """The whole conversation."""
+        messages = list(self.opening or self.problem.messages)
+        for turn in self.turns:
+            messages += [Message("assistant", turn.text, turn.tool_calls), *turn.replies]
+        return tuple(messages)
 
     @property
     def finish_reason(self) -> FinishReason:

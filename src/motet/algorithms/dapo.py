@@ -33,5 +33,5 @@ class Dapo(PolicyGradient):
         """Between −1 and 0, eq. 13: 0 up to max_tokens − overlong_buffer tokens, −1 at max_tokens."""
         if not self.overlong_buffer:
             return 0.0
-        over = int(rollout.loss_mask.sum()) - (max_tokens - self.overlong_buffer)
+        over = rollout.sampled - (max_tokens - self.overlong_buffer)
         return -min(max(over / self.overlong_buffer, 0.0), 1.0)

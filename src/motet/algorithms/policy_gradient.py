@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from motet.algorithms.advantages import AdvantageKind, Reduction, advantages, normalisation, select_groups
 from motet.algorithms.algorithm import Algorithm, StepBatch
 from motet.section import Config
-from motet.types import FloatArray, Group, Rollout, Sample
+from motet.types import Branch, FloatArray, Group, Rollout, Sample
 
 if TYPE_CHECKING:
     from motet.algorithms.losses import LossInputs, TokenLosses
@@ -109,7 +109,7 @@ class PolicyGradient(Algorithm):
         return self.correct_sampler
 
     def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[float | FloatArray]]:
-        """For each scored rollout of each group one advantage, or one for each of its tokens [T]."""
+        """For each scored rollout of each group one advantage, or one for each of its tokens [T] where it has one branch."""
         rewards = [[rollout.reward for rollout in group.scored] for group in groups]
         return [values.tolist() for values in advantages(rewards, self.advantage)]
 
@@ -133,18 +133,18 @@ class PolicyGradient(Algorithm):
             pairs.extend(zip(group.scored, values, strict=True))
         if self.mask_truncated:
             pairs = [(rollout, value) for rollout, value in pairs if not rollout.truncated]
-        lengths = [int(rollout.loss_mask.sum()) for rollout, _ in pairs]
-        weights_S, denominator = normalisation(lengths, self.reduction, max_tokens)
+        weights_S, denominator = normalisation([rollout.sampled for rollout, _ in pairs], self.reduction, max_tokens)
         samples = tuple(
-            to_sample(rollout, value, float(weight))
-            for (rollout, value), length, weight in zip(pairs, lengths, weights_S, strict=True)
-            if length > 0 and (np.any(value) or self.needs_reference)
+            to_sample(branch, value, float(weight))
+            for (rollout, value), weight in zip(pairs, weights_S, strict=True)
+            for branch in rollout.branches
+            if branch.sampled and (np.any(value) or self.needs_reference)
         )
         return StepBatch(samples, denominator, len(usable))
 
 
-def to_sample(rollout: Rollout, advantage: float | FloatArray, weight: float = 1.0) -> Sample:
-    """A rollout as a trainable sequence: advantage and weight stand on every token that the model sampled, 0 elsewhere."""
-    advantages = np.where(rollout.loss_mask, np.float32(advantage), np.float32(0)).astype(np.float32)
-    weights = None if weight == 1.0 else np.where(rollout.loss_mask, np.float32(weight), np.float32(0))
-    return Sample(rollout.token_ids, rollout.loss_mask, rollout.logprobs, advantages, rollout.versions, weights)
+def to_sample(branch: Branch, advantage: float | FloatArray, weight: float = 1.0) -> Sample:
+    """A branch as a trainable sequence: advantage and weight stand on every token that the model sampled, 0 elsewhere."""
+    advantages = np.where(branch.loss_mask, np.float32(advantage), np.float32(0)).astype(np.float32)
+    weights = None if weight == 1.0 else np.where(branch.loss_mask, np.float32(weight), np.float32(0))
+    return Sample(branch.token_ids, branch.loss_mask, branch.logprobs, advantages, branch.versions, weights)

@@ -165,7 +165,11 @@ def _show(console: Console, job: Job, group: Group) -> None:
 async def _train_seconds(job: Job, shared: Services, sampled: SampledStep) -> float:
     """Time of a forward pass over the rollouts, times three for the backward pass; no gradient is computed."""
     samples = tuple(
-        to_sample(rollout, 0.0) for group in sampled.groups for rollout in group.rollouts if rollout.loss_mask.any()
+        to_sample(branch, 0.0)
+        for group in sampled.groups
+        for rollout in group.rollouts
+        for branch in rollout.branches
+        if branch.sampled
     )
     if not samples:
         return 0.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -111,6 +112,44 @@ class RewardConfig(Config):
     wall: bool | None = None
     """Behind a wall a reward has no network, no files and no other processes. Rewards that ship with Motet run behind one where
     the machine has it; your own code does if this is true."""
+
+
+class EnvironmentConfig(Config):
+    """Who answers the model's turns."""
+
+    TURNS: ClassVar[Mapping[str, int]] = {"single": 1, "retry": 2}
+    """The most completions of one rollout, by the names of those that ship."""
+
+    name: str = "single"
+    """`single`: one answer. `retry`: the model is told whether it was right and may answer once more. `file.py:Class`: a class
+    of your own, with tools or `step(text)`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of your class."""
+    max_turns: int = Field(8, ge=1, le=1000)
+    """The most turns of a rollout with a class of your own."""
+    cpu_seconds: float = Field(10.0, gt=0, le=1e6)
+    """CPU time that one call of it may take."""
+    wall_seconds: float = Field(120.0, gt=0, le=1e6)
+    """A wide backstop in wall-clock time, for calls that wait."""
+    memory_mb: int = Field(1024, ge=64, le=10**7)
+    """Memory that its process may take on top of what it starts with."""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a class of a person's own."""
+        return ":" in self.name
+
+    @property
+    def turns(self) -> int:
+        """The most completions of one rollout."""
+        return self.max_turns if self.own else self.TURNS[self.name]
+
+    @field_validator("name")
+    @classmethod
+    def _is_there(cls, name: str) -> str:
+        if ":" not in name and name not in cls.TURNS:
+            raise ValueError("must be single, retry, or file.py:Class for one of your own")
+        return name
 
 
 class SamplingConfig(Config):
@@ -238,8 +277,8 @@ class JobConfig(Config):
     rewards: Annotated[list[RewardConfig], Field(fail_fast=True), BeforeValidator(_reward_list)] = []
     """What is learned: one reward, a list, or a mapping of name to weight. `reward` is another name for it. Every algorithm
     needs one but `sft`, which learns the data's answers."""
-    environment: Literal["single", "retry"] = "single"
-    """`single`: one answer. `retry`: the model is told whether it was right and may answer once more."""
+    environment: Annotated[EnvironmentConfig, named("name")] = EnvironmentConfig()
+    """Who answers the model's turns. A plain string is the name."""
     adapter: AdapterConfig = AdapterConfig()
     """Shape and start of the adapter."""
     sampling: SamplingConfig = SamplingConfig()
@@ -284,7 +323,7 @@ class JobConfig(Config):
         if isinstance(self.algorithm, Supervised):
             if self.rewards:
                 raise ValueError("reward: sft learns the data's answers and asks no reward; leave it out")
-        elif not self.rewards:
+        elif not self.rewards and not self.environment.own:
             raise ValueError("reward: is missing; name one, such as `exact`, or `file.py:function` for your own")
         return self
 

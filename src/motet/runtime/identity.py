@@ -24,7 +24,8 @@ def of_config(config: JobConfig) -> dict[str, Any]:
     for field in ("source", "eval_source"):
         job["data"][field] = _placeless(job["data"][field])
     job["adapter"]["init"] = _placeless(job["adapter"]["init"])
-    for section, field in [*((reward, "name") for reward in job["rewards"]), (job["algorithm"], "type")]:
+    code = [(job["algorithm"], "type"), (job["environment"], "name"), *((reward, "name") for reward in job["rewards"])]
+    for section, field in code:
         file, colon, function = section[field].rpartition(":")
         section[field] = f"{_placeless(file)}:{function}" if colon else section[field]
     functions = [_source(reward.function) for reward in config.rewards if reward.function is not None]
@@ -33,7 +34,8 @@ def of_config(config: JobConfig) -> dict[str, Any]:
 
 def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
     """Each file that a job names, and rows that it was given, with the beginning of its sum."""
-    named = [config.algorithm.type, *(reward.name for reward in config.rewards if reward.function is None)]
+    rewards = (reward.name for reward in config.rewards if reward.function is None)
+    named = [config.algorithm.type, config.environment.name, *rewards]
     start = config.adapter.init and str(Path(config.adapter.init) / ADAPTER_WEIGHTS)
     if config.data.rows is not None:
         rows = json.dumps(as_json(list(config.data.rows)), sort_keys=True)

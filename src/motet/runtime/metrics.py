@@ -102,7 +102,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float | int | Mapping[st
     for rollout in scored:
         for name, value in rollout.reward_parts.items():
             parts.setdefault(name, []).append(value)
-    lengths = [int(rollout.loss_mask.sum()) for rollout in scored]
+    lengths = [rollout.sampled for rollout in scored]
     return {
         "reward": float(rewards.mean()) if len(rewards) else float("nan"),
         "reward_std": float(rewards.std()) if len(rewards) else float("nan"),
@@ -192,17 +192,19 @@ def rollout_records(
                 "reward": rollout.reward,
                 "reward_parts": dict(rollout.reward_parts),
                 "finish_reason": rollout.finish_reason.value,
-                "tokens": int(rollout.loss_mask.sum()),
+                "tokens": rollout.sampled,
                 "error": rollout.error,
                 **_token_fields(rollout, texts),
             }
 
 
 def _token_fields(rollout: Rollout, texts: Callable[[Sequence[int]], Sequence[str]]) -> dict[str, Any]:
-    """Everything from the first sampled token on; what the model read in between has no logprob."""
-    start = int(rollout.loss_mask.argmax()) if rollout.loss_mask.any() else len(rollout.token_ids)
-    told = zip(rollout.logprobs[start:].tolist(), rollout.loss_mask[start:].tolist(), strict=True)
-    return {
-        "token_texts": list(texts(rollout.token_ids[start:].tolist())),
-        "logprobs": [round(logprob, 4) if own else None for logprob, own in told],
-    }
+    """Everything from the first sampled token of each branch on; what the model read in between has no logprob."""
+    token_texts: list[str] = []
+    logprobs: list[float | None] = []
+    for branch in rollout.branches:
+        start = int(branch.loss_mask.argmax()) if branch.sampled else len(branch.token_ids)
+        token_texts += texts(branch.token_ids[start:].tolist())
+        pairs = zip(branch.logprobs[start:].tolist(), branch.loss_mask[start:].tolist(), strict=True)
+        logprobs += [round(logprob, 4) if own else None for logprob, own in pairs]
+    return {"token_texts": token_texts, "logprobs": logprobs}

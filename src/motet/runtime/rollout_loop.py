@@ -34,10 +34,8 @@ class RolloutLoop(Driver):
         self._evaluation: asyncio.Task[SampledStep] | None = None
 
     async def begin(self) -> None:
-        """Rewards are there before the first answer."""
-        job = self.job
-        log = job.directory.path / "rewards.log"
-        await self.services.rewards.register(job.name, job.config.rewards, job.data.scorer, log=log)
+        """Rewards and environment are there before the first answer."""
+        await self._sampler.open()
 
     async def step(self, step: int) -> None:
         """Sample, learn, record, commit; the driver publishes."""
@@ -83,12 +81,12 @@ class RolloutLoop(Driver):
         return Evaluated(sampled.version, record, float(record["reward"]), sampled.tokens)
 
     async def leave(self) -> None:
-        """Stop sampling, and let the rewards go."""
+        """Stop sampling, and let rewards and environment go."""
         tasks = [*self._steps.values(), *([self._evaluation] if self._evaluation else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.services.rewards.unregister(self.job.name)
+        await self._sampler.close()
 
     @property
     def waits(self) -> bool:

@@ -14,15 +14,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from motet import seeds
 from motet.errors import EngineError, ScorerAway
 from motet.runtime.generation import Generation, PutAside, ended
 from motet.runtime.job import Job, Services
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
-from motet.tasks.episode import ENVIRONMENTS
+from motet.tasks.environments import Worlds, play
+from motet.tasks.episode import ENVIRONMENTS, Stage
 from motet.tasks.reward_pool import Scored
 from motet.types import Chunk, Group, IntArray, Problem, Rollout, SamplingParams
 
@@ -54,8 +53,9 @@ class SampledStep:
     @property
     def oldest(self) -> int:
         """The oldest version that sampled a token."""
-        rollouts = (rollout for group in self.groups for rollout in group.rollouts if rollout.loss_mask.any())
-        return min((int(rollout.versions[rollout.loss_mask].min()) for rollout in rollouts), default=self.version)
+        branches = (branch for group in self.groups for rollout in group.rollouts for branch in rollout.branches)
+        sampled = (branch.versions[branch.loss_mask] for branch in branches if branch.sampled)
+        return min((int(versions.min()) for versions in sampled), default=self.version)
 
 
 @dataclass
@@ -115,6 +115,25 @@ class JobSampler:
         """Positions that an earlier process began."""
         self._aside: list[_Task] = []
         self._scoring: set[asyncio.Task[list[Scored]]] = set()
+        self._worlds: Worlds | None = None
+
+    async def open(self) -> None:
+        """Have the rewards and the environment ready.
+
+        Raises:
+            RewardError, EnvironmentFault: one of them cannot be used.
+        """
+        job, path = self._job, self._job.directory.path
+        await self._services.rewards.register(job.name, job.config.rewards, job.data.scorer, log=path / "rewards.log")
+        if job.config.environment.own:
+            self._worlds = Worlds(job.config.environment, path / "environment.log")
+            await self._worlds.open()
+
+    async def close(self) -> None:
+        """Let them go."""
+        await self._services.rewards.unregister(self._job.name)
+        if self._worlds is not None:
+            await self._worlds.close()
 
     @property
     def waits(self) -> bool:
@@ -273,9 +292,9 @@ class JobSampler:
             calls.add(call)
             return await call
 
-        async def score(problem: Problem, completions: list[str]) -> list[Scored]:
+        async def score(rollouts: Sequence[Rollout]) -> list[Scored]:
             started = time.monotonic()
-            scored = await self._scored(problem, completions)
+            scored = await self._scored(problem, rollouts)
             cost.reward_seconds += time.monotonic() - started
             if any(item.clock_limited for item in scored):
                 job.note_inexact("a reward ran into its wall-clock limit, or could not be asked")
@@ -283,8 +302,10 @@ class JobSampler:
 
         if task.rollouts is None:
             try:
-                run = ENVIRONMENTS[job.config.environment].run
-                task.rollouts = await run(problem, job.chat, purpose.n, generate, score)
+                seed = seeds.key(purpose.seed, purpose.name, task.step, task.place, problem.id)
+                judged = bool(job.config.rewards)
+                stage = Stage(problem, job.chat, purpose.n, generate, score, seed, judged)
+                task.rollouts = await self._environment(stage)
             except EngineError as error:
                 task.rollouts = tuple(_failed(problem, index, str(error)) for index in range(purpose.n))
             except PutAside:
@@ -296,8 +317,19 @@ class JobSampler:
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts
 
-    async def _scored(self, problem: Problem, completions: list[str]) -> list[Scored]:
-        asked = asyncio.create_task(self._services.rewards.score(self._job.name, problem, completions))
+    async def _environment(self, stage: Stage) -> tuple[Rollout, ...]:
+        worlds = self._worlds
+        if worlds is None:
+            return await ENVIRONMENTS[self._job.config.environment.name](stage)
+        rollouts = await play(worlds, stage)
+        if worlds.clock_limited:
+            self._job.note_inexact("the environment ran into its wall-clock limit")
+        return rollouts
+
+    async def _scored(self, problem: Problem, rollouts: Sequence[Rollout]) -> list[Scored]:
+        texts, transcripts = [one.completion for one in rollouts], [one.transcript for one in rollouts]
+        scoring = self._services.rewards.score(self._job.name, problem, texts, transcripts)
+        asked = asyncio.create_task(scoring)
         self._scoring.add(asked)
         try:
             return await asked
@@ -324,6 +356,4 @@ async def _until_done(
 
 
 def _failed(problem: Problem, index: int, reason: str) -> Rollout:
-    empty = np.zeros(0, np.int32)
-    nothing = np.zeros(0, np.float32)
-    return Rollout(problem, index, empty, np.zeros(0, np.bool_), nothing, empty, (), error=reason)
+    return Rollout(problem, index, branches=(), turns=(), error=reason)

@@ -6,6 +6,7 @@ goes on by appending ids to ids.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,10 @@ from motet.types import BoolArray, IntArray, Message, Problem
 _PLACEHOLDER = "7sampled7text7"
 _PART_OF_A_LETTER = "\ufffd"
 _MOST_PAIRS = 2**15
+_TOOLS_TOLD = 'You may call tools, by <tool_call>{"name": …, "arguments": {…}}</tool_call>. The tools, as JSON schemas:'
+
+Tools = Sequence[Mapping[str, Any]]
+"""Functions as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 _AROUND = 8
 
 
@@ -100,26 +105,26 @@ class Chat:
         return found, problems[place]
 
     def follow_up_ids(
-        self, problem: Problem, previous: Sequence[Message], sampled_ids: IntArray, message: str
+        self, before: Sequence[Message], sampled_ids: IntArray, replies: Sequence[Message], tools: Tools = ()
     ) -> IntArray:
-        """What to append after a sampled turn so that the model reads the next user message and may answer, [T].
+        """What to append after a sampled turn so that the model reads what comes next and may answer, [T].
 
         The conversation is rendered with a placeholder for the sampled text, and the part after it is tokenised. The
         end-of-turn token stands once: it is left out here when the model sampled it.
 
         Args:
-            problem: how the conversation began.
-            previous: the messages between the problem's and the sampled turn (none at the second turn).
+            before: the messages before the sampled turn.
             sampled_ids: the tokens of the sampled turn, its end-of-turn token included if it was sampled.
-            message: what the user says next.
+            replies: what is said to it.
+            tools: as `prompt_of` gets them.
 
         Raises:
             BaseModelError: the template refuses the conversation or does not repeat the assistant's text.
         """
-        turns = (*problem.messages, *previous, Message("assistant", _PLACEHOLDER), Message("user", message))
         if not self.chat_template:
-            return self._encode(f"\n\n{message}\n\n", special=False)
-        _, found, tail = self._render(turns).rpartition(_PLACEHOLDER)
+            return self._encode("\n\n" + "".join(f"{reply.content}\n\n" for reply in replies), special=False)
+        turns = (*before, Message("assistant", _PLACEHOLDER), *replies)
+        _, found, tail = self._render(turns, tools).rpartition(_PLACEHOLDER)
         if not found:
             raise BaseModelError("the chat template leaves out the assistant's text: set environment: single")
         ids = self._encode(tail, special=False)
@@ -129,6 +134,42 @@ class Chat:
         if len(places) and _is_special(self.tokenizer, last) and not self._decode(ids[: places[0]]).strip():
             return ids[places[0] + 1 :]
         return ids
+
+    def extends(self, token_ids: IntArray, messages: Sequence[Message], tools: Tools = ()) -> bool:
+        """Whether a conversation, as the template has it now, begins with what was read and sampled, spaces aside."""
+        if not self.chat_template:
+            return True
+        now, before = self._render(messages, tools), self._decode(token_ids)
+        return "".join(now.split()).startswith("".join(before.split()))
+
+    def prompt_of(self, messages: Sequence[Message], tools: Tools = ()) -> IntArray:
+        """What the model reads before it answers a conversation, [T]."""
+        return self._encode(self._render(messages, tools), special=not self.chat_template)
+
+    def with_tools(self, messages: tuple[Message, ...], tools: Tools) -> tuple[Message, ...]:
+        """A conversation whose model knows its tools: by the template if it has a place for them, or by a system message."""
+        if not tools or self._names(tools):
+            return messages
+        listed = "\n".join(json.dumps(tool) for tool in tools)
+        system, rest = ("", messages) if messages[0].role != "system" else (messages[0].content + "\n\n", messages[1:])
+        return (Message("system", f"{system}{_TOOLS_TOLD}\n<tools>\n{listed}\n</tools>"), *rest)
+
+    @cached_property
+    def tool_role(self) -> str:
+        """The role of what a tool answers: `user` where the template has none for it."""
+        turns = (Message("user", "hi"), Message("assistant", "call"), Message("tool", _PLACEHOLDER, name="f"))
+        try:
+            return "tool" if _PLACEHOLDER in self._render(turns) else "user"
+        except BaseModelError:
+            return "user"
+
+    def _names(self, tools: Tools) -> bool:
+        try:
+            return self.chat_template and self._render((Message("user", "hi"),)) != self._render(
+                (Message("user", "hi"),), tools
+            )
+        except BaseModelError:
+            return False
 
     def readable(self, token_ids: IntArray, loss_mask: BoolArray | None = None) -> str:
         """One line per token: its place, id and text; `*` marks the tokens that are trained."""
@@ -168,10 +209,11 @@ class Chat:
         """Text of sampled tokens, without special tokens: what rewards see."""
         return str(self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True))
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         if not self.chat_template:
             return "\n\n".join(message.content for message in messages)
-        return render(self.tokenizer, messages, True, self.template_kwargs)
+        kwargs = {**self.template_kwargs, "tools": list(tools)} if tools else self.template_kwargs
+        return render(self.tokenizer, messages, True, kwargs)
 
     def _encode(self, text: str, special: bool) -> IntArray:
         ids = self.tokenizer.encode(text, add_special_tokens=special)
@@ -192,7 +234,10 @@ def render(tokenizer: Any, messages: Sequence[Message], generation_prompt: bool,
     Raises:
         BaseModelError: the template refuses the conversation (for instance a system prompt), with its reason.
     """
-    turns = [{"role": message.role, "content": message.content} for message in messages]
+    turns = [
+        {"role": message.role, "content": message.content, **({"name": message.name} if message.name else {})}
+        for message in messages
+    ]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt, **kwargs)
     except Exception as error:  # templates are programs: jinja2's errors and plain Python's alike

@@ -14,120 +14,127 @@ import numpy as np
 from motet.errors import EngineError
 from motet.tasks.chat import Chat
 from motet.tasks.reward_pool import Scored
-from motet.types import Chunk, FinishReason, IntArray, Message, Problem, Rollout, Turn
+from motet.types import Branch, Chunk, FinishReason, IntArray, Message, Problem, Rollout, ToolCall, Turn
 
 Generate = Callable[[IntArray, tuple[int, ...], int], Awaitable[list[Chunk]]]
 """(prompt_ids, sample_indices, turn) → one whole completion per index, in order. Index and turn seed the draw."""
-Score = Callable[[Problem, list[str]], Awaitable[list[Scored]]]
-"""(problem, completions) → one result per completion, in order."""
-Environment = Callable[[Problem, Chat, int, Generate, Score], Awaitable[tuple[Rollout, ...]]]
-"""(problem, chat, group_size, generate, score) → the rollouts of one group, in the order of their indices."""
+Score = Callable[[Sequence[Rollout]], Awaitable[list[Scored]]]
+"""One result for each rollout, in order."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What an environment makes the rollouts of one group with."""
+
+    problem: Problem
+    chat: Chat
+    group_size: int
+    generate: Generate
+    score: Score
+    seed: int = 0
+    """Of the group, for what an environment draws."""
+    judged: bool = True
+    """Whether the job has rewards."""
+
+
+Environment = Callable[[Stage], Awaitable[tuple[Rollout, ...]]]
+"""The rollouts of one group, in the order of their indices."""
 
 RETRY_MESSAGE = "That is not right. Please answer again."
+_NO_TOKENS = Branch(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.float32), np.zeros(0, np.int32))
 SECOND_TRY = 0.5
 """What a right answer at the second try is worth, so that being right at once stays the better policy."""
 
 
-async def single_turn(
-    problem: Problem, chat: Chat, group_size: int, generate: Generate, score: Score
-) -> tuple[Rollout, ...]:
+async def single_turn(stage: Stage) -> tuple[Rollout, ...]:
     """One answer each; one call to `generate`, so that the prompt is prefilled once."""
-    rollouts = await _first_turn(problem, chat, group_size, generate)
-    return tuple(await _rewarded(rollouts, score, {rollout.index: 1.0 for rollout in rollouts}))
+    rollouts = await _first_turn(stage)
+    return tuple(await _rewarded(rollouts, stage.score, {rollout.index: 1.0 for rollout in rollouts}))
 
 
-async def retry(problem: Problem, chat: Chat, group_size: int, generate: Generate, score: Score) -> tuple[Rollout, ...]:
+async def retry(stage: Stage) -> tuple[Rollout, ...]:
     """Two turns: an answer that is not fully right (reward below 1) is told so and may be given once more.
 
     The reward is that of the last turn, times `SECOND_TRY` where that is the second; `reward_parts["first_try"]` keeps
     the first turn's. A first answer that was cut off at `max_tokens` has not ended its turn: it gets no second.
     """
-    rollouts = await _first_turn(problem, chat, group_size, generate)
-    rollouts = await _rewarded(rollouts, score, {rollout.index: 1.0 for rollout in rollouts})
+    rollouts = await _first_turn(stage)
+    rollouts = await _rewarded(rollouts, stage.score, {rollout.index: 1.0 for rollout in rollouts})
     rollouts = [
         rollout if rollout.error else replace(rollout, reward_parts=_first_try(rollout, rollout.reward))
         for rollout in rollouts
     ]
     again = [rollout for rollout in rollouts if not rollout.error and not rollout.truncated and rollout.reward < 1]
-    second = await asyncio.gather(*(_second_turn(rollout, chat, generate) for rollout in again))
-    judged = await _rewarded(second, score, {rollout.index: SECOND_TRY for rollout in second})
+    second = await asyncio.gather(*(_second_turn(rollout, stage) for rollout in again))
+    judged = await _rewarded(second, stage.score, {rollout.index: SECOND_TRY for rollout in second})
     for before, rollout in zip(again, judged, strict=True):
         parts = rollout.reward_parts if rollout.error else _first_try(rollout, before.reward)
         rollouts[rollout.index] = replace(rollout, reward_parts=parts)
     return tuple(rollouts)
 
 
-@dataclass(frozen=True)
-class EnvironmentSpec:
-    """An environment, and what an engine has to make room for."""
-
-    run: Environment
-    max_turns: int
-    """Completions of up to `max_tokens` in one rollout."""
+ENVIRONMENTS: Mapping[str, Environment] = {"single": single_turn, "retry": retry}
+"""The values of a job's `environment.name`, besides `file.py:Class`."""
 
 
-ENVIRONMENTS: Mapping[str, EnvironmentSpec] = {
-    "single": EnvironmentSpec(single_turn, 1),
-    "retry": EnvironmentSpec(retry, 2),
-}
-"""The values of a job's `environment`."""
+async def _first_turn(stage: Stage) -> list[Rollout]:
+    prompt, indices = stage.chat.prompt_ids(stage.problem), tuple(range(stage.group_size))
+    chunks = await whole(stage.generate(prompt, indices, 0), stage.group_size)
+    return [extended(Rollout(stage.problem, index, (), ()), prompt, chunk) for index, chunk in enumerate(chunks)]
 
 
-async def _first_turn(problem: Problem, chat: Chat, group_size: int, generate: Generate) -> list[Rollout]:
-    prompt = chat.prompt_ids(problem)
-    chunks = await generate(prompt, tuple(range(group_size)), 0)
-    _check(chunks, tuple(range(group_size)))
-    empty = np.zeros(0, np.int32)
-    begun = [
-        Rollout(problem, index, empty, empty.astype(np.bool_), empty.astype(np.float32), empty, turns=())
-        for index in range(group_size)
-    ]
-    return [_extended(rollout, prompt, chunk) for rollout, chunk in zip(begun, chunks, strict=True)]
-
-
-async def _second_turn(rollout: Rollout, chat: Chat, generate: Generate) -> Rollout:
-    sampled = rollout.token_ids[rollout.loss_mask]
-    previous: tuple[Message, ...] = ()
-    read = chat.follow_up_ids(rollout.problem, previous, sampled, RETRY_MESSAGE)
+async def _second_turn(rollout: Rollout, stage: Stage) -> Rollout:
+    (branch,) = rollout.branches
+    reply = Message("user", RETRY_MESSAGE)
+    read = stage.chat.follow_up_ids(rollout.problem.messages, branch.token_ids[branch.loss_mask], [reply])
     try:
-        chunks = await generate(np.concatenate([rollout.token_ids, read]), (rollout.index,), 1)
+        (chunk,) = await whole(stage.generate(np.concatenate([branch.token_ids, read]), (rollout.index,), 1), 1)
     except EngineError as error:  # two turns may be too long for this rollout and not for the others
         return replace(rollout, error=str(error))
-    _check(chunks, (rollout.index,))
-    return _extended(rollout, read, chunks[0])
+    return extended(answered(rollout, (reply,)), read, chunk)
 
 
-def _check(chunks: Sequence[Chunk], indices: tuple[int, ...]) -> None:
-    if len(chunks) != len(indices) or any(chunk.finish_reason is None for chunk in chunks):
-        raise ValueError(f"generate must return {len(indices)} whole completions, got {len(chunks)}")
+async def whole(generating: Awaitable[list[Chunk]], n: int) -> list[Chunk]:
+    """Completions as they must be: all of them, each to its end."""
+    chunks = await generating
+    if len(chunks) != n or any(chunk.finish_reason is None for chunk in chunks):
+        raise ValueError(f"generate must return {n} whole completions, got {len(chunks)}")
+    return chunks
 
 
-def _extended(rollout: Rollout, read: IntArray, chunk: Chunk) -> Rollout:
-    """The rollout after the model read some tokens and sampled a turn."""
+def answered(rollout: Rollout, replies: tuple[Message, ...], reward: float | None = None) -> Rollout:
+    """The rollout once something was said to its last turn."""
+    *before, last = rollout.turns
+    return replace(rollout, turns=(*before, replace(last, replies=replies, reward=reward)))
+
+
+def extended(
+    rollout: Rollout, read: IntArray, chunk: Chunk, *, anew: bool = False, calls: tuple[ToolCall, ...] = ()
+) -> Rollout:
+    """The rollout after the model read some tokens and sampled a turn; `anew` begins a branch with what was read."""
+    *before, last = rollout.branches if rollout.branches and not anew else (*rollout.branches, _NO_TOKENS)
     reason = chunk.finish_reason or FinishReason.ERROR
     nothing, n = np.zeros(len(read), np.float32), len(chunk.token_ids)
-    mask = np.concatenate([rollout.loss_mask, np.zeros(len(read), np.bool_), np.ones(n, np.bool_)])
+    branch = Branch(
+        token_ids=np.concatenate([last.token_ids, read, chunk.token_ids]).astype(np.int32),
+        loss_mask=np.concatenate([last.loss_mask, np.zeros(len(read), np.bool_), np.ones(n, np.bool_)]),
+        logprobs=np.concatenate([last.logprobs, nothing, chunk.logprobs]).astype(np.float32),
+        versions=np.concatenate([last.versions, np.full(len(read), -1), chunk.versions]).astype(np.int32),
+    )
     error = rollout.error
     if reason is FinishReason.ERROR:
         error = chunk.error or "sampling failed"
     elif reason is FinishReason.ABORT:
         error = "aborted before the answer was complete"
-    return replace(
-        rollout,
-        token_ids=np.concatenate([rollout.token_ids, read, chunk.token_ids]).astype(np.int32),
-        loss_mask=mask,
-        logprobs=np.concatenate([rollout.logprobs, nothing, chunk.logprobs]).astype(np.float32),
-        versions=np.concatenate([rollout.versions, np.full(len(read), -1), chunk.versions]).astype(np.int32),
-        turns=(*rollout.turns, Turn(chunk.text, reason)),
-        error=error,
-    )
+    turns = (*rollout.turns, Turn(chunk.text, reason, calls))
+    return replace(rollout, branches=(*before, branch), turns=turns, error=error)
 
 
 async def _rewarded(rollouts: Sequence[Rollout], score: Score, worth: Mapping[int, float]) -> list[Rollout]:
     """Rollouts with the reward of their last turn; those that failed before are passed on as they are."""
-    whole = [rollout for rollout in rollouts if not rollout.error]
-    results = await score(whole[0].problem, [rollout.completion for rollout in whole]) if whole else []
-    by_index = {rollout.index: scored for rollout, scored in zip(whole, results, strict=True)}
+    sound = [rollout for rollout in rollouts if not rollout.error]
+    results = await score(sound) if sound else []
+    by_index = {rollout.index: scored for rollout, scored in zip(sound, results, strict=True)}
     done = []
     for rollout in rollouts:
         if (scored := by_index.get(rollout.index)) is not None:

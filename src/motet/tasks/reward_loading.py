@@ -1,8 +1,9 @@
 """From what a job names to something that scores: built-in, `file.py:function`, `module:function`, or a function.
 
-Runs in reward processes. Two ways of writing a reward are understood, told apart by parameter names:
+Runs in reward processes. These ways of writing a reward are understood, told apart by parameter names:
 
     def score(problem, completion) -> float                      # ours, sync or async; in any order under these names
+    def score(problem, completion, transcript) -> float          # with the whole conversation, a list of messages as mappings
     def score(prompts, completions, **columns) -> list[float]    # TRL's, https://huggingface.co/docs/trl/rewards
 """
 
@@ -51,11 +52,13 @@ class RewardSource(Protocol):
 class LoadedReward:
     """A reward that is ready to be called."""
 
-    call: Callable[[Problem, Sequence[str]], Any]
+    call: Callable[..., Any]
     """Raw values, one per completion; for `async def` an awaitable of one value for one completion."""
     batched: bool
     """Takes all completions of a problem in one call (TRL's signature)."""
     is_async: bool
+    sees_all: bool = False
+    """Takes the transcript too."""
 
 
 def resolve(source: RewardSource, scorer: ScorerSpec | None = None) -> LoadedReward:
@@ -100,7 +103,7 @@ def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
         return LoadedReward(lambda problem, completions: function(problem, completions[0], **args), False, is_async)
     if "completions" in parameters:
         return LoadedReward(_trl_call(function, parameters, args, name), True, is_async)
-    return LoadedReward(_own_call(function, parameters, args, name), False, is_async)
+    return LoadedReward(_own_call(function, parameters, args, name), False, is_async, "transcript" in parameters)
 
 
 def _own_call(
@@ -120,9 +123,14 @@ def _own_call(
         usual = "def reward(problem, completion), or TRL's def reward(completions, **columns)"
         raise RewardError(f"reward {name!r} takes {told}; write {usual}")
     _check_args(parameters, args, name)
-    if by_name:
-        return lambda problem, completions: function(problem=problem, completion=completions[0], **args)
-    return lambda problem, completions: function(problem, completions[0], **args)
+
+    def call(problem: Problem, completions: Sequence[str], *transcript: Any) -> Any:
+        more = {"transcript": transcript[0], **args} if transcript else args
+        if by_name:
+            return function(problem=problem, completion=completions[0], **more)
+        return function(problem, completions[0], **more)
+
+    return call
 
 
 def _by_name(parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -136,7 +144,7 @@ def own_parameters(parameters: Mapping[str, inspect.Parameter]) -> dict[str, ins
     return {
         key: value
         for key, value in parameters.items()
-        if key not in taken and value.kind not in (value.VAR_KEYWORD, value.VAR_POSITIONAL)
+        if key not in (*taken, "transcript") and value.kind not in (value.VAR_KEYWORD, value.VAR_POSITIONAL)
     }
 
 

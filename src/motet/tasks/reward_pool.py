@@ -30,7 +30,7 @@ from motet.tasks.reward_installed import Installed, without_folder
 from motet.tasks.reward_link import Reply, RewardLink, hello
 from motet.tasks.reward_walls import Walls
 from motet.tasks.worker_link import ClockLimitError, ProcessDiedError
-from motet.types import Problem
+from motet.types import Message, Problem
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,17 @@ class Scored:
     """Why there is no reward."""
     clock_limited: bool = False
     """The clock or the network decided, so another run could come out differently."""
+
+
+Transcript = Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is scored."""
+
+    text: str
+    transcript: Transcript = ()
 
 
 @dataclass(frozen=True)
@@ -174,16 +185,26 @@ class RewardPool:
         if self._rest is not None and job in self._jobs:
             self._rest(job, wanted)
 
-    async def score(self, job: str, problem: Problem, completions: Sequence[str]) -> list[Scored]:
+    async def score(
+        self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+    ) -> list[Scored]:
         """Score completions of one problem, in their order. What goes wrong is in the result, never raised.
+
+        Args:
+            job: whose rewards.
+            problem: of all of them.
+            completions: the text of each last turn.
+            transcripts: the whole conversation of each, for rewards that ask for it.
 
         Raises:
             RewardError: the job is not registered.
             ScorerAway: nobody is there to score, and the job is to rest.
         """
         known, given = self._registered(job), asdict(problem)
+        seen = transcripts or [()] * len(completions)
+        answers = [Answer(*one) for one in zip(completions, seen, strict=True)]
         columns = await asyncio.gather(
-            *(self._column(known, place, given, list(completions)) for place in range(len(known.rewards)))
+            *(self._column(known, place, given, answers) for place in range(len(known.rewards)))
         )
         return [_sum(known, parts) for parts in zip(*columns, strict=True)]
 
@@ -193,7 +214,7 @@ class RewardPool:
         Raises:
             RewardError: the job is not registered.
         """
-        parts = await self._column(self._registered(job), 0, problem, list(completions))
+        parts = await self._column(self._registered(job), 0, problem, [Answer(text) for text in completions])
         return [_score(part) for part in parts]
 
     def _registered(self, job: str) -> _Job:
@@ -227,64 +248,61 @@ class RewardPool:
             return reward
         return reward.model_copy(update={"name": known.target, "args": {**known.args, **reward.args}})
 
-    async def _column(self, job: _Job, place: int, problem: dict[str, Any], completions: list[str]) -> list[_Part]:
+    async def _column(self, job: _Job, place: int, problem: dict[str, Any], answers: list[Answer]) -> list[_Part]:
         """One reward's parts, one for each completion."""
         reward, lane = job.rewards[place], job.lane_of(place)
         if lane is None:
-            return await self._asked(job, reward, problem, completions)
-        parts = await self._in_process(lane, place, problem, completions)
+            return await self._asked(job, reward, problem, answers)
+        parts = await self._in_process(lane, place, problem, answers)
         known = self._known(reward)
         if known is None:
             return parts
         return [replace(part, error=without_folder(part.error, known.target)) for part in parts]
 
     async def _asked(
-        self, job: _Job, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
+        self, job: _Job, reward: RewardConfig, problem: dict[str, Any], answers: list[Answer]
     ) -> list[_Part]:
         """Parts of a reward that is scored elsewhere."""
-        found = await self._elsewhere[reward.name](job.name, reward, problem, completions)
+        found = await self._elsewhere[reward.name](job.name, reward, problem, [answer.text for answer in answers])
         return [_part(score) for score in found]
 
-    async def _in_process(
-        self, lane: _Lane, place: int, problem: dict[str, Any], completions: list[str]
-    ) -> list[_Part]:
+    async def _in_process(self, lane: _Lane, place: int, problem: dict[str, Any], answers: list[Answer]) -> list[_Part]:
         """Parts of a reward that a process of the job scores.
 
         A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
         """
-        if lane.together[lane.index(place)] and len(completions) > 1:
-            parts = await self._call(lane, place, problem, completions)
+        if lane.together[lane.index(place)] and len(answers) > 1:
+            parts = await self._call(lane, place, problem, answers)
             if parts is not None:
                 return parts
-        alone = await asyncio.gather(*(self._call(lane, place, problem, [text], last=True) for text in completions))
+        alone = await asyncio.gather(*(self._call(lane, place, problem, [answer], last=True) for answer in answers))
         return [parts[0] for parts in alone if parts is not None]
 
     async def _call(
-        self, lane: _Lane, place: int, problem: dict[str, Any], completions: list[str], last: bool = False
+        self, lane: _Lane, place: int, problem: dict[str, Any], answers: list[Answer], last: bool = False
     ) -> list[_Part] | None:
         """One call, or None when a call for several failed as a whole and there is a `last` one to come for each."""
         seat = await self._sit_down(lane)
         try:
-            reply = await self._ask(lane, seat, place, problem, completions)
+            reply = await self._ask(lane, seat, place, problem, answers)
         except ClockLimitError as error:
-            return [_Part(error=str(error), clock_limited=True)] * len(completions)
+            return [_Part(error=str(error), clock_limited=True)] * len(answers)
         except ProcessDiedError as error:
-            return [_Part(error=str(error))] * len(completions) if last else None
+            return [_Part(error=str(error))] * len(answers) if last else None
         finally:
             self._stand_up(lane, seat)
         if reply.failed and not last:
             return None
         return [_part(error or value) for value, error in zip(reply.values, reply.errors, strict=True)]
 
-    async def _ask(
-        self, lane: _Lane, seat: _Seat, place: int, problem: dict[str, Any], completions: list[str]
-    ) -> Reply:
+    async def _ask(self, lane: _Lane, seat: _Seat, place: int, problem: dict[str, Any], answers: list[Answer]) -> Reply:
         """A reply that a fresh process would have given too."""
-        reward, n = lane.rewards[place], len(completions)
+        reward, n = lane.rewards[place], len(answers)
         request = {
             "reward": lane.index(place),
             "problem": problem,
-            "completions": completions,
+            "completions": [answer.text for answer in answers],
+            "transcripts": [[asdict(message) for message in answer.transcript] for answer in answers],
             "memory_mb": reward.memory_mb,
         }
         line = json.dumps({**request, "cpu_seconds": reward.cpu_seconds * n}).encode() + b"\n"

@@ -54,7 +54,7 @@ def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mappin
     outcomes: list[Any] = []
     try:
         with limits.of(request["cpu_seconds"], request["memory_mb"]):
-            outcomes = [_outcome(reward, value) for value in _raw_values(reward, problem, completions)]
+            outcomes = [_outcome(reward, value) for value in _raw_values(reward, problem, request)]
     except CpuLimitError:
         replace = "cpu"
     except MemoryError:
@@ -78,7 +78,8 @@ def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mappin
     return {"values": values, "errors": errors, "failed": bool(error), "replace": replace}
 
 
-def _raw_values(reward: LoadedReward, problem: Problem, completions: list[str]) -> list[Any]:
+def _raw_values(reward: LoadedReward, problem: Problem, request: Mapping[str, Any]) -> list[Any]:
+    completions: list[str] = request["completions"]
     if reward.batched:
         values = reward.call(problem, completions)
         if reward.is_async:
@@ -91,9 +92,10 @@ def _raw_values(reward: LoadedReward, problem: Problem, completions: list[str]) 
             told = f"{len(values)} value{'' if len(values) == 1 else 's'}"
         # No fault of a single completion: asked about each alone, it could return a list of one and look right.
         return [ValueError(f"returned {told}, not a list of {n} numbers, one for each completion")] * n
-    if reward.is_async:
-        return _loop().run_until_complete(_together([reward.call(problem, [text]) for text in completions]))
-    return [reward.call(problem, [text]) for text in completions]
+    transcripts: list[Any] = request.get("transcripts") or [()] * len(completions)
+    pairs = zip(completions, transcripts, strict=True)
+    calls = (reward.call(problem, [text], *[seen] * reward.sees_all) for text, seen in pairs)
+    return _loop().run_until_complete(_together(list(calls))) if reward.is_async else list(calls)
 
 
 async def _together(calls: list[Awaitable[Any]]) -> list[Any]:

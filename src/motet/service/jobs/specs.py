@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from motet.config.service import ANY_SIZE, Largest
 from motet.errors import ConfigError
 from motet.jobfile import normal_job, validate
 from motet.service.jobs.bounds import check_sizes, check_texts
+from motet.tasks.episode import ENVIRONMENTS
 from motet.tasks.graders.shapes import parse
 from motet.tasks.plain_json import check_plain
 from motet.tasks.reward_elsewhere import ELSEWHERE, MASK, check
@@ -58,7 +59,8 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
     except ValueError as error:
         raise ConfigError(f"the job cannot be kept as JSON in UTF-8: {error}") from error
     job = normal_job(dict(tree))
-    _check_algorithm(job.get("algorithm"))
+    for section, field, known in (("algorithm", "type", ALGORITHMS), ("environment", "name", ENVIRONMENTS)):
+        _check_no_code(job.get(section), f"{section}.{field}", known)
     config = validate({"base": "small", "run": "x", "jobs": [job]}, "the job").jobs[0]
     check_sizes(config)
     check_texts(config.data)
@@ -78,12 +80,12 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
     return config
 
 
-def _check_algorithm(section: Any) -> None:
-    """Refuse one of the tenant's own before anything looks for its file."""
-    kind = section.get("type") if isinstance(section, dict) else None
-    if isinstance(kind, str) and ":" in kind:
+def _check_no_code(section: Any, path: str, known: Collection[str]) -> None:
+    """Refuse a class of the tenant's before anything looks for its file."""
+    name = section.get(path.rpartition(".")[2]) if isinstance(section, dict) else None
+    if isinstance(name, str) and ":" in name:
         raise ConfigError(
-            f"algorithm.type {kind!r} cannot be used here: code does not run on the server. There are {', '.join(ALGORITHMS)}"
+            f"{path} {name!r} cannot be used here: code does not run on the server. There are {', '.join(known)}"
         )
 
 
