@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -410,3 +411,26 @@ def test_a_service_looks_for_no_file_of_a_tenants(file: Path) -> None:
     for environment in (f"{file}:Guess", {"name": f"{file}:Guess"}):
         with pytest.raises(ConfigError, match="code does not run on the server"):
             validated({**tree, "environment": environment}, Allowed(False, {}, Addresses(), Walls()))
+
+
+def pages_python(name: str) -> list[str]:
+    text = (Path(__file__).parents[1] / "docs" / f"{name}.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_pages_classes_are_environments(tmp_path: Path) -> None:
+    guess, till = pages_python("environments")
+    (tmp_path / "guess.py").write_text(guess)
+    (tmp_path / "till.py").write_text(till)
+    (rollout,), _, _ = played(tmp_path / "guess.py", "Guess", lambda index, turn, read: ["x", "9", "7"][turn], 1)
+    assert [turn.reward for turn in rollout.turns] == [-1.0, 0.0, 1.0]
+    said = [call("sell", item="pot", price="400", number=2), "Done."]
+    (rollout,), _, _ = played(tmp_path / "till.py", "Till", lambda index, turn, read: said[turn], 1)
+    assert rollout.reward == 8.0
+
+
+def test_the_pages_algorithm_is_one(tmp_path: Path) -> None:
+    (own,) = [example for example in pages_python("algorithms") if "Sharpened" in example]
+    (tmp_path / "sharpened.py").write_text(own)
+    run_jobs(tmp_path / "run", [job("a", algorithm={"type": f"{tmp_path}/sharpened.py:Sharpened", "power": 3})])
+    assert json.loads(metrics(tmp_path / "run", "a").splitlines()[0])["grad_norm"] > 0
