@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from motet.model.adapter_table import AdapterTable, TableRouting
-from motet.model.base import BaseModel
 from motet.model.lora import AdapterWeights
+from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks, SamplerRouting
 from tests import tiny_models as tiny
 from tests.test_grouped import DTYPES, FAST, NAMES, Seen, exact, random
 
 
-def table_of(base: BaseModel, slots: int = 4, rank: int = 8) -> AdapterTable:
+def table_of(base: LoraModel, slots: int = 4, rank: int = 8) -> AdapterTable:
     return AdapterTable(base.adapter_layout("all-linear", rank), slots, base.device, base.dtype, FAST)
 
 
@@ -28,7 +28,7 @@ def tell(routing: TableRouting, slots: Sequence[int]) -> None:
         tensor.copy_(value)
 
 
-def through(base: BaseModel, routing: Any, x: dict[str, Tensor]) -> list[Tensor]:
+def through(base: LoraModel, routing: Any, x: dict[str, Tensor]) -> list[Tensor]:
     """What the linear layers make of rows."""
     whole = SamplerRouting([routing]) if isinstance(routing, TableRouting) else routing
     found: list[Tensor] = []
@@ -38,7 +38,7 @@ def through(base: BaseModel, routing: Any, x: dict[str, Tensor]) -> list[Tensor]
     return found
 
 
-def inputs(base: BaseModel, rows: int, seed: int = 0) -> dict[str, Tensor]:
+def inputs(base: LoraModel, rows: int, seed: int = 0) -> dict[str, Tensor]:
     return {
         layer.siblings.leader: random(1, rows, layer.in_features, dtype=base.dtype, seed=seed)
         for layer in base.linears.values()
@@ -50,7 +50,7 @@ def sorted_rows(slots: Sequence[int]) -> list[int]:
 
 
 def as_sampled(
-    base: BaseModel, placed: dict[int, AdapterWeights], slots: Sequence[int], x: dict[str, Tensor]
+    base: LoraModel, placed: dict[int, AdapterWeights], slots: Sequence[int], x: dict[str, Tensor]
 ) -> list[Tensor]:
     """The same by a routing whose rows lie adapter by adapter."""
     order = sorted_rows(slots)

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.model import grouped
 from motet.model.arithmetic import Arithmetic
-from motet.model.base import BaseModel
 from motet.model.grouped import Grouped, Padded, RowProducts, Tiled, ends, fits
 from motet.model.lora import AdapterLayout, AdapterWeights, Products, make_layout
+from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 from tests import tiny_models as tiny
 from tests.test_lora import company, mixed
@@ -29,7 +29,7 @@ FAST = Arithmetic(rows=TILE, grouped=True)
 
 
 @contextmanager
-def exact(name: str, dtype: str = "bfloat16", arithmetic: Arithmetic = EXACT) -> Iterator[BaseModel]:
+def exact(name: str, dtype: str = "bfloat16", arithmetic: Arithmetic = EXACT) -> Iterator[LoraModel]:
     """A shared base that computes as an exact GPU does, for a while."""
     base = tiny.base(name, dtype)
     base.compute_with(arithmetic)
@@ -272,7 +272,7 @@ Trained = dict[str, tuple[AdapterWeights, int]]
 """Adapters by name and how many rows each has."""
 
 
-def gradients(base: BaseModel, trained: Trained, arithmetic: Arithmetic) -> dict[str, Tensor]:
+def gradients(base: LoraModel, trained: Trained, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """Of a fixed slope of each adapter's final hidden states, all adapters in one pass."""
     segments, start, sums = [], 0, {}
     for name, (weights, length) in trained.items():
@@ -290,7 +290,7 @@ def gradients(base: BaseModel, trained: Trained, arithmetic: Arithmetic) -> dict
     return sums
 
 
-def trained_together(base: BaseModel) -> Trained:
+def trained_together(base: LoraModel) -> Trained:
     lengths = {"a": 48, "b": 16, "c": 48, "d": 32, "e": 16}
     ranks = {"a": 8, "b": 8, "c": 4, "d": 16, "e": 4}
     return {

@@ -9,9 +9,9 @@ import torch
 
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
-from motet.model.base import BaseModel
 from motet.model.layout import packed_layout
 from motet.model.lora import AdapterWeights, initial_weights, make_layout
+from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
@@ -20,7 +20,7 @@ NAMES = ("llama", "gemma2", "opt", "phi3")
 DTYPES = ("float32", "bfloat16")
 
 
-def mixed(base: BaseModel) -> list[AdapterWeights]:
+def mixed(base: LoraModel) -> list[AdapterWeights]:
     """Adapters that share a layout, and adapters of other ranks, alphas and targets."""
     leaf = sorted({path.rsplit(".", 1)[-1] for path in base.linears})
     return [
@@ -31,7 +31,7 @@ def mixed(base: BaseModel) -> list[AdapterWeights]:
     ]
 
 
-def company(base: BaseModel) -> tiny.Packed:
+def company(base: LoraModel) -> tiny.Packed:
     """Sequences of several lengths for each adapter, and of the base in between."""
     one, two, three, four = mixed(base)
     lengths = {0: (70, 9), 1: (1,), 2: (37,), 3: (5, 48), 4: (23,)}

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from motet.model.adapter_table import AdapterTable, TableRouting
-from motet.model.base import BaseModel
 from motet.model.grouped import fits
 from motet.model.kv_cache import KVCache
 from motet.model.layout import Span, round_up
 from motet.model.lora import AdapterLayout, AdapterWeights
+from motet.model.lora_model import LoraModel
 from motet.model.routing import SamplerRouting
 from motet.model.tables import AttentionTables, cached_tables
 
@@ -54,7 +54,7 @@ class _Recording:
 class Recorder:
     """Recordings of decoding on one base and one KV cache."""
 
-    def __init__(self, base: BaseModel, cache: KVCache) -> None:
+    def __init__(self, base: LoraModel, cache: KVCache) -> None:
         self._base, self._cache = base, cache
         self._tables: dict[int, AdapterTable] = {}
         self._recorded: dict[tuple[int, ...], _Recording] = {}
@@ -92,7 +92,7 @@ class Recorder:
             except RuntimeError as error:  # a model that waits for the device, such as a mixture of experts
                 cause = error.__context__ if isinstance(error.__context__, Exception) else error
                 base.compute_without("graphs", because=cause)
-                _log.warning("%s", base.notes[-1])
+                _log.warning("%s", base.info.notes[-1])
                 self._recorded.clear()
                 self._tables.clear()
                 return None

@@ -13,8 +13,8 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from motet.model.base import BaseModel
 from motet.model.kv_cache import KVCache
+from motet.model.lora_model import LoraModel
 from motet.rollout.reader import Read, Reader
 from motet.rollout.sequences import Prompt, Sequence
 from motet.types import FinishReason
@@ -23,7 +23,7 @@ from motet.types import FinishReason
 class Decoder:
     """Sequences of any mix of adapters and versions on one base and one KV cache."""
 
-    def __init__(self, base: BaseModel, cache: KVCache, *, max_rows: int, prefill_tokens: int) -> None:
+    def __init__(self, base: LoraModel, cache: KVCache, *, max_rows: int, prefill_tokens: int) -> None:
         self.cache = cache
         self.model = Reader(base, cache)
         self.max_rows = max_rows

@@ -17,10 +17,10 @@ import torch
 
 from motet.device import Device
 from motet.errors import DeviceError, EngineError
-from motet.model.base import BaseModel
 from motet.model.distribution import Distribution
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
+from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, Sequence
@@ -32,7 +32,7 @@ class EmbeddedEngine:
 
     def __init__(
         self,
-        base: BaseModel,
+        base: LoraModel,
         device: Device,
         *,
         max_rows: int,
@@ -151,11 +151,11 @@ class EmbeddedEngine:
             raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
         if n_prompt == 0 or not request.seeds:
             raise EngineError(f"{where} has an empty prompt or no seeds")
-        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self.base.vocab_size:
-            raise EngineError(f"{where} has a token id outside the base's vocabulary of {self.base.vocab_size}")
-        longest = min(self.base.max_positions, self.cache.n_blocks * self.cache.block_size)
+        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self.base.info.vocab_size:
+            raise EngineError(f"{where} has a token id outside the base's vocabulary of {self.base.info.vocab_size}")
+        longest = min(self.base.info.max_positions, self.cache.n_blocks * self.cache.block_size)
         if n_prompt + n_new > longest:
-            of_cache = longest < self.base.max_positions
+            of_cache = longest < self.base.info.max_positions
             raise EngineError(
                 f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed {longest}, the room of the "
                 f"{'KV cache' if of_cache else 'model'}; lower sampling.max_tokens, shorten the prompt"

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from motet import seeds
-from motet.model.base import BaseModel
 from motet.model.distribution import draw
 from motet.model.kv_cache import KVCache
 from motet.model.layout import Span
 from motet.model.lora import AdapterWeights
+from motet.model.lora_model import LoraModel
 from motet.model.recording import Recorder
 from motet.model.routing import AdapterStacks
 from motet.rollout.sequences import Sequence
@@ -36,14 +36,14 @@ class Read:
 class Reader:
     """The base, its KV cache and the adapters of the batch at hand."""
 
-    def __init__(self, base: BaseModel, cache: KVCache) -> None:
+    def __init__(self, base: LoraModel, cache: KVCache) -> None:
         self.base = base
         self.cache = cache
         self.stacks = AdapterStacks()
         self._recorder = Recorder(base, cache)
 
     def logits(self, reads: Seq[Read]) -> Tensor:
-        """What the head gives [len(reads), V] for the last token of each read (see `BaseModel.raw_logits`).
+        """What the head gives [len(reads), V] for the last token of each read (see `LoraModel.raw_logits`).
 
         It may be overwritten by the next call.
         """
@@ -103,8 +103,7 @@ class Reader:
 
     def text(self, tokens: list[int]) -> str:
         """Text of completion tokens, without special tokens."""
-        text: str = self.base.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return self.base.info.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def _by_layout(weights: AdapterWeights | None) -> tuple[int, int]:
