@@ -33,14 +33,14 @@ def through(base: LoraModel, routing: Any, x: dict[str, Tensor]) -> list[Tensor]
     whole = SamplerRouting([routing]) if isinstance(routing, TableRouting) else routing
     found: list[Tensor] = []
     with torch.no_grad():
-        for layer in {id(layer.siblings): layer for layer in base.linears.values()}.values():
-            found.extend(whole.linear(layer.siblings, x[layer.siblings.leader]))
+        for layer in {id(layer.fused): layer for layer in base.linears.values()}.values():
+            found.extend(whole.linear(layer.fused, x[layer.fused.leader]))
     return found
 
 
 def inputs(base: LoraModel, rows: int, seed: int = 0) -> dict[str, Tensor]:
     return {
-        layer.siblings.leader: random(1, rows, layer.in_features, dtype=base.dtype, seed=seed)
+        layer.fused.leader: random(1, rows, layer.in_features, dtype=base.dtype, seed=seed)
         for layer in base.linears.values()
     }
 

@@ -15,10 +15,10 @@ from transformers import AttentionInterface
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import motet_attention
+from motet.model.frozen_weight import FrozenWeight
 from motet.model.load import load_base
-from motet.model.lora import Siblings
+from motet.model.lora import FusedLinears
 from motet.model.lora_model import LoraModel, wrap
-from motet.model.packed import FrozenWeight
 from motet.model.proof import TOLERANCE, prove
 from tests import tiny_models as tiny
 
@@ -75,9 +75,9 @@ class CountingRouting:
     def __init__(self) -> None:
         self.rows: dict[str, int] = {}
 
-    def linear(self, siblings: Siblings, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        self.rows |= dict.fromkeys(siblings.paths, x.shape[1])
-        return tuple(siblings.weight(x).split(siblings.sizes, -1))
+    def linear(self, fused: FusedLinears, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.rows |= dict.fromkeys(fused.paths, x.shape[1])
+        return tuple(fused.frozen(x).split(fused.sizes, -1))
 
 
 @pytest.mark.parametrize("name", [*tiny.DENSE, *MOE])
@@ -318,8 +318,8 @@ def test_a_base_that_cannot_be_trained_is_refused_when_it_is_loaded():
 class Moody(FrozenWeight):
     """A weight whose products of many rows differ."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        found = super().__call__(x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
         return found * 1.0001 if x.shape[-2] > 64 else found
 
 
@@ -327,11 +327,11 @@ class WithMoodyWeights(LoraModel):
     def compute_with(self, arithmetic: Arithmetic) -> None:
         super().compute_with(arithmetic)
         for layer in self.linears.values():
-            layer.siblings.weight.__class__ = Moody
+            layer.fused.frozen.__class__ = Moody
 
 
 def test_the_weights_that_jobs_multiply_with_are_proved():
-    """Siblings joined, in tiles: not the linear layers that they were made of."""
+    """Fused, in tiles: not the linear layers that they were made of."""
     base = prove_with("llama", lambda base: WithMoodyWeights(**vars(base)), Arithmetic(rows=16, tile=16))
     assert "sequences packed together differ from each alone" in base.info.inexact
 
@@ -340,7 +340,7 @@ class WithoutFinalCap(LoraModel):
     """A base that forgets the model's final soft-cap."""
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden_ND, self.head.weight).float()  # type: ignore[arg-type]
+        return nn.functional.linear(hidden_ND, self.head.weight).float()
 
 
 def test_proof_refuses_a_forgotten_final_cap():

@@ -90,7 +90,7 @@ def test_groups_of_any_length_meet_their_own_weights() -> None:
 
 @pytest.mark.parametrize(("first", "stop"), [(8, 40), (3, 35), (4, 36)])
 def test_columns_that_begin_anywhere_are_multiplied(first: int, stop: int) -> None:
-    """Slices of siblings' outputs need not begin at a multiple of 16 bytes."""
+    """Slices of fused layers' outputs need not begin at a multiple of 16 bytes."""
     wide, weights, form = random(20, 52), random(2, 32, 16), Grouped(ends([12, 8], torch.device("cpu")))
     assert torch.equal(
         form.multiply(wide[:, first:stop], weights), form.multiply(wide[:, first:stop].contiguous(), weights)

@@ -10,7 +10,7 @@ import torch
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.layout import packed_layout
-from motet.model.lora import AdapterWeights, initial_weights, make_layout
+from motet.model.lora import AdapterWeights, NoAdapters, initial_weights, make_layout
 from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 from motet.training.torch_trainer import TorchTrainer
@@ -156,10 +156,10 @@ def test_every_matrix_is_aligned_and_wide_enough_whatever_the_shapes():
     """fp32 products depend on how memory is aligned, and a product's width counts like its rows."""
     linears = {"q": (6, 10), "k": (6, 7), "v": (6, 7), "o": (10, 3)}
     layout = make_layout(linears, 3, [("q", "k", "v"), ("o",)])
-    offsets = [*(group.offset for group in layout.siblings), *(place.offset for place in layout.places)]
+    offsets = [*(group.offset for group in layout.fused), *(place.offset for place in layout.places)]
     assert len(set(offsets)) == 6
     assert all(offset % 32 == 0 for offset in offsets)
-    assert [group.width for group in layout.siblings] == [12, 4]
+    assert [group.width for group in layout.fused] == [12, 4]
 
 
 def test_initial_weights_depend_on_seed_and_path_only():
@@ -189,15 +189,15 @@ def test_rows_are_packed_as_told_when_nothing_is_adapted():
         before = base.hidden(ids, torch.arange(12), packed_layout([12], tiny.BLOCK, base.device))
         assert torch.equal(base.logits(before), tiny.packed_logits(base, [(None, ids)])[0])
     tiny.packed_logits(base, [(tiny.adapter(base), ids)])
-    assert base.context.routing is None
+    assert isinstance(base.context.routing, NoAdapters)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_siblings_share_a_product_of_the_same_input_only(dtype):
+def test_fused_layers_share_a_product_of_the_same_input_only(dtype):
     """A model may call some of them again, or with another input, and each gets what is its own."""
     base = tiny.base("llama", dtype)
     query, key, value = (base.linears[f"model.layers.0.self_attn.{name}_proj"] for name in "qkv")
-    assert query.siblings is key.siblings is value.siblings
+    assert query.fused is key.fused is value.fused
     weights = tiny.adapter(base)
     one, other = (torch.randn(1, 8, query.in_features, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
     one, other = one.to(base.dtype), other.to(base.dtype)

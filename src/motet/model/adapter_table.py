@@ -3,7 +3,7 @@
 A recording (a CUDA graph) reads the same addresses every time. So weights, and which row belongs to which adapter, are written
 into tensors that stay, and every shape is constant.
 
-Legend: T rows, S slots, K inputs, W width of siblings' A side by side, R rank, N outputs.
+Legend: T rows, S slots, K inputs, W width of fused layers' A side by side, R rank, N outputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from motet.model.arithmetic import Arithmetic
 from motet.model.grouped import Grouped, fits
-from motet.model.lora import AdapterLayout, AdapterWeights, Siblings
+from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears
 
 
 class AdapterTable:
@@ -115,13 +115,13 @@ class TableRouting:
         ends = torch.bincount(slots, minlength=self.table.slots).cumsum(0)
         return order, torch.argsort(order), ends
 
-    def apply(self, siblings: Siblings, x_TK: Tensor, y_TN: Tensor) -> None:
-        """Add the adapters of siblings to y; waits for nothing, so it can be recorded."""
-        products = self.table.products.get(siblings.leader)
+    def apply(self, fused: FusedLinears, x_TK: Tensor, y_TN: Tensor) -> None:
+        """Add the adapters of fused layers to y; waits for nothing, so it can be recorded."""
+        products = self.table.products.get(fused.leader)
         if products is None:
             return
         inner_TW = self._product.multiply(x_TK.index_select(0, self._order_T), products.a)
         rank = self.table.layout.rank
         for column, (index, b) in enumerate(products.bs):
             added = self._product.multiply(inner_TW[:, column * rank : (column + 1) * rank], b)
-            y_TN[:, siblings.columns(index)].add_(added.index_select(0, self._inverse_T))
+            y_TN[:, fused.columns(index)].add_(added.index_select(0, self._inverse_T))

@@ -157,7 +157,7 @@ def fits(layout: AdapterLayout, device: torch.device, dtype: torch.dtype, arithm
 def _shapes(layout: AdapterLayout) -> set[tuple[int, int, bool]]:
     """Inputs and outputs of its products, and whether the weights are read transposed."""
     found = set()
-    for group in layout.siblings:
+    for group in layout.fused:
         for _, place in group.members:
             found |= {(place.n_in, group.width, False), (group.width, place.n_in, True)}
             found |= {(layout.rank, place.n_out, False), (place.n_out, layout.rank, True)}

@@ -21,11 +21,11 @@ from motet import budgets
 from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
+from motet.model.frozen_weight import FrozenWeight, pack_all
 from motet.model.kv_cache import KVCache
 from motet.model.layout import AttentionLayout, Prefix, Span, cached_layout, least_rows, packed_layout
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.norm import speed_up_norms
-from motet.model.packed import FrozenWeight, pack_all
 from motet.model.tables import AttentionTables, cached_tables, packed_tables
 from motet.model_info import ModelInfo
 
@@ -43,7 +43,7 @@ class LoraModel:
     """Changes only while the base is proved."""
     model: Any
     decoder: nn.Module
-    head: nn.Module
+    head: FrozenWeight
     dtype: torch.dtype
     device: torch.device
     context: LoraContext
@@ -63,12 +63,6 @@ class LoraModel:
         """Whether rows choose among experts."""
         return any("experts" in path for path, _ in self.model.named_parameters())
 
-    @functools.cached_property
-    def _head(self) -> FrozenWeight:
-        weight = self.head.weight
-        assert isinstance(weight, Tensor)
-        return FrozenWeight(weight.detach(), getattr(self.head, "bias", None))
-
     @property
     def _query_rows(self) -> int:
         """Rows of queries that a product with a block of keys must have at least."""
@@ -87,21 +81,21 @@ class LoraModel:
         self.revise(f"slower than it could be, without {' and '.join(what)} (see engine.numerics): {reason}")
 
     def _frozen_weights(self) -> list[FrozenWeight]:
-        families = {id(layer.siblings): layer.siblings.weight for layer in self.linears.values()}
-        return [*families.values(), self._head]
+        fused = {layer.fused.leader: layer.fused.frozen for layer in self.linears.values()}
+        return [*fused.values(), self.head]
 
     def pack_weights(self) -> None:
         """Keep a second copy of the frozen weights where products with it are faster and have the same bits."""
         pack_all(self._frozen_weights())
 
     @contextlib.contextmanager
-    def routed(self, routing: Routing | None) -> Iterator[None]:
+    def routed(self, routing: Routing) -> Iterator[None]:
         """Use these adapters for forward (and recomputing backward) passes inside the block."""
         self.context.routing = routing
         try:
             yield
         finally:
-            self.context.routing = self.context.joint = None
+            self.context.routing, self.context.joint = NoAdapters(), None
 
     def pad(self, x_ND: Tensor) -> Tensor:
         """Repeat the last row until there are as many as a pass must have."""
@@ -138,7 +132,8 @@ class LoraModel:
 
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
         """What the head's product gives, in the base's dtype [N, V]."""
-        return self._head(hidden_ND)
+        raw_NV: Tensor = self.head(hidden_ND)
+        return raw_NV
 
     @functools.cached_property
     def _logit_changes(self) -> tuple[Any, Any, Any]:
@@ -170,7 +165,7 @@ class LoraModel:
 
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
         """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
-        return self._head.back(slope_raw_NV)
+        return self.head.back(slope_raw_NV)
 
     @torch.no_grad()
     def fingerprint(self) -> str:
@@ -192,7 +187,7 @@ class LoraModel:
         if known_layout is not None:
             return known_layout
         shapes = {path: (self.linears[path].in_features, self.linears[path].out_features) for path in chosen}
-        layout = make_layout(shapes, rank, [layer.siblings.paths for layer in self.linears.values()])
+        layout = make_layout(shapes, rank, [layer.fused.paths for layer in self.linears.values()])
         return self._layouts.setdefault((chosen, rank), layout)
 
 
@@ -235,12 +230,22 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
         )
     _remove_dropout(model)
     speed_up_norms(decoder)
-    dtype, head = next(iter(linears.values())).weight.dtype, model.get_output_embeddings()
+    dtype, head = next(iter(linears.values())).weight.dtype, _freeze_head(model)
     info = _info(name, model, tokenizer, device, dtype, head, tuple(linears))
     base = LoraModel(info, model, decoder, head, dtype, device, context, linears)
     if base.has_experts:
         base.revise("mixture of experts: routers and routed experts get no adapter, they stay as they are")
     return base
+
+
+def _freeze_head(model: Any) -> FrozenWeight:
+    head = model.get_output_embeddings()
+    frozen = FrozenWeight(head.weight, getattr(head, "bias", None))
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if child is head:
+                setattr(parent, name, frozen)
+    return frozen
 
 
 def _info(
@@ -249,7 +254,7 @@ def _info(
     tokenizer: Any,
     device: torch.device,
     dtype: torch.dtype,
-    head: Any,
+    head: FrozenWeight,
     linears: tuple[str, ...],
 ) -> ModelInfo:
     config, on_cpu = model.config.get_text_config(), device.type == "cpu"

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.errors import BaseModelError
@@ -22,7 +21,7 @@ from motet.model.arithmetic import Arithmetic
 from motet.model.attention import INSTEAD
 from motet.model.kv_cache import KVCache
 from motet.model.layout import Span, round_up
-from motet.model.lora import AdapterWeights, NoAdapters, Siblings, join
+from motet.model.lora import AdapterWeights, FusedLinears, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
 from motet.model.routers import Routers
 from motet.model.routing import TrainerRouting, TrainSegment
@@ -71,8 +70,8 @@ def prove(
             calls, watch = _first_pass(base, sequences, stock, routers)
         watch.mark(base)
         _leave_out(base, watch)
-        watch.join(base)
-        base.compute_with(base.arithmetic)  # of the joint weights too
+        watch.fuse(base)
+        base.compute_with(base.arithmetic)  # of the fused weights too
         if pack:
             base.pack_weights()
         _limit_to_window(base, dict(calls))
@@ -155,35 +154,29 @@ class _Watch:
         self._outputs: dict[str, tuple[Tensor, int]] = {}
         """Of each layer the latest, and its version."""
 
-    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
+    def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply the base to x [1, T, K] → [1, T, N]."""
-        y = self._product(siblings, x)
-        self._outputs[siblings.leader] = y, y._version
-        return (y,)
-
-    def _product(self, siblings: Siblings, x: Tensor) -> Tensor:
-        path = siblings.leader
+        path = fused.leader
         self.rows.setdefault(path, set()).add(x.shape[-2])
         if self._families and self._families[-1][0] is x:
             self._families[-1][1].append(path)
         else:
             self._families.append((x, [path]))
-        weight = siblings.weight
-        if weight.tile and x.shape[-2] % weight.tile:  # a layer that sees other rows, and will be left out
-            return F.linear(x, weight.plain, weight.bias)
-        return weight(x)
+        y = fused.frozen.any_rows(x)  # a layer that sees other rows will be left out
+        self._outputs[path] = y, y._version
+        return (y,)
 
     def mark(self, base: LoraModel) -> None:
         """Remember which layers' outputs the model changes in place."""
         for path, (y, version) in self._outputs.items():
             base.linears[path].changed = y._version != version
 
-    def join(self, base: LoraModel) -> None:
-        """Make siblings of the layers that read the same input, where each is called once."""
+    def fuse(self, base: LoraModel) -> None:
+        """Fuse the layers that read the same input, where each is called once."""
         calls = [path for _, paths in self._families for path in paths]
         for _, paths in self._families:
             if all(path in base.linears and calls.count(path) == 1 for path in paths):
-                join([base.linears[path] for path in paths])
+                fuse([base.linears[path] for path in paths])
 
 
 def _leave_out(base: LoraModel, watch: _Watch) -> None:
@@ -191,7 +184,7 @@ def _leave_out(base: LoraModel, watch: _Watch) -> None:
     rows = round_up(sum(LENGTHS), base.arithmetic.rows)
     unfit = [path for path in base.linears if watch.rows.get(path) != {rows}]
     for path in unfit:
-        base.linears.pop(path).siblings.weight.tile = 0
+        base.linears.pop(path).fused.frozen.tile = 0
     base.revise(linears=tuple(base.linears))
     if unfit:
         names = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in unfit}))

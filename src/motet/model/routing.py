@@ -4,8 +4,8 @@ Adapters of equal layout share one batched product (`motet.model.grouped` has it
 gradients have, are made for each segment alone (or side by side in one call), so that no reduction ever meets another tenant's
 rows. A row has the same bits in any company.
 
-Legend: T packed rows, K inputs, N outputs, R rank, W width of siblings' A side by side, A adapters in a batch, M product rows
-(those of a bucket's adapters, one adapter after another), S segments of a bucket.
+Legend: T packed rows, K inputs, N outputs, R rank, W width of fused layers' A side by side, A adapters in a batch, M product
+rows (those of a bucket's adapters, one adapter after another), S segments of a bucket.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from motet.model.arithmetic import Arithmetic
 from motet.model.grouped import Grouped, Padded, RowProducts, Tiled, ends, fits
 from motet.model.layout import LEAST_FILL, ROWS, round_up
-from motet.model.lora import AdapterLayout, AdapterWeights, Products, Siblings
+from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, Products
 
 _DEFAULT = Arithmetic()
 _BATCHED_THREADS = 2
@@ -59,15 +59,15 @@ class _Bucket:
         if self.source is not None:
             y_TN[self.covers] = rows.index_select(0, self.source)
 
-    def apply(self, siblings: Siblings, x_TK: Tensor, y_TN: Tensor) -> Tensor | None:
-        """Add the adapters of siblings to y; returns the products with A, [M, W], where there are any."""
-        products = self.products.get(siblings.leader)
+    def apply(self, fused: FusedLinears, x_TK: Tensor, y_TN: Tensor) -> Tensor | None:
+        """Add the adapters of fused layers to y; returns the products with A, [M, W], where there are any."""
+        products = self.products.get(fused.leader)
         if products is None:
             return None
         inner, y = self.form.multiply(self.gather(x_TK), products.a), self.gather(y_TN)
         rank = products.bs[0][1].shape[-2]
         for column, (index, b) in enumerate(products.bs):
-            self.form.add(y[:, siblings.columns(index)], inner[:, column * rank : (column + 1) * rank], b)
+            self.form.add(y[:, fused.columns(index)], inner[:, column * rank : (column + 1) * rank], b)
         self.put(y_TN, y)
         return inner
 
@@ -138,8 +138,8 @@ def _stack(adapters: Sequence[AdapterWeights], arithmetic: Arithmetic) -> dict[s
 class Adds(Protocol):
     """Adapters of one layout, and the rows that they have."""
 
-    def apply(self, siblings: Siblings, x_TK: Tensor, y_TN: Tensor) -> object:
-        """Add the adapters of siblings to y."""
+    def apply(self, fused: FusedLinears, x_TK: Tensor, y_TN: Tensor) -> object:
+        """Add the adapters of fused layers to y."""
         ...
 
 
@@ -149,12 +149,12 @@ class SamplerRouting:
     def __init__(self, buckets: Sequence[Adds]) -> None:
         self._buckets = buckets
 
-    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
-        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
-        y = siblings.weight(x)
+    def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply base and adapters of fused layers to x [1, T, K] → [1, T, N] each."""
+        y = fused.frozen(x)
         for bucket in self._buckets:
-            bucket.apply(siblings, x[0], y[0])
-        return tuple(y.split(siblings.sizes, dim=-1))
+            bucket.apply(fused, x[0], y[0])
+        return tuple(y.split(fused.sizes, dim=-1))
 
 
 class AdapterStacks:
@@ -266,9 +266,9 @@ class TrainerRouting:
         self.trained = [_Trained.of(members, device, arithmetic) for members in _alike(segments, least_fill)]
         self._anchor = torch.zeros((), device=device, requires_grad=backward)
 
-    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
-        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
-        found: tuple[Tensor, ...] = _TrainedLinears.apply(x, self._anchor, siblings, self)  # type: ignore[no-untyped-call]
+    def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply base and adapters of fused layers to x [1, T, K] → [1, T, N] each."""
+        found: tuple[Tensor, ...] = _TrainedLinears.apply(x, self._anchor, fused, self)  # type: ignore[no-untyped-call]
         return found
 
 
@@ -297,44 +297,42 @@ def _rows_of(segments: Sequence[TrainSegment]) -> int:
 
 
 class _TrainedLinears(torch.autograd.Function):
-    """Base and adapters of siblings in one node: the base gets no gradient, the adapters' go straight to their arenas."""
+    """Base and adapters of fused layers in one node: the base gets no gradient, the adapters' go straight to their arenas."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, siblings: Siblings, routing: TrainerRouting) -> tuple[Tensor, ...]:
-        ctx.siblings, ctx.routing = siblings, routing
-        y = siblings.weight(x)
-        inners = [trained.bucket.apply(siblings, x[0], y[0]) for trained in routing.trained]
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, fused: FusedLinears, routing: TrainerRouting
+    ) -> tuple[Tensor, ...]:
+        ctx.fused, ctx.routing = fused, routing
+        y = fused.frozen(x)
+        inners = [trained.bucket.apply(fused, x[0], y[0]) for trained in routing.trained]
         ctx.save_for_backward(x, *inners)
-        return tuple(y.split(siblings.sizes, dim=-1))
+        return tuple(y.split(fused.sizes, dim=-1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        siblings, routing = ctx.siblings, ctx.routing
+        fused, routing = ctx.fused, ctx.routing
         x, *inners = ctx.saved_tensors
         grad_y = torch.cat(grads, dim=-1) if len(grads) > 1 else grads[0]
-        grad_x = siblings.weight.back(grad_y) if ctx.needs_input_grad[0] else None
+        grad_x = fused.frozen.back(grad_y) if ctx.needs_input_grad[0] else None
         for trained, inner in zip(routing.trained, inners, strict=True):
             if inner is not None:
-                grad_inner = _backward(trained, siblings, x[0], inner, grad_y[0])
+                grad_inner = _backward(trained, fused, x[0], inner, grad_y[0])
                 if grad_x is not None:
                     rows = trained.bucket.gather(grad_x[0])
-                    trained.bucket.form.add(
-                        rows, grad_inner, trained.bucket.products[siblings.leader].a.transpose(-1, -2)
-                    )
+                    trained.bucket.form.add(rows, grad_inner, trained.bucket.products[fused.leader].a.transpose(-1, -2))
                     trained.bucket.put(grad_x[0], rows)
         return grad_x, None, None, None
 
 
-def _backward(trained: _Trained, siblings: Siblings, x_TK: Tensor, inner: Tensor, grad_TN: Tensor) -> Tensor:
+def _backward(trained: _Trained, fused: FusedLinears, x_TK: Tensor, inner: Tensor, grad_TN: Tensor) -> Tensor:
     """Add up the gradients of a bucket's adapters; returns the gradient of the products with A, [M, W]."""
-    products = trained.bucket.products[siblings.leader]
+    products = trained.bucket.products[fused.leader]
     rank = products.bs[0][1].shape[-2]
-    gradients = [
-        None if segment.gradients is None else segment.gradients[siblings.leader] for segment in trained.segments
-    ]
+    gradients = [None if segment.gradients is None else segment.gradients[fused.leader] for segment in trained.segments]
     parts = []
     for column, (index, b) in enumerate(products.bs):
-        grad = trained.bucket.gather(grad_TN[:, siblings.columns(index)])
+        grad = trained.bucket.gather(grad_TN[:, fused.columns(index)])
         back = b.transpose(-1, -2)
         if rank == 1:  # a product with a vector chooses its kernel by the number of rows; zeros make it a matrix's
             back = F.pad(back, (0, ROWS - 1))
