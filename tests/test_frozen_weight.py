@@ -165,9 +165,9 @@ def test_a_base_can_be_sharded(alone: None) -> None:
 
     def gradient() -> tuple[Tensor, Tensor]:
         gradient = torch.zeros(layout.size)
-        segment = TrainSegment(0, 12, weights, layout.products(gradient))
-        with base.routed(TrainerRouting([segment], base.device, backward=True)):
-            hidden = base.hidden(ids, torch.arange(12), base.packed_layout([12]))
+        segment = TrainSegment(0, 12, weights, layout.matrices(gradient))
+        with base.routed(TrainerRouting([segment], base.device, base.products, backward=True)):
+            hidden = base.hidden(ids, torch.arange(12), base.attention.packed([12]))
             hidden.float().square().sum().backward()
         return hidden.detach(), gradient
 

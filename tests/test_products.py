@@ -11,9 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from motet.model.arithmetic import least_rows
 from motet.model.frozen_weight import FrozenWeight
-from motet.model.layout import least_rows
 from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, make_layout
+from motet.model.lora_products import PaddedProducts
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def sampled(case: Case, fused: FusedLinears, adapters: list[AdapterWeights], mem
         runs.append((weights, start, length))
         start += length
     x = case.rows(case.n_in, seed=2)[:, : start + -start % 4]
-    routing = AdapterStacks().routing(runs, CPU)
+    routing = AdapterStacks(PaddedProducts(case.dtype)).routing(runs, CPU)
     return torch.cat(routing.linear(fused, x), dim=-1)[0, : case.lengths[0]]
 
 
@@ -72,13 +73,13 @@ def trained(case: Case, fused: FusedLinears, adapters: list[AdapterWeights], mem
     for weights, length in zip(adapters[:members], case.lengths, strict=False):
         arenas.append(torch.zeros(weights.layout.size))
         stop = start + length + -length % 4
-        segments.append(TrainSegment(start, stop, weights, weights.layout.products(arenas[-1])))
+        segments.append(TrainSegment(start, stop, weights, weights.layout.matrices(arenas[-1])))
         start = stop
     room = case.lengths[0] + -case.lengths[0] % 4
     generator = torch.Generator().manual_seed(case.seed + 3)
     x, slope = (torch.randn(1, 4096, width, generator=generator) for width in (case.n_in, sum(case.n_outs)))
     x = x[:, :start].to(case.dtype).requires_grad_()
-    y = torch.cat(TrainerRouting(segments, CPU, backward=True).linear(fused, x), dim=-1)
+    y = torch.cat(TrainerRouting(segments, CPU, PaddedProducts(case.dtype), backward=True).linear(fused, x), dim=-1)
     y.backward(slope[:, :start].to(case.dtype))
     assert x.grad is not None
     return y[0, :room], x.grad[0, :room], arenas[0]

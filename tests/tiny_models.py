@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import transformers
 
+from motet.model.attention import Span
 from motet.model.kv_cache import KVCache
-from motet.model.layout import Span
 from motet.model.load import SMALL_BASE, load_base
 from motet.model.lora import AdapterLayout, AdapterWeights, NoAdapters, Routing, initial_weights
 from motet.model.lora_model import LoraModel
@@ -252,8 +252,8 @@ def packed_logits(model: LoraModel, packed: Packed, routing: Routing | None = No
             runs[-1] = (weights, runs[-1][1], runs[-1][2] + length)
         else:
             runs.append((weights, start, length))
-    with model.routed(routing or AdapterStacks().routing(runs, model.device, arithmetic=model.arithmetic)):
-        hidden = model.hidden(ids, positions, model.packed_layout(spans))
+    with model.routed(routing or AdapterStacks(model.products).routing(runs, model.device)):
+        hidden = model.hidden(ids, positions, model.attention.packed(spans))
     return list(model.logits(hidden).split(spans))[: len(lengths)]
 
 
@@ -264,10 +264,10 @@ def decoded_logits(model: LoraModel, ids: torch.Tensor, prompt: int) -> torch.Te
     blocks = cache.take(cache.n_blocks)
     found, start = [], 0
     for length in [prompt] + [1] * (len(ids) - prompt):
-        layout = model.cached_layout([Span(start, length, blocks)], cache)
+        attention = model.attention.cached([Span(start, length, blocks)], cache)
         positions = model.pad(torch.arange(start, start + length))
         with model.routed(NoAdapters()):
-            hidden = model.hidden(model.pad(ids[start : start + length]), positions, layout)
+            hidden = model.hidden(model.pad(ids[start : start + length]), positions, attention)
         found.append(model.logits(hidden)[:length])
         start += length
     return torch.cat(found)

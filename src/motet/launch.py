@@ -160,7 +160,7 @@ def _build_on_servers(base: LoraModel, config: RunConfig, directory: RunDirector
         if base.info.device == "cpu":
             torch.set_num_threads(_threads(config.engine))
 
-    base.block_size = config.engine.block_size
+    base.read_keys_in_blocks(config.engine.block_size)
     slots = config.engine.slots
     wanted = servers.demand(config.jobs, slots) if largest is None else servers.demand_of_any(largest, slots)
     engine = servers.build_servers(base.info, config.rollout, wanted, directory.run_id, directory.path)
@@ -188,7 +188,7 @@ def build(base: LoraModel, config: EngineConfig, needs: Sequence[budgets.Need], 
     from motet.rollout.spread import SpreadEngine
     from motet.training.torch_trainer import TorchTrainer
 
-    base.block_size = config.block_size  # who brings a base of their own may have loaded it with another
+    base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
     n_samplers = _samplers(base.info, config)
     rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
     memory = int(_free_memory(base) * config.kv_memory_fraction) // (1 + n_samplers)

@@ -85,8 +85,8 @@ def _decode_rate(base: LoraModel, config: EngineConfig) -> float:
     """Tokens per second of decoding 64 short sequences without adapters."""
     import torch
 
+    from motet.model.attention import Span
     from motet.model.kv_cache import KVCache
-    from motet.model.layout import Span
     from motet.model.lora import NoAdapters
 
     rows, steps = 64, 8
@@ -96,10 +96,10 @@ def _decode_rate(base: LoraModel, config: EngineConfig) -> float:
     seconds = 0.0
     for position in range(steps):
         started = time.perf_counter()
-        layout = base.cached_layout([Span(position, 1, block) for block in blocks], cache)
+        attention = base.attention.cached([Span(position, 1, block) for block in blocks], cache)
         with torch.no_grad(), base.routed(NoAdapters()):
             positions = torch.full_like(tokens, position)
-            tokens = base.logits(base.hidden(tokens, positions, layout)).argmax(-1)
+            tokens = base.logits(base.hidden(tokens, positions, attention)).argmax(-1)
         if position >= 2:
             seconds += time.perf_counter() - started
     return rows * (steps - 2) / seconds

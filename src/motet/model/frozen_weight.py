@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.model.layout import least_rows
+from motet.model.arithmetic import least_rows
 
 _ROWS_TRIED = (4, 32, 128)
 

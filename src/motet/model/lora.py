@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from motet import seeds
+from motet.model.arithmetic import ROWS, least_rows, round_up
 from motet.model.frozen_weight import FrozenWeight
-from motet.model.layout import ROWS, least_rows, round_up
 
 Views = dict[str, tuple[Tensor, Tensor]]
 
@@ -56,7 +56,7 @@ class FusedPlace:
 
 
 @dataclass(frozen=True)
-class Products:
+class LoraMatrices:
     """What fused layers multiply with: Aᵀ [..., K, W], and for each adapted one its index among all and Bᵀ [..., R, N]."""
 
     a: Tensor
@@ -90,13 +90,15 @@ class AdapterLayout:
             min(self.rank * place.n_out, group.width * place.n_in) for group in self.fused for _, place in group.members
         )
 
-    def products(self, flat: Tensor) -> dict[str, Products]:
+    def matrices(self, flat: Tensor) -> dict[str, LoraMatrices]:
         """By leader, as views of flat [..., size]."""
         found = {}
         for group in self.fused:
             n_in = group.members[0][1].n_in
             a = flat[..., group.offset : group.offset + n_in * group.width].unflatten(-1, (n_in, group.width))
-            found[group.leader] = Products(a, tuple((index, self._b(flat, place)) for index, place in group.members))
+            found[group.leader] = LoraMatrices(
+                a, tuple((index, self._b(flat, place)) for index, place in group.members)
+            )
         return found
 
     def _b(self, flat: Tensor, place: LinearPlace) -> Tensor:
@@ -106,10 +108,10 @@ class AdapterLayout:
     def views(self, flat: Tensor) -> Views:
         """Aᵀ [..., K, R] and Bᵀ [..., R, N] of each layer, as views of flat [..., size]."""
         found: Views = {}
-        for group, products in zip(self.fused, self.products(flat).values(), strict=True):
+        for group, matrices in zip(self.fused, self.matrices(flat).values(), strict=True):
             for column, (_, place) in enumerate(group.members):
-                a = products.a[..., column * self.rank : (column + 1) * self.rank]
-                found[place.path] = (a, products.bs[column][1])
+                a = matrices.a[..., column * self.rank : (column + 1) * self.rank]
+                found[place.path] = (a, matrices.bs[column][1])
         return found
 
 
@@ -155,7 +157,7 @@ class AdapterWeights:
     scaling: float
     """alpha / rank; A carries it already."""
     flat: Tensor
-    products: dict[str, Products]
+    matrices: dict[str, LoraMatrices]
 
     @classmethod
     def from_masters(cls, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype) -> AdapterWeights:
@@ -163,7 +165,7 @@ class AdapterWeights:
         source, flat = masters.detach(), torch.empty_like(masters, dtype=dtype, requires_grad=False)
         torch.mul(source[: layout.size_a], scaling, out=flat[: layout.size_a])  # in fp32, and rounded once
         flat[layout.size_a :].copy_(source[layout.size_a :])
-        return cls(layout, scaling, flat, layout.products(flat))
+        return cls(layout, scaling, flat, layout.matrices(flat))
 
 
 class Routing(Protocol):

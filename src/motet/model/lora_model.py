@@ -21,16 +21,12 @@ from motet import budgets
 from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
+from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
 from motet.model.frozen_weight import FrozenWeight, pack_all
-from motet.model.kv_cache import KVCache
-from motet.model.layout import AttentionLayout, Prefix, Span, cached_layout, least_rows, packed_layout
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
+from motet.model.lora_products import LoraProducts, products_backend
 from motet.model.norm import speed_up_norms
-from motet.model.tables import AttentionTables, cached_tables, packed_tables
 from motet.model_info import ModelInfo
-
-Layout = AttentionLayout | AttentionTables
-"""Which packed row attends to which keys, for torch's products or for kernels."""
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
@@ -51,6 +47,8 @@ class LoraModel:
     block_size: int = 64
     """Keys that attention reads at a time, as in the proof."""
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    attention: AttentionBackend = field(init=False)
+    products: LoraProducts = field(init=False)
     _layouts: dict[tuple[tuple[str, ...], int], AdapterLayout] = field(default_factory=dict)
 
     def revise(self, note: str = "", **facts: Any) -> None:
@@ -63,22 +61,28 @@ class LoraModel:
         """Whether rows choose among experts."""
         return any("experts" in path for path, _ in self.model.named_parameters())
 
-    @property
-    def _query_rows(self) -> int:
-        """Rows of queries that a product with a block of keys must have at least."""
-        return least_rows(_least_head_width(self.model.config.get_text_config()) * self.block_size, self.dtype)
+    def __post_init__(self) -> None:
+        self.compute_with(self.arithmetic)
 
     def compute_with(self, arithmetic: Arithmetic) -> None:
         """From now on."""
         self.arithmetic = arithmetic
+        self.products = products_backend(arithmetic, self.device, self.dtype)
+        self.read_keys_in_blocks(self.block_size)
         for weight in self._frozen_weights():
             weight.tile = arithmetic.tile
 
-    def compute_without(self, *what: str, because: Exception) -> None:
-        """Go on the slower way (fields of `Arithmetic` that are switched off), and note why."""
-        self.compute_with(replace(self.arithmetic, **dict.fromkeys(what, False)))
+    def read_keys_in_blocks(self, block_size: int) -> None:
+        """From now on."""
+        self.block_size = block_size
+        width = _least_head_width(self.model.config.get_text_config())
+        self.attention = attention_backend(self.arithmetic, self.device, self.dtype, width=width, block_size=block_size)
+
+    def compute_slower(self, slower: Arithmetic, without: str, because: Exception) -> None:
+        """Go on with what works, and note why."""
+        self.compute_with(slower)
         reason = next(iter(str(because).strip().splitlines()), type(because).__name__)
-        self.revise(f"slower than it could be, without {' and '.join(what)} (see engine.numerics): {reason}")
+        self.revise(f"slower than it could be, without {without} (see engine.numerics): {reason}")
 
     def _frozen_weights(self) -> list[FrozenWeight]:
         fused = {layer.fused.leader: layer.fused.frozen for layer in self.linears.values()}
@@ -102,25 +106,13 @@ class LoraModel:
         pad = -x_ND.shape[0] % self.arithmetic.rows
         return torch.cat([x_ND, x_ND[-1:].expand(pad, *x_ND.shape[1:])]) if pad else x_ND
 
-    def packed_layout(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> Layout:
-        """Layout of whole sequences, one after another, without a cache (training, scoring)."""
-        if self.arithmetic.kernels:
-            return packed_tables(lengths, self.device, prefixes)
-        return packed_layout(lengths, self.block_size, self.device, prefixes, self._query_rows)
-
-    def cached_layout(self, spans: Sequence[Span], cache: KVCache) -> Layout:
-        """Layout of spans whose keys and values go to a cache (prefill and decode)."""
-        if self.arithmetic.kernels:
-            return cached_tables(spans, cache, self.device)
-        return cached_layout(spans, cache, self.device, self.arithmetic.rows, self._query_rows)
-
-    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass) -> Tensor:
         """Final hidden states [T, D] of packed tokens."""
         output = self.decoder(
             input_ids=token_ids_T[None],
             position_ids=positions_T[None],
             use_cache=False,
-            layout=layout,
+            attention_pass=attention,
             return_dict=True,
         )
         hidden: Tensor = output.last_hidden_state[0]
@@ -173,7 +165,7 @@ class LoraModel:
         tokens_T = self.pad(torch.arange(16, device=self.device) * 97 % self.info.vocab_size)
         positions_T = torch.arange(len(tokens_T), device=self.device)
         with self.routed(NoAdapters()):
-            hidden_TD = self.hidden(tokens_T, positions_T, self.packed_layout([len(tokens_T)]))
+            hidden_TD = self.hidden(tokens_T, positions_T, self.attention.packed([len(tokens_T)]))
         return hashlib.sha256(self.logits(hidden_TD).cpu().numpy().tobytes()).hexdigest()
 
     def adapter_layout(self, target_modules: str | Sequence[str], rank: int) -> AdapterLayout:

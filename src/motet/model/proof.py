@@ -11,16 +11,16 @@ import contextlib
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from motet.errors import BaseModelError
-from motet.model.arithmetic import Arithmetic
-from motet.model.attention import INSTEAD
+from motet.model.arithmetic import Arithmetic, round_up
+from motet.model.attention import INSTEAD, LayerCall, Span
 from motet.model.kv_cache import KVCache
-from motet.model.layout import Span, round_up
 from motet.model.lora import AdapterWeights, FusedLinears, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
 from motet.model.routers import Routers
@@ -57,16 +57,16 @@ def prove(
             stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
     with torch.no_grad(), _refused(f"{name} does not run as Motet runs it"):
         base = wrapper()
-        base.block_size = block_size
-        base.compute_with(arithmetic or Arithmetic())
+        base.block_size, arithmetic = block_size, arithmetic or Arithmetic()
         try:
+            base.compute_with(arithmetic)
             calls, watch = _first_pass(base, sequences, stock, routers)
-            if base.arithmetic.kernels:
+            if arithmetic.attention == "triton":
                 _backward_pass(base, sequences)
         except Exception as error:  # kernels are compiled here and now, and may fail in every way
-            if not base.arithmetic.kernels:
+            if arithmetic.attention == "torch":
                 raise
-            base.compute_without("kernels", "graphs", because=error)
+            base.compute_slower(replace(arithmetic, attention="torch", graphs=False), "kernels and graphs", error)
             calls, watch = _first_pass(base, sequences, stock, routers)
         watch.mark(base)
         _leave_out(base, watch)
@@ -74,7 +74,7 @@ def prove(
         base.compute_with(base.arithmetic)  # of the fused weights too
         if pack:
             base.pack_weights()
-        _limit_to_window(base, dict(calls))
+        _limit_to_window(base, {call.layer: call.window for call in calls})
         with base.routed(NoAdapters()):
             _check_exactness(base, sequences)
     with _refused(f"{name} can be sampled from, but an adapter on it cannot be trained"):
@@ -113,12 +113,12 @@ def _is_ours(module: nn.Module) -> bool:
 
 def _first_pass(
     base: LoraModel, sequences: list[Tensor], stock: list[Tensor], routers: Routers
-) -> tuple[list[tuple[int, int | None]], _Watch]:
+) -> tuple[list[LayerCall], _Watch]:
     """What each layer asks for, and reads, in a pass whose logits are checked against the stock model's."""
     watch = _Watch()
     with base.routed(watch), routers.replayed():
         packed, calls = _packed_logits(base, sequences)
-    _check_calls(base, [layer for layer, _ in calls])
+    _check_calls(base, [call.layer for call in calls])
     _check_logits(base, packed, stock)
     return calls, watch
 
@@ -128,15 +128,15 @@ def _check_training(base: LoraModel, sequence: Tensor) -> None:
     layout = base.adapter_layout("all-linear", _RANK)
     weights = AdapterWeights.from_masters(layout, 1.0, torch.full((layout.size,), 1e-3, device=base.device), base.dtype)
     rows = round_up(len(sequence), base.arithmetic.rows)
-    segment = TrainSegment(0, rows, weights, layout.products(torch.zeros(layout.size, device=base.device)))
-    routing = TrainerRouting([segment], base.device, backward=True, arithmetic=base.arithmetic)
+    segment = TrainSegment(0, rows, weights, layout.matrices(torch.zeros(layout.size, device=base.device)))
+    routing = TrainerRouting([segment], base.device, base.products, backward=True)
     with torch.enable_grad(), base.routed(routing):
         _packed_hidden(base, [sequence])[0][0].float().sum().backward()
 
 
 def _backward_pass(base: LoraModel, sequences: list[Tensor]) -> None:
     """Kernels of the backward pass are compiled now, where there is another way, and not in the first job's first step."""
-    routing = TrainerRouting([], base.device, backward=True, arithmetic=base.arithmetic)
+    routing = TrainerRouting([], base.device, base.products, backward=True)
     with torch.enable_grad(), base.routed(routing):
         hidden, _ = _packed_hidden(base, sequences)
         torch.cat(hidden).float().sum().backward()
@@ -208,22 +208,22 @@ def _limit_to_window(base: LoraModel, windows: dict[int, int | None]) -> None:
         )
 
 
-def _packed_logits(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, int | None]]]:
+def _packed_logits(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[LayerCall]]:
     hidden, calls = _packed_hidden(base, sequences)
     logits = base.logits(base.pad(torch.cat(hidden)))
     lengths = [len(states) for states in hidden]
     return list(logits[: sum(lengths)].split(lengths)), calls
 
 
-def _packed_hidden(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, int | None]]]:
+def _packed_hidden(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[LayerCall]]:
     lengths = [len(sequence) for sequence in sequences]
     pad = -sum(lengths) % base.arithmetic.rows
     tokens = torch.cat([*sequences, torch.zeros(pad, dtype=torch.long, device=base.device)])
     spans = [*lengths, pad] if pad else lengths
     positions = torch.cat([torch.arange(length, device=base.device) for length in spans])
-    layout = base.packed_layout(spans)
-    hidden = base.hidden(tokens, positions, layout)
-    return list(hidden.split(spans))[: len(lengths)], layout.calls
+    attention = base.attention.packed(spans)
+    hidden = base.hidden(tokens, positions, attention)
+    return list(hidden.split(spans))[: len(lengths)], attention.calls
 
 
 def _check_calls(base: LoraModel, calls: list[int]) -> None:
@@ -300,7 +300,7 @@ def _known_to_differ(base: LoraModel) -> str:
         return ""
     if not base.arithmetic.tile:
         return "fast arithmetic"
-    if not base.arithmetic.kernels:
+    if not base.attention.fixed_shapes:
         return "products of attention have other shapes in other company"
     if base.info.vocab_size % 4:
         return (
@@ -333,9 +333,9 @@ def _decoded_logits(base: LoraModel, sequence: Tensor) -> Tensor:
     blocks = cache.take(n_blocks)
     logits, start = [], 0
     for length in [12] + [1] * (len(sequence) - 12):
-        layout = base.cached_layout([Span(start, length, blocks)], cache)
+        attention = base.attention.cached([Span(start, length, blocks)], cache)
         tokens = base.pad(sequence[start : start + length])
         positions = base.pad(torch.arange(start, start + length, device=base.device))
-        logits.append(base.logits(base.hidden(tokens, positions, layout))[:length])
+        logits.append(base.logits(base.hidden(tokens, positions, attention))[:length])
         start += length
     return torch.cat(logits)

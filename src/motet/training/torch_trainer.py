@@ -22,8 +22,8 @@ from torch import Tensor
 from motet.algorithms.losses import LossInputs, loss_and_stats
 from motet.config import AdapterConfig
 from motet.errors import AdapterError, BaseModelError
+from motet.model.attention import Prefix
 from motet.model.distribution import Distribution
-from motet.model.layout import Prefix
 from motet.model.lora import AdapterWeights, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
@@ -80,10 +80,10 @@ class TorchTrainer:
         """Add the gradient of each segment to its adapter; sums and logprobs of each."""
         plan = _Plan.of(batch, self.base, share=self._share_prompts)
         segments = [
-            TrainSegment(start, stop, arena.weights, arena.gradient_products)
+            TrainSegment(start, stop, arena.weights, arena.gradient_matrices)
             for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
         ]
-        routing = TrainerRouting(segments, self.base.device, backward=True, arithmetic=self.base.arithmetic)
+        routing = TrainerRouting(segments, self.base.device, self.base.products, backward=True)
         losses, found = [], []
         with self.base.routed(routing), torch.enable_grad():
             hidden_TD = self._hidden(plan)
@@ -115,7 +115,7 @@ class TorchTrainer:
                 for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
             ]
         )
-        routing = TrainerRouting(segments, self.base.device, backward=False, arithmetic=self.base.arithmetic)
+        routing = TrainerRouting(segments, self.base.device, self.base.products, backward=False)
         found = []
         with self.base.routed(routing):
             hidden_TD = self._hidden(plan)
@@ -162,7 +162,7 @@ class TorchTrainer:
 
     def _hidden(self, plan: _Plan) -> Tensor:
         return self.base.hidden(
-            plan.token_ids_T, plan.positions_T, self.base.packed_layout(plan.lengths, plan.prefixes)
+            plan.token_ids_T, plan.positions_T, self.base.attention.packed(plan.lengths, plan.prefixes)
         )
 
     def _segment_loss(

@@ -19,13 +19,13 @@ from motet.model.kv_cache import KVCache
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
-from motet.rollout.reader import Read, Reader
+from motet.rollout.model_runner import ModelRunner, NewTokens
 from tests import tiny_models as tiny
 from tests.test_invariants import fingerprint, job, metrics, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy on Inf and NaN
 
-LIKE_A_GPU = Arithmetic(rows=16, tile=16, grouped=True, kernels=True, logit_rows=16, graphs=True)
+LIKE_A_GPU = Arithmetic(rows=16, tile=16, products="grouped", attention="triton", logit_rows=16, graphs=True)
 WAYS = {
     "exact": LIKE_A_GPU,
     "fast": dataclasses.replace(LIKE_A_GPU, tile=0),
@@ -61,7 +61,7 @@ class Texts:
     def __init__(self, base: LoraModel, adapters: Sequence[AdapterWeights | None]) -> None:
         self.adapters = list(adapters)
         self.cache = KVCache(64, tiny.BLOCK, base.device)
-        self.reader = Reader(base, self.cache)
+        self.runner = ModelRunner(base, self.cache)
         self.lengths = [3 + 5 * place for place in range(len(adapters))]
         self.blocks = [self.cache.take(-(-(length + 40) // tiny.BLOCK)) for length in self.lengths]
         ids = [tiny.tokens(length, seed=place).tolist() for place, length in enumerate(self.lengths)]
@@ -69,10 +69,11 @@ class Texts:
 
     @torch.inference_mode()
     def read(self, ids: list[list[int]], starts: list[int]) -> torch.Tensor:
-        reads = [
-            Read(*each, self.blocks[place]) for place, each in enumerate(zip(self.adapters, ids, starts, strict=True))
+        inputs = [
+            NewTokens(*each, self.blocks[place])
+            for place, each in enumerate(zip(self.adapters, ids, starts, strict=True))
         ]
-        return self.reader.logits(reads).clone()
+        return self.runner.logits(inputs).clone()
 
     def decode(self, token: int) -> torch.Tensor:
         """Logits after one more token of each."""
@@ -110,7 +111,7 @@ def test_more_adapters_than_a_table_has_room_for(recorded: LoraModel, plain: Lor
 
 
 def test_what_cannot_be_grouped_is_not_recorded(recorded: LoraModel, plain: LoraModel) -> None:
-    """Rank 4 does not fill what a grouped product reads at a time."""
+    """Rank 4 does not fill what a grouped product inputs at a time."""
     ours, theirs = (Texts(base, [tiny.adapter(base, rank=4, seed=1), None]) for base in (recorded, plain))
     assert torch.equal(ours.decode(10), theirs.decode(10))
 
