@@ -1,8 +1,7 @@
 """Which rows of a packed batch belong to which adapter, while sampling and while training.
 
-Adapters of equal layout share one batched product (`LoraProducts`). Sums over rows, which only
-gradients have, are made for each segment alone (or side by side in one call), so that no reduction ever meets another tenant's
-rows. A row has the same bits in any company.
+Adapters of equal layout share one batched product (`LoraProducts`). Sums over rows, which only gradients have, are made for
+each segment alone, so that no reduction ever meets another tenant's rows. A row has the same bits in any company.
 
 Legend: T packed rows, K inputs, N outputs, R rank, W width of fused layers' A side by side, A adapters in a batch, M product
 rows (those of a bucket's adapters, one adapter after another), S segments of a bucket.
@@ -127,8 +126,7 @@ class AdapterStacks:
         self._products, self._keep = products, keep
         self._made: dict[tuple[int, ...], tuple[tuple[AdapterWeights, ...], dict[str, LoraMatrices]]] = {}
 
-    def stacked(self, adapters: tuple[AdapterWeights, ...]) -> dict[str, LoraMatrices]:
-        """[A, K, W] and [A, R, N] by leader."""
+    def _stacked(self, adapters: tuple[AdapterWeights, ...]) -> dict[str, LoraMatrices]:
         key = tuple(id(weights) for weights in adapters)
         found = self._made.pop(key, None)
         if found is None:
@@ -146,7 +144,7 @@ class AdapterStacks:
         """Routing of runs that each belong to one adapter, in the order of their rows."""
         buckets = []
         for members in _by_layout(runs):
-            stacked = self.stacked(tuple(weights for weights, _, _ in members))
+            stacked = self._stacked(tuple(weights for weights, _, _ in members))
             buckets.append(_bucket(members, stacked, device, self._products))
         return SamplerRouting(buckets)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -132,20 +133,9 @@ def packed_metadata(
     prefixes: Sequence[Prefix | None] = (),
     rows: int = ROWS,
 ) -> TorchMetadata:
-    """Of whole sequences, one after another, without a cache (training, scoring).
-
-    Args:
-        lengths: packed rows of each sequence, in order.
-        block_size: keys that attention reads at a time.
-        device: where the index tensors go.
-        prefixes: for each sequence the rows of an earlier one that it continues, if any.
-        rows: a sequence's queries are padded to a multiple.
-    """
+    """Of whole sequences, one after another; a sequence's queries are padded to a multiple of `rows`."""
     before = list(prefixes) or [None] * len(lengths)
-    starts, total = [], 0
-    for length in lengths:
-        starts.append(total)
-        total += length
+    *starts, total = accumulate(lengths, initial=0)
     reach = [-(-(length + prefix_length(prefix)) // block_size) for length, prefix in zip(lengths, before, strict=True)]
     out_rows, key_places = torch.empty(total, dtype=torch.long), torch.empty(total, dtype=torch.long)
     groups: list[Group] = []
@@ -276,10 +266,7 @@ def _decode_groups(
 def _prefill_groups(
     spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int, least: int
 ) -> tuple[list[Group], Tensor]:
-    starts, total = [], 0
-    for span in spans:
-        starts.append(total)
-        total += span.length
+    *starts, total = accumulate((span.length for span in spans), initial=0)
     reach = [-(-(span.start + span.length) // cache.block_size) for span in spans]
     groups: list[Group] = []
     order = [0] * round_up(total, multiple)

@@ -140,13 +140,7 @@ class TritonMetadata:
 def packed_metadata(
     lengths: Sequence[int], device: torch.device, prefixes: Sequence[Prefix | None] = ()
 ) -> TritonMetadata:
-    """Of whole sequences, one after another, without a cache (training, scoring).
-
-    Args:
-        lengths: packed rows of each sequence, in order; they cover all rows.
-        device: where the tensors go.
-        prefixes: for each sequence the rows of an earlier one that it continues, if any.
-    """
+    """Of whole sequences, one after another."""
     before = tuple(prefixes) or (None,) * len(lengths)
     firsts = np.array([prefix_length(prefix) for prefix in before])
     queries = np.array(lengths)
@@ -163,14 +157,7 @@ def packed_metadata(
 def cached_metadata(
     spans: Sequence[Span], cache: KVCache, device: torch.device, least_blocks: int = 0
 ) -> TritonMetadata:
-    """Of spans whose keys and values go to a cache (prefill and decode); rows of padding belong to no span.
-
-    Args:
-        spans: consecutive tokens of each sequence, in the order of the rows.
-        cache: where their keys and values go.
-        device: where the tensors go.
-        least_blocks: L is at least this, so that shapes stay the same while sequences grow.
-    """
+    """Of spans whose keys and values go to a cache; L is at least `least_blocks`, so that shapes stay while sequences grow."""
     firsts, queries = (np.array([getattr(span, name) for span in spans]) for name in ("start", "length"))
     reach = -(-(firsts + queries) // cache.block_size)
     keys = np.full((len(spans), max(int(reach.max()), least_blocks)), cache.zero_block, dtype=np.int32)
