@@ -10,16 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from motet.model.adapter_table import AdapterTable, TableRouting
-from motet.model.base import BaseModel
+from motet.model.cuda_graph import AdapterTable, TableRouting
 from motet.model.lora import AdapterWeights
+from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks, SamplerRouting
 from tests import tiny_models as tiny
-from tests.test_grouped import DTYPES, FAST, NAMES, Seen, exact, random
+from tests.test_lora_products import DTYPES, FAST, NAMES, Seen, exact, products, random
 
 
-def table_of(base: BaseModel, slots: int = 4, rank: int = 8) -> AdapterTable:
-    return AdapterTable(base.adapter_layout("all-linear", rank), slots, base.device, base.dtype, FAST)
+def table_of(base: LoraModel, slots: int = 4, rank: int = 8) -> AdapterTable:
+    return AdapterTable(
+        base.adapter_layout("all-linear", rank),
+        slots,
+        base.device,
+        base.dtype,
+        products(base, FAST),
+    )
 
 
 def tell(routing: TableRouting, slots: Sequence[int]) -> None:
@@ -28,19 +34,19 @@ def tell(routing: TableRouting, slots: Sequence[int]) -> None:
         tensor.copy_(value)
 
 
-def through(base: BaseModel, routing: Any, x: dict[str, Tensor]) -> list[Tensor]:
+def through(base: LoraModel, routing: Any, x: dict[str, Tensor]) -> list[Tensor]:
     """What the linear layers make of rows."""
     whole = SamplerRouting([routing]) if isinstance(routing, TableRouting) else routing
     found: list[Tensor] = []
     with torch.no_grad():
-        for layer in {id(layer.siblings): layer for layer in base.linears.values()}.values():
-            found.extend(whole.linear(layer.siblings, x[layer.siblings.leader]))
+        for layer in {id(layer.fused): layer for layer in base.linears.values()}.values():
+            found.extend(whole.linear(layer.fused, x[layer.fused.leader]))
     return found
 
 
-def inputs(base: BaseModel, rows: int, seed: int = 0) -> dict[str, Tensor]:
+def inputs(base: LoraModel, rows: int, seed: int = 0) -> dict[str, Tensor]:
     return {
-        layer.siblings.leader: random(1, rows, layer.in_features, dtype=base.dtype, seed=seed)
+        layer.fused.leader: random(1, rows, layer.in_features, dtype=base.dtype, seed=seed)
         for layer in base.linears.values()
     }
 
@@ -50,7 +56,7 @@ def sorted_rows(slots: Sequence[int]) -> list[int]:
 
 
 def as_sampled(
-    base: BaseModel, placed: dict[int, AdapterWeights], slots: Sequence[int], x: dict[str, Tensor]
+    base: LoraModel, placed: dict[int, AdapterWeights], slots: Sequence[int], x: dict[str, Tensor]
 ) -> list[Tensor]:
     """The same by a routing whose rows lie adapter by adapter."""
     order = sorted_rows(slots)
@@ -58,7 +64,7 @@ def as_sampled(
     for slot in sorted(set(slots)):
         runs.append((placed.get(slot), start, slots.count(slot)))
         start += slots.count(slot)
-    routing = AdapterStacks().routing(runs, base.device, arithmetic=FAST)
+    routing = AdapterStacks(products(base, FAST)).routing(runs, base.device)
     found = through(base, routing, {leader: rows[:, order] for leader, rows in x.items()})
     back = torch.tensor(order).argsort()
     return [y[:, back] for y in found]
@@ -134,7 +140,7 @@ def test_a_broken_slot_changes_no_other_row(dtype: str) -> None:
     tell(routing, slots)
     before = through(base, routing, x)
     assert table.place([good, broken]) == (1, 2)
-    plain = through(base, AdapterStacks().routing([], base.device), x)
+    plain = through(base, AdapterStacks(base.products).routing([], base.device), x)
     for now, was, alone in zip(through(base, routing, x), before, plain, strict=True):
         assert not torch.isfinite(now[:, 4:8]).any()
         assert torch.equal(now[:, :4], was[:, :4])
@@ -154,8 +160,8 @@ def test_what_is_recorded_never_changes() -> None:
                 through(base, routing, x)
             records.append(seen.calls)
             tensors = [routing._order_T, routing._inverse_T, routing._ends_S]
-            for products in table.products.values():
-                tensors.extend([products.a, *(b for _, b in products.bs)])
+            for matrices in table.matrices.values():
+                tensors.extend([matrices.a, *(b for _, b in matrices.bs)])
             homes.append([each.data_ptr() for each in tensors])
     called = {name for name, _ in records[0]}
     assert "aten::_grouped_mm" in called
@@ -168,7 +174,7 @@ def test_rows_of_a_table_are_the_bases_until_told() -> None:
     base = tiny.base("llama")
     table, x = table_of(base), inputs(base, 8)
     table.place([tiny.adapter(base, seed=1)])
-    plain = through(base, AdapterStacks().routing([], base.device), x)
+    plain = through(base, AdapterStacks(base.products).routing([], base.device), x)
     assert all(map(torch.equal, through(base, table.routing(8), x), plain))
 
 

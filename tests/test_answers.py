@@ -99,7 +99,7 @@ def test_adapters_are_looked_at_one_at_a_time(base: Any, trained_adapter: Path) 
 def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base: Any) -> None:
     said: list[dict[str, Any]] = []
     told = answers(base, said)
-    text = "a" * (2 * base.max_positions * max(map(len, base.tokenizer.get_vocab())))
+    text = "a" * (2 * base.info.max_positions * max(map(len, base.info.tokenizer.get_vocab())))
     asked: Any = {"tenant": "", "adapter": None, "sampling": {}, "seed": 0, "n": 1, "stream": False, "logprobs": False}
 
     async def scenario() -> None:

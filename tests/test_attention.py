@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from motet.model.attention import motet_attention
+from motet.model.attention import Span, motet_attention
+from motet.model.attention.torch_attention import TorchPass
+from motet.model.attention.torch_metadata import TorchMetadata, cached_metadata, packed_metadata
 from motet.model.kv_cache import KVCache
-from motet.model.layout import Span, cached_layout, packed_layout
 
 CPU = torch.device("cpu")
 BLOCK, HEADS, WIDTH = 16, 2, 16
@@ -23,10 +24,10 @@ class Layer(nn.Module):
     layer_idx = 0
 
 
-def attend(states: list[Tensor], **options) -> Tensor:
+def attend(states: list[Tensor], metadata: TorchMetadata, **options) -> Tensor:
     """Query, key and value [T, heads, E] → [T, H, E]."""
     query, key, value = (each.transpose(0, 1)[None] for each in states)
-    output, _ = motet_attention(Layer(), query, key, value, None, **options)
+    output, _ = motet_attention(Layer(), query, key, value, None, attention_pass=TorchPass(metadata), **options)
     return output[0]
 
 
@@ -63,7 +64,7 @@ def test_decoding_equals_whole_sequences_bitwise(dtype, fold, window):
     whole = [
         attend(
             [torch.cat([each, each[-1:].expand(-len(each) % 4, -1, -1)]) for each in one],
-            layout=packed_layout([len(one[0]), *([pad] if (pad := -len(one[0]) % 4) else [])], BLOCK, CPU),
+            metadata=packed_metadata([len(one[0]), *([pad] if (pad := -len(one[0]) % 4) else [])], BLOCK, CPU),
             sliding_window=window,
         )[: len(one[0])]
         for one in states
@@ -72,13 +73,13 @@ def test_decoding_equals_whole_sequences_bitwise(dtype, fold, window):
     tables = shared_blocks(cache)
     for one, blocks in zip(states, tables, strict=True):
         rows = len(one[0]) - 1
-        layout = cached_layout([Span(0, rows, blocks)], cache, CPU)
-        attend([torch.cat([each[:rows], each[: -rows % 4]]) for each in one], layout=layout, sliding_window=window)
+        metadata = cached_metadata([Span(0, rows, blocks)], cache, CPU)
+        attend([torch.cat([each[:rows], each[: -rows % 4]]) for each in one], metadata=metadata, sliding_window=window)
     last = [torch.stack([one[place][-1] for one in states]) for place in range(3)]
-    layout = cached_layout(
+    metadata = cached_metadata(
         [Span(len(one[0]) - 1, 1, blocks) for one, blocks in zip(states, tables, strict=True)], cache, CPU
     )
-    assert torch.equal(attend(last, layout=layout, sliding_window=window), torch.stack([one[-1] for one in whole]))
+    assert torch.equal(attend(last, metadata=metadata, sliding_window=window), torch.stack([one[-1] for one in whole]))
 
 
 @pytest.mark.parametrize("position", [BLOCK - 2, BLOCK - 1, BLOCK, 2 * BLOCK - 2, 2 * BLOCK - 1])
@@ -94,8 +95,8 @@ def test_keys_after_the_query_are_hidden_up_to_the_end_of_its_block(position):
             rows = pool[torch.tensor(tables)].transpose(1, 2).flatten(2, 3)
             rows[:, :, position + 1 :] = later
             pool[torch.tensor(tables)] = rows.unflatten(2, (2, BLOCK)).transpose(1, 2)
-        layout = cached_layout([Span(position, 1, blocks) for blocks in tables], cache, CPU)
-        outputs.append(attend(states, layout=layout))
+        metadata = cached_metadata([Span(position, 1, blocks) for blocks in tables], cache, CPU)
+        outputs.append(attend(states, metadata=metadata))
     assert torch.equal(*outputs)
 
 
@@ -110,7 +111,9 @@ def test_a_hidden_key_is_replaced_whatever_it_holds(dtype):
         blocks = [cache.take(1) for _ in range(4)]
         keys, _ = cache.layer(0, key, value)
         keys[[block for (block,) in blocks]] = bad
-        outputs.append(attend([query, key, value], layout=cached_layout([Span(0, 1, b) for b in blocks], cache, CPU)))
+        outputs.append(
+            attend([query, key, value], metadata=cached_metadata([Span(0, 1, b) for b in blocks], cache, CPU))
+        )
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     assert torch.equal(outputs[0], value.repeat_interleave(2, dim=1))
 
@@ -119,7 +122,7 @@ def test_a_hidden_key_is_replaced_whatever_it_holds(dtype):
 def test_scores_far_below_the_largest_weigh_nothing():
     query, value = torch.ones(4, HEADS, WIDTH), torch.eye(4)[:, None, :].repeat(1, HEADS, WIDTH // 4)
     key = torch.tensor([100.0, 0.0, -1e6, 50.0])[:, None, None].expand(4, HEADS, WIDTH).contiguous()
-    output = attend([query, key, value], layout=packed_layout([4], BLOCK, CPU))
+    output = attend([query, key, value], metadata=packed_metadata([4], BLOCK, CPU))
     assert torch.allclose(output, value[:1].expand_as(output), rtol=0, atol=1e-37)
 
 
@@ -130,7 +133,7 @@ def test_gradients_equal_the_plain_formula(lengths):
         torch.randn(sum(lengths), heads, WIDTH, generator=generator) for heads in (4, HEADS, HEADS, 4)
     )
     states = [each.requires_grad_() for each in (query, key, value)]
-    output = attend(states, layout=packed_layout(lengths, BLOCK, CPU))
+    output = attend(states, metadata=packed_metadata(lengths, BLOCK, CPU))
     found = torch.autograd.grad(output, states, slope)
     cut = [each.double().transpose(0, 1).split(lengths, dim=1) for each in states]
     plain = [
@@ -153,7 +156,7 @@ def test_gradients_do_not_depend_on_how_far_company_pads(dtype):
 
     def gradients(own: list[int]) -> tuple[Tensor, ...]:
         leaves = [each[: sum(own)].clone().requires_grad_() for each in states]
-        output = attend(leaves, layout=packed_layout(own, 64, CPU))
+        output = attend(leaves, metadata=packed_metadata(own, 64, CPU))
         return torch.autograd.grad(output, leaves, slope[: sum(own)])
 
     for alone, together in zip(gradients(lengths[:1]), gradients(lengths), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from transformers import AttentionInterface
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import motet_attention
-from motet.model.base import BaseModel, wrap
+from motet.model.frozen_weight import FrozenWeight
 from motet.model.load import load_base
-from motet.model.lora import Siblings
-from motet.model.packed import FrozenWeight
+from motet.model.lora import FusedLinears
+from motet.model.lora_model import LoraModel, wrap
 from motet.model.proof import TOLERANCE, prove
 from tests import tiny_models as tiny
 
@@ -27,7 +28,7 @@ MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "llama4")
 
 
 @torch.no_grad()
-def assert_equals_stock(name: str, base: BaseModel, lengths: tuple[int, ...], share: float = 1.0) -> None:
+def assert_equals_stock(name: str, base: LoraModel, lengths: tuple[int, ...], share: float = 1.0) -> None:
     sequences = [tiny.tokens(length) for length in lengths]
     model = tiny.stock(name, base.dtype)
     stock = [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in sequences]
@@ -42,7 +43,7 @@ def assert_equals_stock(name: str, base: BaseModel, lengths: tuple[int, ...], sh
 @pytest.mark.parametrize("name", tiny.DENSE)
 def test_architecture_loads_exact_and_equals_stock(name, dtype):
     base = tiny.base(name, dtype)
-    assert (base.dtype, base.exact, base.notes) == (DTYPES[dtype], True, [])
+    assert (base.dtype, base.info.exact, base.info.notes) == (DTYPES[dtype], True, ())
     assert_equals_stock(name, base, tiny.LENGTHS)  # sequences beyond the window and over several blocks
 
 
@@ -63,10 +64,10 @@ def test_experts_get_no_adapter_and_exactness_is_told(name, dtype):
     base = tiny.base(name, dtype)
     # In bf16 the rounding of a router's logits may send a row to another expert.
     assert_equals_stock(name, base, tiny.LENGTHS, share=1.0 if dtype == "float32" else 0.9)
-    assert "routed experts get no adapter" in base.notes[0]
+    assert "routed experts get no adapter" in base.info.notes[0]
     assert not any({"experts", "gate", "shared_expert_gate"} & set(path.split(".")) for path in base.linears)
-    assert not base.exact
-    assert any("not bit-exact" in note for note in base.notes)
+    assert not base.info.exact
+    assert any("not bit-exact" in note for note in base.info.notes)
 
 
 class CountingRouting:
@@ -75,9 +76,9 @@ class CountingRouting:
     def __init__(self) -> None:
         self.rows: dict[str, int] = {}
 
-    def linear(self, siblings: Siblings, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        self.rows |= dict.fromkeys(siblings.paths, x.shape[1])
-        return tuple(siblings.weight(x).split(siblings.sizes, -1))
+    def linear(self, fused: FusedLinears, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.rows |= dict.fromkeys(fused.paths, x.shape[1])
+        return tuple(fused.frozen(x).split(fused.sizes, -1))
 
 
 @pytest.mark.parametrize("name", [*tiny.DENSE, *MOE])
@@ -127,16 +128,16 @@ def test_loading_leaves_the_random_state_alone(name):
 )
 def test_batch_dependent_positions_are_limited(name, limit, word):
     base = tiny.load(name)
-    assert base.max_positions == limit
-    assert any(f"limited to {limit} tokens" in note and word in note for note in base.notes)
+    assert base.info.max_positions == limit
+    assert any(f"limited to {limit} tokens" in note and word in note for note in base.info.notes)
     assert_equals_stock(name, base, (60, 9))
 
 
 def test_window_that_attention_is_not_told_of_limits_length():
     """Qwen2-MoE cuts its window in the mask alone: beyond 32 tokens our attention would see too much."""
     base = tiny.load("qwen2_moe_windowed")
-    assert base.max_positions == 32
-    assert any("limited to 32 tokens" in note for note in base.notes)
+    assert base.info.max_positions == 32
+    assert any("limited to 32 tokens" in note for note in base.info.notes)
     assert_equals_stock("qwen2_moe_windowed", base, (32, 9))
 
 
@@ -254,7 +255,7 @@ def attention_with_fault(fault: str) -> Any:
     return wrong
 
 
-def prove_with(name: str, wrapper: Any, arithmetic: Arithmetic | None = None) -> BaseModel:
+def prove_with(name: str, wrapper: Any, arithmetic: Arithmetic | None = None) -> LoraModel:
     model = tiny.stock(name).requires_grad_(False)
     device = torch.device("cpu")
     return prove(lambda: wrapper(wrap(name, model, None, device)), model, name, tiny.BLOCK, arithmetic)
@@ -266,7 +267,7 @@ def prove_with(name: str, wrapper: Any, arithmetic: Arithmetic | None = None) ->
     + [("gemma2", "softcap"), ("llama", "leak 1e-1"), ("qwen3", "leak 1e-1")],
 )
 def test_proof_refuses_wrong_attention(name, fault):
-    def wrapper(base: BaseModel) -> BaseModel:
+    def wrapper(base: LoraModel) -> LoraModel:
         AttentionInterface.register("motet_wrong", attention_with_fault(fault))
         base.model.set_attn_implementation("motet_wrong")
         return base
@@ -276,28 +277,28 @@ def test_proof_refuses_wrong_attention(name, fault):
 
 
 def test_leak_below_the_tolerance_costs_exactness():
-    def wrapper(base: BaseModel) -> BaseModel:
+    def wrapper(base: LoraModel) -> LoraModel:
         AttentionInterface.register("motet_wrong", attention_with_fault("leak 1e-5"))
         base.model.set_attn_implementation("motet_wrong")
         return base
 
     base = prove_with("llama", wrapper)
-    assert not base.exact
-    assert "sequences packed together differ from each alone" in base.notes[0]
+    assert not base.info.exact
+    assert "sequences packed together differ from each alone" in base.info.notes[0]
 
 
 def test_a_pass_of_many_rows_that_differs_costs_exactness():
     """As a library's does that takes another kernel for them."""
 
-    def wrapper(base: BaseModel) -> BaseModel:
+    def wrapper(base: LoraModel) -> LoraModel:
         first = base.decoder.get_submodule("layers.0")
         first.register_forward_hook(lambda _, __, output: output * 1.0001 if output.shape[-2] > 64 else output)
         return base
 
-    assert prove_with("llama", wrapper).exact, "where there are no tiles, nobody asks"
+    assert prove_with("llama", wrapper).info.exact, "where there are no tiles, nobody asks"
     base = prove_with("llama", wrapper, Arithmetic(rows=16, tile=16))
-    assert "sequences packed together differ from each alone" in base.inexact
-    assert base.notes == [base.inexact]
+    assert "sequences packed together differ from each alone" in base.info.inexact
+    assert base.info.notes == (base.info.inexact,)
 
 
 def test_a_base_that_cannot_be_trained_is_refused_when_it_is_loaded():
@@ -305,7 +306,7 @@ def test_a_base_that_cannot_be_trained_is_refused_when_it_is_loaded():
         if torch.is_grad_enabled():
             raise RuntimeError("no gradient comes through here\nmore of this")
 
-    def wrapper(base: BaseModel) -> BaseModel:
+    def wrapper(base: LoraModel) -> LoraModel:
         base.decoder.get_submodule("layers.1").register_forward_hook(fail)
         return base
 
@@ -315,41 +316,45 @@ def test_a_base_that_cannot_be_trained_is_refused_when_it_is_loaded():
         prove_with("llama", wrapper)
 
 
+def as_a(kind: type[LoraModel], base: LoraModel) -> LoraModel:
+    return kind(**{field.name: getattr(base, field.name) for field in fields(base) if field.init})
+
+
 class Moody(FrozenWeight):
     """A weight whose products of many rows differ."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        found = super().__call__(x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
         return found * 1.0001 if x.shape[-2] > 64 else found
 
 
-class WithMoodyWeights(BaseModel):
+class WithMoodyWeights(LoraModel):
     def compute_with(self, arithmetic: Arithmetic) -> None:
         super().compute_with(arithmetic)
         for layer in self.linears.values():
-            layer.siblings.weight.__class__ = Moody
+            layer.fused.frozen.__class__ = Moody
 
 
 def test_the_weights_that_jobs_multiply_with_are_proved():
-    """Siblings joined, in tiles: not the linear layers that they were made of."""
-    base = prove_with("llama", lambda base: WithMoodyWeights(**vars(base)), Arithmetic(rows=16, tile=16))
-    assert "sequences packed together differ from each alone" in base.inexact
+    """Fused, in tiles: not the linear layers that they were made of."""
+    base = prove_with("llama", lambda base: as_a(WithMoodyWeights, base), Arithmetic(rows=16, tile=16))
+    assert "sequences packed together differ from each alone" in base.info.inexact
 
 
-class WithoutFinalCap(BaseModel):
+class WithoutFinalCap(LoraModel):
     """A base that forgets the model's final soft-cap."""
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden_ND, self.head.weight).float()  # type: ignore[arg-type]
+        return nn.functional.linear(hidden_ND, self.head.weight).float()
 
 
 def test_proof_refuses_a_forgotten_final_cap():
     with pytest.raises(BaseModelError, match="logits differ from transformers' own"):
-        prove_with("gemma2", lambda base: WithoutFinalCap(**vars(base)))
+        prove_with("gemma2", lambda base: as_a(WithoutFinalCap, base))
 
 
 def test_proof_accepts_what_is_right():
-    assert prove_with("gemma2", lambda base: base).exact
+    assert prove_with("gemma2", lambda base: base).info.exact
 
 
 @pytest.mark.parametrize("arithmetic", [Arithmetic(), Arithmetic(rows=16, tile=16)], ids=["four rows", "tiles"])
@@ -364,7 +369,7 @@ def test_layers_that_see_other_rows_get_no_adapter(arithmetic):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.cat([self.linear(row[None]) for row in x[0]])[None]
 
-    def wrapper(base: BaseModel) -> BaseModel:
+    def wrapper(base: LoraModel) -> LoraModel:
         layer = base.decoder.get_submodule("layers.1.mlp")
         layer.down_proj = OneByOne(layer.down_proj)
         return base
@@ -372,4 +377,4 @@ def test_layers_that_see_other_rows_get_no_adapter(arithmetic):
     base = prove_with("llama", wrapper, arithmetic)
     assert "model.layers.1.mlp.down_proj" not in base.linears
     assert "model.layers.0.mlp.down_proj" in base.linears
-    assert any("1 layers get no adapter" in note and "down_proj" in note for note in base.notes)
+    assert any("1 layers get no adapter" in note and "down_proj" in note for note in base.info.notes)

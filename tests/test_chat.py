@@ -107,10 +107,7 @@ def test_stop_tokens_hold_the_end_of_turn_that_is_not_eos():
     assert tokenizer.eos_token_id != end
     assert stop_token_ids(tokenizer) == tuple(sorted((tokenizer.eos_token_id, end)))
 
-    class Generation:
-        eos_token_id = [7, 9]
-
-    assert stop_token_ids(tokenizer, Generation())[:2] == (7, 9)
+    assert stop_token_ids(tokenizer, (7, 9))[:2] == (7, 9)
     assert stop_token_ids(byte_tokenizer(None)) == (tokenizer.eos_token_id,)
 
 

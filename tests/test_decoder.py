@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from motet.device import Device
 from motet.errors import DeviceError, EngineError
-from motet.model.base import BaseModel
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
+from motet.model.lora_model import LoraModel
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sequences import Prompt, Sequence
@@ -252,7 +252,7 @@ def device():
     device.close()
 
 
-def make_engine(device: Device, base: BaseModel, kv_tokens: int = 64) -> EmbeddedEngine:
+def make_engine(device: Device, base: LoraModel, kv_tokens: int = 64) -> EmbeddedEngine:
     return EmbeddedEngine(base, device, max_rows=4, kv_tokens=kv_tokens, prefill_tokens=64)
 
 
@@ -349,9 +349,9 @@ class FailingTokenizer:
 def assert_all_are_told(device: Device, requests: list[GenerateRequest], due: Callable[[int, Decoder], bool]) -> None:
     """Nobody waits for ever, no block is lost, and the next request is served."""
     base = tiny.base("llama")
-    tokenizer = FailingTokenizer(base.tokenizer, lambda calls: due(calls, engine.decoder))
+    tokenizer: Any = FailingTokenizer(base.info.tokenizer, lambda calls: due(calls, engine.decoder))
     engine = make_engine(
-        device, replace(base, tokenizer=tokenizer, block_size=BLOCK), kv_tokens=56
+        device, replace(base, info=replace(base.info, tokenizer=tokenizer), block_size=BLOCK), kv_tokens=56
     )  # small enough to preempt
 
     async def run() -> None:

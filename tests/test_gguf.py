@@ -66,10 +66,13 @@ def test_a_gguf_file_loads_and_passes_the_proof(tmp_path: Path, small_base_dir: 
     path = tmp_path / "tiny.gguf"
     write_tiny(path, small_base_dir)
     base = load_base(str(path), dtype="float32")
-    assert base.exact, base.notes
+    assert base.info.exact, base.info.notes
     assert base.dtype is torch.float32
     assert len(base.linears) == 7 * LAYERS
-    assert base.tokenizer.decode(base.tokenizer.encode("Sort 12 words.", add_special_tokens=False)) == "Sort 12 words."
+    assert (
+        base.info.tokenizer.decode(base.info.tokenizer.encode("Sort 12 words.", add_special_tokens=False))
+        == "Sort 12 words."
+    )
     assert float(base.linears[next(iter(base.linears))].weight.abs().mean()) > 0.05
 
 

@@ -1,6 +1,6 @@
 """What must hold on a GPU too: isolation, on-policy logprobs, gradients. Run by `make gpu-check` on a machine that has one.
 
-Where the proof at load finds that rows depend on their company (`base.exact` is False, and a note says so), as they do with
+Where the proof at load finds that rows depend on their company (`info.exact` is False, and a note says so), as they do with
 fast arithmetic, bits cannot be asked for; the test then holds the same quantities to a stated tolerance.
 """
 
@@ -29,7 +29,7 @@ GAP = {"float32": 1e-3, "bfloat16": 0.25}
 def base(request: pytest.FixtureRequest) -> Any:
     dtype, numerics = request.param
     found = load("small", EngineConfig(dtype=dtype, device="cuda", numerics=numerics))
-    print(f"{dtype}, {numerics}: exact={found.exact} {found.arithmetic} {found.notes}")
+    print(f"{dtype}, {numerics}: exact={found.info.exact} {found.arithmetic} {found.info.notes}")
     return found
 
 
@@ -42,9 +42,9 @@ def rewards(tmp_path: Path) -> Path:
 
 def test_nothing_fell_back(base: Any) -> None:
     """Kernels compile here, and exact arithmetic is exact in the type that bases are kept in."""
-    assert base.arithmetic.kernels, base.notes
+    assert base.arithmetic.attention == "triton", base.info.notes
     if (base.dtype, base.arithmetic.tile > 0) == (torch.bfloat16, True):
-        assert base.exact, base.notes
+        assert base.info.exact, base.info.notes
 
 
 def test_isolation(base: Any, tmp_path: Path, rewards: Path) -> None:
@@ -53,8 +53,8 @@ def test_isolation(base: Any, tmp_path: Path, rewards: Path) -> None:
     assert run(base, tmp_path / "alone", [mine]).ok
     company = [job("wide", rewards, adapter={"rank": 16}), mine, job("gspo", rewards, algorithm={"type": "gspo"})]
     assert run(base, tmp_path / "together", company).ok
-    assert base.arithmetic.graphs, base.notes  # nothing went wrong where decoding was recorded
-    if base.exact:
+    assert base.arithmetic.graphs, base.info.notes  # nothing went wrong where decoding was recorded
+    if base.info.exact:
         assert fingerprint(tmp_path / "alone" / "mine") == fingerprint(tmp_path / "together" / "mine")
 
 
@@ -64,7 +64,7 @@ def test_on_policy(base: Any, tmp_path: Path, rewards: Path) -> None:
     dtype = str(base.dtype).removeprefix("torch.")
     for name in ("one", "two"):
         gaps = [line["logprob_gap"] for line in metrics(tmp_path / "run" / name) if line.get("tokens")]
-        assert max(gaps) <= (0.0 if base.exact else GAP[dtype])
+        assert max(gaps) <= (0.0 if base.info.exact else GAP[dtype])
 
 
 def test_gradient_equals_the_cpus(base: Any, tmp_path: Path, rewards: Path) -> None:

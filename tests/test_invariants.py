@@ -60,14 +60,15 @@ def base(request: pytest.FixtureRequest) -> Any:
     if name == "smollm2":
         request.getfixturevalue("smollm2_dir")
     loaded = load(name, EngineConfig(dtype=dtype, threads=1))
-    loaded.notes.extend(["two threads"] * len(threads))
+    for _ in threads:
+        loaded.revise("two threads")
     return loaded
 
 
 @pytest.fixture(autouse=True)
 def threads(request: pytest.FixtureRequest) -> None:
     """Two torch threads where the base's parameters say so; the suite's own fixture goes back to one."""
-    if "base" in request.fixturenames and "two threads" in request.getfixturevalue("base").notes:
+    if "base" in request.fixturenames and "two threads" in request.getfixturevalue("base").info.notes:
         torch.set_num_threads(2)
 
 

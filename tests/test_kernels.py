@@ -16,23 +16,23 @@ import torch
 from torch import Tensor, nn
 
 import tests.triton_on_cpu
-from motet.model import kernels
+from motet.model.attention import LayerCall, Prefix, Span, torch_metadata
+from motet.model.attention.triton_attention import TritonPass
+from motet.model.attention.triton_metadata import TILE_KEYS, TritonMetadata, cached_metadata, packed_metadata
 from motet.model.kv_cache import KVCache
-from motet.model.layout import Prefix, Span, cached_layout, packed_layout
-from motet.model.tables import TILE_KEYS, AttentionTables, cached_tables, packed_tables
 from tests import test_attention
 from tests.test_attention import BLOCK, HEADS, shared_blocks
 
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from motet.model import programs
+from motet.model.attention import triton_kernels
 
 sizes = dict(FOLD=3, STEP=21, WIDTH=64, LANES=64, UNIT=16, SOFTCAP=2.0, ROWS=64, KEYS=64, WIDEN=False, CHUNK=512)
-types = dict.fromkeys(programs._STATES, "*bf16") | {"log_sum": "*fp32", "common": "*fp32", "scaling": "fp32"}
+types = dict.fromkeys(triton_kernels._STATES, "*bf16") | {"log_sum": "*fp32", "common": "*fp32", "scaling": "fp32"}
 tables = "rows queries firsts keys tile_sequence tile_query block_sequence block_key readers places"
 types |= dict.fromkeys(tables.split(), "*i32") | dict.fromkeys(sizes, "constexpr")
-for kernel in (programs.forward, programs.query_gradients, programs.key_gradients, programs.collect):
+for kernel in (triton_kernels.forward, triton_kernels.query_gradients, triton_kernels.key_gradients, triton_kernels.collect):
     names = kernel.arg_names
     constants = {name: sizes[name] for name in names if name in sizes}
     source = ASTSource(kernel, {name: types.get(name, "i32") for name in names}, constants)
@@ -52,9 +52,9 @@ def random(rows: int, *heads: int, width: int = 16, seed: int = 0) -> list[Tenso
     return [torch.randn(rows, each, width, generator=generator).to(DEVICE) for each in heads]
 
 
-def attend(tables: AttentionTables, states: list[Tensor], window=None, softcap=None) -> Tensor:
+def attend(metadata: TritonMetadata, states: list[Tensor], window=None, softcap=None) -> Tensor:
     scaling = states[0].shape[-1] ** -0.5
-    return kernels.attend(tables, 0, *states, scaling=scaling, window=window, softcap=softcap)
+    return TritonPass(metadata).attend(LayerCall(0, scaling, window, softcap), *states)
 
 
 def gradients(output: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
@@ -69,9 +69,9 @@ def gradients(output: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
 )
 def test_packed_sequences_and_their_gradients_equal_the_products_of_torch(fold, n_kv, width, window, softcap):
     states = [each.requires_grad_() for each in random(sum(LENGTHS), fold * n_kv, n_kv, n_kv, width=width)]
-    output = attend(packed_tables(LENGTHS, DEVICE, PREFIXES), states, window, softcap)
-    layout = packed_layout(LENGTHS, BLOCK, DEVICE, PREFIXES)
-    expected = test_attention.attend(states, layout=layout, sliding_window=window, softcap=softcap)
+    output = attend(packed_metadata(LENGTHS, DEVICE, PREFIXES), states, window, softcap)
+    metadata = torch_metadata.packed_metadata(LENGTHS, BLOCK, DEVICE, PREFIXES)
+    expected = test_attention.attend(states, metadata=metadata, sliding_window=window, softcap=softcap)
     assert torch.allclose(output, expected, rtol=0, atol=1e-5)
     for ours, theirs in zip(gradients(output, states), gradients(expected, states), strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
@@ -79,7 +79,7 @@ def test_packed_sequences_and_their_gradients_equal_the_products_of_torch(fold, 
 
 def test_gradients_equal_the_plain_formula():
     states = [each.requires_grad_() for each in random(100, 4, 2, 2)]
-    output = attend(packed_tables([30, 70], DEVICE), states)
+    output = attend(packed_metadata([30, 70], DEVICE), states)
     cut = [each.double().transpose(0, 1).split([30, 70], dim=1) for each in states]
     plain = [
         nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -95,8 +95,8 @@ def test_gradients_equal_the_plain_formula():
 def test_prefilled_and_decoded_rows_equal_the_products_of_torch(block_size):
     outputs = []
     pairs: list[tuple[Callable[..., Any], Callable[..., Tensor]]] = [
-        (cached_tables, attend),
-        (cached_layout, lambda layout, states: test_attention.attend(states, layout=layout)),
+        (cached_metadata, attend),
+        (torch_metadata.cached_metadata, lambda metadata, states: test_attention.attend(states, metadata=metadata)),
     ]
     for make, run in pairs:
         cache = KVCache(20, block_size, DEVICE)
@@ -119,28 +119,32 @@ def test_decoding_equals_whole_sequences_bitwise(dtype, fold, window):
     states = [[each.to(DEVICE) for each in one] for one in test_attention.sequences(dtype, HEADS * fold)]
     lengths = [len(one[0]) for one in states]
     packed = [torch.cat(each) for each in zip(*states, strict=True)]
-    whole = attend(packed_tables(lengths, DEVICE), packed, window).split(lengths)
+    whole = attend(packed_metadata(lengths, DEVICE), packed, window).split(lengths)
     cache = KVCache(60, BLOCK, DEVICE)
     tables = shared_blocks(cache)
     spans = [Span(0, length - 3, blocks) for length, blocks in zip(lengths, tables, strict=True)]
     first = [torch.cat([one[place][:-3] for one in states]) for place in range(3)]
-    prefilled = attend(cached_tables(spans, cache, DEVICE), first, window)
+    prefilled = attend(cached_metadata(spans, cache, DEVICE), first, window)
     assert torch.equal(prefilled, torch.cat([rows[:-3] for rows in whole]))
     for back in (3, 2, 1):
         spans = [Span(length - back, 1, blocks) for length, blocks in zip(lengths, tables, strict=True)]
         row = [torch.stack([one[place][-back] for one in states]) for place in range(3)]
-        decoded = attend(cached_tables(spans, cache, DEVICE), row, window)
+        decoded = attend(cached_metadata(spans, cache, DEVICE), row, window)
         assert torch.equal(decoded, torch.stack([rows[-back] for rows in whole]))
 
 
 @torch.inference_mode()
 def test_a_sequence_decoded_from_its_first_token_equals_the_whole_bitwise():
     states = random(TILE_KEYS + 5, 6, 2, 2)
-    whole = attend(packed_tables([len(states[0])], DEVICE), states, 20)
+    whole = attend(packed_metadata([len(states[0])], DEVICE), states, 20)
     cache = KVCache(5, BLOCK, DEVICE)
     blocks = cache.take(5)
     decoded = [
-        attend(cached_tables([Span(position, 1, blocks)], cache, DEVICE), [each[position, None] for each in states], 20)
+        attend(
+            cached_metadata([Span(position, 1, blocks)], cache, DEVICE),
+            [each[position, None] for each in states],
+            20,
+        )
         for position in range(len(whole))
     ]
     assert torch.equal(torch.cat(decoded), whole)
@@ -149,10 +153,10 @@ def test_a_sequence_decoded_from_its_first_token_equals_the_whole_bitwise():
 def test_a_shared_prompt_gives_the_rows_of_whole_sequences_bitwise():
     prompt, *rests = (random(rows, 6, 2, 2, seed=rows) for rows in (70, 40, 5))
     together = [torch.cat(each) for each in zip(prompt, *rests, strict=True)]
-    output = attend(packed_tables([70, 40, 5], DEVICE, [None, Prefix(0, 70), Prefix(0, 70)]), together)
+    output = attend(packed_metadata([70, 40, 5], DEVICE, [None, Prefix(0, 70), Prefix(0, 70)]), together)
     for rest, rows in zip(rests, output[70:].split([40, 5]), strict=True):
         whole = [torch.cat(each) for each in zip(prompt, rest, strict=True)]
-        assert torch.equal(attend(packed_tables([len(whole[0])], DEVICE), whole)[70:], rows)
+        assert torch.equal(attend(packed_metadata([len(whole[0])], DEVICE), whole)[70:], rows)
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -164,8 +168,8 @@ def test_company_changes_no_bit_of_outputs_or_gradients(window):
         each[7::50], each[9::50] = float("nan"), float("inf")
     offset = len(others[0][0])
     moved = [None if prefix is None else replace(prefix, row=prefix.row + offset) for prefix in PREFIXES]
-    company = packed_tables([offset, *LENGTHS, 20], DEVICE, [None, *moved, Prefix(0, offset)])
-    alone = packed_tables(LENGTHS, DEVICE, PREFIXES)
+    company = packed_metadata([offset, *LENGTHS, 20], DEVICE, [None, *moved, Prefix(0, offset)])
+    alone = packed_metadata(LENGTHS, DEVICE, PREFIXES)
     (slope,) = random(offset + sum(LENGTHS) + 20, 6, seed=1)
     found = []
     for tables, start, parts in ((alone, 0, [own]), (company, offset, [others[0], own, others[1]])):
@@ -195,7 +199,7 @@ def test_what_no_query_sees_is_not_read(window, bad):
                 first = 0 if window is None else max(0, span.start - window + 1) // TILE_KEYS * TILE_KEYS
                 for position in range(first, span.start):
                     pool[span.blocks[position // BLOCK], :, position % BLOCK] = position / 100
-        outputs.append(attend(cached_tables(spans, cache, DEVICE, least_blocks=11), random(2, 4, 2, 2), window))
+        outputs.append(attend(cached_metadata(spans, cache, DEVICE, least_blocks=11), random(2, 4, 2, 2), window))
     assert torch.equal(*outputs)
     assert bool(outputs[0].isfinite().all())
 
@@ -204,7 +208,7 @@ def test_what_no_query_sees_is_not_read(window, bad):
 def test_rows_of_padding_are_zeros():
     cache = KVCache(2, BLOCK, DEVICE)
     spans = [Span(0, 5, cache.take(1)), Span(0, 2, cache.take(1))]
-    output = attend(cached_tables(spans, cache, DEVICE), random(12, 4, 2, 2))
+    output = attend(cached_metadata(spans, cache, DEVICE), random(12, 4, 2, 2))
     assert not bool(output[7:].any())
     assert bool(output[:7].any(-1).all())
     assert not any(bool(pool[cache.zero_block].any()) for pool in cache.layer(0, *random(1, 2, 2)))
@@ -217,9 +221,9 @@ def test_a_later_token_is_decoded_with_the_same_shapes_and_tensors():
     tables = [cache.take(7) for _ in range(3)]
     row = random(3, 4, 2, 2)
 
-    def at(*positions: int) -> AttentionTables:
+    def at(*positions: int) -> TritonMetadata:
         spans = [Span(position, 1, blocks) for position, blocks in zip(positions, tables, strict=True)]
-        return cached_tables(spans, cache, DEVICE, least_blocks=7)
+        return cached_metadata(spans, cache, DEVICE, least_blocks=7)
 
     pools = cache.layer(0, *row[1:])
     for pool, states in zip(pools, random(pools[0].shape[0] * BLOCK, 2, 2), strict=True):
@@ -228,9 +232,8 @@ def test_a_later_token_is_decoded_with_the_same_shapes_and_tensors():
     attend(recorded, row)
     later = at(70, 17, 111)
     expected = attend(later, row)
-    names = ("rows_S", "queries_S", "firsts_S", "keys_SL", "write_blocks_T", "write_offsets_T")
-    for name in names:
-        getattr(recorded, name).copy_(getattr(later, name))
+    for tensor, value in zip(recorded.tensors, later.tensors, strict=True):
+        tensor.copy_(value)
     for left, right in zip(vars(recorded.tiles(2)).values(), vars(later.tiles(2)).values(), strict=True):
         assert torch.equal(left, right)
     assert torch.equal(attend(recorded, row), expected)
@@ -246,7 +249,7 @@ def test_views_of_a_joint_product_have_the_bits_of_tensors_of_their_own():
             [each.contiguous() for each in joint.split([4, 2, 2], 1)] if whole is None else whole.split([4, 2, 2], 1)
         )
         states = [each.detach().requires_grad_() for each in parts]
-        output = attend(packed_tables([70], DEVICE), states)
+        output = attend(packed_metadata([70], DEVICE), states)
         found.append([output, *gradients(output, states)])
     for others in found[1:]:
         assert all(torch.equal(left, right) for left, right in zip(found[0], others, strict=True))
@@ -255,10 +258,10 @@ def test_views_of_a_joint_product_have_the_bits_of_tensors_of_their_own():
 @torch.inference_mode()
 def test_a_tile_holds_at_least_one_query():
     states = random(3, 64, 1, 1)
-    expected = test_attention.attend(states, layout=packed_layout([3], BLOCK, DEVICE))
-    assert torch.allclose(attend(packed_tables([3], DEVICE), states), expected, rtol=0, atol=1e-5)
+    expected = test_attention.attend(states, metadata=torch_metadata.packed_metadata([3], BLOCK, DEVICE))
+    assert torch.allclose(attend(packed_metadata([3], DEVICE), states), expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="65 query heads share a KV head"):
-        attend(packed_tables([3], DEVICE), random(3, 65, 1, 1))
+        attend(packed_metadata([3], DEVICE), random(3, 65, 1, 1))
 
 
 @torch.inference_mode()
@@ -268,8 +271,8 @@ def test_blocks_that_a_row_does_not_see_leave_the_sign_of_its_zeros():
     query[:], key[:TILE_KEYS], key[TILE_KEYS:] = 10.0, 0.0, 20.0
     value[:TILE_KEYS], value[TILE_KEYS:], value[-1] = -1e-38, -0.0, 1.0
     rows = 2 * TILE_KEYS
-    longer = attend(packed_tables([rows + 1], DEVICE), [query, key, value])
-    output = attend(packed_tables([rows], DEVICE), [each[:rows] for each in (query, key, value)])
+    longer = attend(packed_metadata([rows + 1], DEVICE), [query, key, value])
+    output = attend(packed_metadata([rows], DEVICE), [each[:rows] for each in (query, key, value)])
     assert torch.equal(longer[:rows].view(torch.int32), output.view(torch.int32))
 
 
@@ -281,7 +284,7 @@ def test_the_soft_cap_bends_scores_from_tiny_to_huge(cap):
     (value,) = random(8, 1)
     key, query = (torch.zeros_like(value) for _ in range(2))
     key[:, 0, 0], query[:, 0, 0] = scores, 4.0  # the width of 16 divides by 4
-    output = attend(packed_tables([8], DEVICE), [query, key, value], softcap=cap)
+    output = attend(packed_metadata([8], DEVICE), [query, key, value], softcap=cap)
     weights = (cap * (scores.double() / cap).tanh()).softmax(0)
     assert torch.allclose(output[-1, 0].double(), weights @ value[:, 0].double(), rtol=0, atol=1e-6)
 

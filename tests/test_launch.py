@@ -69,7 +69,7 @@ def test_a_long_prompt_anywhere_in_the_data_is_named_and_can_be_left_out(base: A
         run(base, tmp_path / "refused", job("long", data=data))
     config = validate({"base": "small", "jobs": [job("short", data={**data, "max_prompt_tokens": 1020})]}, "test")
     with contextlib.closing(RunDirectory(tmp_path / "prepared")) as directory:
-        prepared, need = prepare(config.jobs[0], base, directory)
+        prepared, need = prepare(config.jobs[0], base.info, directory)
     assert prepared.data.notes == (
         "2 of 1200 rows are left out, because their prompts have more than 1020 tokens (data.max_prompt_tokens)",
     )

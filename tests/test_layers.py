@@ -18,7 +18,19 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "motet"
 # A room imports rooms of earlier lines. Rooms of one line do not know each other, except in the first and the last.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
-        {"types", "section", "config", "algorithms", "errors", "seeds", "wall", "checksums", "plain_yaml", "own_code"}
+        {
+            "types",
+            "model_info",
+            "section",
+            "config",
+            "algorithms",
+            "errors",
+            "seeds",
+            "wall",
+            "checksums",
+            "plain_yaml",
+            "own_code",
+        }
     ),
     frozenset({"protocols", "jobfile", "device", "budgets", "allocator", "barriers", "stops"}),
     frozenset({"tasks", "model"}),

@@ -9,9 +9,8 @@ import torch
 
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
-from motet.model.base import BaseModel
-from motet.model.layout import packed_layout
-from motet.model.lora import AdapterWeights, initial_weights, make_layout
+from motet.model.lora import AdapterWeights, NoAdapters, initial_weights, make_layout
+from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
@@ -20,7 +19,7 @@ NAMES = ("llama", "gemma2", "opt", "phi3")
 DTYPES = ("float32", "bfloat16")
 
 
-def mixed(base: BaseModel) -> list[AdapterWeights]:
+def mixed(base: LoraModel) -> list[AdapterWeights]:
     """Adapters that share a layout, and adapters of other ranks, alphas and targets."""
     leaf = sorted({path.rsplit(".", 1)[-1] for path in base.linears})
     return [
@@ -31,7 +30,7 @@ def mixed(base: BaseModel) -> list[AdapterWeights]:
     ]
 
 
-def company(base: BaseModel) -> tiny.Packed:
+def company(base: LoraModel) -> tiny.Packed:
     """Sequences of several lengths for each adapter, and of the base in between."""
     one, two, three, four = mixed(base)
     lengths = {0: (70, 9), 1: (1,), 2: (37,), 3: (5, 48), 4: (23,)}
@@ -72,7 +71,7 @@ def test_trainer_and_sampler_routings_agree_bitwise(name, dtype):
     ids = tiny.tokens(37)
     for weights in mixed(base):
         sampled = tiny.packed_logits(base, [(weights, ids)])[0]
-        routing = TrainerRouting([TrainSegment(0, 40, weights, None)], base.device, backward=False)
+        routing = TrainerRouting([TrainSegment(0, 40, weights, None)], base.device, base.products, backward=False)
         assert torch.equal(tiny.packed_logits(base, [(weights, ids)], routing)[0], sampled)
 
 
@@ -83,9 +82,13 @@ def test_decode_rows_equal_prefill_rows_bitwise(dtype):
     layer = base.linears["model.layers.0.mlp.down_proj"]
     adapters = [tiny.adapter(base, seed=seed) for seed in range(5)]
     x = torch.randn(1, 20, layer.in_features, generator=torch.Generator().manual_seed(0)).to(base.dtype)
-    with base.routed(AdapterStacks().routing([(each, 4 * i, 4) for i, each in enumerate(adapters)], base.device)):
+    with base.routed(
+        AdapterStacks(base.products).routing([(each, 4 * i, 4) for i, each in enumerate(adapters)], base.device)
+    ):
         many = layer(x)
-    with base.routed(AdapterStacks().routing([(each, i, 1) for i, each in enumerate(adapters)], base.device)):
+    with base.routed(
+        AdapterStacks(base.products).routing([(each, i, 1) for i, each in enumerate(adapters)], base.device)
+    ):
         few = layer(torch.cat([x[:, ::4], x[:, :3]], 1))
     assert torch.equal(few[0, :5], many[0, ::4])
 
@@ -98,16 +101,18 @@ def test_products_of_few_numbers_equal_each_alone_bitwise(dtype, rank):
     layer = base.linears["model.layers.0.self_attn.k_proj"]
     adapters = [tiny.adapter(base, rank=rank, targets=["k_proj"], seed=seed) for seed in range(4)]
     x = torch.randn(1, 4, layer.in_features, generator=torch.Generator().manual_seed(0)).to(base.dtype)
-    with base.routed(AdapterStacks().routing([(each, i, 1) for i, each in enumerate(adapters)], base.device)):
+    with base.routed(
+        AdapterStacks(base.products).routing([(each, i, 1) for i, each in enumerate(adapters)], base.device)
+    ):
         together = layer(x)
     for i, each in enumerate(adapters):
-        with base.routed(AdapterStacks().routing([(each, i, 1)], base.device)):
+        with base.routed(AdapterStacks(base.products).routing([(each, i, 1)], base.device)):
             assert torch.equal(layer(x)[0, i], together[0, i])
 
 
 def test_stacks_follow_their_adapters():
     """A new version of an adapter is another stack, even right after the old one was let go."""
-    base, ids, stacks = tiny.base("llama"), tiny.tokens(8), AdapterStacks(keep=2)
+    base, ids, stacks = tiny.base("llama"), tiny.tokens(8), AdapterStacks(tiny.base("llama").products, keep=2)
     for seed in range(6):
         pair = [tiny.adapter(base, seed=seed), tiny.adapter(base, seed=seed + 100)]
         routing = stacks.routing([(pair[0], 0, 4), (pair[1], 4, 4)], base.device)
@@ -148,18 +153,18 @@ def test_layout_has_no_overlap_and_what_lies_between_stays_zero(rank):
     assert flat[: layout.size_a].sum() == sum(rank * place.n_in for place in layout.places), (
         "every A comes before every B"
     )
-    for products in layout.products(flat).values():
-        assert all(part.data_ptr() % 64 == flat.data_ptr() % 64 for part in (products.a, *(b for _, b in products.bs)))
+    for matrices in layout.matrices(flat).values():
+        assert all(part.data_ptr() % 64 == flat.data_ptr() % 64 for part in (matrices.a, *(b for _, b in matrices.bs)))
 
 
 def test_every_matrix_is_aligned_and_wide_enough_whatever_the_shapes():
     """fp32 products depend on how memory is aligned, and a product's width counts like its rows."""
     linears = {"q": (6, 10), "k": (6, 7), "v": (6, 7), "o": (10, 3)}
     layout = make_layout(linears, 3, [("q", "k", "v"), ("o",)])
-    offsets = [*(group.offset for group in layout.siblings), *(place.offset for place in layout.places)]
+    offsets = [*(group.offset for group in layout.fused), *(place.offset for place in layout.places)]
     assert len(set(offsets)) == 6
     assert all(offset % 32 == 0 for offset in offsets)
-    assert [group.width for group in layout.siblings] == [12, 4]
+    assert [group.width for group in layout.fused] == [12, 4]
 
 
 def test_initial_weights_depend_on_seed_and_path_only():
@@ -186,22 +191,22 @@ def test_rows_are_packed_as_told_when_nothing_is_adapted():
     base = tiny.base("llama")
     ids = tiny.tokens(12)
     with torch.no_grad():
-        before = base.hidden(ids, torch.arange(12), packed_layout([12], tiny.BLOCK, base.device))
+        before = base.hidden(ids, torch.arange(12), base.attention.packed([12]))
         assert torch.equal(base.logits(before), tiny.packed_logits(base, [(None, ids)])[0])
     tiny.packed_logits(base, [(tiny.adapter(base), ids)])
-    assert base.context.routing is None
+    assert isinstance(base.context.routing, NoAdapters)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_siblings_share_a_product_of_the_same_input_only(dtype):
+def test_fused_layers_share_a_product_of_the_same_input_only(dtype):
     """A model may call some of them again, or with another input, and each gets what is its own."""
     base = tiny.base("llama", dtype)
     query, key, value = (base.linears[f"model.layers.0.self_attn.{name}_proj"] for name in "qkv")
-    assert query.siblings is key.siblings is value.siblings
+    assert query.fused is key.fused is value.fused
     weights = tiny.adapter(base)
     one, other = (torch.randn(1, 8, query.in_features, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
     one, other = one.to(base.dtype), other.to(base.dtype)
-    with torch.no_grad(), base.routed(AdapterStacks().routing([(weights, 0, 8)], base.device)):
+    with torch.no_grad(), base.routed(AdapterStacks(base.products).routing([(weights, 0, 8)], base.device)):
         wanted = [[layer(x) for layer in (query, key, value)] for x in (one, other)]
         assert base.context.joint is None, "memory is kept after the last of them has taken its part"
         calls = [(query, one), (key, other), (value, other), (value, one), (key, one), (query, other), (key, other)]

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
-from motet.model.base import BaseModel
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
+from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.training.torch_trainer import TorchTrainer
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -33,14 +33,14 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
     return float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
 
 
-def export(directory: Path, base: BaseModel, weights: AdapterWeights, targets: str | list[str]) -> None:
+def export(directory: Path, base: LoraModel, weights: AdapterWeights, targets: str | list[str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     masters = weights.flat.float().clone()
     masters[: weights.layout.size_a] /= weights.scaling
     write_adapter(directory, base, weights.layout, weights.scaling * weights.layout.rank, targets, masters)
 
 
-def load(directory: Path, base: BaseModel) -> AdapterWeights:
+def load(directory: Path, base: LoraModel) -> AdapterWeights:
     peft = read_adapter(directory)
     layout = base.adapter_layout(peft.target_modules, peft.rank)
     masters = flatten(peft, base, layout, directory)
@@ -119,7 +119,7 @@ def test_smollm2_with_peft(smollm2_dir, tmp_path):
     base = load_base("smollm2", dtype="float32", device="cpu", block_size=64)
     weights = tiny.adapter(base, rank=8, alpha=16, seed=1, scale=0.02)
     export(tmp_path, base, weights, "all-linear")
-    ids = torch.tensor(base.tokenizer.encode("Motet: a piece for several voices, each with its own text. " * 4))
+    ids = torch.tensor(base.info.tokenizer.encode("Motet: a piece for several voices, each with its own text. " * 4))
     stock = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32, attn_implementation="eager")
     plain = peft_logits(stock, ids)
     theirs = peft_logits(PeftModel.from_pretrained(stock, tmp_path), ids)

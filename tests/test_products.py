@@ -11,9 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from motet.model.layout import least_rows
-from motet.model.lora import AdapterLayout, AdapterWeights, Siblings, make_layout
-from motet.model.packed import FrozenWeight
+from motet.model.arithmetic import least_rows
+from motet.model.frozen_weight import FrozenWeight
+from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, make_layout
+from motet.model.lora_products import PaddedProducts
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 
 CPU = torch.device("cpu")
@@ -32,16 +33,16 @@ class Case:
     lengths: tuple[int, ...]
     seed: int = 0
 
-    def siblings(self) -> Siblings:
+    def fused(self) -> FusedLinears:
         generator = torch.Generator().manual_seed(self.seed)
         weight = torch.randn(sum(self.n_outs), self.n_in, generator=generator).to(self.dtype)
-        return Siblings(
+        return FusedLinears(
             tuple(f"layer.{place}" for place in range(len(self.n_outs))), FrozenWeight(weight, None), self.n_outs
         )
 
-    def layout(self, siblings: Siblings) -> AdapterLayout:
-        linears = {path: (self.n_in, n_out) for path, n_out in zip(siblings.paths, self.n_outs, strict=True)}
-        return make_layout(linears, self.rank, [siblings.paths])
+    def layout(self, fused: FusedLinears) -> AdapterLayout:
+        linears = {path: (self.n_in, n_out) for path, n_out in zip(fused.paths, self.n_outs, strict=True)}
+        return make_layout(linears, self.rank, [fused.paths])
 
     def adapters(self, layout: AdapterLayout) -> list[AdapterWeights]:
         generator = torch.Generator().manual_seed(self.seed + 1)
@@ -55,30 +56,30 @@ class Case:
         return torch.randn(1, total + -total % 4, width, generator=generator).to(self.dtype)
 
 
-def sampled(case: Case, siblings: Siblings, adapters: list[AdapterWeights], members: int) -> Tensor:
+def sampled(case: Case, fused: FusedLinears, adapters: list[AdapterWeights], members: int) -> Tensor:
     """Rows of the first adapter, beside so many of the adapters."""
     runs, start = [], 0
     for weights, length in zip(adapters[:members], case.lengths, strict=False):
         runs.append((weights, start, length))
         start += length
     x = case.rows(case.n_in, seed=2)[:, : start + -start % 4]
-    routing = AdapterStacks().routing(runs, CPU)
-    return torch.cat(routing.linear(siblings, x), dim=-1)[0, : case.lengths[0]]
+    routing = AdapterStacks(PaddedProducts(case.dtype)).routing(runs, CPU)
+    return torch.cat(routing.linear(fused, x), dim=-1)[0, : case.lengths[0]]
 
 
-def trained(case: Case, siblings: Siblings, adapters: list[AdapterWeights], members: int) -> tuple[Tensor, ...]:
+def trained(case: Case, fused: FusedLinears, adapters: list[AdapterWeights], members: int) -> tuple[Tensor, ...]:
     """Rows, gradient of the rows, and gradients of the first adapter, beside so many of the adapters."""
     segments, start, arenas = [], 0, []
     for weights, length in zip(adapters[:members], case.lengths, strict=False):
         arenas.append(torch.zeros(weights.layout.size))
         stop = start + length + -length % 4
-        segments.append(TrainSegment(start, stop, weights, weights.layout.products(arenas[-1])))
+        segments.append(TrainSegment(start, stop, weights, weights.layout.matrices(arenas[-1])))
         start = stop
     room = case.lengths[0] + -case.lengths[0] % 4
     generator = torch.Generator().manual_seed(case.seed + 3)
     x, slope = (torch.randn(1, 4096, width, generator=generator) for width in (case.n_in, sum(case.n_outs)))
     x = x[:, :start].to(case.dtype).requires_grad_()
-    y = torch.cat(TrainerRouting(segments, CPU, backward=True).linear(siblings, x), dim=-1)
+    y = torch.cat(TrainerRouting(segments, CPU, PaddedProducts(case.dtype), backward=True).linear(fused, x), dim=-1)
     y.backward(slope[:, :start].to(case.dtype))
     assert x.grad is not None
     return y[0, :room], x.grad[0, :room], arenas[0]
@@ -86,12 +87,12 @@ def trained(case: Case, siblings: Siblings, adapters: list[AdapterWeights], memb
 
 def differing(case: Case) -> list[str]:
     """What of the first adapter has other bits beside the others than alone."""
-    siblings = case.siblings()
-    adapters = case.adapters(case.layout(siblings))
+    fused = case.fused()
+    adapters = case.adapters(case.layout(fused))
     found = []
-    if not torch.equal(sampled(case, siblings, adapters, 1), sampled(case, siblings, adapters, len(adapters))):
+    if not torch.equal(sampled(case, fused, adapters, 1), sampled(case, fused, adapters, len(adapters))):
         found.append("sampled rows")
-    alone, beside = (trained(case, siblings, adapters, members) for members in (1, len(adapters)))
+    alone, beside = (trained(case, fused, adapters, members) for members in (1, len(adapters)))
     names = ("trained rows", "gradient of rows", "gradient of the adapter")
     return found + [name for name, a, b in zip(names, alone, beside, strict=True) if not torch.equal(a, b)]
 

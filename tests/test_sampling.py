@@ -164,7 +164,7 @@ def test_sampled_frequencies_match_the_model():
 
 
 def text_of(tokens: list[int]) -> str:
-    text: str = tiny.base("llama").tokenizer.decode(tokens, skip_special_tokens=True)
+    text: str = tiny.base("llama").info.tokenizer.decode(tokens, skip_special_tokens=True)
     return text
 
 
@@ -239,7 +239,7 @@ def test_streamed_pieces_join_to_the_whole():
 
 def feed(text: str, stop: tuple[str, ...] = (), *, more: str = "") -> tuple[list[str], Sequence]:
     """Pieces of a completion whose tokens spell this text."""
-    tokenizer = tiny.base("llama").tokenizer
+    tokenizer = tiny.base("llama").info.tokenizer
     request = ask(max_tokens=1000, stop=stop, stream=True)
     sequence = Sequence(Prompt(request, None, print), 0, 0)
     pieces = []

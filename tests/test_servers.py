@@ -19,7 +19,7 @@ def test_every_server_has_a_key_of_its_own(kind: Literal["vllm", "sglang"], tmp_
     launch = LaunchConfig(python=sys.executable, replicas=2)
     config = RolloutConfig(engine=kind, launch=launch)
     base = load("small", EngineConfig(threads=1))
-    first, second = launched(base, "model", config, launch, Demand(1, 2, 8), tmp_path)
+    first, second = launched(base.info, "model", config, launch, Demand(1, 2, 8), tmp_path)
     assert len({first.key, second.key, ""}) == 3
     for server in (first, second):
         command, environment = server.process._command, server.process._env

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 
@@ -36,10 +37,10 @@ def test_a_thousand_publishes_leave_nothing_behind(tmp_path: Path) -> None:
     base = load("small", EngineConfig(dtype="float32", threads=1))
     directory = tmp_path / "served"
     config = RolloutConfig(engine="vllm", launch=launch(), directory=str(directory))
-    engine = servers.build_servers(base, config, WANTED, "soak0000", tmp_path)
+    engine = servers.build_servers(base.info, config, WANTED, "soak0000", tmp_path)
     trainer = TorchTrainer(base, slots=2, recompute=False)
     trainer.add_adapter("job", AdapterConfig(rank=16), 1)
-    sync, probe = FileSync(engine, trainer), base.tokenizer("Sort the letters: d a c", return_tensors="np").input_ids[0]
+    sync, probe = FileSync(engine, trainer), np.array(base.info.tokenizer.encode("Sort the letters: d a c"), np.int32)
     found = asyncio.run(_publish_often(engine, sync, probe, directory))
     level, end = found["memory"][SETTLED], found["memory"][PUBLISHES - 1]
     seconds = found["seconds"]

@@ -21,8 +21,8 @@ from motet.algorithms.supervised import Supervised
 from motet.config import AdapterConfig, EngineConfig
 from motet.errors import AdapterError, BaseModelError
 from motet.launch import load
-from motet.model.base import BaseModel
 from motet.model.distribution import Distribution, draw
+from motet.model.lora_model import LoraModel
 from motet.training import torch_trainer
 from motet.training.arena import OPTIMIZER
 from motet.training.torch_trainer import HEAD_ROWS, TorchTrainer
@@ -66,7 +66,7 @@ def make_segment(name: str, loss: Loss = REINFORCE, temperature: float = 0.8) ->
     return Segment(name, samples, loss, float(sum(sample.n_trainable for sample in samples)), temperature)
 
 
-def make_trainer(base: BaseModel, names: str = "abc", *, recompute: bool = False) -> TorchTrainer:
+def make_trainer(base: LoraModel, names: str = "abc", *, recompute: bool = False) -> TorchTrainer:
     """Adapters whose B is random, so that both halves have gradients."""
     trainer = TorchTrainer(base, slots=8, recompute=recompute)
     for name in names:
@@ -405,7 +405,7 @@ def test_optimizer_state_that_does_not_fit(tmp_path):
 # --- logprobs without gradients -----------------------------------------------------------------------------------------
 
 
-def sampler_logprobs(base: BaseModel, weights: Any, sample: Sample, temperature: float) -> np.ndarray[Any, Any]:
+def sampler_logprobs(base: LoraModel, weights: Any, sample: Sample, temperature: float) -> np.ndarray[Any, Any]:
     """What the sampler would have noted: the token is forced by the uniform number in the middle of its share."""
     logits = tiny.packed_logits(base, [(weights, torch.from_numpy(sample.token_ids).long())])[0]
     places = np.flatnonzero(sample.loss_mask)
@@ -552,7 +552,8 @@ def test_gradients_do_not_depend_on_how_long_the_neighbours_are(dtype):
     source = random.Random(0)
     for _ in range(8):
         segments = [
-            Segment(name, some_samples(source, base.vocab_size), REINFORCE, 64.0) for name in source.sample(names, 3)
+            Segment(name, some_samples(source, base.info.vocab_size), REINFORCE, 64.0)
+            for name in source.sample(names, 3)
         ]
         together = gradients(segments)
         for segment in segments:

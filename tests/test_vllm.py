@@ -136,7 +136,7 @@ def test_in_bfloat16_the_probe_tells_a_version_from_the_one_before(tmp_path: Pat
     versions = [tmp_path / "run" / "a" / "versions" / f"v{number}" for number in range(1, 9)]
     trainer = TorchTrainer(base, slots=1)
     trainer.add_adapter("a", AdapterConfig(rank=8), 0)
-    prompt = base.tokenizer.encode("Sort the letters of this word: " * 4)
+    prompt = base.info.tokenizer.encode("Sort the letters of this word: " * 4)
 
     async def told(engine: ServerEngine) -> list[str]:
         probe, found = Probe("a", np.array(prompt, np.int32), TOLERANCE["bfloat16"]), []
@@ -160,7 +160,7 @@ def test_in_bfloat16_the_probe_tells_a_version_from_the_one_before(tmp_path: Pat
     with vllm_server(base, tmp_path) as server:
         os.environ[f"{KEY}_BF16"] = server.key
         config = RolloutConfig(engine="vllm", urls=[server.url], api_key_env=f"{KEY}_BF16", directory=str(tmp_path))
-        engine = build_servers(base, config, Demand(1, 2, 8), "probed", tmp_path)
+        engine = build_servers(base.info, config, Demand(1, 2, 8), "probed", tmp_path)
         found = asyncio.run(told(engine))
     print(found)
     assert len(found) == len(versions) - 1
@@ -194,7 +194,8 @@ def test_a_killed_server_costs_time_and_nothing_else(small: Any, tmp_path: Path)
 
     def observe(progress: Sequence[JobProgress]) -> None:
         if not killed and min(one.step for one in progress) >= 2:
-            (process,) = parts[0].engine.fleet.processes.values()
+            assert parts[0].servers is not None
+            (process,) = parts[0].servers.fleet.processes.values()
             children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
             killed.extend(int(word) for word in children.stdout.split())
             for pid in killed:
@@ -205,7 +206,8 @@ def test_a_killed_server_costs_time_and_nothing_else(small: Any, tmp_path: Path)
 
     rollout = {"launch": launch().model_dump()}
     result = run_config(config(tmp_path, rollout, jobs), base=small, observe=observe, started=started)
-    (process,) = parts[0].engine.fleet.processes.values()
+    assert parts[0].servers is not None
+    (process,) = parts[0].servers.fleet.processes.values()
     assert killed, "the test killed nothing"
     assert process.starts == 2
     for name, found in result.jobs.items():

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import transformers
 
-from motet.model.base import BaseModel
+from motet.model.attention import Span
 from motet.model.kv_cache import KVCache
-from motet.model.layout import Span
 from motet.model.load import SMALL_BASE, load_base
 from motet.model.lora import AdapterLayout, AdapterWeights, NoAdapters, Routing, initial_weights
+from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks
 
 VOCABULARY = 276
@@ -211,13 +211,13 @@ def _save_tokenizer(place: Path) -> None:
         (place / file).write_text((SMALL_BASE / file).read_text())
 
 
-def load(name: str, dtype: str = "float32") -> BaseModel:
+def load(name: str, dtype: str = "float32") -> LoraModel:
     """A base of its own, for tests that change it."""
     return load_base(str(directory(name)), dtype=dtype, device="cpu", block_size=BLOCK)
 
 
 @functools.cache
-def base(name: str, dtype: str = "float32") -> BaseModel:
+def base(name: str, dtype: str = "float32") -> LoraModel:
     """A base that tests share and leave as it is."""
     return load(name, dtype)
 
@@ -238,7 +238,7 @@ Packed = list[tuple[AdapterWeights | None, torch.Tensor]]
 
 
 @torch.no_grad()
-def packed_logits(model: BaseModel, packed: Packed, routing: Routing | None = None) -> list[torch.Tensor]:
+def packed_logits(model: LoraModel, packed: Packed, routing: Routing | None = None) -> list[torch.Tensor]:
     """fp32 logits [T, V] of each sequence, all in one pass as the sampler routes it."""
     lengths = [len(ids) for _, ids in packed]
     ids = model.pad(torch.cat([ids for _, ids in packed]))
@@ -252,29 +252,29 @@ def packed_logits(model: BaseModel, packed: Packed, routing: Routing | None = No
             runs[-1] = (weights, runs[-1][1], runs[-1][2] + length)
         else:
             runs.append((weights, start, length))
-    with model.routed(routing or AdapterStacks().routing(runs, model.device, arithmetic=model.arithmetic)):
-        hidden = model.hidden(ids, positions, model.packed_layout(spans))
+    with model.routed(routing or AdapterStacks(model.products).routing(runs, model.device)):
+        hidden = model.hidden(ids, positions, model.attention.packed(spans))
     return list(model.logits(hidden).split(spans))[: len(lengths)]
 
 
 @torch.no_grad()
-def decoded_logits(model: BaseModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+def decoded_logits(model: LoraModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
     """fp32 logits [T, V] of a sequence read as a prompt and then token by token through the KV cache."""
     cache = KVCache(-(-len(ids) // BLOCK), BLOCK, model.device)
     blocks = cache.take(cache.n_blocks)
     found, start = [], 0
     for length in [prompt] + [1] * (len(ids) - prompt):
-        layout = model.cached_layout([Span(start, length, blocks)], cache)
+        attention = model.attention.cached([Span(start, length, blocks)], cache)
         positions = model.pad(torch.arange(start, start + length))
         with model.routed(NoAdapters()):
-            hidden = model.hidden(model.pad(ids[start : start + length]), positions, layout)
+            hidden = model.hidden(model.pad(ids[start : start + length]), positions, attention)
         found.append(model.logits(hidden)[:length])
         start += length
     return torch.cat(found)
 
 
 def adapter(
-    model: BaseModel,
+    model: LoraModel,
     *,
     rank: int = 8,
     alpha: float = 16.0,
@@ -288,7 +288,7 @@ def adapter(
 
 
 def adapter_masters(
-    model: BaseModel, *, rank: int = 8, targets: str | list[str] = "all-linear", seed: int = 0, scale: float = 0.1
+    model: LoraModel, *, rank: int = 8, targets: str | list[str] = "all-linear", seed: int = 0, scale: float = 0.1
 ) -> tuple[AdapterLayout, torch.Tensor]:
     """What a trainer would hold of such an adapter, in fp32."""
     layout = model.adapter_layout(targets, rank)

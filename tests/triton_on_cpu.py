@@ -1,4 +1,4 @@
-"""Import this before `motet.model.kernels`: without a CUDA device its kernels run in Triton's interpreter.
+"""Import this before `motet.model.attention.triton_attention`: without a CUDA device its kernels run in Triton's interpreter.
 
 Triton asks the environment whenever it makes a kernel. What it has made of its own before, because another test imported it,
 is made again. The interpreter multiplies matrices with numpy, whose rows have other bits at another place in the matrix; tiles

@@ -44,7 +44,7 @@ def launch() -> LaunchConfig:
 def vllm_server(base: Any, directory: Path) -> Iterator[servers.Launched]:
     """A server that runs while the block does."""
     config = RolloutConfig(engine="vllm", launch=launch())
-    (server,) = servers.launched(base, str(base.model.config.name_or_path), config, launch(), WANTED, directory)
+    (server,) = servers.launched(base.info, str(base.model.config.name_or_path), config, launch(), WANTED, directory)
     server.process.start()
     try:
         _wait(server)

@@ -45,9 +45,16 @@ def available_memory() -> int:
 
 def kv_bytes_per_token(config: Any, element_bytes: int) -> int:
     """Bytes of keys and values of one token over all layers, for a transformers text configuration."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * width * element_bytes)
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers  # Gemma 4's layers differ
+    return sum(2 * _kv_heads(layer) * _head_width(layer, config) * element_bytes for layer in layers)
+
+
+def _kv_heads(layer: Any) -> int:
+    return int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
+
+
+def _head_width(layer: Any, config: Any) -> int:
+    return int(getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def kv_tokens(needs: Sequence[Need], max_rows: int, block_size: int, bytes_per_token: int, memory: int) -> int:

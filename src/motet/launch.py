@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from motet import budgets
 from motet.allocator import keep_freed_memory
@@ -16,6 +16,8 @@ from motet.barriers import spin_briefly
 from motet.config import EngineConfig, RunConfig
 from motet.config.service import Largest
 from motet.device import Device
+from motet.model_info import ModelInfo
+from motet.protocols import RolloutEngine, Trainer, WeightSync
 from motet.runtime.job import Services
 from motet.runtime.learner import Learner
 from motet.runtime.rundir import RunDirectory
@@ -25,8 +27,10 @@ from motet.tasks.reward_pool import RewardPool
 from motet.types import ServerLoad
 
 if TYPE_CHECKING:
+    from motet.model.lora_model import LoraModel
     from motet.rollout.sampler_link import SamplerLink
     from motet.rollout.server import ServerEngine
+    from motet.rollout.spread import SpreadEngine
 
 SMALL_MODEL = 500_000_000
 """Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
@@ -34,13 +38,12 @@ SMALL_MODEL = 500_000_000
 
 @dataclass
 class Workshop:
-    """A loaded base and everything that runs on its device."""
+    """Everything that runs on a base's device."""
 
-    base: Any
     device: Device
-    engine: Any
-    trainer: Any
-    sync: Any
+    engine: RolloutEngine
+    trainer: Trainer
+    sync: WeightSync
     config: EngineConfig
     notes: list[str] = field(default_factory=list)
     probe_tolerance: float = 0.0
@@ -49,6 +52,10 @@ class Workshop:
     """Versions that the engine keeps besides those that are needed."""
     servers: ServerEngine | None = None
     """The engine, where it asks servers."""
+    spread: SpreadEngine | None = None
+    """The engine, where processes of their own sample too."""
+    kv_tokens: int = 0
+    """Room of this process's KV cache; servers have their own."""
     inexact: tuple[str, ...] = ()
     """Why the bytes of every job may depend on more than the job."""
 
@@ -75,9 +82,9 @@ class Workshop:
     def close(self) -> None:
         """End the device's thread and the sampling processes."""
         self.device.close()
-        if hasattr(self.engine, "notes"):
-            self.notes.extend(self.engine.notes())
-            self.engine.close()
+        if self.spread is not None:
+            self.notes.extend(self.spread.notes())
+            self.spread.close()
 
 
 def warm_up() -> None:
@@ -88,7 +95,7 @@ def warm_up() -> None:
     importlib.import_module("transformers.modeling_utils")  # with most of the library
 
 
-def load(base: str, config: EngineConfig) -> Any:
+def load(base: str, config: EngineConfig) -> LoraModel:
     """Load and prove a base.
 
     Raises:
@@ -102,7 +109,7 @@ def load(base: str, config: EngineConfig) -> Any:
     return loaded
 
 
-def _load(base: str, config: EngineConfig) -> Any:
+def _load(base: str, config: EngineConfig) -> LoraModel:
     """Runs in a thread that ends afterwards.
 
     OpenMP keeps a team for each thread that ever asked for one, and as soon as there are more threads than cores, every
@@ -125,7 +132,7 @@ def _load(base: str, config: EngineConfig) -> Any:
 
 
 def assemble(
-    base: Any,
+    base: LoraModel,
     config: RunConfig,
     needs: Sequence[budgets.Need],
     directory: RunDirectory,
@@ -141,7 +148,7 @@ def assemble(
     return _build_on_servers(base, config, directory, largest)
 
 
-def _build_on_servers(base: Any, config: RunConfig, directory: RunDirectory, largest: Largest | None) -> Workshop:
+def _build_on_servers(base: LoraModel, config: RunConfig, directory: RunDirectory, largest: Largest | None) -> Workshop:
     """A trainer on this device, and an engine that asks servers."""
     import torch
 
@@ -150,31 +157,30 @@ def _build_on_servers(base: Any, config: RunConfig, directory: RunDirectory, lar
     from motet.training.torch_trainer import TorchTrainer
 
     def turn(training: bool) -> None:
-        if base.device.type == "cpu":
+        if base.info.device == "cpu":
             torch.set_num_threads(_threads(config.engine))
 
-    base.block_size = config.engine.block_size
+    base.read_keys_in_blocks(config.engine.block_size)
     slots = config.engine.slots
     wanted = servers.demand(config.jobs, slots) if largest is None else servers.demand_of_any(largest, slots)
-    engine = servers.build_servers(base, config.rollout, wanted, directory.run_id, directory.path)
+    engine = servers.build_servers(base.info, config.rollout, wanted, directory.run_id, directory.path)
     trainer = TorchTrainer(base, slots=config.engine.slots, recompute=config.engine.recompute)
     told = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
-        base,
         Device(turn),
         engine,
         trainer,
         FileSync(engine, trainer),
         config.engine,
-        list(base.notes),
-        probe_tolerance=servers.tolerance(config.rollout, base),
+        list(base.info.notes),
+        probe_tolerance=servers.tolerance(config.rollout, base.info),
         keep_versions=config.rollout.keep_versions,
         servers=engine,
         inexact=(told,),
     )
 
 
-def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: Path | None = None) -> Workshop:
+def build(base: LoraModel, config: EngineConfig, needs: Sequence[budgets.Need], log: Path | None = None) -> Workshop:
     """Engine and trainer on one base and one device; errors of sampling processes go to `log`."""
     import torch
 
@@ -182,62 +188,63 @@ def build(base: Any, config: EngineConfig, needs: Sequence[budgets.Need], log: P
     from motet.rollout.spread import SpreadEngine
     from motet.training.torch_trainer import TorchTrainer
 
-    base.block_size = config.block_size  # who brings a base of their own may have loaded it with another
-    n_samplers = _samplers(base, config)
+    base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
+    n_samplers = _samplers(base.info, config)
     rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
-    per_token = budgets.kv_bytes_per_token(base.model.config.get_text_config(), base.dtype.itemsize)
-    memory = int(_free_memory(base.device) * config.kv_memory_fraction) // (1 + n_samplers)
+    memory = int(_free_memory(base) * config.kv_memory_fraction) // (1 + n_samplers)
     limits = {
         "max_rows": rows,
-        "kv_tokens": config.kv_tokens or budgets.kv_tokens(needs, rows, config.block_size, per_token, memory),
+        "kv_tokens": config.kv_tokens
+        or budgets.kv_tokens(needs, rows, config.block_size, base.info.kv_bytes_per_token, memory),
         "prefill_tokens": config.prefill_tokens,
     }
-    places: list[SpreadEngine] = []
-    tick_threads = 1 if n_samplers or base.n_parameters < SMALL_MODEL else threads
+    spread: SpreadEngine | None = None
+    tick_threads = 1 if n_samplers or base.info.n_parameters < SMALL_MODEL else threads
 
     def turn(training: bool) -> None:
         """Training takes every core; sampling takes one in each process."""
-        if base.device.type == "cpu":
+        if base.info.device == "cpu":
             torch.set_num_threads(threads if training else tick_threads)
-        for place in places:
-            place.turn(training)
+        if spread is not None:
+            spread.turn(training)
 
     device = Device(turn)
-    engine: Any = EmbeddedEngine(base, device, **limits, share=1 / (1 + n_samplers))
+    here = EmbeddedEngine(base, device, **limits, share=1 / (1 + n_samplers))
     if n_samplers:
-        engine = SpreadEngine(engine, _start_samplers(n_samplers, base, config, limits, device, log))
-        places.append(engine)
+        spread = SpreadEngine(here, _start_samplers(n_samplers, base, config, limits, device, log))
+    engine = spread or here
     trainer = TorchTrainer(base, slots=config.slots, recompute=config.recompute)
     return Workshop(
-        base,
         device,
         engine,
         trainer,
         SameTensors(engine, trainer.weights),
         config,
-        list(base.notes),
-        probe_tolerance=0.05 if base.inexact else 0.0,
+        list(base.info.notes),
+        probe_tolerance=0.05 if base.info.inexact else 0.0,
+        spread=spread,
+        kv_tokens=here.cache.n_blocks * here.cache.block_size,
     )
 
 
-def _samplers(base: Any, config: EngineConfig) -> int:
-    if base.device.type != "cpu":
+def _samplers(info: ModelInfo, config: EngineConfig) -> int:
+    if info.device != "cpu":
         return 0
     if config.samplers != "auto":
         return int(config.samplers)
-    weights = base.n_parameters * base.dtype.itemsize
+    weights = info.n_parameters * info.element_bytes
     return budgets.samplers(_threads(config), weights, budgets.available_memory())
 
 
 def _start_samplers(
-    n: int, base: Any, config: EngineConfig, limits: dict[str, int], device: Device, log: Path | None
+    n: int, base: LoraModel, config: EngineConfig, limits: dict[str, int], device: Device, log: Path | None
 ) -> list[SamplerLink]:
     from motet.rollout.sampler_link import SamplerLink
 
     fingerprint = base.fingerprint()
     hello = {
-        "base": base.name,
-        "dtype": str(base.dtype).removeprefix("torch."),
+        "base": base.info.name,
+        "dtype": base.info.dtype,
         "pack": config.pack_weights,
         "block_size": base.block_size,
         "trust_remote_code": config.trust_remote_code,
@@ -257,10 +264,11 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _free_memory(device: Any) -> int:
+def _free_memory(base: LoraModel) -> int:
     import torch
 
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else budgets.available_memory()
+    on_gpu = base.info.device == "cuda"
+    return int(torch.cuda.mem_get_info(base.device)[0]) if on_gpu else budgets.available_memory()
 
 
 def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | None = None) -> Services:

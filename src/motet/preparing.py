@@ -13,6 +13,7 @@ from motet.algorithms.schedule import auto_learning_rate
 from motet.algorithms.supervised import Supervised
 from motet.config import DataConfig, JobConfig, RunConfig
 from motet.errors import ConfigError, DataError, MotetError
+from motet.model_info import ModelInfo
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
@@ -32,9 +33,9 @@ class _Read:
     longest: tuple[int, Problem]
 
     @classmethod
-    def of(cls, config: DataConfig, base: Any, bounds: Bounds | None, *, answered: bool) -> _Read:
+    def of(cls, config: DataConfig, info: ModelInfo, bounds: Bounds | None, *, answered: bool) -> _Read:
         """`answered` rows are read with their answers."""
-        chat = Chat.of(base.tokenizer, config)
+        chat = Chat.of(info.tokenizer, config)
         data = load_dataset(config, bounds, chat.longer_than)
         if answered and (
             row := next((one for part in (data.train, data.holdout) for one in part if not one.answer), None)
@@ -49,7 +50,7 @@ class _Read:
 
 def prepare(
     config: JobConfig,
-    base: Any,
+    info: ModelInfo,
     directory: RunDirectory,
     bounds: Bounds | None = None,
     known: dict[str, _Read] | None = None,
@@ -58,7 +59,7 @@ def prepare(
 
     Args:
         config: the job.
-        base: the loaded base.
+        info: of the loaded base.
         directory: of the run.
         bounds: of somebody else's data.
         known: data that was read for other jobs.
@@ -66,11 +67,10 @@ def prepare(
     Raises:
         MotetError: something in the job cannot work; nothing has been trained.
     """
-    base.adapter_layout(config.adapter.target_modules, config.adapter.rank)  # a target that is not there is told now
+    info.adapted(config.adapter.target_modules)  # a target that is not there is told now
     answered = isinstance(config.algorithm, Supervised)
     known, key = {} if known is None else known, f"{config.data.model_dump_json()} {id(config.data.rows)} {answered}"
-    read = known[key] = known.get(key) or _Read.of(config.data, base, bounds, answered=answered)
-    text = base.model.config.get_text_config()
+    read = known[key] = known.get(key) or _Read.of(config.data, info, bounds, answered=answered)
     rate = config.optimizer.lr
     job = Job(
         config=config,
@@ -78,37 +78,37 @@ def prepare(
         chat=read.chat,
         directory=directory.job(config.name),
         base_rate=config.optimizer.lr_multiplier
-        * (auto_learning_rate(text.hidden_size, text.model_type) if isinstance(rate, str) else rate),
-        stop_token_ids=stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None)),
+        * (auto_learning_rate(info.hidden_size, info.model_type) if isinstance(rate, str) else rate),
+        stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
         progress=JobProgress(config.name, config.steps),
-        inexact=[base.inexact] if base.inexact else [],
+        inexact=[info.inexact] if info.inexact else [],
     )
     if answered:
-        _check_rows(job, base, *read.longest)
+        _check_rows(job, info, *read.longest)
         return job, budgets.Need(read.longest[0], 0)
     turns, new = config.environment.turns, config.sampling.max_tokens
-    _check_room(job, base, turns, *read.longest)
+    _check_room(job, info, turns, *read.longest)
     return job, budgets.Need(read.longest[0] * turns, new * turns)
 
 
-def _check_rows(job: Job, base: Any, longest: int, problem: Problem) -> None:
+def _check_rows(job: Job, info: ModelInfo, longest: int, problem: Problem) -> None:
     """Refuse data whose longest row the base has no positions for."""
-    if longest > base.max_positions:
+    if longest > info.max_positions:
         raise ConfigError(
             f"job {job.name}: {job.config.data.source} row {problem.id + 1} has {longest} tokens with its answer, more than "
-            f"the {base.max_positions} positions of {base.name}; shorten such rows, or leave them out by data.max_prompt_tokens"
+            f"the {info.max_positions} positions of {info.name}; shorten such rows, or leave them out by data.max_prompt_tokens"
         )
 
 
-def _check_room(job: Job, base: Any, turns: int, longest: int, problem: Problem) -> None:
+def _check_room(job: Job, info: ModelInfo, turns: int, longest: int, problem: Problem) -> None:
     """Refuse data whose longest prompt, of so many tokens, leaves no room for answers."""
     config = job.config
     new = f"{turns} × {config.sampling.max_tokens} new ones"
-    room = base.max_positions - turns * config.sampling.max_tokens
+    room = info.max_positions - turns * config.sampling.max_tokens
     where = f"job {config.name}: "
     if room < 1:
         raise ConfigError(
-            f"{where}{new} leave no room in the {base.max_positions} positions of {base.name}; lower sampling.max_tokens"
+            f"{where}{new} leave no room in the {info.max_positions} positions of {info.name}; lower sampling.max_tokens"
         )
     if longest > room:
         data = config.data
@@ -117,12 +117,14 @@ def _check_room(job: Job, base: Any, turns: int, longest: int, problem: Problem)
         source = (held_out and data.eval_source) or data.source
         raise ConfigError(
             f"{where}{source} row {problem.id + 1} has a prompt of {longest} tokens, and {new}; this is more than the "
-            f"{base.max_positions} positions of {base.name}. Lower sampling.max_tokens, shorten the {n} "
+            f"{info.max_positions} positions of {info.name}. Lower sampling.max_tokens, shorten the {n} "
             f"prompt{'' if n == 1 else 's'} that have no room, or leave them out by data.max_prompt_tokens: {room}"
         )
 
 
-def prepare_all(configs: Sequence[JobConfig], base: Any, directory: RunDirectory) -> list[tuple[Job, budgets.Need]]:
+def prepare_all(
+    configs: Sequence[JobConfig], info: ModelInfo, directory: RunDirectory
+) -> list[tuple[Job, budgets.Need]]:
     """Prepare every job, so that all mistakes are told at once.
 
     Raises:
@@ -132,7 +134,7 @@ def prepare_all(configs: Sequence[JobConfig], base: Any, directory: RunDirectory
     known: dict[str, _Read] = {}
     for config in configs:
         try:
-            found.append(prepare(config, base, directory, known=known))
+            found.append(prepare(config, info, directory, known=known))
         except MotetError as error:
             wrong.append(f"job {config.name}: {str(error).removeprefix(f'job {config.name}: ')}")
     if wrong:
@@ -140,16 +142,16 @@ def prepare_all(configs: Sequence[JobConfig], base: Any, directory: RunDirectory
     return found
 
 
-def identity(job: Job, base: Any, config: RunConfig) -> dict[str, Any]:
+def identity(job: Job, info: ModelInfo, config: RunConfig) -> dict[str, Any]:
     """Everything that the job's bytes depend on; goes to job.yaml."""
     engine = config.engine
     return {
-        "base": Path(base.name).name if Path(base.name).exists() else base.name,
+        "base": Path(info.name).name if Path(info.name).exists() else info.name,
         "rollout": config.rollout.engine,
-        "dtype": str(base.dtype).removeprefix("torch."),
-        "device": base.device.type,
+        "dtype": info.dtype,
+        "device": info.device,
         "versions": {name: metadata.version(name) for name in ("torch", "transformers")},
-        "kernels": base.kernels,
+        "kernels": info.processor,
         "numerics": engine.numerics,
         "block_size": engine.block_size,
         "micro_batch_tokens": engine.micro_batch_tokens,

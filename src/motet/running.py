@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
@@ -22,6 +22,9 @@ from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.types import JobState
+
+if TYPE_CHECKING:
+    from motet.model.lora_model import LoraModel
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class RunResult:
 def run_config(
     config: RunConfig,
     *,
-    base: Any = None,
+    base: LoraModel | None = None,
     sequential: bool = False,
     accept_changes: bool = False,
     observe: Callable[[Sequence[JobProgress]], None] | None = None,
@@ -90,10 +93,10 @@ def run_config(
         for one in config.jobs:  # before the base takes its time
             check_identity(directory.job(one.name), of_config(one), accept_changes=accept_changes)
         base = base or load(config.base, config.engine)
-        prepared = prepare_all(config.jobs, base, directory)
+        prepared = prepare_all(config.jobs, base.info, directory)
         jobs = [job for job, _ in prepared]
         for job in jobs:
-            told = identity(job, base, config)
+            told = identity(job, base.info, config)
             open_job(job.directory, told, accept_changes=accept_changes, accept_damage=accept_changes)
             _take_up(job)
         workshop = assemble(base, config, [need for _, need in prepared], directory)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
 
 from motet.config import JobConfig, LaunchConfig, RolloutConfig
 from motet.config.rollout import VERSIONS_BESIDES
 from motet.config.service import Largest
 from motet.errors import ConfigError
+from motet.model_info import ModelInfo
 from motet.rollout.dialects import DIALECTS
 from motet.rollout.replica import Clocks, Replica
 from motet.rollout.server import Bounds, Demand, ServerEngine
@@ -52,9 +52,9 @@ class _Server:
     launch: LaunchConfig
 
 
-def tolerance(config: RolloutConfig, base: Any) -> float:
+def tolerance(config: RolloutConfig, info: ModelInfo) -> float:
     """The largest difference that a publish's probe may show."""
-    return config.tolerance or TOLERANCE[str(base.dtype).removeprefix("torch.")]
+    return config.tolerance or TOLERANCE[info.dtype]
 
 
 def demand(jobs: Sequence[JobConfig], slots: int) -> Demand:
@@ -69,11 +69,13 @@ def demand_of_any(largest: Largest, slots: int) -> Demand:
     return Demand(slots, slots * ((largest.lag or 0) + VERSIONS_BESIDES), largest.rank or 1)
 
 
-def build_servers(base: Any, config: RolloutConfig, wanted: Demand, run_id: str, log_directory: Path) -> ServerEngine:
+def build_servers(
+    info: ModelInfo, config: RolloutConfig, wanted: Demand, run_id: str, log_directory: Path
+) -> ServerEngine:
     """The engine for servers that run already, or that are started with the first request.
 
     Args:
-        base: the trainer's, whose tokenizer makes text of tokens.
+        info: of the trainer's base, whose tokenizer makes text of tokens.
         config: where the servers are.
         wanted: what the jobs need of each.
         run_id: a part of the names of all versions of this run.
@@ -91,14 +93,14 @@ def build_servers(base: Any, config: RolloutConfig, wanted: Demand, run_id: str,
     replicas = [Replica(url, dialect, clocks, headers, verify) for url in config.urls]
     processes = {}
     if config.launch is not None:
-        model = _model(base.name, config.launch, files)
-        for started in launched(base, model, config, config.launch, wanted, log_directory):
+        model = _model(info.name, config.launch, files)
+        for started in launched(info, model, config, config.launch, wanted, log_directory):
             replicas.append(Replica(started.url, dialect, clocks, {"Authorization": f"Bearer {started.key}"}))
             processes[started.url] = started.process
     bounds = Bounds(
-        config.rows, base.vocab_size, base.max_positions, wanted, tolerance(config, base), config.patience_seconds
+        config.rows, info.vocab_size, info.max_positions, wanted, tolerance(config, info), config.patience_seconds
     )
-    decode: Callable[[list[int]], str] = lambda tokens: base.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    decode: Callable[[list[int]], str] = lambda tokens: info.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
     return ServerEngine(replicas, processes, files, decode, bounds, run_id)
 
 
@@ -113,12 +115,12 @@ class Launched:
 
 
 def launched(
-    base: Any, model: str, config: RolloutConfig, launch: LaunchConfig, wanted: Demand, log_directory: Path
+    info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchConfig, wanted: Demand, log_directory: Path
 ) -> list[Launched]:
     """The servers of a launch setting, each with a port and a key of its own; none is started yet."""
     found = []
     for number in range(launch.replicas):
-        key, server = secrets.token_urlsafe(24), _server(base, model, config, launch, wanted)
+        key, server = secrets.token_urlsafe(24), _server(info, model, config, launch, wanted)
         command, log = COMMANDS[config.engine](server, key), log_directory / f"server-{number}.log"
         process = ServerProcess(command, _environment(server, number, key), log)
         found.append(Launched(f"http://127.0.0.1:{server.port}", key, process))
@@ -133,7 +135,7 @@ def _headers(config: RolloutConfig) -> Mapping[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def trust(config: RolloutConfig) -> Any:
+def trust(config: RolloutConfig) -> bool | ssl.SSLContext:
     """What https connections are checked against: True, False or an SSL context.
 
     Raises:
@@ -152,7 +154,7 @@ def trust(config: RolloutConfig) -> Any:
 # --- servers that are started here ------------------------------------------------------------------------------------------
 
 
-def _server(base: Any, model: str, config: RolloutConfig, launch: LaunchConfig, wanted: Demand) -> _Server:
+def _server(info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchConfig, wanted: Demand) -> _Server:
     if shutil.which(os.path.expanduser(launch.python)) is None:
         raise ConfigError(
             f"rollout.launch.python is {launch.python!r}, which is no program; give the interpreter of the environment that "
@@ -161,15 +163,15 @@ def _server(base: Any, model: str, config: RolloutConfig, launch: LaunchConfig, 
     rank = launch.max_rank or next(rank for rank in VLLM_RANKS if rank >= wanted.rank)
     return _Server(
         model=model,
-        dtype=str(base.dtype).removeprefix("torch.") if launch.dtype == "auto" else launch.dtype,
+        dtype=info.dtype if launch.dtype == "auto" else launch.dtype,
         port=free_port(),
         rows=config.rows,
-        positions=launch.max_positions or base.max_positions,
+        positions=launch.max_positions or info.max_positions,
         loras=launch.max_loras or min(wanted.adapters, _MOST_LORAS),
         cpu_loras=launch.max_cpu_loras or wanted.versions + (config.keep_versions or 0) * wanted.adapters,
         rank=rank,
-        targets=tuple(sorted({path.rpartition(".")[2] for path in base.linears})),
-        on_cpu=base.device.type == "cpu",
+        targets=tuple(sorted({path.rpartition(".")[2] for path in info.linears})),
+        on_cpu=info.device == "cpu",
         launch=launch,
     )
 
@@ -269,7 +271,7 @@ def _sglang(server: _Server, key: str) -> list[str]:
     )
 
 
-def _command(server: _Server, module: str, options: Mapping[str, Any], switches: Sequence[str]) -> list[str]:
+def _command(server: _Server, module: str, options: Mapping[str, object], switches: Sequence[str]) -> list[str]:
     spelled = [part for option, value in options.items() for part in (option, str(value))]
     return [os.path.expanduser(server.launch.python), "-m", module, *spelled, *switches, *server.launch.args]
 

@@ -153,7 +153,7 @@ def requests_of(args: dict[str, Any], references: Sequence[Any]) -> list[Any]:
 
     from motet.types import GenerateRequest, SamplingParams
 
-    ids = token_ids(args["prompts"], args["prompt_tokens"], base().vocab_size)
+    ids = token_ids(args["prompts"], args["prompt_tokens"], base().info.vocab_size)
     return [
         GenerateRequest(
             id=f"r{number}",
@@ -182,7 +182,7 @@ def _samples(args: dict[str, Any]) -> list[Any]:
 
     from motet.types import Sample
 
-    vocabulary, group = base().vocab_size, args.get("group", 1)
+    vocabulary, group = base().info.vocab_size, args.get("group", 1)
     prompts = token_ids(args["samples"] // group, args["prompt"], vocabulary)
     answers = token_ids(args["samples"], args["response"], vocabulary, seed=1)
     mask = np.arange(args["prompt"] + args["response"]) >= args["prompt"]

@@ -7,11 +7,12 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from motet import budgets, seeds
+from motet.model_info import ModelInfo
+from motet.protocols import RolloutEngine
 from motet.types import Message
 
 Answer = Callable[[Sequence[Message], bool], AsyncIterator[str]]
@@ -37,28 +38,28 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
 
     config = EngineConfig()
     base = load(base_name, config)
+    info = base.info
     device = Device()
-    per_token = budgets.kv_bytes_per_token(base.model.config.get_text_config(), base.dtype.itemsize)
-    room = int(budgets.available_memory() * config.kv_memory_fraction) // per_token
+    room = int(budgets.available_memory() * config.kv_memory_fraction) // info.kv_bytes_per_token
     engine = EmbeddedEngine(
         base,
         device,
         max_rows=4,
-        kv_tokens=min(base.max_positions + config.block_size, max(room, config.block_size)),
-        prefill_tokens=base.max_positions,
+        kv_tokens=min(info.max_positions + config.block_size, max(room, config.block_size)),
+        prefill_tokens=info.max_positions,
     )
     try:
-        asyncio.run(_here(base, engine, adapter, style, system))
+        asyncio.run(_here(info, engine, adapter, style, system))
     finally:
         device.close()
 
 
-async def _here(base: Any, engine: Any, adapter: Path | None, style: Style, system: str | None) -> None:
+async def _here(info: ModelInfo, engine: RolloutEngine, adapter: Path | None, style: Style, system: str | None) -> None:
     from motet.tasks.chat import Chat, stop_token_ids
     from motet.types import AdapterRef, GenerateRequest, Problem, SamplingParams
 
-    chat = Chat.plain(base.tokenizer)
-    stops = stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None))
+    chat = Chat.plain(info.tokenizer)
+    stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
     params = SamplingParams(
         temperature=style.temperature, top_p=style.top_p, max_tokens=style.max_tokens, stop_token_ids=stops
     )

@@ -62,9 +62,9 @@ def _check(config: RunConfig, rollouts: int) -> bool:
     with TemporaryDirectory(prefix="motet-check-") as scratch:
         directory = RunDirectory(Path(scratch))
         base = load(config.base, config.engine)
-        for note in base.notes:
+        for note in base.info.notes:
             console.print(f"note: {note}")
-        prepared = prepare_all(config.jobs, base, directory)
+        prepared = prepare_all(config.jobs, base.info, directory)
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
         workshop = assemble(base, alone, [need for _, need in prepared], directory)
         try:
@@ -75,8 +75,7 @@ def _check(config: RunConfig, rollouts: int) -> bool:
             workshop.close()
             directory.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    kv = getattr(workshop.engine, "cache", None)  # servers have their own
-    held = f"KV cache: {kv.n_blocks * kv.block_size:,} tokens · " if kv is not None else ""
+    held = f"KV cache: {workshop.kv_tokens:,} tokens · " if workshop.kv_tokens else ""
     console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
     return not failing
 

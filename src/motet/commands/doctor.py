@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +13,9 @@ from motet import __version__, budgets, wall
 from motet.config import EngineConfig
 from motet.errors import MotetError
 from motet.launch import load
+
+if TYPE_CHECKING:
+    from motet.model.lora_model import LoraModel
 
 
 def examine(base_name: str) -> int:
@@ -32,13 +35,12 @@ def examine(base_name: str) -> int:
             exact = False
             continue
         seconds = time.perf_counter() - started
-        per_token = budgets.kv_bytes_per_token(base.model.config.get_text_config(), base.dtype.itemsize)
-        room = int(budgets.available_memory() * config.kv_memory_fraction) // per_token
+        room = int(budgets.available_memory() * config.kv_memory_fraction) // base.info.kv_bytes_per_token
         rate = f"{_decode_rate(base, config):,.0f} tokens/s"
-        table.add_row(dtype, f"{seconds:.1f} s", rate, "yes, bit for bit" if base.exact else "NO", f"{room:,}")
-        for note in base.notes:
+        table.add_row(dtype, f"{seconds:.1f} s", rate, "yes, bit for bit" if base.info.exact else "NO", f"{room:,}")
+        for note in base.info.notes:
             console.print(f"note ({dtype}): {note}")
-        exact = exact and base.exact
+        exact = exact and base.info.exact
     console.print(table)
     console.print(
         f"slots: {config.slots} adapters at once, {config.max_rows} rows decoded together (engine.slots, engine.max_rows)"
@@ -79,12 +81,12 @@ def _processor() -> str:
     return f"{found}{', fast bfloat16' if bf16 else ', bfloat16 is slow here: set engine.dtype to float32'}"
 
 
-def _decode_rate(base: Any, config: EngineConfig) -> float:
+def _decode_rate(base: LoraModel, config: EngineConfig) -> float:
     """Tokens per second of decoding 64 short sequences without adapters."""
     import torch
 
+    from motet.model.attention import Span
     from motet.model.kv_cache import KVCache
-    from motet.model.layout import Span
     from motet.model.lora import NoAdapters
 
     rows, steps = 64, 8
@@ -94,10 +96,10 @@ def _decode_rate(base: Any, config: EngineConfig) -> float:
     seconds = 0.0
     for position in range(steps):
         started = time.perf_counter()
-        layout = base.cached_layout([Span(position, 1, block) for block in blocks], cache)
+        attention = base.attention.cached([Span(position, 1, block) for block in blocks], cache)
         with torch.no_grad(), base.routed(NoAdapters()):
             positions = torch.full_like(tokens, position)
-            tokens = base.logits(base.hidden(tokens, positions, layout)).argmax(-1)
+            tokens = base.logits(base.hidden(tokens, positions, attention)).argmax(-1)
         if position >= 2:
             seconds += time.perf_counter() - started
     return rows * (steps - 2) / seconds

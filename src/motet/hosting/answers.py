@@ -21,7 +21,7 @@ from motet.tasks.chat import Chat, stop_token_ids
 from motet.types import AdapterRef, GenerateRequest, IntArray, Message, Problem, SamplingParams
 
 if TYPE_CHECKING:
-    from motet.model.base import BaseModel
+    from motet.model.lora_model import LoraModel
 
 SHELF = 8
 """Stored versions that stay loaded for people to talk to."""
@@ -33,18 +33,19 @@ Say = Callable[..., None]
 class Answers:
     """What people are answered, and the versions that are loaded for it."""
 
-    def __init__(self, base: BaseModel, shared: Services, say: Say) -> None:
+    def __init__(self, base: LoraModel, shared: Services, say: Say) -> None:
         self._base, self._say = base, say
         self._engine, self._scheduler, self._suffix = shared.engine, shared.scheduler, shared.engine_suffix
-        self._chat = Chat.plain(base.tokenizer)
-        self._stops = stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None))
+        info = base.info
+        self._chat = Chat.plain(info.tokenizer)
+        self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
         self._shelf: OrderedDict[str, AdapterRef] = OrderedDict()
         self._open: dict[int, asyncio.Task[None]] = {}
         self._asking: Counter[str] = Counter()
         """Answers that wait or are given, by account."""
         self._shelving = asyncio.Lock()
         self._examining = asyncio.Lock()  # one at a time: each is half a gigabyte or so
-        self._longest = base.max_positions * max(map(len, base.tokenizer.get_vocab()))
+        self._longest = info.max_positions * max(map(len, info.tokenizer.get_vocab()))
         """Characters that as many of the longest tokens have as a prompt may have tokens."""
         self._numbers = 0
 

@@ -191,8 +191,8 @@ class Host:
             self._steer(name, self._wanted.pop(name))
 
     def _prepared(self, tree: Mapping[str, Any], told: int) -> Job:
-        job, _ = prepare(JobConfig.model_validate(tree), self.base, self.directory, OF_A_JOB)
-        open_job(job.directory, identity(job, self.base, self._config), accept_changes=True)
+        job, _ = prepare(JobConfig.model_validate(tree), self.base.info, self.directory, OF_A_JOB)
+        open_job(job.directory, identity(job, self.base.info, self._config), accept_changes=True)
         for why in self.workshop.inexact:
             job.note_inexact(why)
         job.tell = lambda kind, data: self.say(job=job.name, event=kind, data=data)

@@ -6,8 +6,19 @@ a stale NaN in a block would reach its next owner as 0 · NaN.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Where the first rows of a pass put their keys and values, both int64; rows of padding after them put them nowhere."""
+
+    blocks_T: Tensor
+    offsets_T: Tensor
+    """In the block."""
 
 
 class KVCache:
@@ -44,6 +55,13 @@ class KVCache:
             found = (self._storage(key_TKE), self._storage(value_TKE))
             self._layers[index] = found
         return found
+
+    def write(self, layer: int, writes: Writes, key_TKE: Tensor, value_TKE: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new keys and values into a layer's storage, and give it."""
+        pools = self.layer(layer, key_TKE, value_TKE)
+        for pool, states in zip(pools, (key_TKE, value_TKE), strict=True):
+            pool[writes.blocks_T, :, writes.offsets_T] = states[: len(writes.blocks_T)]
+        return pools
 
     def _storage(self, states_TKE: Tensor) -> Tensor:
         _, heads, width = states_TKE.shape

@@ -11,7 +11,7 @@ import torch
 
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, Numerics
-from motet.model.base import BaseModel, wrap
+from motet.model.lora_model import LoraModel, wrap
 from motet.model.proof import prove
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,7 +64,7 @@ def load_base(
     numerics: Numerics = "exact",
     trust_remote_code: bool = False,
     arithmetic: Arithmetic | None = None,
-) -> BaseModel:
+) -> LoraModel:
     """Load, wrap and prove a base model; `arithmetic` overrides what suits the device.
 
     Raises:
@@ -82,9 +82,9 @@ def load_base(
     arithmetic = Arithmetic.of(place, numerics) if arithmetic is None else arithmetic
     base = prove(lambda: wrap(name, model, tokenizer, place), model, name, block_size, arithmetic, pack=pack)
     if limited:
-        base.notes.append(
-            f"sequences are limited to {base.max_positions} tokens: beyond that its {limited} looks at the whole batch, and "
-            "one job would change another's results"
+        base.revise(
+            f"sequences are limited to {base.info.max_positions} tokens: beyond that its {limited} looks at the whole batch, "
+            "and one job would change another's results"
         )
     return base
 

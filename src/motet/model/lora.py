@@ -4,11 +4,11 @@ An adapter is one flat tensor: Aᵀ of every adapted layer, then Bᵀ of every a
 the trainer multiply with, so that their products agree bit for bit. Masters, gradients and moments share this layout. In
 the copy that is multiplied with, A carries the scaling alpha / rank.
 
-Layers that read the same input (queries, keys and values; gate and up) are siblings: one product with their stacked weights,
-and one with their adapters' A side by side, serves them all.
+Layers that read the same input (queries, keys and values; gate and up) are fused: one product with their stacked weights, and
+one with their adapters' A side by side, serves them all.
 
-Legend: T packed rows, K inputs, N outputs, R rank, I siblings with an adapter, W width of their A side by side, A adapters in a
-batch, M padded rows of each.
+Legend: T packed rows, K inputs, N outputs, R rank, I adapted ones of fused layers, W width of their A side by side, A adapters
+in a batch, M padded rows of each.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet import seeds
-from motet.model.layout import ROWS, least_rows, round_up
-from motet.model.packed import FrozenWeight
+from motet.model.arithmetic import ROWS, least_rows, round_up
+from motet.model.frozen_weight import FrozenWeight
 
 Views = dict[str, tuple[Tensor, Tensor]]
 
@@ -45,20 +44,20 @@ class LinearPlace:
 
 
 @dataclass(frozen=True)
-class SiblingsPlace:
-    """Where the Aᵀ of adapted siblings lie, side by side as [K, W]; W is I·R rounded up to a multiple of four, as for rows."""
+class FusedPlace:
+    """Where the Aᵀ of fused layers lie, side by side as [K, W]; W is I·R rounded up to a multiple of four, as for rows."""
 
     leader: str
-    """Path of the first of all siblings, adapted or not."""
+    """Path of the first of all fused layers, adapted or not."""
     members: tuple[tuple[int, LinearPlace], ...]
-    """The adapted ones, each with its index among all siblings."""
+    """The adapted ones, each with its index among all."""
     width: int
     offset: int
 
 
 @dataclass(frozen=True)
-class Products:
-    """What siblings multiply with: Aᵀ [..., K, W], and for each adapted sibling its index among all and Bᵀ [..., R, N]."""
+class LoraMatrices:
+    """What fused layers multiply with: Aᵀ [..., K, W], and for each adapted one its index among all and Bᵀ [..., R, N]."""
 
     a: Tensor
     bs: tuple[tuple[int, Tensor], ...]
@@ -69,7 +68,7 @@ class AdapterLayout:
     """Which layers an adapter has, at which rank, and where each lies. Equal layouts can share one batched product."""
 
     rank: int
-    siblings: tuple[SiblingsPlace, ...]
+    fused: tuple[FusedPlace, ...]
     size_a: int
     """Elements up to the last A; every B comes after."""
     size: int
@@ -78,7 +77,7 @@ class AdapterLayout:
     @property
     def places(self) -> tuple[LinearPlace, ...]:
         """All adapted layers, in order."""
-        return tuple(place for group in self.siblings for _, place in group.members)
+        return tuple(place for group in self.fused for _, place in group.members)
 
     def least_rows(self, dtype: torch.dtype) -> int:
         """Rows that each adapter's part of a batched product must have at least."""
@@ -88,18 +87,18 @@ class AdapterLayout:
     def _least_per_row(self) -> int:
         """Multiplications that a row takes in the smallest of its products."""
         return min(
-            min(self.rank * place.n_out, group.width * place.n_in)
-            for group in self.siblings
-            for _, place in group.members
+            min(self.rank * place.n_out, group.width * place.n_in) for group in self.fused for _, place in group.members
         )
 
-    def products(self, flat: Tensor) -> dict[str, Products]:
+    def matrices(self, flat: Tensor) -> dict[str, LoraMatrices]:
         """By leader, as views of flat [..., size]."""
         found = {}
-        for group in self.siblings:
+        for group in self.fused:
             n_in = group.members[0][1].n_in
             a = flat[..., group.offset : group.offset + n_in * group.width].unflatten(-1, (n_in, group.width))
-            found[group.leader] = Products(a, tuple((index, self._b(flat, place)) for index, place in group.members))
+            found[group.leader] = LoraMatrices(
+                a, tuple((index, self._b(flat, place)) for index, place in group.members)
+            )
         return found
 
     def _b(self, flat: Tensor, place: LinearPlace) -> Tensor:
@@ -109,18 +108,18 @@ class AdapterLayout:
     def views(self, flat: Tensor) -> Views:
         """Aᵀ [..., K, R] and Bᵀ [..., R, N] of each layer, as views of flat [..., size]."""
         found: Views = {}
-        for group, products in zip(self.siblings, self.products(flat).values(), strict=True):
+        for group, matrices in zip(self.fused, self.matrices(flat).values(), strict=True):
             for column, (_, place) in enumerate(group.members):
-                a = products.a[..., column * self.rank : (column + 1) * self.rank]
-                found[place.path] = (a, products.bs[column][1])
+                a = matrices.a[..., column * self.rank : (column + 1) * self.rank]
+                found[place.path] = (a, matrices.bs[column][1])
         return found
 
 
 def make_layout(
-    linears: Mapping[str, tuple[int, int]], rank: int, siblings: Sequence[Sequence[str]] = ()
+    linears: Mapping[str, tuple[int, int]], rank: int, fused: Sequence[Sequence[str]] = ()
 ) -> AdapterLayout:
-    """Lay out layers {path: (inputs, outputs)} in the order given; `siblings` names those of the base that share an input."""
-    families = {path: tuple(family) for family in siblings for path in family}
+    """Lay out layers {path: (inputs, outputs)} in the order given; `fused` names those of the base that share an input."""
+    families = {path: tuple(family) for family in fused for path in family}
     chosen: dict[tuple[str, ...], list[str]] = {}
     for path in linears:
         chosen.setdefault(families.get(path, (path,)), []).append(path)
@@ -136,7 +135,7 @@ def make_layout(
             n_in, n_out = linears[path]
             members.append((family.index(path), LinearPlace(path, n_in, n_out, offset)))
             offset = round_up(offset + rank * n_out, ALIGNMENT)
-        groups.append(SiblingsPlace(family[0], tuple(members), *spots[family]))
+        groups.append(FusedPlace(family[0], tuple(members), *spots[family]))
     return AdapterLayout(rank, tuple(groups), size_a, offset)
 
 
@@ -158,7 +157,7 @@ class AdapterWeights:
     scaling: float
     """alpha / rank; A carries it already."""
     flat: Tensor
-    products: dict[str, Products]
+    matrices: dict[str, LoraMatrices]
 
     @classmethod
     def from_masters(cls, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype) -> AdapterWeights:
@@ -166,34 +165,27 @@ class AdapterWeights:
         source, flat = masters.detach(), torch.empty_like(masters, dtype=dtype, requires_grad=False)
         torch.mul(source[: layout.size_a], scaling, out=flat[: layout.size_a])  # in fp32, and rounded once
         flat[layout.size_a :].copy_(source[layout.size_a :])
-        return cls(layout, scaling, flat, layout.products(flat))
+        return cls(layout, scaling, flat, layout.matrices(flat))
 
 
 class Routing(Protocol):
     """Which rows of the packed input belong to which adapter."""
 
-    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
-        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
+    def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply base and adapters of fused layers to x [1, T, K] → [1, T, N] each."""
         ...
 
 
-@dataclass(eq=False)
-class Siblings:
-    """Linear layers that read the same input; one product with their stacked weights serves them all."""
+class FusedLinears(nn.Module):
+    """Linear layers that read the same input; one product with their weights, one below the other, serves them all."""
 
-    paths: tuple[str, ...]
-    weight: FrozenWeight
-    """All their weights, one below the other."""
-    sizes: tuple[int, ...]
-    """Outputs of each."""
-
-    @property
-    def leader(self) -> str:
-        """The first, which names the family."""
-        return self.paths[0]
+    def __init__(self, paths: tuple[str, ...], frozen: FrozenWeight, sizes: tuple[int, ...]) -> None:
+        """Layers by path, the first of which names them all, their weights, and how many outputs each has."""
+        super().__init__()
+        self.paths, self.leader, self.frozen, self.sizes = paths, paths[0], frozen, sizes
 
     def columns(self, index: int) -> slice:
-        """Where a sibling's outputs lie in the joint product."""
+        """Where a layer's outputs lie in the joint product."""
         start = sum(self.sizes[:index])
         return slice(start, start + self.sizes[index])
 
@@ -201,18 +193,18 @@ class Siblings:
 class NoAdapters:
     """The routing of a pass over the base alone."""
 
-    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
+    def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply the base to x [1, T, K] → [1, T, N] each."""
-        return tuple(siblings.weight(x).split(siblings.sizes, dim=-1))
+        return tuple(fused.frozen(x).split(fused.sizes, dim=-1))
 
 
 class LoraContext:
     """The routing of the forward pass under way; owned by the base model, seen by its linear layers."""
 
     def __init__(self) -> None:
-        self.routing: Routing | None = None
-        self.joint: tuple[Siblings, Tensor, tuple[Tensor, ...]] | None = None
-        """The latest joint product and what it was made of, until the last sibling has taken its part."""
+        self.routing: Routing = NoAdapters()
+        self.joint: tuple[FusedLinears, Tensor, tuple[Tensor, ...]] | None = None
+        """The latest joint product and what it was made of, until the last layer has taken its part."""
 
 
 class LoraLinear(nn.Module):
@@ -220,15 +212,24 @@ class LoraLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, path: str, context: LoraContext) -> None:
         super().__init__()
-        self.weight = linear.weight
-        self.bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.path = path
         self.context = context
-        self.siblings = Siblings((path,), FrozenWeight(self.weight, self.bias), (self.out_features,))
+        self.fused = FusedLinears((path,), FrozenWeight(linear.weight, linear.bias), (self.out_features,))
         self.index = 0
         self.changed = False
         """Whether the model changes in place what the layer gives, which then may be no part of something else."""
+
+    @property
+    def weight(self) -> Tensor:
+        """For models that look at it."""
+        return self.fused.frozen.dense()[self.fused.columns(self.index)]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """For models that look at it."""
+        bias = self.fused.frozen.bias
+        return None if bias is None else bias[self.fused.columns(self.index)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Base alone, or base and adapters as the context routes them."""
@@ -236,36 +237,30 @@ class LoraLinear(nn.Module):
         return y.clone() if self.changed else y
 
     def _routed(self, x: Tensor) -> Tensor:
-        context = self.context
-        if context.routing is None:
-            return F.linear(x, self.weight, self.bias)
+        context, fused = self.context, self.fused
         if x.dim() != 3:  # flattened (OPT, shared experts), or with a single head (latent attention)
             rows = x.reshape(1, -1, x.shape[-1])
-            return context.routing.linear(self.siblings, rows)[self.index].view(*x.shape[:-1], self.out_features)
-        if len(self.siblings.paths) == 1:
-            return context.routing.linear(self.siblings, x)[0]
+            return context.routing.linear(fused, rows)[self.index].view(*x.shape[:-1], self.out_features)
+        if len(fused.paths) == 1:
+            return context.routing.linear(fused, x)[0]
         joint = context.joint
-        if joint is None or joint[0] is not self.siblings or joint[1] is not x:
-            joint = (self.siblings, x, context.routing.linear(self.siblings, x))
-        context.joint = None if self.index == len(self.siblings.paths) - 1 else joint
+        if joint is None or joint[0] is not fused or joint[1] is not x:
+            joint = (fused, x, context.routing.linear(fused, x))
+        context.joint = None if self.index == len(fused.paths) - 1 else joint
         return joint[2][self.index]
 
 
-def join(layers: Sequence[LoraLinear]) -> None:
-    """Make siblings of layers that were seen to read the same input; their weights move into one tensor."""
-    biases: list[Tensor | None] = [layer.bias for layer in layers]
-    given = [bias.detach() for bias in biases if bias is not None]
-    if len(layers) < 2 or len(given) not in (0, len(layers)):
+def fuse(layers: Sequence[LoraLinear]) -> None:
+    """Make one product of layers that were seen to read the same input; their weights move into one parameter."""
+    weights = [layer.fused.frozen for layer in layers]
+    biases = [weight.bias for weight in weights if weight.bias is not None]
+    if len(layers) < 2 or len(biases) not in (0, len(layers)):
         return
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    bias = torch.cat(given) if given else None
-    sizes = tuple(layer.out_features for layer in layers)
-    family = Siblings(tuple(layer.path for layer in layers), FrozenWeight(weight, bias), sizes)
+    weight = torch.cat([one.weight.detach() for one in weights])
+    frozen = FrozenWeight(weight, torch.cat([bias.detach() for bias in biases]) if biases else None)
+    fused = FusedLinears(tuple(layer.path for layer in layers), frozen, tuple(layer.out_features for layer in layers))
     for index, layer in enumerate(layers):
-        layer.siblings, layer.index = family, index
-        layer.weight = nn.Parameter(weight[family.columns(index)], requires_grad=False)
-        if bias is not None:
-            layer.bias = nn.Parameter(bias[family.columns(index)], requires_grad=False)
+        layer.fused, layer.index = fused, index
 
 
 _LEFT_OUT = {"experts", "router", "gate", "shared_expert_gate", "lm_head"}

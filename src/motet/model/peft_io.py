@@ -22,8 +22,8 @@ from torch import Tensor
 from motet.checksums import check_version
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
-from motet.model.base import BaseModel
 from motet.model.lora import AdapterLayout
+from motet.model.lora_model import LoraModel
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 _PREFIX = "base_model.model."
@@ -65,7 +65,7 @@ class PeftAdapter:
 
 
 def write_adapter(
-    directory: Path, base: BaseModel, layout: AdapterLayout, alpha: float, target_modules: str | list[str], flat: Tensor
+    directory: Path, base: LoraModel, layout: AdapterLayout, alpha: float, target_modules: str | list[str], flat: Tensor
 ) -> None:
     """Write an adapter; the directory exists. Every file is synced, so that a rename after it is a commit."""
     tensors = {}
@@ -75,7 +75,7 @@ def write_adapter(
     if target_modules == "all-linear":
         target_modules = _names(base, [place.path for place in layout.places])
     config = {
-        "base_model_name_or_path": base.model.config.name_or_path or base.name,
+        "base_model_name_or_path": base.model.config.name_or_path or base.info.name,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -94,7 +94,7 @@ def write_adapter(
     _sync(directory / ADAPTER_CONFIG)
 
 
-def _names(base: BaseModel, adapted: list[str]) -> list[str]:
+def _names(base: LoraModel, adapted: list[str]) -> list[str]:
     """What PEFT finds just these layers by: the last part of their paths, where no other module has it."""
     known = set(adapted)
     others = {path.rsplit(".", 1)[-1] for path, _ in base.model.named_modules() if path not in known}
@@ -167,7 +167,7 @@ def read_adapter(directory: Path) -> PeftAdapter:
     return PeftAdapter(rank, float(alpha), config.get("target_modules", "all-linear"), tensors, trained_on)
 
 
-def flatten(adapter: PeftAdapter, base: BaseModel, layout: AdapterLayout, source: Path) -> Tensor:
+def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source: Path) -> Tensor:
     """Bring a read adapter into an arena of this layout (fp32, CPU).
 
     Raises:
@@ -183,7 +183,8 @@ def flatten(adapter: PeftAdapter, base: BaseModel, layout: AdapterLayout, source
     names = [f"{module}.lora_{side}.weight" for module in expected for side in "AB"]
     if not any(name in left for name in names):
         raise AdapterError(
-            f"{source}: none of its {len(left)} tensors fits {base.name}; it was trained on {adapter.base or 'another base'}"
+            f"{source}: none of its {len(left)} tensors fits {base.info.name}; it was trained on "
+            f"{adapter.base or 'another base'}"
         )
     told = f"; it was trained on {adapter.base}" if adapter.base else ""
     for module, views in expected.items():
@@ -206,7 +207,7 @@ def flatten(adapter: PeftAdapter, base: BaseModel, layout: AdapterLayout, source
     return flat
 
 
-def examine(base: BaseModel, directory: Path) -> AdapterConfig:
+def examine(base: LoraModel, directory: Path) -> AdapterConfig:
     """Whether a job over this base could start from an adapter: what the job's own adapter has to be.
 
     Raises:

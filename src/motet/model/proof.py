@@ -11,19 +11,18 @@ import contextlib
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.errors import BaseModelError
-from motet.model.arithmetic import Arithmetic
-from motet.model.attention import INSTEAD
-from motet.model.base import BaseModel
+from motet.model.arithmetic import Arithmetic, round_up
+from motet.model.attention import INSTEAD, LayerCall, Span
 from motet.model.kv_cache import KVCache
-from motet.model.layout import Span, round_up
-from motet.model.lora import AdapterWeights, NoAdapters, Siblings, join
+from motet.model.lora import AdapterWeights, FusedLinears, NoAdapters, fuse
+from motet.model.lora_model import LoraModel
 from motet.model.routers import Routers
 from motet.model.routing import TrainerRouting, TrainSegment
 
@@ -38,14 +37,14 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 
 
 def prove(
-    wrapper: Callable[[], BaseModel],
+    wrapper: Callable[[], LoraModel],
     model: Any,
     name: str,
     block_size: int,
     arithmetic: Arithmetic | None = None,
     *,
     pack: bool = True,
-) -> BaseModel:
+) -> LoraModel:
     """Wrap a stock eager model and prove that it still computes the same.
 
     Raises:
@@ -58,24 +57,24 @@ def prove(
             stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
     with torch.no_grad(), _refused(f"{name} does not run as Motet runs it"):
         base = wrapper()
-        base.block_size = block_size
-        base.compute_with(arithmetic or Arithmetic())
+        base.block_size, arithmetic = block_size, arithmetic or Arithmetic()
         try:
+            base.compute_with(arithmetic)
             calls, watch = _first_pass(base, sequences, stock, routers)
-            if base.arithmetic.kernels:
+            if arithmetic.attention == "triton":
                 _backward_pass(base, sequences)
         except Exception as error:  # kernels are compiled here and now, and may fail in every way
-            if not base.arithmetic.kernels:
+            if arithmetic.attention == "torch":
                 raise
-            base.compute_without("kernels", "graphs", because=error)
+            base.compute_slower(replace(arithmetic, attention="torch", graphs=False), "kernels and graphs", error)
             calls, watch = _first_pass(base, sequences, stock, routers)
         watch.mark(base)
         _leave_out(base, watch)
-        watch.join(base)
-        base.compute_with(base.arithmetic)  # of the joint weights too
+        watch.fuse(base)
+        base.compute_with(base.arithmetic)  # of the fused weights too
         if pack:
             base.pack_weights()
-        _limit_to_window(base, dict(calls))
+        _limit_to_window(base, {call.layer: call.window for call in calls})
         with base.routed(NoAdapters()):
             _check_exactness(base, sequences)
     with _refused(f"{name} can be sampled from, but an adapter on it cannot be trained"):
@@ -113,31 +112,31 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _first_pass(
-    base: BaseModel, sequences: list[Tensor], stock: list[Tensor], routers: Routers
-) -> tuple[list[tuple[int, int | None]], _Watch]:
+    base: LoraModel, sequences: list[Tensor], stock: list[Tensor], routers: Routers
+) -> tuple[list[LayerCall], _Watch]:
     """What each layer asks for, and reads, in a pass whose logits are checked against the stock model's."""
     watch = _Watch()
     with base.routed(watch), routers.replayed():
         packed, calls = _packed_logits(base, sequences)
-    _check_calls(base, [layer for layer, _ in calls])
+    _check_calls(base, [call.layer for call in calls])
     _check_logits(base, packed, stock)
     return calls, watch
 
 
-def _check_training(base: BaseModel, sequence: Tensor) -> None:
+def _check_training(base: LoraModel, sequence: Tensor) -> None:
     """A training step as jobs do it, but for its loss; what fails in one would fail in every job."""
     layout = base.adapter_layout("all-linear", _RANK)
     weights = AdapterWeights.from_masters(layout, 1.0, torch.full((layout.size,), 1e-3, device=base.device), base.dtype)
     rows = round_up(len(sequence), base.arithmetic.rows)
-    segment = TrainSegment(0, rows, weights, layout.products(torch.zeros(layout.size, device=base.device)))
-    routing = TrainerRouting([segment], base.device, backward=True, arithmetic=base.arithmetic)
+    segment = TrainSegment(0, rows, weights, layout.matrices(torch.zeros(layout.size, device=base.device)))
+    routing = TrainerRouting([segment], base.device, base.products, backward=True)
     with torch.enable_grad(), base.routed(routing):
         _packed_hidden(base, [sequence])[0][0].float().sum().backward()
 
 
-def _backward_pass(base: BaseModel, sequences: list[Tensor]) -> None:
+def _backward_pass(base: LoraModel, sequences: list[Tensor]) -> None:
     """Kernels of the backward pass are compiled now, where there is another way, and not in the first job's first step."""
-    routing = TrainerRouting([], base.device, backward=True, arithmetic=base.arithmetic)
+    routing = TrainerRouting([], base.device, base.products, backward=True)
     with torch.enable_grad(), base.routed(routing):
         hidden, _ = _packed_hidden(base, sequences)
         torch.cat(hidden).float().sum().backward()
@@ -155,51 +154,44 @@ class _Watch:
         self._outputs: dict[str, tuple[Tensor, int]] = {}
         """Of each layer the latest, and its version."""
 
-    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
+    def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply the base to x [1, T, K] → [1, T, N]."""
-        y = self._product(siblings, x)
-        self._outputs[siblings.leader] = y, y._version
-        return (y,)
-
-    def _product(self, siblings: Siblings, x: Tensor) -> Tensor:
-        path = siblings.leader
+        path = fused.leader
         self.rows.setdefault(path, set()).add(x.shape[-2])
         if self._families and self._families[-1][0] is x:
             self._families[-1][1].append(path)
         else:
             self._families.append((x, [path]))
-        weight = siblings.weight
-        if weight.tile and x.shape[-2] % weight.tile:  # a layer that sees other rows, and will be left out
-            return F.linear(x, weight.plain, weight.bias)
-        return weight(x)
+        y = fused.frozen.any_rows(x)  # a layer that sees other rows will be left out
+        self._outputs[path] = y, y._version
+        return (y,)
 
-    def mark(self, base: BaseModel) -> None:
+    def mark(self, base: LoraModel) -> None:
         """Remember which layers' outputs the model changes in place."""
         for path, (y, version) in self._outputs.items():
             base.linears[path].changed = y._version != version
 
-    def join(self, base: BaseModel) -> None:
-        """Make siblings of the layers that read the same input, where each is called once."""
+    def fuse(self, base: LoraModel) -> None:
+        """Fuse the layers that read the same input, where each is called once."""
         calls = [path for _, paths in self._families for path in paths]
         for _, paths in self._families:
             if all(path in base.linears and calls.count(path) == 1 for path in paths):
-                join([base.linears[path] for path in paths])
+                fuse([base.linears[path] for path in paths])
 
 
-def _leave_out(base: BaseModel, watch: _Watch) -> None:
+def _leave_out(base: LoraModel, watch: _Watch) -> None:
     """An adapter on a layer that is passed over, or that sees other rows, would be silently idle or wrong."""
     rows = round_up(sum(LENGTHS), base.arithmetic.rows)
     unfit = [path for path in base.linears if watch.rows.get(path) != {rows}]
     for path in unfit:
-        base.linears.pop(path).siblings.weight.tile = 0
+        base.linears.pop(path).fused.frozen.tile = 0
+    base.revise(linears=tuple(base.linears))
     if unfit:
         names = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in unfit}))
-        base.notes.append(
-            f"{len(unfit)} layers get no adapter, because the model does not call them row by row: {names}"
-        )
+        base.revise(f"{len(unfit)} layers get no adapter, because the model does not call them row by row: {names}")
 
 
-def _limit_to_window(base: BaseModel, windows: dict[int, int | None]) -> None:
+def _limit_to_window(base: LoraModel, windows: dict[int, int | None]) -> None:
     """Some models cut attention in their mask alone (Llama 4's chunks): untold, only shorter sequences are right."""
     config = base.model.config.get_text_config()
     limits = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
@@ -208,48 +200,48 @@ def _limit_to_window(base: BaseModel, windows: dict[int, int | None]) -> None:
     told = [window for window in windows.values() if window]
     ignored = any(not windows.get(index) for index in expected) if kinds else not told
     found = [int(limit) for limit in limits if limit]
-    if found and ignored and min(found) < base.max_positions:
-        base.max_positions = min(found)
-        base.notes.append(
-            f"sequences are limited to {base.max_positions} tokens, the model's attention window: its layers do not tell their "
-            "attention function of it"
+    if found and ignored and min(found) < base.info.max_positions:
+        base.revise(
+            f"sequences are limited to {min(found)} tokens, the model's attention window: its layers do not tell their "
+            "attention function of it",
+            max_positions=min(found),
         )
 
 
-def _packed_logits(base: BaseModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, int | None]]]:
+def _packed_logits(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[LayerCall]]:
     hidden, calls = _packed_hidden(base, sequences)
     logits = base.logits(base.pad(torch.cat(hidden)))
     lengths = [len(states) for states in hidden]
     return list(logits[: sum(lengths)].split(lengths)), calls
 
 
-def _packed_hidden(base: BaseModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[tuple[int, int | None]]]:
+def _packed_hidden(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[LayerCall]]:
     lengths = [len(sequence) for sequence in sequences]
     pad = -sum(lengths) % base.arithmetic.rows
     tokens = torch.cat([*sequences, torch.zeros(pad, dtype=torch.long, device=base.device)])
     spans = [*lengths, pad] if pad else lengths
     positions = torch.cat([torch.arange(length, device=base.device) for length in spans])
-    layout = base.packed_layout(spans)
-    hidden = base.hidden(tokens, positions, layout)
-    return list(hidden.split(spans))[: len(lengths)], layout.calls
+    attention = base.attention.packed(spans)
+    hidden = base.hidden(tokens, positions, attention)
+    return list(hidden.split(spans))[: len(lengths)], attention.calls
 
 
-def _check_calls(base: BaseModel, calls: list[int]) -> None:
+def _check_calls(base: LoraModel, calls: list[int]) -> None:
     layers = range(int(base.model.config.get_text_config().num_hidden_layers))
     silent = [layer for layer in layers if layer not in calls]
     if silent:
         raise BaseModelError(
-            f"{base.name}: layers {silent} of {len(layers)} do not call the attention function that transformers lets one "
+            f"{base.info.name}: layers {silent} of {len(layers)} do not call the attention function that transformers lets one "
             f"replace{_what_mixes(base, silent)}; Motet's cannot stand in for theirs; {INSTEAD}"
         )
     if sorted(calls) != list(layers):
         raise BaseModelError(
-            f"{base.name}: its {len(layers)} layers call their attention function {len(calls)} times, in layers "
+            f"{base.info.name}: its {len(layers)} layers call their attention function {len(calls)} times, in layers "
             f"{sorted(calls)}; Motet keeps keys and values of one call per layer; {INSTEAD}"
         )
 
 
-def _what_mixes(base: BaseModel, layers: Iterable[int]) -> str:
+def _what_mixes(base: LoraModel, layers: Iterable[int]) -> str:
     """What stands in these layers where attention would be."""
     found = {
         type(module).__name__
@@ -261,23 +253,23 @@ def _what_mixes(base: BaseModel, layers: Iterable[int]) -> str:
     return f" (they have {', '.join(sorted(found))})" if found else ""
 
 
-def _check_logits(base: BaseModel, packed: list[Tensor], stock: list[Tensor]) -> None:
+def _check_logits(base: LoraModel, packed: list[Tensor], stock: list[Tensor]) -> None:
     largest = max(float(logits.abs().max()) for logits in stock)
     if not math.isfinite(largest):
         raise BaseModelError(
-            f"{base.name}: transformers' own logits are not finite in {_type(base)}; its weights are damaged, or it needs "
-            "another engine.dtype"
+            f"{base.info.name}: transformers' own logits are not finite in {base.info.dtype}; its weights are damaged, or "
+            "it needs another engine.dtype"
         )
     gap = max(float((ours - theirs).abs().max()) for ours, theirs in zip(packed, stock, strict=True))
     if not gap <= TOLERANCE[base.dtype] * largest:
         layers = range(int(base.model.config.get_text_config().num_hidden_layers))
         raise BaseModelError(
-            f"{base.name}: logits differ from transformers' own by {gap:.3g} (largest logit {largest:.3g}); there is something "
-            f"in its layers{_what_mixes(base, layers)} that Motet does not understand; {INSTEAD}"
+            f"{base.info.name}: logits differ from transformers' own by {gap:.3g} (largest logit {largest:.3g}); there is "
+            f"something in its layers{_what_mixes(base, layers)} that Motet does not understand; {INSTEAD}"
         )
 
 
-def _check_exactness(base: BaseModel, sequences: list[Tensor]) -> None:
+def _check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
     packed = _packed_logits(base, sequences)[0]
     solo = [_packed_logits(base, [sequence])[0][0] for sequence in sequences]
     alone = all(torch.equal(one, other) for one, other in zip(solo, packed, strict=True)) and _crowd_agrees(
@@ -294,17 +286,13 @@ def _check_exactness(base: BaseModel, sequences: list[Tensor]) -> None:
     gap = max(_gap(solo[1], packed[1], sequences[1]), _gap(decoded, packed[1], sequences[1]))
     if gap:
         what += f" (logprobs of a short sequence by up to {gap:.1e})"
-    base.inexact = (
-        f"not bit-exact on this device in {_type(base)}: {what}; jobs run, but neighbours may change their bytes"
+    inexact = (
+        f"not bit-exact on this device in {base.info.dtype}: {what}; jobs run, but neighbours may change their bytes"
     )
-    base.notes.append(base.inexact)
+    base.revise(inexact, inexact=inexact)
 
 
-def _type(base: BaseModel) -> str:
-    return str(base.dtype).removeprefix("torch.")
-
-
-def _known_to_differ(base: BaseModel) -> str:
+def _known_to_differ(base: LoraModel) -> str:
     """Why rows may depend on their company though these few did not; empty where nothing is known."""
     if base.has_experts:
         return "an expert's products have as many rows as choose it"
@@ -312,9 +300,9 @@ def _known_to_differ(base: BaseModel) -> str:
         return ""
     if not base.arithmetic.tile:
         return "fast arithmetic"
-    if not base.arithmetic.kernels:
+    if not base.attention.fixed_shapes:
         return "products of attention have other shapes in other company"
-    if base.vocab_size % 4:
+    if base.info.vocab_size % 4:
         return (
             "softmax over a vocabulary that is no multiple of four adds in an order that depends on the row's address"
         )
@@ -322,7 +310,7 @@ def _known_to_differ(base: BaseModel) -> str:
 
 
 @torch.no_grad()
-def _crowd_agrees(base: BaseModel, sequences: list[Tensor]) -> bool:
+def _crowd_agrees(base: LoraModel, sequences: list[Tensor]) -> bool:
     """Whether hidden states stay the same in a pass of many tiles of rows; asked only where there are tiles."""
     if not base.arithmetic.tile:
         return True
@@ -337,7 +325,7 @@ def _gap(left_TV: Tensor, right_TV: Tensor, token_ids_T: Tensor) -> float:
     return float((left - right).abs().max())
 
 
-def _decoded_logits(base: BaseModel, sequence: Tensor) -> Tensor:
+def _decoded_logits(base: LoraModel, sequence: Tensor) -> Tensor:
     """Logits [T, V] of a sequence read as a prompt of 12 tokens and then token by token through the KV cache."""
     block_size = base.block_size
     n_blocks = -(-len(sequence) // block_size)
@@ -345,9 +333,9 @@ def _decoded_logits(base: BaseModel, sequence: Tensor) -> Tensor:
     blocks = cache.take(n_blocks)
     logits, start = [], 0
     for length in [12] + [1] * (len(sequence) - 12):
-        layout = base.cached_layout([Span(start, length, blocks)], cache)
+        attention = base.attention.cached([Span(start, length, blocks)], cache)
         tokens = base.pad(sequence[start : start + length])
         positions = base.pad(torch.arange(start, start + length, device=base.device))
-        logits.append(base.logits(base.hidden(tokens, positions, layout))[:length])
+        logits.append(base.logits(base.hidden(tokens, positions, attention))[:length])
         start += length
     return torch.cat(logits)

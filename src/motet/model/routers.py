@@ -1,4 +1,4 @@
-"""Which experts a model chose: the rounding of a router's logits may send a row elsewhere, and then nothing can be compared."""
+"""What routers gave: the rounding of their logits may send a row to another expert, and then nothing can be compared."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class Routers:
             for name, module in parent.named_children()
             if name in _NAMES and hasattr(parent, "experts")
         ]
-        self._said: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
+        self._outputs: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Remember what they say of each sequence, one after another."""
+        """Remember what they give for each sequence, one after another."""
 
-        def hear(module: nn.Module, given: object, said: Any) -> None:
-            self._said.setdefault(module, []).append(said if isinstance(said, tuple) else (said,))
+        def record(module: nn.Module, inputs: object, output: Any) -> None:
+            self._outputs.setdefault(module, []).append(output if isinstance(output, tuple) else (output,))
 
-        with self._hooked(hear):
+        with self._hooked(record):
             yield
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Have them say the same of the sequences packed together; rows beyond them get what the last has."""
+        """Have them give the same for the sequences packed together; rows beyond them get what the last has."""
 
-        def say(module: nn.Module, given: tuple[Tensor, ...], said: Any) -> Any:
-            parts = said if isinstance(said, tuple) else (said,)
-            found = tuple(map(_packed, zip(*self._said[module], strict=True), parts))
-            return found if isinstance(said, tuple) else found[0]
+        def replay(module: nn.Module, inputs: object, output: Any) -> Any:
+            parts = output if isinstance(output, tuple) else (output,)
+            found = tuple(map(_packed, zip(*self._outputs[module], strict=True), parts))
+            return found if isinstance(output, tuple) else found[0]
 
-        with self._hooked(say):
+        with self._hooked(replay):
             yield
 
     @contextlib.contextmanager
@@ -57,10 +57,10 @@ class Routers:
                 handle.remove()
 
 
-def _packed(recorded: tuple[Tensor, ...], said: Tensor) -> Tensor:
-    """Recorded rows [T, …] or [1, T, …] of each sequence as the rows of `said`; `said` where it holds something else."""
+def _packed(recorded: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Recorded rows [T, …] or [1, T, …] of each sequence as the rows of `output`; `output` where it holds something else."""
     rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in recorded])
-    more = said.numel() // said.shape[-1] - len(rows)
-    if rows.shape[-1] != said.shape[-1] or more < 0:
-        return said
-    return torch.cat([rows, rows[-1:].expand(more, -1)]).view(said.shape)
+    more = output.numel() // output.shape[-1] - len(rows)
+    if rows.shape[-1] != output.shape[-1] or more < 0:
+        return output
+    return torch.cat([rows, rows[-1:].expand(more, -1)]).view(output.shape)

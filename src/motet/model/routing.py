@@ -1,11 +1,10 @@
 """Which rows of a packed batch belong to which adapter, while sampling and while training.
 
-Adapters of equal layout share one batched product (`motet.model.grouped` has its forms). Sums over rows, which only
-gradients have, are made for each segment alone (or side by side in one call), so that no reduction ever meets another tenant's
-rows. A row has the same bits in any company.
+Adapters of equal layout share one batched product (`LoraProducts`). Sums over rows, which only gradients have, are made for
+each segment alone, so that no reduction ever meets another tenant's rows. A row has the same bits in any company.
 
-Legend: T packed rows, K inputs, N outputs, R rank, W width of siblings' A side by side, A adapters in a batch, M product rows
-(those of a bucket's adapters, one adapter after another), S segments of a bucket.
+Legend: T packed rows, K inputs, N outputs, R rank, W width of fused layers' A side by side, A adapters in a batch, M product
+rows (those of a bucket's adapters, one adapter after another), S segments of a bucket.
 """
 
 from __future__ import annotations
@@ -19,14 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.model.arithmetic import Arithmetic
-from motet.model.grouped import Grouped, Padded, RowProducts, Tiled, ends, fits
-from motet.model.layout import LEAST_FILL, ROWS, round_up
-from motet.model.lora import AdapterLayout, AdapterWeights, Products, Siblings
-
-_DEFAULT = Arithmetic()
-_BATCHED_THREADS = 2
-"""With more, a batched product in fp32 is cut otherwise than a product alone: in MKL, for about one shape in five."""
+from motet.model.arithmetic import ROWS
+from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, LoraMatrices
+from motet.model.lora_products import LoraProducts, RowProducts
 
 Run = tuple[AdapterWeights | None, int, int]
 """Rows of one adapter that follow each other: weights (None for the base), first row, number of rows."""
@@ -38,7 +32,7 @@ Run = tuple[AdapterWeights | None, int, int]
 class _Bucket:
     """Adapters of equal layout in one batch of rows."""
 
-    products: dict[str, Products]  # [A, K, W] and [A, R, N]
+    matrices: dict[str, LoraMatrices]  # [A, K, W] and [A, R, N]
     form: RowProducts
     """How product rows are multiplied with them."""
     covers: slice | Tensor
@@ -59,15 +53,15 @@ class _Bucket:
         if self.source is not None:
             y_TN[self.covers] = rows.index_select(0, self.source)
 
-    def apply(self, siblings: Siblings, x_TK: Tensor, y_TN: Tensor) -> Tensor | None:
-        """Add the adapters of siblings to y; returns the products with A, [M, W], where there are any."""
-        products = self.products.get(siblings.leader)
-        if products is None:
+    def apply(self, fused: FusedLinears, x_TK: Tensor, y_TN: Tensor) -> Tensor | None:
+        """Add the adapters of fused layers to y; returns the products with A, [M, W], where there are any."""
+        matrices = self.matrices.get(fused.leader)
+        if matrices is None:
             return None
-        inner, y = self.form.multiply(self.gather(x_TK), products.a), self.gather(y_TN)
-        rank = products.bs[0][1].shape[-2]
-        for column, (index, b) in enumerate(products.bs):
-            self.form.add(y[:, siblings.columns(index)], inner[:, column * rank : (column + 1) * rank], b)
+        inner, y = self.form.multiply(self.gather(x_TK), matrices.a), self.gather(y_TN)
+        rank = matrices.bs[0][1].shape[-2]
+        for column, (index, b) in enumerate(matrices.bs):
+            self.form.add(y[:, fused.columns(index)], inner[:, column * rank : (column + 1) * rank], b)
         self.put(y_TN, y)
         return inner
 
@@ -77,10 +71,10 @@ Member = tuple[AdapterWeights, int, int]
 
 
 def _bucket(
-    members: Sequence[Member], products: dict[str, Products], device: torch.device, arithmetic: Arithmetic
+    members: Sequence[Member], stacked: dict[str, LoraMatrices], device: torch.device, products: LoraProducts
 ) -> _Bucket:
     """Runs of adapters of one layout in the order of their rows, with their stacked weights."""
-    rooms, form = _form(members, device, arithmetic)
+    rooms, form = products.plan(members[0][0].layout, [length for _, _, length in members])
     starts = tuple(accumulate(rooms[:-1], initial=0))
     first, last = members[0][1], members[-1][1] + members[-1][2]
     contiguous = last - first == sum(length for _, _, length in members)
@@ -88,7 +82,7 @@ def _bucket(
     if not contiguous:
         covers = torch.tensor([row for _, start, length in members for row in range(start, start + length)]).to(device)
     if contiguous and all(room == length for room, (_, _, length) in zip(rooms, members, strict=True)):
-        return _Bucket(products, form, covers, None, None, starts)
+        return _Bucket(stacked, form, covers, None, None, starts)
     rows: list[int] = []
     source: list[int] = []
     for room, place, (_, start, length) in zip(rooms, starts, members, strict=True):
@@ -96,40 +90,8 @@ def _bucket(
         rows.extend([start + length - 1] * (room - length))
         source.extend(range(place, place + length))
     return _Bucket(
-        products, form, covers, torch.tensor(rows, device=device), torch.tensor(source, device=device), starts
+        stacked, form, covers, torch.tensor(rows, device=device), torch.tensor(source, device=device), starts
     )
-
-
-def _form(members: Sequence[Member], device: torch.device, arithmetic: Arithmetic) -> tuple[list[int], RowProducts]:
-    """Product rows that each run takes, and how they are multiplied: a function of layout, device and arithmetic."""
-    weights, lengths = members[0][0], [length for _, _, length in members]
-    if not arithmetic.grouped:
-        dtype = weights.flat.dtype
-        padded = max(round_up(max(lengths), ROWS), weights.layout.least_rows(dtype))
-        rooms = [padded] * len(members)
-        batched = dtype != torch.float32 or torch.get_num_threads() <= _BATCHED_THREADS
-        return rooms, Padded(len(members)) if batched else Tiled.of(rooms, 0)
-    if fits(weights.layout, device, weights.flat.dtype, arithmetic):
-        return lengths, Grouped(ends(lengths, device))
-    rooms = [round_up(length, arithmetic.tile or 1) for length in lengths]
-    return rooms, Tiled.of(rooms, arithmetic.tile)
-
-
-def _stack(adapters: Sequence[AdapterWeights], arithmetic: Arithmetic) -> dict[str, Products]:
-    """Weights of adapters of one layout side by side; contiguous for each product where `bmm` would copy anything else."""
-    if len(adapters) == 1:
-        return {
-            leader: Products(one.a[None], tuple((index, b[None]) for index, b in one.bs))
-            for leader, one in adapters[0].products.items()
-        }
-    if arithmetic.grouped:
-        return adapters[0].layout.products(torch.stack([weights.flat for weights in adapters]))
-    found = {}
-    for leader, first in adapters[0].products.items():
-        own = [weights.products[leader] for weights in adapters]
-        bs = [(index, torch.stack([one.bs[place][1] for one in own])) for place, (index, _) in enumerate(first.bs)]
-        found[leader] = Products(torch.stack([one.a for one in own]), tuple(bs))
-    return found
 
 
 # --- sampling -----------------------------------------------------------------------------------------------------------
@@ -138,8 +100,8 @@ def _stack(adapters: Sequence[AdapterWeights], arithmetic: Arithmetic) -> dict[s
 class Adds(Protocol):
     """Adapters of one layout, and the rows that they have."""
 
-    def apply(self, siblings: Siblings, x_TK: Tensor, y_TN: Tensor) -> object:
-        """Add the adapters of siblings to y."""
+    def apply(self, fused: FusedLinears, x_TK: Tensor, y_TN: Tensor) -> object:
+        """Add the adapters of fused layers to y."""
         ...
 
 
@@ -149,27 +111,26 @@ class SamplerRouting:
     def __init__(self, buckets: Sequence[Adds]) -> None:
         self._buckets = buckets
 
-    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
-        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
-        y = siblings.weight(x)
+    def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply base and adapters of fused layers to x [1, T, K] → [1, T, N] each."""
+        y = fused.frozen(x)
         for bucket in self._buckets:
-            bucket.apply(siblings, x[0], y[0])
-        return tuple(y.split(siblings.sizes, dim=-1))
+            bucket.apply(fused, x[0], y[0])
+        return tuple(y.split(fused.sizes, dim=-1))
 
 
 class AdapterStacks:
     """Adapters of a batch stacked for batched products; the last compositions are kept, so a steady batch copies nothing."""
 
-    def __init__(self, keep: int = 4) -> None:
-        self._keep = keep
-        self._made: dict[tuple[int, ...], tuple[tuple[AdapterWeights, ...], dict[str, Products]]] = {}
+    def __init__(self, products: LoraProducts, keep: int = 4) -> None:
+        self._products, self._keep = products, keep
+        self._made: dict[tuple[int, ...], tuple[tuple[AdapterWeights, ...], dict[str, LoraMatrices]]] = {}
 
-    def products(self, adapters: tuple[AdapterWeights, ...], arithmetic: Arithmetic = _DEFAULT) -> dict[str, Products]:
-        """[A, K, W] and [A, R, N] by leader."""
+    def _stacked(self, adapters: tuple[AdapterWeights, ...]) -> dict[str, LoraMatrices]:
         key = tuple(id(weights) for weights in adapters)
         found = self._made.pop(key, None)
         if found is None:
-            found = (adapters, _stack(adapters, arithmetic))
+            found = (adapters, self._products.stack(adapters))
         self._made[key] = found
         while len(self._made) > self._keep:
             del self._made[next(iter(self._made))]
@@ -179,14 +140,12 @@ class AdapterStacks:
         """Drop every stack (a version was unloaded)."""
         self._made.clear()
 
-    def routing(
-        self, runs: Sequence[Run], device: torch.device, *, arithmetic: Arithmetic = _DEFAULT
-    ) -> SamplerRouting:
+    def routing(self, runs: Sequence[Run], device: torch.device) -> SamplerRouting:
         """Routing of runs that each belong to one adapter, in the order of their rows."""
         buckets = []
         for members in _by_layout(runs):
-            products = self.products(tuple(weights for weights, _, _ in members), arithmetic)
-            buckets.append(_bucket(members, products, device, arithmetic))
+            stacked = self._stacked(tuple(weights for weights, _, _ in members))
+            buckets.append(_bucket(members, stacked, device, self._products))
         return SamplerRouting(buckets)
 
 
@@ -208,7 +167,7 @@ class TrainSegment:
     start: int
     stop: int
     weights: AdapterWeights
-    gradients: dict[str, Products] | None
+    gradients: dict[str, LoraMatrices] | None
     """fp32 views that gradients are added to; None where there is no backward pass."""
 
 
@@ -220,11 +179,10 @@ class _Trained:
     segments: tuple[TrainSegment, ...]
     spans: tuple[tuple[int, int], ...]
     """Rows of each segment among the product rows."""
-    whole: bool
-    """Whether sums are made of whole rows, copied where they are part of others."""
+    products: LoraProducts
 
     @classmethod
-    def of(cls, segments: Sequence[TrainSegment], device: torch.device, arithmetic: Arithmetic) -> _Trained:
+    def of(cls, segments: Sequence[TrainSegment], device: torch.device, products: LoraProducts) -> _Trained:
         runs: list[Member] = []
         spans = []
         for segment in segments:
@@ -234,19 +192,9 @@ class _Trained:
             else:
                 runs.append((segment.weights, segment.start, length))
             spans.append((len(runs) - 1, runs[-1][2] - length, runs[-1][2]))
-        bucket = _bucket(runs, _stack([weights for weights, _, _ in runs], arithmetic), device, arithmetic)
+        bucket = _bucket(runs, products.stack([weights for weights, _, _ in runs]), device, products)
         rows = tuple((bucket.starts[run] + first, bucket.starts[run] + last) for run, first, last in spans)
-        return cls(bucket, tuple(segments), rows, arithmetic.tile > 0)
-
-    def sums(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
-        """leftᵀ · right of each segment's rows: [M, K], [M, N] → [K, N] each, with the bits of the segment alone.
-
-        One after another: with several threads a batched product cuts such sums otherwise than a product alone.
-        """
-        parts = ((left[first:last], right[first:last]) for first, last in self.spans)
-        if self.whole:  # strides are part of what a library chooses its kernel by
-            return [torch.mm(own.contiguous().t(), other.contiguous()) for own, other in parts]
-        return [torch.mm(own.t(), other) for own, other in parts]
+        return cls(bucket, tuple(segments), rows, products)
 
 
 class TrainerRouting:
@@ -256,19 +204,17 @@ class TrainerRouting:
         self,
         segments: Sequence[TrainSegment],
         device: torch.device,
+        products: LoraProducts,
         *,
         backward: bool,
-        arithmetic: Arithmetic = _DEFAULT,
     ) -> None:
-        """Segments in the order of their rows, each with a multiple of `arithmetic.rows`."""
-        # where nothing is padded, adapters of a layout stay together
-        least_fill = 0.0 if arithmetic.grouped else LEAST_FILL
-        self.trained = [_Trained.of(members, device, arithmetic) for members in _alike(segments, least_fill)]
+        """Segments in the order of their rows, each with a multiple of `Arithmetic.rows`."""
+        self.trained = [_Trained.of(members, device, products) for members in _alike(segments, products.least_fill)]
         self._anchor = torch.zeros((), device=device, requires_grad=backward)
 
-    def linear(self, siblings: Siblings, x: Tensor) -> tuple[Tensor, ...]:
-        """Apply base and adapters of all siblings to x [1, T, K] → [1, T, N] each."""
-        found: tuple[Tensor, ...] = _TrainedLinears.apply(x, self._anchor, siblings, self)  # type: ignore[no-untyped-call]
+    def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply base and adapters of fused layers to x [1, T, K] → [1, T, N] each."""
+        found: tuple[Tensor, ...] = _TrainedLinears.apply(x, self._anchor, fused, self)  # type: ignore[no-untyped-call]
         return found
 
 
@@ -297,56 +243,61 @@ def _rows_of(segments: Sequence[TrainSegment]) -> int:
 
 
 class _TrainedLinears(torch.autograd.Function):
-    """Base and adapters of siblings in one node: the base gets no gradient, the adapters' go straight to their arenas."""
+    """Base and adapters of fused layers in one node: the base gets no gradient, the adapters' go straight to their arenas."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, siblings: Siblings, routing: TrainerRouting) -> tuple[Tensor, ...]:
-        ctx.siblings, ctx.routing = siblings, routing
-        y = siblings.weight(x)
-        inners = [trained.bucket.apply(siblings, x[0], y[0]) for trained in routing.trained]
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, fused: FusedLinears, routing: TrainerRouting
+    ) -> tuple[Tensor, ...]:
+        ctx.fused, ctx.routing = fused, routing
+        y = fused.frozen(x)
+        inners = [trained.bucket.apply(fused, x[0], y[0]) for trained in routing.trained]
         ctx.save_for_backward(x, *inners)
-        return tuple(y.split(siblings.sizes, dim=-1))
+        return tuple(y.split(fused.sizes, dim=-1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        siblings, routing = ctx.siblings, ctx.routing
+        fused, routing = ctx.fused, ctx.routing
         x, *inners = ctx.saved_tensors
         grad_y = torch.cat(grads, dim=-1) if len(grads) > 1 else grads[0]
-        grad_x = siblings.weight.back(grad_y) if ctx.needs_input_grad[0] else None
+        grad_x = fused.frozen.back(grad_y) if ctx.needs_input_grad[0] else None
         for trained, inner in zip(routing.trained, inners, strict=True):
             if inner is not None:
-                grad_inner = _backward(trained, siblings, x[0], inner, grad_y[0])
+                grad_inner = _backward(trained, fused, x[0], inner, grad_y[0])
                 if grad_x is not None:
                     rows = trained.bucket.gather(grad_x[0])
-                    trained.bucket.form.add(
-                        rows, grad_inner, trained.bucket.products[siblings.leader].a.transpose(-1, -2)
-                    )
+                    trained.bucket.form.add(rows, grad_inner, trained.bucket.matrices[fused.leader].a.transpose(-1, -2))
                     trained.bucket.put(grad_x[0], rows)
         return grad_x, None, None, None
 
 
-def _backward(trained: _Trained, siblings: Siblings, x_TK: Tensor, inner: Tensor, grad_TN: Tensor) -> Tensor:
+def _backward(trained: _Trained, fused: FusedLinears, x_TK: Tensor, inner: Tensor, grad_TN: Tensor) -> Tensor:
     """Add up the gradients of a bucket's adapters; returns the gradient of the products with A, [M, W]."""
-    products = trained.bucket.products[siblings.leader]
-    rank = products.bs[0][1].shape[-2]
-    gradients = [
-        None if segment.gradients is None else segment.gradients[siblings.leader] for segment in trained.segments
-    ]
+    matrices = trained.bucket.matrices[fused.leader]
+    rank = matrices.bs[0][1].shape[-2]
+    gradients = [None if segment.gradients is None else segment.gradients[fused.leader] for segment in trained.segments]
     parts = []
-    for column, (index, b) in enumerate(products.bs):
-        grad = trained.bucket.gather(grad_TN[:, siblings.columns(index)])
+    for column, (index, b) in enumerate(matrices.bs):
+        grad = trained.bucket.gather(grad_TN[:, fused.columns(index)])
         back = b.transpose(-1, -2)
         if rank == 1:  # a product with a vector chooses its kernel by the number of rows; zeros make it a matrix's
             back = F.pad(back, (0, ROWS - 1))
         parts.append(trained.bucket.form.multiply(grad, back)[:, :rank])
-        for sums, own in zip(gradients, trained.sums(inner[:, column * rank : (column + 1) * rank], grad), strict=True):
+        for sums, own in zip(
+            gradients,
+            trained.products.sums(inner[:, column * rank : (column + 1) * rank], grad, trained.spans),
+            strict=True,
+        ):
             if sums is not None:
                 sums.bs[column][1].add_(own)
     pad = inner.shape[-1] - rank * len(parts)
     parts.extend([inner.new_zeros(len(inner), pad)] if pad else [])
     grad_inner = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
     for segment, sums, own in zip(
-        trained.segments, gradients, trained.sums(trained.bucket.gather(x_TK), grad_inner), strict=True
+        trained.segments,
+        gradients,
+        trained.products.sums(trained.bucket.gather(x_TK), grad_inner, trained.spans),
+        strict=True,
     ):
         if sums is not None:
             sums.a.add_(own, alpha=segment.weights.scaling)

@@ -13,9 +13,9 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from motet.model.base import BaseModel
 from motet.model.kv_cache import KVCache
-from motet.rollout.reader import Read, Reader
+from motet.model.lora_model import LoraModel
+from motet.rollout.model_runner import ModelRunner, NewTokens
 from motet.rollout.sequences import Prompt, Sequence
 from motet.types import FinishReason
 
@@ -23,9 +23,9 @@ from motet.types import FinishReason
 class Decoder:
     """Sequences of any mix of adapters and versions on one base and one KV cache."""
 
-    def __init__(self, base: BaseModel, cache: KVCache, *, max_rows: int, prefill_tokens: int) -> None:
+    def __init__(self, base: LoraModel, cache: KVCache, *, max_rows: int, prefill_tokens: int) -> None:
         self.cache = cache
-        self.model = Reader(base, cache)
+        self.runner = ModelRunner(base, cache)
         self.max_rows = max_rows
         self.prefill_tokens = prefill_tokens
         self.prefills = 0
@@ -86,8 +86,10 @@ class Decoder:
         self._settle(fresh)
         running = self._make_room()
         if running:
-            reads = [Read(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks) for item in running]
-            self.model.sample(running, self.model.logits(reads))
+            inputs = [
+                NewTokens(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks) for item in running
+            ]
+            self.runner.sample(running, self.runner.logits(inputs))
         self._settle(running)
 
     # --- admission ---------------------------------------------------------------------------------------------------
@@ -95,36 +97,36 @@ class Decoder:
     def _admit(self) -> list[Sequence]:
         """Bring in preempted sequences, then new prompts, as far as there is room; sample their first token."""
         budget = self.prefill_tokens
-        reads: list[Read] = []
+        inputs: list[NewTokens] = []
         resumed: list[Sequence] = []
         if self._preempted:
             self._reclaim_prompts()
         while self._preempted and self._rows_left(len(resumed)):
             sequence = self._preempted[0]
             n_blocks = -(-sequence.length // self.cache.block_size)
-            if n_blocks > self.cache.n_free or (reads and sequence.length > budget):
+            if n_blocks > self.cache.n_free or (inputs and sequence.length > budget):
                 break
             self._preempted.popleft()
             sequence.blocks = self.cache.take(n_blocks)
-            reads.append(Read(sequence.prompt.weights, sequence.read_ids(), 0, sequence.blocks))
+            inputs.append(NewTokens(sequence.prompt.weights, sequence.read_ids(), 0, sequence.blocks))
             budget -= sequence.length
             resumed.append(sequence)
         opened: list[Prompt] = []
         if not self._preempted:
-            opened = self._open_prompts(reads, budget, len(resumed))
+            opened = self._open_prompts(inputs, budget, len(resumed))
         self._running.extend(resumed)  # before anything can fail, so that `fail_all` finds them
-        if reads:
-            logits_NV = self.model.logits(reads)
-            self.prefills += len(reads)
+        if inputs:
+            logits_NV = self.runner.logits(inputs)
+            self.prefills += len(inputs)
             for place, prompt in enumerate(opened):
                 prompt.logits = logits_NV[len(resumed) + place : len(resumed) + place + 1].clone()
-            self.model.sample(resumed, logits_NV[: len(resumed)])
+            self.runner.sample(resumed, logits_NV[: len(resumed)])
         return [*resumed, *([] if self._preempted else self._fork())]
 
     def _rows_left(self, taken: int = 0) -> int:
         return self.max_rows - len(self._running) - taken
 
-    def _open_prompts(self, reads: list[Read], budget: int, taken: int) -> list[Prompt]:
+    def _open_prompts(self, inputs: list[NewTokens], budget: int, taken: int) -> list[Prompt]:
         """Give blocks to prompts that will be prefilled now; room for at least one completion of each is left free."""
         opened = []
         rows = self._rows_left(taken)
@@ -135,11 +137,11 @@ class Decoder:
             n_tokens = len(prompt.request.prompt_ids)
             n_blocks = -(-n_tokens // self.cache.block_size)
             if prompt.logits is None:
-                spare = 1 if reads or self._running else 0
-                if n_blocks + reserved + spare > self.cache.n_free or (reads and n_tokens > budget):
+                spare = 1 if inputs or self._running else 0
+                if n_blocks + reserved + spare > self.cache.n_free or (inputs and n_tokens > budget):
                     break
                 prompt.blocks = self.cache.take(n_blocks)
-                reads.append(Read(prompt.weights, prompt.request.prompt_ids.tolist(), 0, prompt.blocks))
+                inputs.append(NewTokens(prompt.weights, prompt.request.prompt_ids.tolist(), 0, prompt.blocks))
                 budget -= n_tokens
                 opened.append(prompt)
             rows -= len(prompt.waiting)
@@ -165,7 +167,7 @@ class Decoder:
             self._release_prompt(prompt)
         self._running.extend(born)
         if born:
-            self.model.sample(born, torch.cat(logits))
+            self.runner.sample(born, torch.cat(logits))
         return born
 
     def _fork_one(self, prompt: Prompt, *, alone: bool) -> Sequence | None:
@@ -234,14 +236,14 @@ class Decoder:
             if sequence.finish is not None:
                 self._end(sequence, sequence.finish)
             elif sequence.prompt.request.stream:
-                sequence.prompt.emit(sequence.chunk(self.model.text))
+                sequence.prompt.emit(sequence.chunk(self.runner.text))
         self._running = [item for item in self._running if item.finish is None]
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish = reason
         self.cache.give_back(sequence.blocks)
         sequence.blocks = []
-        sequence.prompt.emit(sequence.chunk(self.model.text))
+        sequence.prompt.emit(sequence.chunk(self.runner.text))
 
 
 def _named(prompt: Prompt, names: set[str]) -> bool:

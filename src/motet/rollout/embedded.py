@@ -17,10 +17,10 @@ import torch
 
 from motet.device import Device
 from motet.errors import DeviceError, EngineError
-from motet.model.base import BaseModel
 from motet.model.distribution import Distribution
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
+from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, Sequence
@@ -32,7 +32,7 @@ class EmbeddedEngine:
 
     def __init__(
         self,
-        base: BaseModel,
+        base: LoraModel,
         device: Device,
         *,
         max_rows: int,
@@ -43,7 +43,7 @@ class EmbeddedEngine:
         """`share` is what a second of decoding here counts for, where other processes sample too."""
         self.base = base
         self.cache = KVCache(
-            max(1, kv_tokens // base.block_size), base.block_size, base.device, clean=not base.arithmetic.kernels
+            max(1, kv_tokens // base.block_size), base.block_size, base.device, clean=base.attention.reads_past_end
         )
         self.decoder = Decoder(base, self.cache, max_rows=max_rows, prefill_tokens=prefill_tokens)
         self._device = device
@@ -86,7 +86,7 @@ class EmbeddedEngine:
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Let go of a version; running requests keep their own pointer to it."""
         if self._versions.pop(ref, None) is not None:
-            await self._device.run(self.decoder.model.stacks.forget, light=True)
+            await self._device.run(self.decoder.runner.stacks.forget, light=True)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
@@ -129,10 +129,10 @@ class EmbeddedEngine:
         tokens_T = base.pad(torch.from_numpy(token_ids.astype(np.int64)).to(base.device))
         positions_T = base.pad(torch.arange(n_tokens, device=base.device))
         pad = len(tokens_T) - n_tokens
-        layout = base.packed_layout([n_tokens, *([pad] if pad else [])])
-        routing = self.decoder.model.stacks.routing([(weights, 0, n_tokens)], base.device, arithmetic=base.arithmetic)
+        attention = base.attention.packed([n_tokens, *([pad] if pad else [])])
+        routing = self.decoder.runner.stacks.routing([(weights, 0, n_tokens)], base.device)
         with base.routed(routing):
-            logits_TV = base.logits(base.hidden(tokens_T, positions_T, layout))
+            logits_TV = base.logits(base.hidden(tokens_T, positions_T, attention))
         following_T = torch.cat([tokens_T[1:], tokens_T[:1]])
         logprobs_T = Distribution.of(logits_TV, [1.0]).logprobs(following_T)
         found = np.zeros(n_tokens, np.float32)
@@ -151,11 +151,11 @@ class EmbeddedEngine:
             raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
         if n_prompt == 0 or not request.seeds:
             raise EngineError(f"{where} has an empty prompt or no seeds")
-        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self.base.vocab_size:
-            raise EngineError(f"{where} has a token id outside the base's vocabulary of {self.base.vocab_size}")
-        longest = min(self.base.max_positions, self.cache.n_blocks * self.cache.block_size)
+        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self.base.info.vocab_size:
+            raise EngineError(f"{where} has a token id outside the base's vocabulary of {self.base.info.vocab_size}")
+        longest = min(self.base.info.max_positions, self.cache.n_blocks * self.cache.block_size)
         if n_prompt + n_new > longest:
-            of_cache = longest < self.base.max_positions
+            of_cache = longest < self.base.info.max_positions
             raise EngineError(
                 f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed {longest}, the room of the "
                 f"{'KV cache' if of_cache else 'model'}; lower sampling.max_tokens, shorten the prompt"

@@ -39,7 +39,7 @@ class SamplerLink:
 
         Args:
             hello: base and limits, as `SamplerProcess` reads them.
-            fingerprint: what `BaseModel.fingerprint` gives here.
+            fingerprint: what `LoraModel.fingerprint` gives here.
             busy: where the process's time is added.
             share: what one second of it counts for.
             log: where its errors go; thrown away without one.

@@ -107,7 +107,7 @@ class SamplerProcess:
         layout = self.base.adapter_layout(message["paths"], message["rank"])
         flat = torch.from_numpy(np.fromfile(path, np.uint8)).view(self.base.dtype)
         path.unlink()
-        weights = AdapterWeights(layout, message["scaling"], flat, layout.products(flat))
+        weights = AdapterWeights(layout, message["scaling"], flat, layout.matrices(flat))
         self.engine.install(wire.ref_in(message["ref"]), weights)
 
 

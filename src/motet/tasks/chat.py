@@ -249,14 +249,13 @@ def render(tokenizer: Any, messages: Sequence[Message], generation_prompt: bool,
     return str(text)
 
 
-def stop_token_ids(tokenizer: Any, generation_config: Any = None) -> tuple[int, ...]:
+def stop_token_ids(tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> tuple[int, ...]:
     """Ids that end a turn: EOS of the tokenizer and of the generation configuration, and the template's end of turn.
 
     The last is found by rendering an answer and looking at the special token behind it: several models call a token EOS
     that their template never writes.
     """
-    eos = getattr(generation_config, "eos_token_id", None)
-    found = {tokenizer.eos_token_id, *(eos if isinstance(eos, list | tuple) else [eos])}
+    found = {tokenizer.eos_token_id, *eos_token_ids}
     if tokenizer.chat_template:
         found.add(end_of_turn(tokenizer))
     return tuple(sorted(int(token) for token in found if token is not None))

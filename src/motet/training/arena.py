@@ -28,7 +28,7 @@ class AdapterArena:
         self.masters = torch.nn.Parameter(masters.clone())
         self.gradient = torch.zeros_like(masters)
         self.masters.grad = self.gradient
-        self.gradient_products = layout.products(self.gradient)
+        self.gradient_matrices = layout.matrices(self.gradient)
         self.pending = False
         """Whether a gradient was added since the last step."""
         self._adamw = self._new_adamw()

@@ -22,10 +22,10 @@ from torch import Tensor
 from motet.algorithms.losses import LossInputs, loss_and_stats
 from motet.config import AdapterConfig
 from motet.errors import AdapterError, BaseModelError
-from motet.model.base import BaseModel
+from motet.model.attention import Prefix
 from motet.model.distribution import Distribution
-from motet.model.layout import Prefix
 from motet.model.lora import AdapterWeights, initial_weights
+from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.training.arena import AdapterArena
@@ -49,7 +49,7 @@ HEAD_ROWS = 256
 class TorchTrainer:
     """A `Trainer` on one CPU or GPU."""
 
-    def __init__(self, base: BaseModel, *, slots: int, recompute: bool = False, share_prompts: bool = True) -> None:
+    def __init__(self, base: LoraModel, *, slots: int, recompute: bool = False, share_prompts: bool = True) -> None:
         """`share_prompts` runs the prompt of neighbouring samples once; logprobs have the same bits either way.
 
         Raises:
@@ -91,10 +91,10 @@ class TorchTrainer:
         """Add the gradient of each segment to its adapter; sums and logprobs of each."""
         plan = _Plan.of(batch, self.base, share=self._share_prompts)
         segments = [
-            TrainSegment(start, stop, arena.weights, arena.gradient_products)
+            TrainSegment(start, stop, arena.weights, arena.gradient_matrices)
             for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
         ]
-        routing = TrainerRouting(segments, self.base.device, backward=True, arithmetic=self.base.arithmetic)
+        routing = TrainerRouting(segments, self.base.device, self.base.products, backward=True)
         losses, found = [], []
         with self.base.routed(routing), torch.enable_grad():
             hidden_TD = self._hidden(plan)
@@ -126,7 +126,7 @@ class TorchTrainer:
                 for (start, stop), arena in zip(plan.spans, self._batch_arenas(batch), strict=True)
             ]
         )
-        routing = TrainerRouting(segments, self.base.device, backward=False, arithmetic=self.base.arithmetic)
+        routing = TrainerRouting(segments, self.base.device, self.base.products, backward=False)
         found = []
         with self.base.routed(routing):
             hidden_TD = self._hidden(plan)
@@ -173,7 +173,7 @@ class TorchTrainer:
 
     def _hidden(self, plan: _Plan) -> Tensor:
         return self.base.hidden(
-            plan.token_ids_T, plan.positions_T, self.base.packed_layout(plan.lengths, plan.prefixes)
+            plan.token_ids_T, plan.positions_T, self.base.attention.packed(plan.lengths, plan.prefixes)
         )
 
     def _segment_loss(
@@ -197,11 +197,11 @@ class TorchTrainer:
             return *loss_and_stats(segment.loss, segment.denominator, inputs), logprobs_N.detach()
 
 
-def _recompute(base: BaseModel) -> None:
+def _recompute(base: LoraModel) -> None:
     """Have layers keep their inputs alone; only they are in training mode, for what is inside may add noise there."""
     model = base.model
     if not model.supports_gradient_checkpointing:
-        raise BaseModelError(f"{base.name} cannot compute its layers again; set engine.recompute to false")
+        raise BaseModelError(f"{base.info.name} cannot compute its layers again; set engine.recompute to false")
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
@@ -267,7 +267,7 @@ class _Plan:
     """Of each segment's samples."""
 
     @classmethod
-    def of(cls, batch: Batch, base: BaseModel, *, share: bool) -> _Plan:
+    def of(cls, batch: Batch, base: LoraModel, *, share: bool) -> _Plan:
         token_ids: list[IntArray] = []
         positions: list[IntArray] = []
         prefixes: list[Prefix | None] = []
@@ -355,7 +355,7 @@ def _at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
     return chosen.reshape(-1) if chosen.ndim == 2 else chosen.repeat(sample.n_targets)
 
 
-def _head(base: BaseModel, hidden_TD: Tensor, rows: _TrainableRows, temperature: float) -> tuple[Tensor, Tensor]:
+def _head(base: LoraModel, hidden_TD: Tensor, rows: _TrainableRows, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of the trainable tokens; the frozen head never gets a gradient."""
     n_tokens = len(rows.row_N)
     hidden_ND = hidden_TD.index_select(0, base.pad(rows.row_N))
@@ -373,7 +373,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float, base: BaseModel
+        ctx: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float, base: LoraModel
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, slopes = [], [], []
         for hidden, targets in zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True):

@@ -12,11 +12,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from motet.model import grouped
+from motet.model import lora_products
 from motet.model.arithmetic import Arithmetic
-from motet.model.base import BaseModel
-from motet.model.grouped import Grouped, Padded, RowProducts, Tiled, ends, fits
-from motet.model.lora import AdapterLayout, AdapterWeights, Products, make_layout
+from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, make_layout
+from motet.model.lora_model import LoraModel
+from motet.model.lora_products import (
+    Grouped,
+    GroupedProducts,
+    LoraProducts,
+    Padded,
+    RowProducts,
+    Tiled,
+    ends,
+    products_backend,
+)
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 from tests import tiny_models as tiny
 from tests.test_lora import company, mixed
@@ -24,12 +33,12 @@ from tests.test_lora import company, mixed
 DTYPES = ("float32", "bfloat16")
 NAMES = ("llama", "opt", "phi3")
 TILE = 16
-EXACT = Arithmetic(rows=TILE, tile=TILE, grouped=True)
-FAST = Arithmetic(rows=TILE, grouped=True)
+EXACT = Arithmetic(rows=TILE, tile=TILE, products="grouped")
+FAST = Arithmetic(rows=TILE, products="grouped")
 
 
 @contextmanager
-def exact(name: str, dtype: str = "bfloat16", arithmetic: Arithmetic = EXACT) -> Iterator[BaseModel]:
+def exact(name: str, dtype: str = "bfloat16", arithmetic: Arithmetic = EXACT) -> Iterator[LoraModel]:
     """A shared base that computes as an exact GPU does, for a while."""
     base = tiny.base(name, dtype)
     base.compute_with(arithmetic)
@@ -90,7 +99,7 @@ def test_groups_of_any_length_meet_their_own_weights() -> None:
 
 @pytest.mark.parametrize(("first", "stop"), [(8, 40), (3, 35), (4, 36)])
 def test_columns_that_begin_anywhere_are_multiplied(first: int, stop: int) -> None:
-    """Slices of siblings' outputs need not begin at a multiple of 16 bytes."""
+    """Slices of fused layers' outputs need not begin at a multiple of 16 bytes."""
     wide, weights, form = random(20, 52), random(2, 32, 16), Grouped(ends([12, 8], torch.device("cpu")))
     assert torch.equal(
         form.multiply(wide[:, first:stop], weights), form.multiply(wide[:, first:stop].contiguous(), weights)
@@ -102,6 +111,14 @@ def test_columns_that_begin_anywhere_are_multiplied(first: int, stop: int) -> No
 # --- where they can be used -------------------------------------------------------------------------------------------------
 
 
+def fits(layout: AdapterLayout, dtype: torch.dtype, arithmetic: Arithmetic) -> bool:
+    return GroupedProducts(torch.device("cpu"), dtype, arithmetic.tile).fits_table(layout)
+
+
+def products(base: LoraModel, arithmetic: Arithmetic) -> LoraProducts:
+    return products_backend(arithmetic, base.device, base.dtype)
+
+
 def layout_of(n_in: int, n_out: int, rank: int) -> AdapterLayout:
     return make_layout({"q": (n_in, n_out)}, rank)
 
@@ -109,15 +126,15 @@ def layout_of(n_in: int, n_out: int, rank: int) -> AdapterLayout:
 @pytest.mark.parametrize("shape", [(64, 64, 4), (64, 64, 12), (60, 64, 8), (64, 36, 8)])
 def test_shapes_that_are_no_multiples_of_eight_are_left_out(shape: tuple[int, int, int]) -> None:
     for arithmetic in (EXACT, FAST):
-        assert not fits(layout_of(*shape), torch.device("cpu"), torch.bfloat16, arithmetic)
-        assert not fits(layout_of(*shape), torch.device("cpu"), torch.float32, arithmetic)
-    assert not fits(layout_of(64, 64, 8), torch.device("cpu"), torch.float16, FAST)
+        assert not fits(layout_of(*shape), torch.bfloat16, arithmetic)
+        assert not fits(layout_of(*shape), torch.float32, arithmetic)
+    assert not fits(layout_of(64, 64, 8), torch.float16, FAST)
 
 
 def test_grouped_products_are_used_where_they_are_there() -> None:
     """Otherwise the tests below would compare one form with itself."""
-    assert fits(layout_of(64, 64, 8), torch.device("cpu"), torch.float32, FAST)
-    assert fits(layout_of(64, 64, 8), torch.device("cpu"), torch.bfloat16, FAST)
+    assert fits(layout_of(64, 64, 8), torch.float32, FAST)
+    assert fits(layout_of(64, 64, 8), torch.bfloat16, FAST)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +165,7 @@ def test_a_grouped_product_has_to_pass_its_trial(
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", spoilt)
     for exactly, wanted in zip((True, False), good, strict=True):
         for transposed in (False, True):
-            found = grouped._agrees(torch.device("cpu"), torch.bfloat16, exactly, 64, 24, transposed)
+            found = lora_products._agrees(torch.device("cpu"), torch.bfloat16, exactly, 64, 24, transposed)
             assert found == wanted
 
 
@@ -158,7 +175,7 @@ def test_without_a_grouped_product_there_are_tiles(monkeypatch: pytest.MonkeyPat
         raise error("no such operator")
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", missing)
-    assert not grouped._tried.__wrapped__(torch.device("cpu"), torch.bfloat16, False, 64, 24, False)
+    assert not lora_products._tried.__wrapped__(torch.device("cpu"), torch.bfloat16, False, 64, 24, False)
 
 
 # --- sampling and training -----------------------------------------------------------------------------------------------
@@ -215,7 +232,7 @@ def test_trainer_and_sampler_routings_agree_bitwise(name: str, dtype: str) -> No
         for weights in [*mixed(base), tiny.adapter(base, rank=4, seed=5)]:
             sampled = tiny.packed_logits(base, [(weights, ids)])[0]
             segments = [TrainSegment(0, 48, weights, None)]
-            routing = TrainerRouting(segments, base.device, backward=False, arithmetic=EXACT)
+            routing = TrainerRouting(segments, base.device, products(base, EXACT), backward=False)
             assert torch.equal(tiny.packed_logits(base, [(weights, ids)], routing)[0], sampled)
 
 
@@ -229,9 +246,9 @@ def test_decode_rows_equal_prefill_rows_bitwise(dtype: str, rank: int) -> None:
         x = random(1, 32, layer.in_features, dtype=base.dtype)
         many = [(each, 4 * place, 4) for place, each in enumerate(adapters)]
         few = [(each, place, 1) for place, each in enumerate(adapters)]
-        with base.routed(AdapterStacks().routing(many, base.device, arithmetic=EXACT)):
+        with base.routed(AdapterStacks(products(base, EXACT)).routing(many, base.device)):
             wanted = layer(x)[0, :20:4]
-        with base.routed(AdapterStacks().routing(few, base.device, arithmetic=EXACT)):
+        with base.routed(AdapterStacks(products(base, EXACT)).routing(few, base.device)):
             assert torch.equal(layer(torch.cat([x[:, :20:4], x[:, :11]], 1))[0, :5], wanted)
 
 
@@ -243,8 +260,8 @@ def test_adapters_of_one_layout_share_a_grouped_product() -> None:
         runs = [(each, 16 * place, 16) for place, each in enumerate(adapters)]
         segments = [TrainSegment(first, first + rows, weights, None) for weights, first, rows in runs]
         for routing in (
-            AdapterStacks().routing(runs, base.device, arithmetic=FAST),
-            TrainerRouting(segments, base.device, backward=False, arithmetic=FAST),
+            AdapterStacks(products(base, FAST)).routing(runs, base.device),
+            TrainerRouting(segments, base.device, products(base, FAST), backward=False),
         ):
             with Seen() as seen, base.routed(routing):
                 layer(random(1, 64, layer.in_features))
@@ -260,7 +277,10 @@ def test_every_product_has_the_rows_of_a_tile() -> None:
         one, two = (tiny.adapter(base, rank=4, seed=seed) for seed in range(2))
         x = random(1, 64, layer.in_features, dtype=base.dtype)
         for runs in ([(one, 0, 1)], [(one, 0, 37), (None, 37, 3), (two, 40, 17)], [(one, 0, 32), (two, 32, 32)]):
-            with Seen() as seen, base.routed(AdapterStacks().routing(runs, base.device, arithmetic=EXACT)):
+            with (
+                Seen() as seen,
+                base.routed(AdapterStacks(products(base, EXACT)).routing(runs, base.device)),
+            ):
                 layer(x)
             assert len(seen.products()) >= 6
             assert {shape[0] for shape in seen.products()} == {TILE}
@@ -272,25 +292,25 @@ Trained = dict[str, tuple[AdapterWeights, int]]
 """Adapters by name and how many rows each has."""
 
 
-def gradients(base: BaseModel, trained: Trained, arithmetic: Arithmetic) -> dict[str, Tensor]:
+def gradients(base: LoraModel, trained: Trained, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """Of a fixed slope of each adapter's final hidden states, all adapters in one pass."""
     segments, start, sums = [], 0, {}
     for name, (weights, length) in trained.items():
         sums[name] = torch.zeros(weights.layout.size)
-        segments.append(TrainSegment(start, start + length, weights, weights.layout.products(sums[name])))
+        segments.append(TrainSegment(start, start + length, weights, weights.layout.matrices(sums[name])))
         start += length
     lengths = [length for _, length in trained.values()]
     tokens = torch.cat([tiny.tokens(length, seed=7) for length in lengths])
     positions = torch.cat([torch.arange(length) for length in lengths])
     slopes = torch.cat([random(length, 64, dtype=base.dtype, seed=length) for length in lengths])
-    routing = TrainerRouting(segments, base.device, backward=True, arithmetic=arithmetic)
+    routing = TrainerRouting(segments, base.device, products(base, arithmetic), backward=True)
     with base.routed(routing), torch.enable_grad():
-        hidden = base.hidden(tokens, positions, base.packed_layout(lengths))
+        hidden = base.hidden(tokens, positions, base.attention.packed(lengths))
         torch.autograd.backward(hidden, slopes)
     return sums
 
 
-def trained_together(base: BaseModel) -> Trained:
+def trained_together(base: LoraModel) -> Trained:
     lengths = {"a": 48, "b": 16, "c": 48, "d": 32, "e": 16}
     ranks = {"a": 8, "b": 8, "c": 4, "d": 16, "e": 4}
     return {
@@ -345,12 +365,12 @@ def test_segments_of_one_adapter_are_added_up() -> None:
             [(32, 64, weights)],
         ):
             flat = torch.zeros(weights.layout.size)
-            sums: Products = weights.layout.products(flat)[layer.path]
+            sums: LoraMatrices = weights.layout.matrices(flat)[layer.path]
             segments = [
                 TrainSegment(first, stop, each, {layer.path: sums} if each is weights else None)
                 for first, stop, each in parts
             ]
-            with base.routed(TrainerRouting(segments, base.device, backward=True, arithmetic=EXACT)):
+            with base.routed(TrainerRouting(segments, base.device, products(base, EXACT), backward=True)):
                 layer(x).backward(slope)
             found.append(flat)
         assert torch.equal(found[0], found[1] + found[2])
@@ -363,11 +383,11 @@ def test_every_segment_is_summed_in_a_product_of_its_own() -> None:
         segments = []
         for place in range(2):
             weights = tiny.adapter(base, rank=4, seed=place)
-            sums = weights.layout.products(torch.zeros(weights.layout.size))
+            sums = weights.layout.matrices(torch.zeros(weights.layout.size))
             segments.append(TrainSegment(32 * place, 32 * place + 32, weights, sums))
         x, slope = random(1, 64, 96, dtype=base.dtype), random(1, 64, 64, dtype=base.dtype, seed=1)
         x.requires_grad_()
-        with base.routed(TrainerRouting(segments, base.device, backward=True, arithmetic=EXACT)):
+        with base.routed(TrainerRouting(segments, base.device, products(base, EXACT), backward=True)):
             y = layer(x)
             with Seen() as seen:
                 y.backward(slope)

@@ -16,32 +16,44 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from motet.model.layout import least_rows
+from motet.model.arithmetic import least_rows
 
 _ROWS_TRIED = (4, 32, 128)
 
 
-class FrozenWeight:
-    """A weight [N, K] and its bias, to be multiplied with and never changed."""
+class FrozenWeight(nn.Module):
+    """A weight [N, K] and its bias, read anew for every product: whoever shards a model may exchange the parameters.
 
-    def __init__(self, plain: Tensor, bias: Tensor | None) -> None:
-        self.plain = plain
-        self.bias = bias
+    Nothing else refers to the parameters but what they are tied to. A weight that is kept in another form (quantised, say)
+    derives from this class and says in `dense`, or in `forward` and `back`, how it is read.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = _parameter(weight)
+        self.register_parameter("bias", None if bias is None else _parameter(bias))
         self.tile = 0
         """Rows of every product, 0 for all there are (see `Arithmetic.tile`); set by whoever loads the base."""
         self._packed: Tensor | None = None
-        self._least = least_rows(plain.numel(), plain.dtype)
+        self._least = least_rows(weight.numel(), weight.dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply x [..., K] → x Wᵀ + b [..., N]; without a gradient.
+    def dense(self) -> Tensor:
+        """The numbers [N, K] that rows are multiplied with."""
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply x [..., K] → x Wᵀ + b [..., N]; a gradient comes from `back` alone.
 
         Raises:
             ValueError: the rows are not whole tiles.
         """
         if self.tile:
-            return self._by_tiles(x, self.plain.t(), self.bias)
+            return self._by_tiles(x, self.dense().t(), self.bias)
         return self._with_enough_rows(x, self._product)
 
     def back(self, grad: Tensor) -> Tensor:
@@ -51,13 +63,17 @@ class FrozenWeight:
             ValueError: the rows are not whole tiles.
         """
         if self.tile:
-            return self._by_tiles(grad, self.plain, None)
-        return self._with_enough_rows(grad, lambda rows: torch.matmul(rows, self.plain))
+            return self._by_tiles(grad, self.dense(), None)
+        return self._with_enough_rows(grad, lambda rows: torch.matmul(rows, self.dense()))
 
     def _product(self, x: Tensor) -> Tensor:
         if self._packed is None:
-            return F.linear(x, self.plain, self.bias)
+            return F.linear(x, self.dense(), self.bias)
         return _packed_linear(x, self._packed, self.bias)
+
+    def any_rows(self, x: Tensor) -> Tensor:
+        """The product of rows that need not be whole tiles."""
+        return self._product(x) if self.tile and x.shape[-2] % self.tile else self(x)
 
     def _with_enough_rows(self, rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         """Of few rows [..., T, K] a small weight's product would not be made by the GEMM, and would have other bits."""
@@ -80,14 +96,9 @@ class FrozenWeight:
                 torch.addmm(bias, rows, weight_KN, out=found)
         return found_TN.view(*x.shape[:-1], weight_KN.shape[1])
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[N, K], and whether there is a bias."""
-        return (*self.plain.shape, int(self.bias is not None))
-
     def pack(self) -> None:
         """Make the second copy."""
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.plain, _ROWS_TRIED[1])
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _ROWS_TRIED[1])
 
     def unpack(self) -> None:
         """Let the second copy go."""
@@ -97,27 +108,33 @@ class FrozenWeight:
         """Whether products with the second copy have the bits of `F.linear`."""
         generator = torch.Generator().manual_seed(0)
         for rows in _ROWS_TRIED:
-            x = torch.randn(rows, self.plain.shape[1], generator=generator).to(self.plain.dtype)
-            if not torch.equal(F.linear(x, self.plain, self.bias), self(x)):
+            x = torch.randn(rows, self.weight.shape[1], generator=generator).to(self.weight.dtype)
+            if not torch.equal(F.linear(x, self.weight, self.bias), self(x)):
                 return False
         return True
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    """One that is a parameter already stays itself: it may be tied to another."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
 def pack_all(weights: Iterable[FrozenWeight]) -> None:
     """Pack the bfloat16 weights on the CPU whose shape passes the trial."""
     passed: dict[tuple[int, ...], bool] = {}
     for weight in weights:
-        if weight.plain.device.type != "cpu" or weight.plain.dtype != torch.bfloat16 or weight.tile:
+        if weight.weight.device.type != "cpu" or weight.weight.dtype != torch.bfloat16 or weight.tile:
             continue
-        if passed.get(weight.shape) is False:
+        shape = (*weight.weight.shape, weight.bias is not None)
+        if passed.get(shape) is False:
             continue
         try:
             weight.pack()
-            if weight.shape not in passed:
-                passed[weight.shape] = weight.agrees()
+            if shape not in passed:
+                passed[shape] = weight.agrees()
         except (AttributeError, RuntimeError):  # this build of torch has no such operator
-            passed[weight.shape] = False
-        if not passed[weight.shape]:
+            passed[shape] = False
+        if not passed[shape]:
             weight.unpack()
 
 

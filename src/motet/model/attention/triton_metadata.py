@@ -1,6 +1,6 @@
-"""Which packed row attends to which keys, as tensors that the kernels of `motet.model.kernels` read.
+"""Which packed row attends to which keys, as tensors that the kernels of `motet.model.attention.triton_kernels` read.
 
-The counterpart of `motet.model.layout` for a GPU: one launch serves all sequences, whatever their lengths, so nothing is
+The counterpart of `torch_metadata` for a GPU: one launch serves all sequences, whatever their lengths, so nothing is
 grouped or padded. All that changes from one decoded token to the next is in tensors whose shapes depend only on how many
 sequences there are and how many blocks the longest of them has.
 
@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from motet.model.kv_cache import KVCache
-from motet.model.layout import Prefix, Span
+from motet.model.attention.backend import Prefix, Span, prefix_length
+from motet.model.kv_cache import KVCache, Writes
 
 TILE_ROWS = 64
 """Folded query rows that one program of a kernel works on: each query makes one for every query head of a KV head."""
@@ -40,7 +40,7 @@ def queries_per_tile(fold: int) -> int:
     """
     if fold > TILE_ROWS:
         raise ValueError(
-            f"{fold} query heads share a KV head, the kernels take {TILE_ROWS}; compute with Arithmetic(kernels=False)"
+            f"{fold} query heads share a KV head, the kernels take {TILE_ROWS}; compute with Arithmetic(attention='torch')"
         )
     return TILE_ROWS // fold
 
@@ -70,7 +70,7 @@ class KeyBlocks:
 
 
 @dataclass
-class AttentionTables:
+class TritonMetadata:
     """Which rows belong to which sequence and where its keys lie."""
 
     rows_S: Tensor
@@ -85,13 +85,19 @@ class AttentionTables:
     """`queries_S` again, for what is made on the host."""
     prefixes: tuple[Prefix | None, ...] = ()
     cache: KVCache | None = None
-    write_blocks_T: Tensor | None = None
-    """int64: block of each row's new key; rows of padding have none."""
-    write_offsets_T: Tensor | None = None
-    """int64: its place in the block."""
-    calls: list[tuple[int, int | None]] = field(default_factory=list)
-    """Layers that asked, and their sliding windows, for the proof at load."""
+    writes: Writes | None = None
     _tiles: dict[int, Tiles] = field(default_factory=dict)
+
+    @property
+    def sequences(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What kernels read of each sequence."""
+        return self.rows_S, self.queries_S, self.firsts_S, self.keys_SL
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What changes from one decoded token to the next."""
+        assert self.writes is not None
+        return *self.sequences, self.writes.blocks_T, self.writes.offsets_T
 
     def tiles(self, fold: int) -> Tiles:
         """Tiles of all queries where `fold` query heads share a KV head; made at the first call.
@@ -115,7 +121,7 @@ class AttentionTables:
         rows, places, shared_rows, shared_places = [], [], [], []
         row = 0
         for index, (length, prefix) in enumerate(zip(self.lengths, self.prefixes, strict=True)):
-            first, place = _length(prefix), len(keys) * TILE_KEYS
+            first, place = prefix_length(prefix), len(keys) * TILE_KEYS
             starts = range(0, first + length, TILE_KEYS)
             sequences.extend([index] * len(starts))
             keys.extend(starts)
@@ -131,18 +137,12 @@ class AttentionTables:
         return KeyBlocks(*_send(self.rows_S.device, np.array(sequences), np.array(keys), readers, all_places[by_row]))
 
 
-def packed_tables(
+def packed_metadata(
     lengths: Sequence[int], device: torch.device, prefixes: Sequence[Prefix | None] = ()
-) -> AttentionTables:
-    """Tables of whole sequences, one after another, without a cache (training, scoring).
-
-    Args:
-        lengths: packed rows of each sequence, in order; they cover all rows.
-        device: where the tensors go.
-        prefixes: for each sequence the rows of an earlier one that it continues, if any.
-    """
+) -> TritonMetadata:
+    """Of whole sequences, one after another."""
     before = tuple(prefixes) or (None,) * len(lengths)
-    firsts = np.array([_length(prefix) for prefix in before])
+    firsts = np.array([prefix_length(prefix) for prefix in before])
     queries = np.array(lengths)
     rows = queries.cumsum() - queries
     keys = np.zeros((len(queries), int((firsts + queries).max())), dtype=np.int32)
@@ -151,20 +151,13 @@ def packed_tables(
             own[:first] = np.arange(prefix.row, prefix.row + first)
         own[first : first + length] = np.arange(row, row + length)
     rows_S, queries_S, firsts_S, keys_SL = _send(device, rows, queries, firsts, keys)
-    return AttentionTables(rows_S, queries_S, firsts_S, keys_SL, tuple(lengths), before)
+    return TritonMetadata(rows_S, queries_S, firsts_S, keys_SL, tuple(lengths), before)
 
 
-def cached_tables(
+def cached_metadata(
     spans: Sequence[Span], cache: KVCache, device: torch.device, least_blocks: int = 0
-) -> AttentionTables:
-    """Tables of spans whose keys and values go to a cache (prefill and decode); rows of padding belong to no span.
-
-    Args:
-        spans: consecutive tokens of each sequence, in the order of the rows.
-        cache: where their keys and values go.
-        device: where the tensors go.
-        least_blocks: L is at least this, so that shapes stay the same while sequences grow.
-    """
+) -> TritonMetadata:
+    """Of spans whose keys and values go to a cache; L is at least `least_blocks`, so that shapes stay while sequences grow."""
     firsts, queries = (np.array([getattr(span, name) for span in spans]) for name in ("start", "length"))
     reach = -(-(firsts + queries) // cache.block_size)
     keys = np.full((len(spans), max(int(reach.max()), least_blocks)), cache.zero_block, dtype=np.int32)
@@ -177,20 +170,7 @@ def cached_tables(
     writes = torch.from_numpy(np.stack([blocks_T, position_T % cache.block_size]).astype(np.int64)).to(device)
     rows_S, queries_S, firsts_S, keys_SL = _send(device, rows, queries, firsts, keys)
     lengths = tuple(int(length) for length in queries)
-    return AttentionTables(
-        rows_S,
-        queries_S,
-        firsts_S,
-        keys_SL,
-        lengths,
-        cache=cache,
-        write_blocks_T=writes[0],
-        write_offsets_T=writes[1],
-    )
-
-
-def _length(prefix: Prefix | None) -> int:
-    return 0 if prefix is None else prefix.length
+    return TritonMetadata(rows_S, queries_S, firsts_S, keys_SL, lengths, cache=cache, writes=Writes(*writes))
 
 
 def _send(device: torch.device, *arrays: _Ints) -> list[Tensor]:

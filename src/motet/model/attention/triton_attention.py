@@ -1,6 +1,6 @@
 """Attention as Triton kernels: one launch for all sequences of a pass, sampling and training alike.
 
-The rules that make a row independent of everything but its own sequence are those of `motet.model.attention`:
+The rules that make a row independent of everything but its own sequence are those of `torch_attention`:
 
 * one program has a tile of one sequence's queries and goes through that sequence's keys in blocks of a fixed size, in order;
   a block that is wholly hidden from a row leaves what the row has so far as it was, so blocks may be left out;
@@ -20,15 +20,25 @@ of a block, S sequences, L entries of a key table, N tiles, M blocks of keys, P 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
-from motet.model import programs
-from motet.model.tables import TILE_KEYS, TILE_ROWS, AttentionTables, queries_per_tile
+from motet.model.attention import triton_kernels
+from motet.model.attention.backend import LayerCall, Prefix, Span
+from motet.model.attention.triton_metadata import (
+    TILE_KEYS,
+    TILE_ROWS,
+    TritonMetadata,
+    cached_metadata,
+    packed_metadata,
+    queries_per_tile,
+)
+from motet.model.kv_cache import KVCache
 
 NO_WINDOW = 1 << 30
 """More keys than a sequence has."""
@@ -38,55 +48,81 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True)
 class _Call:
-    """What one layer asks for."""
+    """A layer's call as the kernels take it."""
 
-    tables: AttentionTables
+    metadata: TritonMetadata
     scaling: float
     window: int
     softcap: float
     """0 where there is none."""
 
 
-def attend(
-    tables: AttentionTables,
-    layer: int,
-    query_THE: Tensor,
-    key_TKE: Tensor,
-    value_TKE: Tensor,
-    *,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """Causal attention [T, H, E] of one layer, with gradients where there is no cache.
+@dataclass
+class TritonPass:
+    """An `AttentionPass`, and a `ReplayablePass` where it has a cache."""
 
-    With a cache the new keys and values are written to it first; rows of padding, which belong to no sequence, are zeros.
+    metadata: TritonMetadata
+    calls: list[LayerCall] = field(default_factory=list)
 
-    Raises:
-        ValueError: more query heads share a KV head than a tile has rows.
-    """
-    call = _Call(tables, scaling, NO_WINDOW if window is None else min(window, NO_WINDOW), softcap or 0.0)
-    with torch.cuda.device_of(query_THE):
-        if tables.cache is not None:
-            return _through_cache(query_THE, key_TKE, value_TKE, call, layer)
-        output_THE: Tensor = _PackedAttention.apply(query_THE, key_TKE, value_TKE, call)  # type: ignore[no-untyped-call]
-        return output_THE
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What `values` are for."""
+        return self.metadata.tensors
+
+    def values(self, spans: Sequence[Span]) -> tuple[Tensor, ...]:
+        """What the tensors have to hold, on the host, for as many other spans."""
+        metadata = self.metadata
+        assert metadata.cache is not None
+        return cached_metadata(spans, metadata.cache, torch.device("cpu"), metadata.keys_SL.shape[1]).tensors
+
+    def attend(self, call: LayerCall, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
+        """Causal attention [T, H, E] of one layer, with gradients where there is no cache; rows of padding are zeros.
+
+        Raises:
+            ValueError: more query heads share a KV head than a tile has rows.
+        """
+        window = NO_WINDOW if call.window is None else min(call.window, NO_WINDOW)
+        compiled = _Call(self.metadata, call.scaling, window, call.softcap or 0.0)
+        with torch.cuda.device_of(query_THE):
+            if self.metadata.cache is not None:
+                return _through_cache(query_THE, key_TKE, value_TKE, compiled, call.layer)
+            output: Tensor = _PackedAttention.apply(query_THE, key_TKE, value_TKE, compiled)  # type: ignore[no-untyped-call]
+            return output
+
+
+class TritonAttention:
+    """An `AttentionBackend` of kernels in Triton."""
+
+    fixed_shapes = True
+    reads_past_end = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def packed(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> TritonPass:
+        """A pass over whole sequences."""
+        return TritonPass(packed_metadata(lengths, self._device, prefixes))
+
+    def cached(self, spans: Sequence[Span], cache: KVCache) -> TritonPass:
+        """A pass over spans whose keys and values go to a cache."""
+        return TritonPass(cached_metadata(spans, cache, self._device))
+
+    def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> TritonPass:
+        """The same for sequences that may grow to so many blocks."""
+        return TritonPass(cached_metadata(spans, cache, self._device, least_blocks))
 
 
 def _through_cache(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _Call, layer: int) -> Tensor:
-    tables = call.tables
-    assert tables.cache is not None and tables.write_blocks_T is not None and tables.write_offsets_T is not None
-    key_pool, value_pool = tables.cache.layer(layer, key_TKE, value_TKE)
-    n_real = len(tables.write_blocks_T)
-    key_pool[tables.write_blocks_T, :, tables.write_offsets_T] = key_TKE[:n_real]
-    value_pool[tables.write_blocks_T, :, tables.write_offsets_T] = value_TKE[:n_real]
+    metadata = call.metadata
+    assert metadata.cache is not None and metadata.writes is not None
+    key_pool, value_pool = metadata.cache.write(layer, metadata.writes, key_TKE, value_TKE)
     n_heads, fold = query_THE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
     output_THE = query_THE.new_zeros(query_THE.shape)
     log_sum_TH = query_THE.new_empty(len(query_THE), n_heads, dtype=torch.float32)
     query_THE = _readable(query_THE)
     # [blocks, K, C, E]: strides of a block, a head and a place in the block
     places = (*_units(key_pool)[:3], *_units(value_pool)[:3])
-    _launch(call, query_THE, (key_pool, value_pool), places, fold, output_THE, log_sum_TH, tables.cache.block_size)
+    _launch(call, query_THE, (key_pool, value_pool), places, fold, output_THE, log_sum_TH, metadata.cache.block_size)
     return output_THE
 
 
@@ -174,27 +210,12 @@ def _launch(
     block_size: int,
 ) -> None:
     """Fill the output and the logarithms of the sums of weights; `places` are the strides of keys and values, in units."""
-    tables, tiles = call.tables, call.tables.tiles(fold)
-    programs.forward[(len(tiles.sequence_N), query_THE.shape[1] // fold)](
-        query_THE,
-        *keys_values,
-        output_THE,
-        log_sum_TH,
-        tables.rows_S,
-        tables.queries_S,
-        tables.firsts_S,
-        tables.keys_SL,
-        tiles.sequence_N,
-        tiles.query_N,
-        call.scaling,
-        call.window,
-        tables.keys_SL.shape[1],
-        query_THE.shape[1],
-        *_units(query_THE)[:2],
-        block_size,
-        *places,
+    metadata, tiles = call.metadata, call.metadata.tiles(fold)
+    triton_kernels.forward[(len(tiles.sequence_N), query_THE.shape[1] // fold)](
+        query_THE, *keys_values, output_THE, log_sum_TH, *metadata.sequences, tiles.sequence_N, tiles.query_N,
+        call.scaling, call.window, metadata.keys_SL.shape[1], query_THE.shape[1], *_units(query_THE)[:2], block_size, *places,
         **_options(query_THE, fold, call.softcap),
-    )
+    )  # fmt: skip
 
 
 def _backward(
@@ -209,50 +230,26 @@ def _backward(
     """Gradients of queries, keys and values."""
     n_heads, (n_rows, n_kv, width) = query_THE.shape[1], key_TKE.shape
     fold = n_heads // n_kv
-    tables, tiles, blocks = call.tables, call.tables.tiles(fold), call.tables.key_blocks
+    metadata, tiles, blocks = call.metadata, call.metadata.tiles(fold), call.metadata.key_blocks
     grad_THE = _readable(grad_THE)
     states = (query_THE, key_TKE, value_TKE)
     strides = tuple(stride for each in (query_THE, grad_THE, key_TKE, value_TKE) for stride in _units(each)[:2])
-    sequences = (tables.rows_S, tables.queries_S, tables.firsts_S, tables.keys_SL)
-    sizes = (call.scaling, call.window, tables.keys_SL.shape[1], n_heads, *strides)
+    sizes = (call.scaling, call.window, metadata.keys_SL.shape[1], n_heads, *strides)
     common_TH, grad_query_THE = torch.empty_like(log_sum_TH), query_THE.new_empty(query_THE.shape)
-    programs.query_gradients[(len(tiles.sequence_N), n_kv)](
-        *states,
-        output_THE,
-        grad_THE,
-        log_sum_TH,
-        common_TH,
-        grad_query_THE,
-        *sequences,
-        tiles.sequence_N,
-        tiles.query_N,
-        *sizes,
-        **_options(query_THE, fold, call.softcap),
-    )
+    triton_kernels.query_gradients[(len(tiles.sequence_N), n_kv)](
+        *states, output_THE, grad_THE, log_sum_TH, common_TH, grad_query_THE, *metadata.sequences,
+        tiles.sequence_N, tiles.query_N, *sizes, **_options(query_THE, fold, call.softcap),
+    )  # fmt: skip
     n_blocks = len(blocks.sequence_M)
     sums_2PKE = query_THE.new_empty(2, n_blocks * TILE_KEYS, n_kv, width, dtype=torch.float32)
-    programs.key_gradients[(n_blocks, n_kv)](
-        *states,
-        grad_THE,
-        log_sum_TH,
-        common_TH,
-        *sums_2PKE,
-        *sequences,
-        blocks.sequence_M,
-        blocks.key_M,
-        *sizes,
-        **_options(query_THE, fold, call.softcap, narrow=64),
-    )
+    triton_kernels.key_gradients[(n_blocks, n_kv)](
+        *states, grad_THE, log_sum_TH, common_TH, *sums_2PKE, *metadata.sequences,
+        blocks.sequence_M, blocks.key_M, *sizes, **_options(query_THE, fold, call.softcap, narrow=64),
+    )  # fmt: skip
     grad_key_TKE, grad_value_TKE = (each.new_empty(each.shape) for each in (key_TKE, value_TKE))
     columns = n_kv * width
-    programs.collect[(n_rows, triton.cdiv(columns, 512))](
-        *sums_2PKE,
-        grad_key_TKE,
-        grad_value_TKE,
-        blocks.readers_T,
-        blocks.places_P,
-        columns,
-        CHUNK=512,
-        enable_fp_fusion=False,
-    )
+    triton_kernels.collect[(n_rows, triton.cdiv(columns, 512))](
+        *sums_2PKE, grad_key_TKE, grad_value_TKE, blocks.readers_T, blocks.places_P, columns,
+        CHUNK=512, enable_fp_fusion=False,
+    )  # fmt: skip
     return grad_query_THE, grad_key_TKE, grad_value_TKE

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.model.arithmetic import Arithmetic
-from motet.model.lora import AdapterLayout
+from motet.model.arithmetic import LEAST_FILL, ROWS, Arithmetic, round_up
+from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices
 
 MULTIPLE = 8
 """Inputs, outputs and rank of a grouped product: 16 bytes of bfloat16, as `grouped_mm` asks of strides and beginnings."""
@@ -30,6 +30,9 @@ _ALIGNMENT = 16
 
 _CAPABILITIES = (9, 10)
 """Major compute capabilities for which torch has a grouped kernel; elsewhere it waits for the device and loops."""
+
+_BATCHED_THREADS = 2
+"""With more, a batched product in fp32 is cut otherwise than a product alone: in MKL, for about one shape in five."""
 
 _ROWS_TRIED = (1, 7, 300)
 """On Hopper torch takes another kernel where groups have more than 128 rows on average."""
@@ -50,6 +53,29 @@ class RowProducts(Protocol):
 
     def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
         """Add what `multiply` would give, in place."""
+        ...
+
+
+class LoraProducts(Protocol):
+    """One way to multiply with the adapters of a batch; chosen once, when a base is loaded."""
+
+    least_fill: float
+    """Rows of the adapter with the fewest, as a share of those with the most, among adapters that share products."""
+
+    def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
+        """Product rows that runs of these lengths take, and how they are multiplied; nothing else may play a part."""
+        ...
+
+    def stack(self, adapters: Sequence[AdapterWeights]) -> dict[str, LoraMatrices]:
+        """Weights of adapters of one layout side by side, [A, K, W] and [A, R, N] by leader."""
+        ...
+
+    def sums(self, left_MK: Tensor, right_MN: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """leftᵀ · right of the rows of each span, [K, N], with the bits of the span alone."""
+        ...
+
+    def fits_table(self, layout: AdapterLayout) -> bool:
+        """Whether adapters of a layout can be multiplied at fixed places in memory, however many rows each has."""
         ...
 
 
@@ -76,7 +102,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Grouped:
-    """As many rows of each adapter as it has; for layouts that `fits` accepts. A sum is rounded after its product is."""
+    """As many rows of each adapter as it has (`GroupedProducts.fits_table`). A sum is rounded after its product is."""
 
     ends_A: Tensor
     """int32, on the device: the row after the last of each adapter. Rows after the last end are undefined."""
@@ -134,30 +160,110 @@ def _aligned(rows_MK: Tensor) -> Tensor:
     return rows_MK.clone(memory_format=torch.contiguous_format)
 
 
-# --- where grouped products can be used -------------------------------------------------------------------------------
-
-_known: dict[tuple[int, torch.device, torch.dtype, bool], tuple[AdapterLayout, bool]] = {}
-"""By identity, because a base makes each layout once and to compare layouts takes long; with the layout, so that it stays."""
+# --- backends ---------------------------------------------------------------------------------------------------------
 
 
-def fits(layout: AdapterLayout, device: torch.device, dtype: torch.dtype, arithmetic: Arithmetic) -> bool:
-    """Whether adapters of a layout are multiplied by `Grouped`; otherwise by `Tiled`. The same for sampling and training.
+@dataclass(frozen=True)
+class PaddedProducts:
+    """A `LoraProducts` for a CPU: every adapter of a product has equally many rows."""
 
-    Every shape of product that the layout has is tried once per device: it has to agree with plain products, and where
-    the arithmetic is exact, a row must have the same bits however many rows there are beside it, in its group or in others.
-    """
-    key = (id(layout), device, dtype, arithmetic.tile > 0)
-    found = _known.get(key)
-    if found is None:
-        good = all(_tried(device, dtype, arithmetic.tile > 0, *shape) for shape in sorted(_shapes(layout)))
-        found = _known[key] = (layout, good)
-    return found[1]
+    dtype: torch.dtype = torch.float32
+
+    least_fill = LEAST_FILL
+
+    def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
+        """One batched product; with many threads a product for each adapter."""
+        padded = max(round_up(max(lengths), ROWS), layout.least_rows(self.dtype))
+        rooms = [padded] * len(lengths)
+        batched = self.dtype != torch.float32 or torch.get_num_threads() <= _BATCHED_THREADS
+        return rooms, Padded(len(lengths)) if batched else Tiled.of(rooms, 0)
+
+    def stack(self, adapters: Sequence[AdapterWeights]) -> dict[str, LoraMatrices]:
+        """Contiguous for each product, because `bmm` would copy anything else."""
+        if len(adapters) == 1:
+            return _alone(adapters[0])
+        found = {}
+        for leader, first in adapters[0].matrices.items():
+            own = [weights.matrices[leader] for weights in adapters]
+            bs = [(index, torch.stack([one.bs[place][1] for one in own])) for place, (index, _) in enumerate(first.bs)]
+            found[leader] = LoraMatrices(torch.stack([one.a for one in own]), tuple(bs))
+        return found
+
+    def sums(self, left_MK: Tensor, right_MN: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """One after another: with several threads a batched product cuts such sums otherwise than a product alone."""
+        return [torch.mm(left_MK[first:last].t(), right_MN[first:last]) for first, last in spans]
+
+    def fits_table(self, layout: AdapterLayout) -> bool:
+        """They do not."""
+        return False
+
+
+class GroupedProducts:
+    """A `LoraProducts` for a GPU: as many rows as each adapter has, grouped, or in tiles where a layout cannot be grouped."""
+
+    least_fill = 0.0  # nothing is padded
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, tile: int) -> None:
+        """`tile` as in `Arithmetic`."""
+        self._device, self._dtype, self._tile = device, dtype, tile
+        self._fit: dict[int, tuple[AdapterLayout, bool]] = {}
+        """By identity, because a base makes each layout once and to compare layouts takes long; with it, so that it stays."""
+
+    def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
+        """Grouped where the layout fits."""
+        if self.fits_table(layout):
+            return list(lengths), Grouped(ends(lengths, self._device))
+        rooms = [round_up(length, self._tile or 1) for length in lengths]
+        return rooms, Tiled.of(rooms, self._tile)
+
+    def stack(self, adapters: Sequence[AdapterWeights]) -> dict[str, LoraMatrices]:
+        """In one copy."""
+        if len(adapters) == 1:
+            return _alone(adapters[0])
+        return adapters[0].layout.matrices(torch.stack([weights.flat for weights in adapters]))
+
+    def sums(self, left_MK: Tensor, right_MN: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Where it is exact, of copies: strides are part of what a library chooses its kernel by."""
+        parts = [(left_MK[first:last], right_MN[first:last]) for first, last in spans]
+        if self._tile:
+            return [torch.mm(left.contiguous().t(), right.contiguous()) for left, right in parts]
+        return [torch.mm(left.t(), right) for left, right in parts]
+
+    def fits_table(self, layout: AdapterLayout) -> bool:
+        """Whether adapters of a layout are multiplied by `Grouped`; otherwise by `Tiled`. The same for sampling and training.
+
+        Every shape of product that the layout has is tried once per device: it has to agree with plain products, and where
+        the arithmetic is exact, a row must have the same bits however many rows there are beside it, in its group or in others.
+        """
+        found = self._fit.get(id(layout))
+        if found is None:
+            exact = self._tile > 0
+            good = all(_tried(self._device, self._dtype, exact, *shape) for shape in sorted(_shapes(layout)))
+            found = self._fit[id(layout)] = (layout, good)
+        return found[1]
+
+
+def products_backend(arithmetic: Arithmetic, device: torch.device, dtype: torch.dtype) -> LoraProducts:
+    """The backend that an arithmetic names."""
+    if arithmetic.products == "padded":
+        return PaddedProducts(dtype)
+    return GroupedProducts(device, dtype, arithmetic.tile)
+
+
+def _alone(weights: AdapterWeights) -> dict[str, LoraMatrices]:
+    return {
+        leader: LoraMatrices(one.a[None], tuple((index, b[None]) for index, b in one.bs))
+        for leader, one in weights.matrices.items()
+    }
+
+
+# --- trials of grouped products --------------------------------------------------------------------------------------
 
 
 def _shapes(layout: AdapterLayout) -> set[tuple[int, int, bool]]:
     """Inputs and outputs of its products, and whether the weights are read transposed."""
     found = set()
-    for group in layout.siblings:
+    for group in layout.fused:
         for _, place in group.members:
             found |= {(place.n_in, group.width, False), (group.width, place.n_in, True)}
             found |= {(layout.rank, place.n_out, False), (place.n_out, layout.rank, True)}

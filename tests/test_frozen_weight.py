@@ -7,21 +7,27 @@ import ctypes
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from motet.allocator import keep_freed_memory
-from motet.model import packed
+from motet.model import frozen_weight
+from motet.model.frozen_weight import FrozenWeight, pack_all
+from motet.model.lora import AdapterWeights
 from motet.model.norm import speed_up_norms
-from motet.model.packed import FrozenWeight, pack_all
+from motet.model.routing import TrainerRouting, TrainSegment
 from tests import tiny_models as tiny
 
 SHAPES = [(64, 32), (192, 64), (96, 576), (1024, 256)]
@@ -56,7 +62,7 @@ def test_packed_products_have_the_same_bits(shape: tuple[int, int], bias: bool) 
     generator = torch.Generator().manual_seed(1)
     for rows in (4, 8, 12, 28, 64, 132):
         x = torch.randn(rows, shape[1], generator=generator).bfloat16()
-        assert torch.equal(weight(x), F.linear(x, weight.plain, weight.bias))
+        assert torch.equal(weight(x), F.linear(x, weight.weight, weight.bias))
         assert torch.equal(weight(x[None])[0], weight(x))
 
 
@@ -75,11 +81,11 @@ def test_fp32_is_left_alone() -> None:
     pack_all([weight])
     assert weight._packed is None
     base = tiny.base("llama", "float32")
-    assert all(layer.siblings.weight._packed is None for layer in base.linears.values())
+    assert all(layer.fused.frozen._packed is None for layer in base.linears.values())
 
 
 def spoilt(where: Callable[[Tensor], bool]) -> Any:
-    right = packed._packed_linear
+    right = frozen_weight._packed_linear
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = right(x, weight, bias)
@@ -93,13 +99,13 @@ def spoilt(where: Callable[[Tensor], bool]) -> Any:
 @pytest.mark.parametrize("rows", [4, 32, 128])
 def test_a_weight_whose_product_disagrees_stays_plain(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """For any of the numbers of rows tried; weights of another shape are packed all the same."""
-    monkeypatch.setattr(packed, "_packed_linear", spoilt(lambda x: x.shape == (rows, 64)))
+    monkeypatch.setattr(frozen_weight, "_packed_linear", spoilt(lambda x: x.shape == (rows, 64)))
     bad, good, same_shape = frozen((192, 64), True), frozen((96, 576), True), frozen((192, 64), True)
     pack_all([bad, good, same_shape])
     assert bad._packed is same_shape._packed is None
     assert good._packed is not None
     x = torch.ones(rows, 64).bfloat16()
-    assert torch.equal(bad(x), F.linear(x, bad.plain, bad.bias))
+    assert torch.equal(bad(x), F.linear(x, bad.weight, bad.bias))
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
@@ -114,13 +120,77 @@ def test_without_the_operators_everything_stays_plain(monkeypatch: pytest.Monkey
     assert weight(torch.ones(4, 32).bfloat16()).shape == (4, 64)
 
 
+class Quantised(FrozenWeight):
+    """Eight bits and a scale for each row: the parameter holds no numbers to multiply with."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        scale = weight.abs().amax(1, keepdim=True).float() / 127
+        self.register_buffer("scale", scale)
+        self.weight = nn.Parameter((weight / scale).round().to(torch.int8), requires_grad=False)
+
+    def dense(self) -> Tensor:
+        scale: Tensor = self.get_buffer("scale")
+        return self.weight.float() * scale
+
+
+def test_a_quantised_weight_can_stand_in() -> None:
+    """Sampling, training and packing ask a weight for its numbers, never for the parameter."""
+    base = tiny.load("llama")
+    expected = tiny.packed_logits(base, [(None, tiny.tokens(12))])[0]
+    for layer in {layer.fused.leader: layer for layer in base.linears.values()}.values():
+        layer.fused.frozen = Quantised(layer.fused.frozen.weight.detach(), layer.fused.frozen.bias)
+    base.pack_weights()
+    found = tiny.packed_logits(base, [(None, tiny.tokens(12))])[0]
+    assert 0 < float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
+    layer = base.linears["model.layers.0.mlp.down_proj"]
+    grad = torch.ones(4, layer.out_features)
+    torch.testing.assert_close(layer.fused.frozen.back(grad), grad @ layer.weight)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_base_can_be_sharded(alone: None) -> None:
+    """FSDP2 exchanges every parameter, and gathers a layer's before it is used: forward, and in the backward pass again."""
+    base = tiny.load("llama")
+    ids = tiny.tokens(12)
+    layout, masters = tiny.adapter_masters(base)
+    weights = AdapterWeights.from_masters(layout, 1.0, masters, base.dtype)
+
+    def gradient() -> tuple[Tensor, Tensor]:
+        gradient = torch.zeros(layout.size)
+        segment = TrainSegment(0, 12, weights, layout.matrices(gradient))
+        with base.routed(TrainerRouting([segment], base.device, base.products, backward=True)):
+            hidden = base.hidden(ids, torch.arange(12), base.attention.packed([12]))
+            hidden.float().square().sum().backward()
+        return hidden.detach(), gradient
+
+    expected = gradient()
+    kept = [parameter.detach().clone() for parameter in base.model.parameters()]
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in base.decoder.get_submodule("layers").children():
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    sharded = [parameter for parameter in base.model.parameters() if isinstance(parameter, DTensor)]
+    assert len(sharded) == sum(1 for _ in base.decoder.get_submodule("layers").parameters()) > 0
+    found = gradient()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    sizes = [parameter.numel() for parameter in base.model.parameters()]
+    assert sizes == [one.numel() for one in kept], "a weight is kept once"
+
+
 def test_packing_changes_no_bit_of_a_base() -> None:
     plain, ours = (tiny.load("qwen2", "bfloat16") for _ in range(2))
-    pack_all([layer.siblings.weight for layer in ours.linears.values()])
+    pack_all([layer.fused.frozen for layer in ours.linears.values()])
     for layer in plain.linears.values():
-        layer.siblings.weight.unpack()
+        layer.fused.frozen.unpack()
     ids = tiny.tokens(30)
-    assert any(layer.siblings.weight._packed is not None for layer in ours.linears.values())
+    assert any(layer.fused.frozen._packed is not None for layer in ours.linears.values())
     assert torch.equal(tiny.packed_logits(ours, [(None, ids)])[0], tiny.packed_logits(plain, [(None, ids)])[0])
 
 
@@ -167,9 +237,9 @@ def test_products_and_their_way_back(bias: bool, tile: int) -> None:
     weight.tile = tile
     generator = torch.Generator().manual_seed(1)
     x, grad = (torch.randn(2, 32, width, generator=generator) for width in (64, 96))
-    wanted = x @ weight.plain.t() + (0 if weight.bias is None else weight.bias)
+    wanted = x @ weight.weight.t() + (0 if weight.bias is None else weight.bias)
     torch.testing.assert_close(weight(x), wanted)
-    torch.testing.assert_close(weight.back(grad), grad @ weight.plain)
+    torch.testing.assert_close(weight.back(grad), grad @ weight.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -179,8 +249,8 @@ def test_without_tiles_all_rows_are_one_product(dtype: torch.dtype) -> None:
     with Shapes() as seen:
         y, back = weight(x), weight.back(grad)
     assert seen.rows == [12, 12]
-    assert torch.equal(y, F.linear(x, weight.plain, weight.bias))
-    assert torch.equal(back, torch.matmul(grad, weight.plain))
+    assert torch.equal(y, F.linear(x, weight.weight, weight.bias))
+    assert torch.equal(back, torch.matmul(grad, weight.weight))
 
 
 def test_rows_that_are_no_whole_tiles_are_refused() -> None:

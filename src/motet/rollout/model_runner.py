@@ -1,4 +1,4 @@
-"""What the model does for the decoder: read tokens through the KV cache, and draw the next ones.
+"""The model for the decoder: tokens run through it and its KV cache, and the next ones are drawn.
 
 Legend: T packed rows, N sampled rows, V vocabulary.
 """
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from motet import seeds
-from motet.model.base import BaseModel
+from motet.model.attention import Span
+from motet.model.cuda_graph import CudaGraphRunner
 from motet.model.distribution import draw
 from motet.model.kv_cache import KVCache
-from motet.model.layout import Span
 from motet.model.lora import AdapterWeights
-from motet.model.recording import Recorder
+from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks
 from motet.rollout.sequences import Sequence
 
 
 @dataclass(frozen=True)
-class Read:
-    """Tokens of one sequence or prompt to run through the model."""
+class NewTokens:
+    """Tokens of one sequence or prompt whose keys and values are not in the cache yet."""
 
     weights: AdapterWeights | None
     token_ids: Seq[int]
@@ -33,55 +33,52 @@ class Read:
     blocks: Seq[int]
 
 
-class Reader:
+class ModelRunner:
     """The base, its KV cache and the adapters of the batch at hand."""
 
-    def __init__(self, base: BaseModel, cache: KVCache) -> None:
+    def __init__(self, base: LoraModel, cache: KVCache) -> None:
         self.base = base
         self.cache = cache
-        self.stacks = AdapterStacks()
-        self._recorder = Recorder(base, cache)
+        self.stacks = AdapterStacks(base.products)
+        self._graphs = CudaGraphRunner(base, cache)
 
-    def logits(self, reads: Seq[Read]) -> Tensor:
-        """What the head gives [len(reads), V] for the last token of each read (see `BaseModel.raw_logits`).
+    def logits(self, inputs: Seq[NewTokens]) -> Tensor:
+        """What the head gives [len(inputs), V] for the last token of each (see `LoraModel.raw_logits`).
 
         It may be overwritten by the next call.
         """
-        if self.base.arithmetic.graphs and all(len(read.token_ids) == 1 for read in reads):
-            spans = [Span(read.start, 1, read.blocks) for read in reads]
-            found = self._recorder.logits(
-                [read.token_ids[0] for read in reads], spans, [read.weights for read in reads]
-            )
+        if self.base.arithmetic.graphs and all(len(new.token_ids) == 1 for new in inputs):
+            spans = [Span(new.start, 1, new.blocks) for new in inputs]
+            found = self._graphs.logits([new.token_ids[0] for new in inputs], spans, [new.weights for new in inputs])
             if found is not None:
                 return found
-        return self._logits(reads)
+        return self._logits(inputs)
 
-    def _logits(self, reads: Seq[Read]) -> Tensor:
+    def _logits(self, inputs: Seq[NewTokens]) -> Tensor:
         base, device = self.base, self.base.device
-        order = sorted(range(len(reads)), key=lambda place: _by_layout(reads[place].weights))
         spans: list[Span] = []
         tokens: list[int] = []
         positions: list[int] = []
         runs: list[tuple[AdapterWeights | None, int, int]] = []
-        last = [0] * len(reads)
+        last = [0] * len(inputs)
         row = 0
-        for place in order:
-            read = reads[place]
-            length = len(read.token_ids)
-            spans.append(Span(read.start, length, read.blocks))
-            tokens.extend(read.token_ids)
-            positions.extend(range(read.start, read.start + length))
-            if runs and runs[-1][0] is read.weights:
-                runs[-1] = (read.weights, runs[-1][1], runs[-1][2] + length)
+        for place in sorted(range(len(inputs)), key=lambda place: _by_layout(inputs[place].weights)):
+            new = inputs[place]
+            length = len(new.token_ids)
+            spans.append(Span(new.start, length, new.blocks))
+            tokens.extend(new.token_ids)
+            positions.extend(range(new.start, new.start + length))
+            if runs and runs[-1][0] is new.weights:
+                runs[-1] = (new.weights, runs[-1][1], runs[-1][2] + length)
             else:
-                runs.append((read.weights, row, length))
+                runs.append((new.weights, row, length))
             row += length
             last[place] = row - 1
         tokens_T = base.pad(torch.tensor(tokens, device=device))
         positions_T = base.pad(torch.tensor(positions, device=device))
-        with base.routed(self.stacks.routing(runs, device, arithmetic=base.arithmetic)):
-            hidden_TD = base.hidden(tokens_T, positions_T, base.cached_layout(spans, self.cache))
-        return base.raw_logits(base.pad(hidden_TD[torch.tensor(last, device=device)]))[: len(reads)]
+        with base.routed(self.stacks.routing(runs, device)):
+            hidden_TD = base.hidden(tokens_T, positions_T, base.attention.cached(spans, self.cache))
+        return base.raw_logits(base.pad(hidden_TD[torch.tensor(last, device=device)]))[: len(inputs)]
 
     def sample(self, sequences: Seq[Sequence], raw_NV: Tensor) -> None:
         """Draw each sequence's next token from its row and let it decide whether it ends."""
@@ -103,8 +100,7 @@ class Reader:
 
     def text(self, tokens: list[int]) -> str:
         """Text of completion tokens, without special tokens."""
-        text: str = self.base.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return self.base.info.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def _by_layout(weights: AdapterWeights | None) -> tuple[int, int]:

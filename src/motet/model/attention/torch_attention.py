@@ -18,22 +18,18 @@ G = H / K, R = Q·G folded rows, E head width.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from motet.errors import BaseModelError
-from motet.model.layout import AttentionLayout, Group, Mask
-from motet.model.tables import AttentionTables
-
-NAME = "motet"
-"""Under which the function is registered with transformers' `AttentionInterface`."""
-
-INSTEAD = "take a base of another architecture"
-"""What a person can do where Motet refuses how a model attends."""
+from motet.model.arithmetic import ROWS, least_rows
+from motet.model.attention.backend import LayerCall, Prefix, Span
+from motet.model.attention.torch_metadata import Group, Mask, TorchMetadata, cached_metadata, packed_metadata
+from motet.model.kv_cache import KVCache
 
 TILE = 128
 """Folded query rows that are summed in one product."""
@@ -44,14 +40,12 @@ LEAST_EXPONENT = -87.0
 Beside the row's largest weight, which is 1, it is nothing; of hidden keys it is replaced by 0.
 """
 
-_UNDERSTOOD = {"use_cache", "position_ids", "cache_position", "output_attentions", "return_dict", "is_causal"}
-
 
 @dataclass(frozen=True)
 class _Call:
-    """What one layer asks for."""
+    """A layer's call, and how its query heads are folded into rows."""
 
-    layout: AttentionLayout
+    metadata: TorchMetadata
     window: int | None
     scaling: float
     softcap: float | None
@@ -59,52 +53,48 @@ class _Call:
     fold: int
 
 
-def motet_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    layout: AttentionLayout | AttentionTables | None = None,
-    **unknown: Any,
-) -> tuple[Tensor, None]:
-    """What transformers calls in every layer; query [1, H, T, E], key and value [1, K, T, E] → [1, T, H, E].
+@dataclass
+class TorchPass:
+    """An `AttentionPass` of torch's products."""
 
-    Raises:
-        BaseModelError: the model passes something that this function does not understand.
-    """
-    name = type(module).__name__
-    strange = sorted(key for key, value in unknown.items() if value is not None and key not in _UNDERSTOOD)
-    if layout is None:
-        raise BaseModelError(f"{name} does not hand keyword arguments on to its attention function; {INSTEAD}")
-    if getattr(module, "is_causal", True) is False:
-        raise BaseModelError(
-            f"{name} looks at what comes after a token, so this is no causal language model; {INSTEAD}"
-        )
-    if strange or attention_mask is not None:
-        what = ", ".join(strange) or "an attention mask"
-        raise BaseModelError(f"{name} asks its attention for {what}, which Motet does not understand; {INSTEAD}")
-    layer = int(getattr(module, "layer_idx", -1))
-    layout.calls.append((layer, sliding_window))
-    query_THE, key_TKE, value_TKE = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(layout, AttentionTables):
-        from motet.model import kernels  # there is no Triton on most machines without a GPU
+    metadata: TorchMetadata
+    calls: list[LayerCall] = field(default_factory=list)
 
-        states = (query_THE, key_TKE, value_TKE)
-        return kernels.attend(layout, layer, *states, scaling=scale, window=sliding_window, softcap=softcap)[None], None
-    n_kv, fold = key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
-    if math.frexp(scale)[0] == 0.5:  # a power of two: the query times it is exact, and smaller than the scores
-        query_THE, scale = query_THE * scale, 1.0
-    call = _Call(layout, sliding_window, scale, softcap, n_kv, fold)
-    if layout.cache is not None:
-        return _through_cache(query_THE, key_TKE, value_TKE, call, layer)[None], None
-    output: Tensor = _PackedAttention.apply(query_THE, key_TKE, value_TKE, call)  # type: ignore[no-untyped-call]
-    return output[None], None
+    def attend(self, call: LayerCall, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
+        """Causal attention [T, H, E] of one layer, with gradients where there is no cache."""
+        scaling, n_kv, fold = call.scaling, key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
+        if math.frexp(scaling)[0] == 0.5:  # a power of two: the query times it is exact, and smaller than the scores
+            query_THE, scaling = query_THE * scaling, 1.0
+        folded = _Call(self.metadata, call.window, scaling, call.softcap, n_kv, fold)
+        if self.metadata.cache is not None:
+            return _through_cache(query_THE, key_TKE, value_TKE, folded, call.layer)
+        output: Tensor = _PackedAttention.apply(query_THE, key_TKE, value_TKE, folded)  # type: ignore[no-untyped-call]
+        return output
+
+
+class TorchAttention:
+    """An `AttentionBackend` of torch's products: exact on a CPU."""
+
+    fixed_shapes = False
+    reads_past_end = True
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, width: int, block_size: int, rows: int = ROWS
+    ) -> None:
+        """`width` of the narrowest head: a product of queries with a block of keys has rows enough for it."""
+        self._device, self._block_size, self._rows = device, block_size, rows
+        self._queries = least_rows(width * block_size, dtype)
+
+    def packed(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> TorchPass:
+        """A pass over whole sequences."""
+        return TorchPass(packed_metadata(lengths, self._block_size, self._device, prefixes, self._queries))
+
+    def cached(self, spans: Sequence[Span], cache: KVCache) -> TorchPass:
+        """A pass over spans whose keys and values go to a cache."""
+        return TorchPass(cached_metadata(spans, cache, self._device, self._rows, self._queries))
+
+    def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> None:
+        """There is none: shapes depend on the sequences."""
 
 
 # --- the arithmetic ---------------------------------------------------------------------------------------------------
@@ -138,8 +128,8 @@ def _attend(
     Returns:
         Output [S, K, R, E], and of each row's scores the largest and the sum of weights relative to it, fp32 [S, K, R, 1].
     """
-    runs = [(run, run.first_query * call.fold) for run in call.layout.groups[index].runs]
-    masks = [call.layout.mask(index, run, call.window, call.fold) for run, _ in runs]
+    runs = [(run, run.first_query * call.fold) for run in call.metadata.groups[index].runs]
+    masks = [call.metadata.mask(index, run, call.window, call.fold) for run, _ in runs]
     scores = []
     peak = output = total = None
     for (run, first), mask in zip(runs, masks, strict=True):
@@ -203,23 +193,20 @@ def _rows(per_group: list[Tensor], places_T: Tensor | None) -> Tensor:
 
 def _through_cache(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _Call, layer: int) -> Tensor:
     """Write the new keys and values, then attend to all that the cache has of each sequence: [T, H, E]."""
-    layout = call.layout
-    assert layout.cache is not None and layout.write_blocks_T is not None and layout.write_offsets_T is not None
-    key_pool, value_pool = layout.cache.layer(layer, key_TKE, value_TKE)
-    n_real = len(layout.write_blocks_T)
-    key_pool[layout.write_blocks_T, :, layout.write_offsets_T] = key_TKE[:n_real]
-    value_pool[layout.write_blocks_T, :, layout.write_offsets_T] = value_TKE[:n_real]
+    metadata = call.metadata
+    assert metadata.cache is not None and metadata.writes is not None
+    key_pool, value_pool = metadata.cache.write(layer, metadata.writes, key_TKE, value_TKE)
     outputs = []
-    for index, group in enumerate(layout.groups):
+    for index, group in enumerate(metadata.groups):
         assert group.block_table_BS is not None
         table = group.block_table_BS.reshape(-1)
         keys, values = (
             pool.index_select(0, table).view(*group.block_table_BS.shape, *pool.shape[1:])
             for pool in (key_pool, value_pool)
         )
-        output, _, _ = _attend(_fold(query_THE, group, call, layout.rows), keys, values, index, call)
+        output, _, _ = _attend(_fold(query_THE, group, call, metadata.rows), keys, values, index, call)
         outputs.append(_unfold(output, group, call))
-    return _rows(outputs, layout.out_rows_T)
+    return _rows(outputs, metadata.out_rows_T)
 
 
 # --- training and scoring: keys and values of the pass itself ------------------------------------------------------------
@@ -234,11 +221,11 @@ def _blocks(states_TKE: Tensor, group: Group, block: int) -> Tensor:
     return states.permute(1, 0, 3, 2, 4).contiguous()
 
 
-def _keys_back(grads: list[Tensor], like_TKE: Tensor, layout: AttentionLayout) -> Tensor:
+def _keys_back(grads: list[Tensor], like_TKE: Tensor, metadata: TorchMetadata) -> Tensor:
     """Gradients of padded keys [B, S, K, C, E] per group to packed rows; those of a shared prefix are added up."""
     padded = torch.cat([grad.permute(1, 0, 3, 2, 4).reshape(-1, *like_TKE.shape[1:]) for grad in grads])
-    rows_TKE = _rows([padded], layout.key_places_T)
-    for shared in layout.shared:
+    rows_TKE = _rows([padded], metadata.key_places_T)
+    for shared in metadata.shared:
         members = padded.index_select(0, shared.places_NP.flatten()).unflatten(0, shared.places_NP.shape)
         rows_TKE[shared.prefix.row : shared.prefix.row + shared.prefix.length].add_(members.sum(0))
     return rows_TKE
@@ -263,14 +250,14 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _Call) -> Tensor:
-        layout = call.layout
+        metadata = call.metadata
         outputs, log_sums = [], []
-        for index, group in enumerate(layout.groups):
-            keys, values = (_blocks(states, group, layout.block_size) for states in (key_TKE, value_TKE))
-            output, peak, total = _attend(_fold(query_THE, group, call, layout.rows), keys, values, index, call)
+        for index, group in enumerate(metadata.groups):
+            keys, values = (_blocks(states, group, metadata.block_size) for states in (key_TKE, value_TKE))
+            output, peak, total = _attend(_fold(query_THE, group, call, metadata.rows), keys, values, index, call)
             outputs.append(_unfold(output, group, call))
             log_sums.append(peak.add_(total.log_()))
-        output_THE = _rows(outputs, layout.out_rows_T)
+        output_THE = _rows(outputs, metadata.out_rows_T)
         ctx.call = call
         ctx.save_for_backward(query_THE, key_TKE, value_TKE, output_THE, *log_sums)
         return output_THE
@@ -279,17 +266,17 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         call: _Call = ctx.call
         query_THE, key_TKE, value_TKE, output_THE, *log_sums = ctx.saved_tensors
-        layout = call.layout
+        metadata = call.metadata
         # of each row, the share of the softmax's gradient that all its scores have in common
         common_TH1 = (grad_THE.float() * output_THE.float()).sum(-1, keepdim=True)
         queries, keys, values = [], [], []
-        for index, group in enumerate(layout.groups):
+        for index, group in enumerate(metadata.groups):
             query, grad, common = (_fold(states, group, call, TILE) for states in (query_THE, grad_THE, common_TH1))
-            padding = layout.padding_SR(index, call.fold)
+            padding = metadata.padding_SR(index, call.fold)
             if padding is not None:
                 for states in (grad, common):
                     states[:, :, : padding.shape[2]].masked_fill_(padding, 0)
-            key, value = (_blocks(states, group, layout.block_size) for states in (key_TKE, value_TKE))
+            key, value = (_blocks(states, group, metadata.block_size) for states in (key_TKE, value_TKE))
             grad_query, grad_keys, grad_values = _attend_backward(
                 query, grad, common, _pad(log_sums[index], TILE), key, value, index, call
             )
@@ -297,9 +284,9 @@ class _PackedAttention(torch.autograd.Function):
             keys.append(grad_keys)
             values.append(grad_values)
         return (
-            _rows(queries, layout.out_rows_T),
-            _keys_back(keys, key_TKE, layout),
-            _keys_back(values, value_TKE, layout),
+            _rows(queries, metadata.out_rows_T),
+            _keys_back(keys, key_TKE, metadata),
+            _keys_back(values, value_TKE, metadata),
             None,
         )
 
@@ -321,14 +308,14 @@ def _attend_backward(
     dtype = query_SKRE.dtype
     grad_query: Tensor | None = None
     grad_keys, grad_values = torch.empty_like(keys_BSKCE), torch.empty_like(values_BSKCE)
-    for run in call.layout.groups[index].runs:
+    for run in call.metadata.groups[index].runs:
         first = run.first_query * call.fold // TILE * TILE
         query, grad = query_SKRE[:, :, first:].contiguous(), grad_SKRE[:, :, first:].contiguous()
         keys, values = keys_BSKCE[run.start], values_BSKCE[run.start]
         score = _scores(query, keys[None], call)
         slope = None if call.softcap is None else 1 - (score / call.softcap).square_()
         weights = score.sub_(log_sum_SKR1[:, :, first:]).clamp_(LEAST_EXPONENT, -LEAST_EXPONENT).exp_()
-        _replace_hidden(weights, call.layout.mask(index, run, call.window, call.fold), first, infinite=False)
+        _replace_hidden(weights, call.metadata.mask(index, run, call.window, call.fold), first, infinite=False)
         grad_values[run.start] = _over_queries(weights[0].to(dtype), grad)
         grad_score = torch.matmul(grad, values.transpose(-1, -2)).float().sub_(common_SKR1[:, :, first:])
         grad_score.mul_(weights[0])

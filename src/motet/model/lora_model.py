@@ -8,7 +8,6 @@ Legend: T packed rows, D model width, N head rows, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -18,136 +17,102 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.errors import AdapterError, BaseModelError
+from motet import budgets
+from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
-from motet.model.kv_cache import KVCache
-from motet.model.layout import AttentionLayout, Prefix, Span, cached_layout, least_rows, packed_layout
+from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
+from motet.model.frozen_weight import FrozenWeight, pack_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
+from motet.model.lora_products import LoraProducts, products_backend
 from motet.model.norm import speed_up_norms
-from motet.model.packed import FrozenWeight, pack_all
-from motet.model.tables import AttentionTables, cached_tables, packed_tables
-
-Layout = AttentionLayout | AttentionTables
-"""Which packed row attends to which keys, for torch's products or for kernels."""
+from motet.model_info import ModelInfo
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 @dataclass
-class BaseModel:
-    """A proven base. Weights are frozen; `context` says which adapters the next forward pass uses."""
+class LoraModel:
+    """The live base. Weights are frozen; `context` says which adapters the next forward pass uses."""
 
-    name: str
+    info: ModelInfo
+    """Changes only while the base is proved."""
     model: Any
     decoder: nn.Module
-    head: nn.Module
-    tokenizer: Any
+    head: FrozenWeight
     dtype: torch.dtype
     device: torch.device
     context: LoraContext
     linears: dict[str, LoraLinear]
-    max_positions: int
-    """Longest sequence the model's position encoding was made for."""
     block_size: int = 64
     """Keys that attention reads at a time, as in the proof."""
-    notes: list[str] = field(default_factory=list)
-    """What a person should know: excluded experts, exactness that does not hold."""
-    inexact: str = ""
-    """How rows were found to depend on their company; empty where they do not, bit for bit."""
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    attention: AttentionBackend = field(init=False)
+    products: LoraProducts = field(init=False)
     _layouts: dict[tuple[tuple[str, ...], int], AdapterLayout] = field(default_factory=dict)
 
-    @property
-    def exact(self) -> bool:
-        """Whether rows were found independent of their company, bit for bit."""
-        return not self.inexact
-
-    @property
-    def kernels(self) -> str:
-        """What the libraries choose their products by, and with them the last bits: the CPU's instructions, or the GPU."""
-        on_cpu = self.device.type == "cpu"
-        return torch.backends.cpu.get_cpu_capability() if on_cpu else torch.cuda.get_device_name(self.device)
+    def revise(self, note: str = "", **facts: Any) -> None:
+        """Correct what is said of the base, and add what a person should know."""
+        notes = (*self.info.notes, note) if note else self.info.notes
+        self.info = replace(self.info, notes=notes, **facts)
 
     @property
     def has_experts(self) -> bool:
         """Whether rows choose among experts."""
         return any("experts" in path for path, _ in self.model.named_parameters())
 
-    @functools.cached_property
-    def _head(self) -> FrozenWeight:
-        weight = self.head.weight
-        assert isinstance(weight, Tensor)
-        return FrozenWeight(weight.detach(), getattr(self.head, "bias", None))
-
-    @property
-    def _query_rows(self) -> int:
-        """Rows of queries that a product with a block of keys must have at least."""
-        return least_rows(_least_head_width(self.model.config.get_text_config()) * self.block_size, self.dtype)
-
-    @property
-    def n_parameters(self) -> int:
-        """Frozen parameters."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+    def __post_init__(self) -> None:
+        self.compute_with(self.arithmetic)
 
     def compute_with(self, arithmetic: Arithmetic) -> None:
         """From now on."""
         self.arithmetic = arithmetic
+        self.products = products_backend(arithmetic, self.device, self.dtype)
+        self.read_keys_in_blocks(self.block_size)
         for weight in self._frozen_weights():
             weight.tile = arithmetic.tile
 
-    def compute_without(self, *what: str, because: Exception) -> None:
-        """Go on the slower way (fields of `Arithmetic` that are switched off), and note why."""
-        self.compute_with(replace(self.arithmetic, **dict.fromkeys(what, False)))
+    def read_keys_in_blocks(self, block_size: int) -> None:
+        """From now on."""
+        self.block_size = block_size
+        width = _least_head_width(self.model.config.get_text_config())
+        self.attention = attention_backend(self.arithmetic, self.device, self.dtype, width=width, block_size=block_size)
+
+    def compute_slower(self, slower: Arithmetic, without: str, because: Exception) -> None:
+        """Go on with what works, and note why."""
+        self.compute_with(slower)
         reason = next(iter(str(because).strip().splitlines()), type(because).__name__)
-        self.notes.append(f"slower than it could be, without {' and '.join(what)} (see engine.numerics): {reason}")
+        self.revise(f"slower than it could be, without {without} (see engine.numerics): {reason}")
 
     def _frozen_weights(self) -> list[FrozenWeight]:
-        families = {id(layer.siblings): layer.siblings.weight for layer in self.linears.values()}
-        return [*families.values(), self._head]
+        fused = {layer.fused.leader: layer.fused.frozen for layer in self.linears.values()}
+        return [*fused.values(), self.head]
 
     def pack_weights(self) -> None:
         """Keep a second copy of the frozen weights where products with it are faster and have the same bits."""
         pack_all(self._frozen_weights())
 
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return int(self._head.plain.shape[0])
-
     @contextlib.contextmanager
-    def routed(self, routing: Routing | None) -> Iterator[None]:
+    def routed(self, routing: Routing) -> Iterator[None]:
         """Use these adapters for forward (and recomputing backward) passes inside the block."""
         self.context.routing = routing
         try:
             yield
         finally:
-            self.context.routing = self.context.joint = None
+            self.context.routing, self.context.joint = NoAdapters(), None
 
     def pad(self, x_ND: Tensor) -> Tensor:
         """Repeat the last row until there are as many as a pass must have."""
         pad = -x_ND.shape[0] % self.arithmetic.rows
         return torch.cat([x_ND, x_ND[-1:].expand(pad, *x_ND.shape[1:])]) if pad else x_ND
 
-    def packed_layout(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> Layout:
-        """Layout of whole sequences, one after another, without a cache (training, scoring)."""
-        if self.arithmetic.kernels:
-            return packed_tables(lengths, self.device, prefixes)
-        return packed_layout(lengths, self.block_size, self.device, prefixes, self._query_rows)
-
-    def cached_layout(self, spans: Sequence[Span], cache: KVCache) -> Layout:
-        """Layout of spans whose keys and values go to a cache (prefill and decode)."""
-        if self.arithmetic.kernels:
-            return cached_tables(spans, cache, self.device)
-        return cached_layout(spans, cache, self.device, self.arithmetic.rows, self._query_rows)
-
-    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass) -> Tensor:
         """Final hidden states [T, D] of packed tokens."""
         output = self.decoder(
             input_ids=token_ids_T[None],
             position_ids=positions_T[None],
             use_cache=False,
-            layout=layout,
+            attention_pass=attention,
             return_dict=True,
         )
         hidden: Tensor = output.last_hidden_state[0]
@@ -159,7 +124,8 @@ class BaseModel:
 
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
         """What the head's product gives, in the base's dtype [N, V]."""
-        return self._head(hidden_ND)
+        raw_NV: Tensor = self.head(hidden_ND)
+        return raw_NV
 
     @functools.cached_property
     def _logit_changes(self) -> tuple[Any, Any, Any]:
@@ -191,15 +157,15 @@ class BaseModel:
 
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
         """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
-        return self._head.back(slope_raw_NV)
+        return self.head.back(slope_raw_NV)
 
     @torch.no_grad()
     def fingerprint(self) -> str:
         """A digest of the logits of a few fixed tokens: equal only where every bit is."""
-        tokens_T = self.pad(torch.arange(16, device=self.device) * 97 % self.vocab_size)
+        tokens_T = self.pad(torch.arange(16, device=self.device) * 97 % self.info.vocab_size)
         positions_T = torch.arange(len(tokens_T), device=self.device)
         with self.routed(NoAdapters()):
-            hidden_TD = self.hidden(tokens_T, positions_T, self.packed_layout([len(tokens_T)]))
+            hidden_TD = self.hidden(tokens_T, positions_T, self.attention.packed([len(tokens_T)]))
         return hashlib.sha256(self.logits(hidden_TD).cpu().numpy().tobytes()).hexdigest()
 
     def adapter_layout(self, target_modules: str | Sequence[str], rank: int) -> AdapterLayout:
@@ -208,25 +174,13 @@ class BaseModel:
         Raises:
             AdapterError: a target matches no layer; names the ones there are.
         """
-        if target_modules == "all-linear":
-            chosen = list(self.linears)
-        else:
-            targets = [target_modules] if isinstance(target_modules, str) else list(target_modules)
-            known = sorted({path.rsplit(".", 1)[-1] for path in self.linears})
-            for target in targets:
-                if not any(_matches(path, target) for path in self.linears):
-                    hint = difflib.get_close_matches(target, known, 1)
-                    raise AdapterError(
-                        f"target_modules names {target!r}, which matches no adaptable layer of {self.name}"
-                        f"{f' (did you mean {hint[0]!r}?)' if hint else ''}; there are: all-linear, {', '.join(known)}"
-                    )
-            chosen = [path for path in self.linears if any(_matches(path, target) for target in targets)]
-        known_layout = self._layouts.get((tuple(chosen), rank))
+        chosen = self.info.adapted(target_modules)
+        known_layout = self._layouts.get((chosen, rank))
         if known_layout is not None:
             return known_layout
         shapes = {path: (self.linears[path].in_features, self.linears[path].out_features) for path in chosen}
-        layout = make_layout(shapes, rank, [layer.siblings.paths for layer in self.linears.values()])
-        return self._layouts.setdefault((tuple(chosen), rank), layout)
+        layout = make_layout(shapes, rank, [layer.fused.paths for layer in self.linears.values()])
+        return self._layouts.setdefault((chosen, rank), layout)
 
 
 def _least_head_width(config: Any) -> int:
@@ -234,10 +188,6 @@ def _least_head_width(config: Any) -> int:
     return min(
         int(getattr(one, "head_dim", None) or config.hidden_size // config.num_attention_heads) for one in layers
     )
-
-
-def _matches(path: str, target: str) -> bool:
-    return path == target or path.endswith("." + target)
 
 
 def _remove_dropout(model: nn.Module) -> None:
@@ -248,7 +198,7 @@ def _remove_dropout(model: nn.Module) -> None:
                 setattr(module, field_name, 0.0)
 
 
-def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> BaseModel:
+def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraModel:
     """Replace the decoder's linear layers and attention; nothing else of the model changes."""
     from transformers import AttentionInterface
 
@@ -272,18 +222,47 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> BaseMod
         )
     _remove_dropout(model)
     speed_up_norms(decoder)
-    base = BaseModel(
-        name=name,
-        model=model,
-        decoder=decoder,
-        head=model.get_output_embeddings(),
-        tokenizer=tokenizer,
-        dtype=next(iter(linears.values())).weight.dtype,
-        device=device,
-        context=context,
-        linears=linears,
-        max_positions=int(model.config.get_text_config().max_position_embeddings),
-    )
+    dtype, head = next(iter(linears.values())).weight.dtype, _freeze_head(model)
+    info = _info(name, model, tokenizer, device, dtype, head, tuple(linears))
+    base = LoraModel(info, model, decoder, head, dtype, device, context, linears)
     if base.has_experts:
-        base.notes.append("mixture of experts: routers and routed experts get no adapter, they stay as they are")
+        base.revise("mixture of experts: routers and routed experts get no adapter, they stay as they are")
     return base
+
+
+def _freeze_head(model: Any) -> FrozenWeight:
+    head = model.get_output_embeddings()
+    frozen = FrozenWeight(head.weight, getattr(head, "bias", None))
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if child is head:
+                setattr(parent, name, frozen)
+    return frozen
+
+
+def _info(
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    head: FrozenWeight,
+    linears: tuple[str, ...],
+) -> ModelInfo:
+    config, on_cpu = model.config.get_text_config(), device.type == "cpu"
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return ModelInfo(
+        name=name,
+        tokenizer=tokenizer,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        processor=torch.backends.cpu.get_cpu_capability() if on_cpu else torch.cuda.get_device_name(device),
+        n_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocab_size=len(head.weight),
+        max_positions=int(config.max_position_embeddings),
+        hidden_size=config.hidden_size,
+        model_type=config.model_type,
+        kv_bytes_per_token=budgets.kv_bytes_per_token(config, dtype.itemsize),
+        eos_token_ids=tuple(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]),
+        linears=linears,
+    )

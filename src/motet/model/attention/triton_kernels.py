@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What one program of each attention kernel does; `motet.model.kernels` launches them and says what their bits depend on.
+"""What one program of each attention kernel does; `triton_attention` launches them and says what their bits depend on.
 
 A program has a tile of folded rows of one sequence, row r being query r // FOLD and query head r % FOLD of its KV head, or a
 block of one sequence's keys. A key lies at keys[sequence, l // block_size] and, in that block, at l % block_size: a block of

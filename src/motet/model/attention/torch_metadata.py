@@ -1,4 +1,4 @@
-"""Which packed row attends to which keys: made once per forward pass and handed to every layer.
+"""Which packed row attends to which keys, for attention by torch's products; made once per forward pass.
 
 Spans whose attention has the same shape are grouped, so that a layer makes a few batched products instead of one per sequence.
 
@@ -9,58 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.model.kv_cache import KVCache
-
-ROWS = 4
-"""Every product and reduction gets a multiple of this many rows."""
-
-_SMALL_PRODUCT = {torch.float32: 399}
-"""Up to so many multiplications of a matrix torch's CPU products take a loop of their own, with other bits than the GEMM's."""
-_SMALL_BATCH = 4096
-"""The same for other types, where the multiplications of all matrices of a batch count: its size decides for each of them."""
+from motet.model.arithmetic import LEAST_FILL, ROWS, round_up
+from motet.model.attention.backend import Prefix, Span, prefix_length
+from motet.model.kv_cache import KVCache, Writes
 
 MINUS_INFINITY = -(1 << 23)
 """The bits of −∞ in fp32, as int32."""
-
-LEAST_FILL = 0.75
-"""Shortest member of a group, as a share of its longest: more groups are more calls, fewer are more padding."""
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple that is at least n."""
-    return -(-n // multiple) * multiple
-
-
-def least_rows(per_row: int, dtype: torch.dtype) -> int:
-    """Rows that a matrix of a batched product must have at least, where a row takes so many multiplications.
-
-    Then it takes the GEMM by itself, and its bits do not depend on how many others there are.
-    """
-    return round_up(_SMALL_PRODUCT.get(dtype, _SMALL_BATCH) // per_row + 1, ROWS)
-
-
-@dataclass(frozen=True)
-class Span:
-    """Consecutive tokens of one sequence whose keys and values go to a cache."""
-
-    start: int
-    """Position of the first token in its sequence; 0 unless earlier keys are in the cache."""
-    length: int
-    blocks: Sequence[int] = ()
-    """The sequence's KV blocks."""
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Packed rows of a prompt that comes before a sequence's own rows and is shared with others."""
-
-    row: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -116,7 +76,7 @@ class SharedKeys:
 
 
 @dataclass
-class AttentionLayout:
+class TorchMetadata:
     """Where each packed row's keys are."""
 
     groups: list[Group]
@@ -129,10 +89,7 @@ class AttentionLayout:
     cache: KVCache | None = None
     rows: int = ROWS
     """Queries of a sequence, and rows of its query heads, are padded to a multiple."""
-    write_blocks_T: Tensor | None = None
-    write_offsets_T: Tensor | None = None
-    calls: list[tuple[int, int | None]] = field(default_factory=list)
-    """Layers that asked, and their sliding windows, for the proof at load."""
+    writes: Writes | None = None
     _masks: dict[tuple[int, int, int | None, int], Mask | None] = field(default_factory=dict)
     _paddings: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -169,35 +126,24 @@ class AttentionLayout:
         return found
 
 
-def packed_layout(
+def packed_metadata(
     lengths: Sequence[int],
     block_size: int,
     device: torch.device,
     prefixes: Sequence[Prefix | None] = (),
     rows: int = ROWS,
-) -> AttentionLayout:
-    """Layout of whole sequences, one after another, without a cache (training, scoring).
-
-    Args:
-        lengths: packed rows of each sequence, in order.
-        block_size: keys that attention reads at a time.
-        device: where the index tensors go.
-        prefixes: for each sequence the rows of an earlier one that it continues, if any.
-        rows: a sequence's queries are padded to a multiple.
-    """
+) -> TorchMetadata:
+    """Of whole sequences, one after another; a sequence's queries are padded to a multiple of `rows`."""
     before = list(prefixes) or [None] * len(lengths)
-    starts, total = [], 0
-    for length in lengths:
-        starts.append(total)
-        total += length
-    reach = [-(-(length + _length(prefix)) // block_size) for length, prefix in zip(lengths, before, strict=True)]
+    *starts, total = accumulate(lengths, initial=0)
+    reach = [-(-(length + prefix_length(prefix)) // block_size) for length, prefix in zip(lengths, before, strict=True)]
     out_rows, key_places = torch.empty(total, dtype=torch.long), torch.empty(total, dtype=torch.long)
     groups: list[Group] = []
     first_keys = [0] * len(lengths)
     queries = keys = 0
     for n_blocks, members in _alike(lengths, reach):
         n_queries, n_keys = round_up(max(lengths[index] for index in members), rows), n_blocks * block_size
-        first_S = torch.tensor([_length(before[index]) for index in members])[:, None]
+        first_S = torch.tensor([prefix_length(before[index]) for index in members])[:, None]
         last_S = torch.tensor([lengths[index] - 1 for index in members])[:, None]
         starts_S = torch.tensor([starts[index] for index in members])[:, None]
         query_Q, key_L = torch.arange(n_queries)[None], torch.arange(n_keys)[None]
@@ -208,7 +154,7 @@ def packed_layout(
             own = torch.arange(length)
             first_keys[index] = keys + place * n_keys
             out_rows[start : start + length] = queries + place * n_queries + own
-            key_places[start : start + length] = keys + place * n_keys + _length(prefix) + own
+            key_places[start : start + length] = keys + place * n_keys + prefix_length(prefix) + own
             if prefix is not None:
                 key_rows_SL[place, : prefix.length] = torch.arange(prefix.row, prefix.row + prefix.length)
         groups.append(
@@ -224,11 +170,7 @@ def packed_layout(
         queries += len(members) * n_queries
         keys += len(members) * n_keys
     shared = _shared_keys(before, first_keys, device)
-    return AttentionLayout(groups, out_rows.to(device), block_size, key_places.to(device), shared, rows=rows)
-
-
-def _length(prefix: Prefix | None) -> int:
-    return 0 if prefix is None else prefix.length
+    return TorchMetadata(groups, out_rows.to(device), block_size, key_places.to(device), shared, rows=rows)
 
 
 def _alike(lengths: Sequence[int], reach: Sequence[int]) -> list[tuple[int, list[int]]]:
@@ -276,10 +218,10 @@ def _shared_keys(prefixes: list[Prefix | None], first_keys: list[int], device: t
     ]
 
 
-def cached_layout(
+def cached_metadata(
     spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int = ROWS, rows: int = ROWS
-) -> AttentionLayout:
-    """Layout of spans whose keys and values go to a cache (prefill and decode).
+) -> TorchMetadata:
+    """Of spans whose keys and values go to a cache (prefill and decode).
 
     All rows together are padded to a multiple, a sequence's queries to a multiple of `rows`.
     """
@@ -292,14 +234,13 @@ def cached_layout(
         offsets_T.extend(position % block for position in positions)
     make = _decode_groups if all(span.length == 1 for span in spans) else _prefill_groups
     groups, out_rows_T = make(spans, cache, device, multiple, rows)
-    return AttentionLayout(
+    return TorchMetadata(
         groups,
         out_rows_T,
         block,
         cache=cache,
         rows=rows,
-        write_blocks_T=torch.tensor(blocks_T, device=device),
-        write_offsets_T=torch.tensor(offsets_T, device=device),
+        writes=Writes(torch.tensor(blocks_T, device=device), torch.tensor(offsets_T, device=device)),
     )
 
 
@@ -325,10 +266,7 @@ def _decode_groups(
 def _prefill_groups(
     spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int, least: int
 ) -> tuple[list[Group], Tensor]:
-    starts, total = [], 0
-    for span in spans:
-        starts.append(total)
-        total += span.length
+    *starts, total = accumulate((span.length for span in spans), initial=0)
     reach = [-(-(span.start + span.length) // cache.block_size) for span in spans]
     groups: list[Group] = []
     order = [0] * round_up(total, multiple)

@@ -15,17 +15,17 @@ import torch
 
 import tests.triton_on_cpu
 from motet.model.arithmetic import Arithmetic
-from motet.model.base import BaseModel
 from motet.model.kv_cache import KVCache
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
-from motet.rollout.reader import Read, Reader
+from motet.model.lora_model import LoraModel
+from motet.rollout.model_runner import ModelRunner, NewTokens
 from tests import tiny_models as tiny
 from tests.test_invariants import fingerprint, job, metrics, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy on Inf and NaN
 
-LIKE_A_GPU = Arithmetic(rows=16, tile=16, grouped=True, kernels=True, logit_rows=16, graphs=True)
+LIKE_A_GPU = Arithmetic(rows=16, tile=16, products="grouped", attention="triton", logit_rows=16, graphs=True)
 WAYS = {
     "exact": LIKE_A_GPU,
     "fast": dataclasses.replace(LIKE_A_GPU, tile=0),
@@ -33,7 +33,7 @@ WAYS = {
 }
 
 
-def base_with(arithmetic: Arithmetic, name: str = "llama") -> BaseModel:
+def base_with(arithmetic: Arithmetic, name: str = "llama") -> LoraModel:
     found = load_base(
         str(tiny.directory(name)),
         dtype="bfloat16",
@@ -41,27 +41,27 @@ def base_with(arithmetic: Arithmetic, name: str = "llama") -> BaseModel:
         block_size=tiny.BLOCK,
         arithmetic=arithmetic,
     )
-    assert found.arithmetic == arithmetic, found.notes
+    assert found.arithmetic == arithmetic, found.info.notes
     return found
 
 
 @pytest.fixture(scope="module")
-def recorded() -> BaseModel:
+def recorded() -> LoraModel:
     return base_with(LIKE_A_GPU)
 
 
 @pytest.fixture(scope="module")
-def plain() -> BaseModel:
+def plain() -> LoraModel:
     return base_with(WAYS["not recorded"])
 
 
 class Texts:
     """Sequences that grow in a cache of their own."""
 
-    def __init__(self, base: BaseModel, adapters: Sequence[AdapterWeights | None]) -> None:
+    def __init__(self, base: LoraModel, adapters: Sequence[AdapterWeights | None]) -> None:
         self.adapters = list(adapters)
         self.cache = KVCache(64, tiny.BLOCK, base.device)
-        self.reader = Reader(base, self.cache)
+        self.runner = ModelRunner(base, self.cache)
         self.lengths = [3 + 5 * place for place in range(len(adapters))]
         self.blocks = [self.cache.take(-(-(length + 40) // tiny.BLOCK)) for length in self.lengths]
         ids = [tiny.tokens(length, seed=place).tolist() for place, length in enumerate(self.lengths)]
@@ -69,10 +69,11 @@ class Texts:
 
     @torch.inference_mode()
     def read(self, ids: list[list[int]], starts: list[int]) -> torch.Tensor:
-        reads = [
-            Read(*each, self.blocks[place]) for place, each in enumerate(zip(self.adapters, ids, starts, strict=True))
+        inputs = [
+            NewTokens(*each, self.blocks[place])
+            for place, each in enumerate(zip(self.adapters, ids, starts, strict=True))
         ]
-        return self.reader.logits(reads).clone()
+        return self.runner.logits(inputs).clone()
 
     def decode(self, token: int) -> torch.Tensor:
         """Logits after one more token of each."""
@@ -81,7 +82,7 @@ class Texts:
         return found
 
 
-def test_recorded_decoding_has_the_bits_of_decoding(recorded: BaseModel, plain: BaseModel) -> None:
+def test_recorded_decoding_has_the_bits_of_decoding(recorded: LoraModel, plain: LoraModel) -> None:
     """While adapters of two ranks and the base share the rows, one is replaced, and sequences cross blocks."""
     found = []
     for base in (recorded, plain):
@@ -97,7 +98,7 @@ def test_recorded_decoding_has_the_bits_of_decoding(recorded: BaseModel, plain: 
         assert torch.equal(ours, theirs)
 
 
-def test_more_adapters_than_a_table_has_room_for(recorded: BaseModel, plain: BaseModel) -> None:
+def test_more_adapters_than_a_table_has_room_for(recorded: LoraModel, plain: LoraModel) -> None:
     found = []
     for base in (recorded, plain):
         adapters = [tiny.adapter(base, rank=8, seed=seed) for seed in range(12)]
@@ -109,8 +110,8 @@ def test_more_adapters_than_a_table_has_room_for(recorded: BaseModel, plain: Bas
         assert torch.equal(ours, theirs)
 
 
-def test_what_cannot_be_grouped_is_not_recorded(recorded: BaseModel, plain: BaseModel) -> None:
-    """Rank 4 does not fill what a grouped product reads at a time."""
+def test_what_cannot_be_grouped_is_not_recorded(recorded: LoraModel, plain: LoraModel) -> None:
+    """Rank 4 does not fill what a grouped product inputs at a time."""
     ours, theirs = (Texts(base, [tiny.adapter(base, rank=4, seed=1), None]) for base in (recorded, plain))
     assert torch.equal(ours.decode(10), theirs.decode(10))
 
@@ -118,12 +119,12 @@ def test_what_cannot_be_grouped_is_not_recorded(recorded: BaseModel, plain: Base
 @pytest.mark.parametrize("way", WAYS)
 def test_a_base_is_proved_with_it(way: str) -> None:
     base = base_with(WAYS[way])
-    assert base.exact or (way == "fast" and base.device.type == "cuda")
-    assert base.notes == ([base.inexact] if base.inexact else [])
+    assert base.info.exact or (way == "fast" and base.device.type == "cuda")
+    assert base.info.notes == ((base.info.inexact,) if base.info.inexact else ())
 
 
 @pytest.mark.slow
-def test_jobs_learn_exactly(recorded: BaseModel, tmp_path: Path) -> None:
+def test_jobs_learn_exactly(recorded: LoraModel, tmp_path: Path) -> None:
     """Alone or in company the same bytes, and sampler and trainer agree: whole runs."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text("def digits(problem, completion):\n    return sum(c.isdigit() for c in completion) / 8\n")

@@ -1,0 +1,71 @@
+"""How a base attends: by torch's products, or by kernels in Triton. Each has its own page of metadata beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from motet.errors import BaseModelError
+from motet.model.arithmetic import Arithmetic
+from motet.model.attention.backend import AttentionBackend, AttentionPass, LayerCall, Prefix, ReplayablePass, Span
+from motet.model.attention.torch_attention import TorchAttention
+
+__all__ = ["AttentionBackend", "AttentionPass", "LayerCall", "Prefix", "ReplayablePass", "Span"]
+
+NAME = "motet"
+"""Under which the function is registered with transformers' `AttentionInterface`."""
+
+INSTEAD = "take a base of another architecture"
+"""What a person can do where Motet refuses how a model attends."""
+
+_UNDERSTOOD = {"use_cache", "position_ids", "cache_position", "output_attentions", "return_dict", "is_causal"}
+
+
+def attention_backend(
+    arithmetic: Arithmetic, device: torch.device, dtype: torch.dtype, *, width: int, block_size: int
+) -> AttentionBackend:
+    """The backend that an arithmetic names; torch's reads so many keys at a time, of heads that have this width at least."""
+    if arithmetic.attention == "torch":
+        return TorchAttention(device, dtype, width=width, block_size=block_size, rows=arithmetic.rows)
+    from motet.model.attention.triton_attention import (
+        TritonAttention,  # there is no Triton on most machines without a GPU
+    )
+
+    return TritonAttention(device)
+
+
+def motet_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    attention_pass: AttentionPass | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer; query [1, H, T, E], key and value [1, K, T, E] → [1, T, H, E].
+
+    Raises:
+        BaseModelError: the model passes something that this function does not understand.
+    """
+    name = type(module).__name__
+    strange = sorted(key for key, value in unknown.items() if value is not None and key not in _UNDERSTOOD)
+    if attention_pass is None:
+        raise BaseModelError(f"{name} does not hand keyword arguments on to its attention function; {INSTEAD}")
+    if getattr(module, "is_causal", True) is False:
+        raise BaseModelError(
+            f"{name} looks at what comes after a token, so this is no causal language model; {INSTEAD}"
+        )
+    if strange or attention_mask is not None:
+        what = ", ".join(strange) or "an attention mask"
+        raise BaseModelError(f"{name} asks its attention for {what}, which Motet does not understand; {INSTEAD}")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = LayerCall(int(getattr(module, "layer_idx", -1)), scaling, sliding_window, softcap)
+    attention_pass.calls.append(call)
+    return attention_pass.attend(call, *(states[0].transpose(0, 1) for states in (query, key, value)))[None], None

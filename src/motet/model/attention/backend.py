@@ -1,0 +1,99 @@
+"""The seam between a base and its attention: a backend is chosen once, when a base is loaded, and makes what each pass needs.
+
+Legend: T packed rows, H query heads, K KV heads, E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from motet.model.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of one sequence whose keys and values go to a cache."""
+
+    start: int
+    """Position of the first token in its sequence; 0 unless earlier keys are in the cache."""
+    length: int
+    blocks: Sequence[int] = ()
+    """The sequence's KV blocks."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Packed rows of a prompt that comes before a sequence's own rows and is shared with others."""
+
+    row: int
+    length: int
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What one layer asks of its attention."""
+
+    layer: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+
+
+def prefix_length(prefix: Prefix | None) -> int:
+    """Keys that come before a sequence's own."""
+    return 0 if prefix is None else prefix.length
+
+
+class AttentionPass(Protocol):
+    """Which row attends to which keys in one pass through the decoder; handed to every layer."""
+
+    calls: list[LayerCall]
+    """Those of a pass so far, for the proof at load."""
+
+    def attend(self, call: LayerCall, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
+        """Causal attention [T, H, E] of one layer, with gradients where there is no cache.
+
+        With a cache the new keys and values are written to it first.
+        """
+        ...
+
+
+class ReplayablePass(AttentionPass, Protocol):
+    """A pass whose shapes stay while sequences grow: it can be recorded, and replayed with other values."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What `values` are for."""
+        ...
+
+    def values(self, spans: Sequence[Span]) -> tuple[Tensor, ...]:
+        """What the tensors have to hold, on the host, for as many other spans."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention, the same for sampling and training."""
+
+    fixed_shapes: bool
+    """Whether its products have the same shapes in any company; on a GPU nothing is exact otherwise."""
+    reads_past_end: bool
+    """Whether it reads keys after a sequence's end, and hides them: blocks of a cache have to be zeroed for it."""
+
+    def packed(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> AttentionPass:
+        """A pass over whole sequences that together are all rows (training, scoring).
+
+        Each may continue the rows of an earlier one, its prefix.
+        """
+        ...
+
+    def cached(self, spans: Sequence[Span], cache: KVCache) -> AttentionPass:
+        """A pass over spans whose keys and values go to a cache (prefill and decode); rows of padding belong to no span."""
+        ...
+
+    def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> ReplayablePass | None:
+        """The same for sequences that may grow to so many blocks; None where shapes depend on the sequences."""
+        ...

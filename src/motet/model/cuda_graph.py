@@ -1,0 +1,310 @@
+"""Decoding as CUDA graphs: recorded once and replayed, one launch for a token of every sequence instead of thousands.
+
+Everything that changes from one token to the next (tokens, positions, where keys lie, which adapter a row belongs to) is
+written into tensors that stay; a graph reads them. There is one for each shape: number of rows, blocks of the longest sequence,
+and layouts of the adapters, which lie in tables. Rows that are left over decode a token in a block that belongs to nobody.
+
+Legend: T rows, N real rows or outputs, V vocabulary, S slots of a table, K inputs, W width of fused layers' A side by side, R
+rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet.model.arithmetic import round_up
+from motet.model.attention import ReplayablePass, Span
+from motet.model.kv_cache import KVCache
+from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears
+from motet.model.lora_model import LoraModel
+from motet.model.lora_products import Grouped, LoraProducts
+from motet.model.routing import SamplerRouting
+
+_log = logging.getLogger(__name__)
+
+_KEPT = 16
+"""Graphs that are kept; the one that was used longest ago goes first."""
+
+_STEP = 64
+"""Rows of a graph are a power of two up to here, and a multiple of it beyond."""
+
+_WARM_UP = 2
+"""Runs before a graph is captured: libraries take their workspaces at the first."""
+
+
+class AdapterTable:
+    """Slots for adapters of one layout. Slot 0 is all zeros: the base alone."""
+
+    def __init__(
+        self, layout: AdapterLayout, slots: int, device: torch.device, dtype: torch.dtype, products: LoraProducts
+    ) -> None:
+        """Take memory for `slots` adapters, slot 0 among them.
+
+        Raises:
+            ValueError: the layout does not fit (`LoraProducts.fits_table`), or there is no slot but slot 0.
+        """
+        if slots < 2:
+            raise ValueError(f"a table needs slot 0 and at least one more, not {slots} slots")
+        if not products.fits_table(layout):
+            raise ValueError(f"grouped products cannot be used for rank {layout.rank} in {dtype} on {device}")
+        self.layout = layout
+        self.slots = slots
+        self._flat = torch.zeros(slots, layout.size, device=device, dtype=dtype)
+        self.matrices = layout.matrices(self._flat)
+        """[S, K, W] and [S, R, N] by leader, always the same memory."""
+        self._placed: list[weakref.ref[AdapterWeights] | None] = [None] * slots
+        self._used = [0] * slots
+        self._clock = 0
+
+    def place(self, adapters: Sequence[AdapterWeights]) -> tuple[int, ...]:
+        """The slot of each adapter; those that are not there yet are copied to slots that none of these needs.
+
+        Slots whose adapter was let go come first, then those longest unused.
+
+        Raises:
+            ValueError: more adapters than slots, or one of another layout.
+        """
+        wanted = {id(weights): weights for weights in adapters}
+        if len(wanted) >= self.slots:
+            raise ValueError(f"{len(wanted)} adapters do not fit into {self.slots - 1} slots")
+        if any(weights.layout is not self.layout for weights in wanted.values()):
+            raise ValueError("an adapter of another layout cannot be placed in this table")
+        present = {id(weights): slot for slot, weights in enumerate(self._occupants()) if id(weights) in wanted}
+        kept = set(present.values())
+        free = sorted((slot for slot in range(1, self.slots) if slot not in kept), key=self._age)
+        for key, slot in zip([key for key in wanted if key not in present], free, strict=False):
+            self._flat[slot].copy_(wanted[key].flat)
+            self._placed[slot] = weakref.ref(wanted[key])
+            present[key] = slot
+        self._clock += 1
+        for slot in present.values():
+            self._used[slot] = self._clock
+        return tuple(present[id(weights)] for weights in adapters)
+
+    def _occupants(self) -> list[AdapterWeights | None]:
+        """Which adapter lies in each slot; one that was let go is forgotten, so its identity cannot be taken for another's."""
+        return [None if place is None else place() for place in self._placed]
+
+    def _age(self, slot: int) -> tuple[bool, int]:
+        place = self._placed[slot]
+        return place is not None and place() is not None, self._used[slot]
+
+    def routing(self, n_rows: int) -> TableRouting:
+        """A routing of so many rows, all of them of the base until it is told otherwise."""
+        device = self._flat.device
+        order_T, inverse_T = (torch.arange(n_rows, device=device) for _ in range(2))
+        ends_S = torch.full((self.slots,), n_rows, dtype=torch.int32, device=device)
+        return TableRouting(self, order_T, inverse_T, ends_S)
+
+
+class TableRouting:
+    """Rows of a decode batch, each with a slot of a table; the tensors stay, what is written into them changes."""
+
+    def __init__(self, table: AdapterTable, order_T: Tensor, inverse_T: Tensor, ends_S: Tensor) -> None:
+        """Row of each product row, product row of each row (int64), and the end of each slot's product rows (int32)."""
+        self.table = table
+        self._order_T = order_T
+        self._inverse_T = inverse_T
+        self._ends_S = ends_S
+        self._product = Grouped(ends_S)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What `values` are for."""
+        return self._order_T, self._inverse_T, self._ends_S
+
+    def values(self, slots_T: Sequence[int]) -> tuple[Tensor, ...]:
+        """What the tensors have to hold, on the host, so that each row belongs to its slot; 0 is the base, and padding.
+
+        Raises:
+            ValueError: another number of rows, or no such slot.
+        """
+        slots = torch.tensor(slots_T, dtype=torch.long)
+        if len(slots) != len(self._order_T):
+            raise ValueError(f"slots of {len(slots)} rows, where there are {len(self._order_T)}")
+        if not all(0 <= slot < self.table.slots for slot in slots_T):
+            raise ValueError(f"a slot is not one of 0 to {self.table.slots - 1}")
+        order = torch.argsort(slots, stable=True)
+        ends = torch.bincount(slots, minlength=self.table.slots).cumsum(0)
+        return order, torch.argsort(order), ends
+
+    def apply(self, fused: FusedLinears, x_TK: Tensor, y_TN: Tensor) -> None:
+        """Add the adapters of fused layers to y; waits for nothing, so it can be recorded."""
+        matrices = self.table.matrices.get(fused.leader)
+        if matrices is None:
+            return
+        inner_TW = self._product.multiply(x_TK.index_select(0, self._order_T), matrices.a)
+        rank = self.table.layout.rank
+        for column, (index, b) in enumerate(matrices.bs):
+            added = self._product.multiply(inner_TW[:, column * rank : (column + 1) * rank], b)
+            y_TN[:, fused.columns(index)].add_(added.index_select(0, self._inverse_T))
+
+
+@dataclass
+class _Graph:
+    """What is read, and the graph that reads it; the tensors stay, their contents change."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    attention: ReplayablePass
+    routings: tuple[TableRouting, ...]
+    replay: Callable[[], Tensor] | None = None
+    """Gives the logits [T, V] of what the tensors hold; None until it is captured."""
+
+
+class CudaGraphRunner:
+    """Graphs of decoding on one base and one KV cache."""
+
+    def __init__(self, base: LoraModel, cache: KVCache) -> None:
+        self._base, self._cache = base, cache
+        self._tables: dict[int, AdapterTable] = {}
+        self._graphs: dict[tuple[int, ...], _Graph] = {}
+        self._pool: Any = None
+        self._side: Any = None
+
+    def logits(
+        self, token_ids: Sequence[int], spans: Sequence[Span], adapters: Sequence[AdapterWeights | None]
+    ) -> Tensor | None:
+        """What the head gives [N, V] for one token of each sequence; None where that cannot be a graph.
+
+        Args:
+            token_ids: the latest token of each sequence.
+            spans: its place, each of length 1.
+            adapters: its adapter; None for the base.
+        """
+        base = self._base
+        layouts = _layouts(adapters)
+        if not base.arithmetic.graphs or not all(base.products.fits_table(layout) for layout in layouts):
+            return None
+        tables = [self._table(layout, adapters) for layout in layouts]
+        rows, n_blocks = self._shape(spans)
+        key = (rows, n_blocks, *(id(table) for table in tables))
+        nobody = Span(0, 1, [self._cache.scrap_block])
+        whole = [*spans, *[nobody] * (rows - len(spans))]
+        graph = self._graphs.pop(key, None) or self._empty(whole, n_blocks, tables)
+        if graph is None:
+            return None
+        self._fill(graph, [*token_ids, *[0] * (rows - len(spans))], whole, adapters)
+        if graph.replay is None:
+            try:
+                graph.replay = self._record(graph)
+            except torch.OutOfMemoryError:
+                return None
+            except RuntimeError as error:  # a model that waits for the device, such as a mixture of experts
+                cause = error.__context__ if isinstance(error.__context__, Exception) else error
+                base.compute_slower(replace(base.arithmetic, graphs=False), "graphs", cause)
+                _log.warning("%s", base.info.notes[-1])
+                self._graphs.clear()
+                self._tables.clear()
+                return None
+        self._graphs[key] = graph
+        while len(self._graphs) > _KEPT:
+            del self._graphs[next(iter(self._graphs))]
+        return graph.replay()[: len(spans)]
+
+    def _empty(self, spans: Sequence[Span], n_blocks: int, tables: Sequence[AdapterTable]) -> _Graph | None:
+        attention = self._base.attention.replayable(spans, self._cache, n_blocks)
+        if attention is None:
+            return None
+        rows = len(spans)
+        token_ids_T, positions_T = (torch.zeros(rows, dtype=torch.long, device=self._base.device) for _ in range(2))
+        return _Graph(token_ids_T, positions_T, attention, tuple(table.routing(rows) for table in tables))
+
+    def _shape(self, spans: Sequence[Span]) -> tuple[int, int]:
+        """Rows and blocks of a graph that serves these sequences: few different numbers."""
+        rows = round_up(len(spans), self._base.arithmetic.rows)
+        blocks = max(-(-(span.start + 1) // self._cache.block_size) for span in spans)
+        return _power_of_two(rows) if rows <= _STEP else round_up(rows, _STEP), _power_of_two(blocks)
+
+    def _table(self, layout: AdapterLayout, adapters: Sequence[AdapterWeights | None]) -> AdapterTable:
+        """Of a layout, with room for these adapters; one that is too small is made anew, and its graphs go."""
+        wanted = len({id(weights) for weights in adapters if weights is not None and weights.layout is layout})
+        found = self._tables.get(id(layout))
+        if found is None or wanted >= found.slots:
+            base = self._base
+            if found is not None:
+                old = id(found)
+                self._graphs = {key: value for key, value in self._graphs.items() if old not in key[2:]}
+            slots = max(8, _power_of_two(wanted)) + 1
+            found = self._tables[id(layout)] = AdapterTable(layout, slots, base.device, base.dtype, base.products)
+        return found
+
+    def _fill(
+        self, graph: _Graph, token_ids: list[int], spans: list[Span], adapters: Sequence[AdapterWeights | None]
+    ) -> None:
+        tensors = [graph.token_ids_T, graph.positions_T, *graph.attention.tensors]
+        values = [torch.tensor(token_ids), torch.tensor([span.start for span in spans]), *graph.attention.values(spans)]
+        for routing in graph.routings:
+            table = routing.table
+            own = [weights for weights in adapters if weights is not None and weights.layout is table.layout]
+            slots = dict(zip(map(id, own), table.place(own), strict=True))
+            rest = [0] * (len(spans) - len(adapters))
+            tensors += routing.tensors
+            values += routing.values([*(slots.get(id(weights), 0) for weights in adapters), *rest])
+        _write(tensors, values)
+
+    def _record(self, graph: _Graph) -> Callable[[], Tensor]:
+        """On a GPU a graph of `_run`; elsewhere `_run` itself."""
+        if self._base.device.type != "cuda":
+            return lambda: self._run(graph)
+        return self._capture(graph)
+
+    def _capture(self, graph: _Graph) -> Callable[[], Tensor]:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._base.device):
+            before = torch.cuda.current_stream()
+            if self._side is None:
+                self._side = torch.cuda.Stream()  # one for all: libraries keep a workspace for each stream
+            if self._pool is None or not self._graphs:
+                self._pool = torch.cuda.graph_pool_handle()  # a pool ends with the last graph in it
+            self._side.wait_stream(before)
+            with torch.cuda.stream(self._side):
+                for _ in range(_WARM_UP):
+                    self._run(graph)
+            before.wait_stream(self._side)
+            try:
+                # a commit may copy an adapter from the device meanwhile, in a thread of its own
+                with torch.cuda.graph(captured, self._pool, self._side, capture_error_mode="thread_local"):
+                    logits_TV = self._run(graph)
+            except BaseException:
+                torch.cuda.set_stream(before)  # which a capture that fails does not
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(before.device_index, self._pool)
+                raise
+
+        def replay() -> Tensor:
+            captured.replay()
+            return logits_TV
+
+        return replay
+
+    def _run(self, graph: _Graph) -> Tensor:
+        base = self._base
+        graph.attention.calls.clear()
+        with base.routed(SamplerRouting(graph.routings)):
+            return base.raw_logits(base.hidden(graph.token_ids_T, graph.positions_T, graph.attention))
+
+
+def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Bring integers from the host into tensors that stay: one copy to the device, which is waited for once."""
+    flat = torch.cat([value.reshape(-1).long() for value in values]).to(tensors[0].device)
+    for tensor, part in zip(tensors, flat.split([value.numel() for value in values]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def _layouts(adapters: Sequence[AdapterWeights | None]) -> list[AdapterLayout]:
+    """Each once, in an order that does not depend on the rows'."""
+    found = {id(weights.layout): weights.layout for weights in adapters if weights is not None}
+    return [found[key] for key in sorted(found)]
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

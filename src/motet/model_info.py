@@ -1,0 +1,93 @@
+"""The facts about a base, for everybody who does not compute with it: frozen, and no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from motet.errors import AdapterError
+
+
+class Tokenizer(Protocol):
+    """What is asked of a `transformers` tokenizer outside `tasks.chat`."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str:
+        """The text of token ids."""
+        ...
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Every token and its id."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A base as the proof at load found it."""
+
+    name: str
+    """What a person wrote: `small`, a hub id, a path."""
+    tokenizer: Tokenizer
+    dtype: str
+    """`float32` or `bfloat16`."""
+    device: str
+    """`cpu` or `cuda`."""
+    processor: str
+    """The CPU's instructions or the GPU's name: libraries choose their products by it, and with them the last bits."""
+    n_parameters: int
+    """All of them frozen."""
+    vocab_size: int
+    """Width of the logits."""
+    max_positions: int
+    """Longest sequence that is computed rightly."""
+    hidden_size: int
+    model_type: str
+    """As transformers calls the architecture."""
+    kv_bytes_per_token: int
+    """Keys and values of all layers."""
+    eos_token_ids: tuple[int, ...]
+    """Of the generation configuration."""
+    linears: tuple[str, ...]
+    """Paths of the layers that an adapter may change, in the model's order."""
+    notes: tuple[str, ...] = ()
+    """What a person should know: excluded experts, exactness that does not hold."""
+    inexact: str = ""
+    """How rows were found to depend on their company; empty where they do not, bit for bit."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether rows were found independent of their company, bit for bit."""
+        return not self.inexact
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one weight."""
+        return {"float32": 4, "bfloat16": 2}[self.dtype]
+
+    def adapted(self, target_modules: str | Sequence[str]) -> tuple[str, ...]:
+        """Paths of the layers that these targets name; `all-linear` names all.
+
+        Raises:
+            AdapterError: a target matches no layer; names the ones there are.
+        """
+        if target_modules == "all-linear":
+            return self.linears
+        targets = [target_modules] if isinstance(target_modules, str) else list(target_modules)
+        known = sorted({path.rpartition(".")[2] for path in self.linears})
+        for target in targets:
+            if not any(_matches(path, target) for path in self.linears):
+                hint = difflib.get_close_matches(target, known, 1)
+                raise AdapterError(
+                    f"target_modules names {target!r}, which matches no adaptable layer of {self.name}"
+                    f"{f' (did you mean {hint[0]!r}?)' if hint else ''}; there are: all-linear, {', '.join(known)}"
+                )
+        return tuple(path for path in self.linears if any(_matches(path, target) for target in targets))
+
+
+def _matches(path: str, target: str) -> bool:
+    return path == target or path.endswith("." + target)
