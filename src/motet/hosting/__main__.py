@@ -14,7 +14,7 @@ from pathlib import Path
 from motet.config.service import Largest
 from motet.errors import RunError
 from motet.hosting.answers import reason
-from motet.hosting.host import Host
+from motet.hosting.server import EngineServer
 from motet.jobfile import validate
 from motet.launch import warm_up
 from motet.runtime.rundir import RunDirectory
@@ -36,14 +36,14 @@ def main() -> None:
     largest = Largest(**hello.pop("largest"))
     try:
         config = validate({**hello, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")
-        host = Host(config, _run_directory(Path(config.run)), out, installed, unwalled, patience, largest)
+        server = EngineServer(config, _run_directory(Path(config.run)), out, installed, unwalled, patience, largest)
         serving.set()
-        asyncio.run(host.serve(lines))
-        host.workshop.close()
+        asyncio.run(server.serve(lines))
+        server.workshop.close()
     except Exception as error:  # it is started again, and people hear of the reason meanwhile
-        told = reason(error)
-        sys.stderr.write(f"{told}\n")
-        out.write(json.dumps({"failed": told}).encode() + b"\n")
+        failure = reason(error)
+        sys.stderr.write(f"{failure}\n")
+        out.write(json.dumps({"failed": failure}).encode() + b"\n")
         out.flush()
     os._exit(0)
 

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 SHELF = 8
 """Stored versions that stay loaded for people to talk to."""
 
-Say = Callable[..., None]
+Send = Callable[..., None]
 """Sends one message."""
 
 
 class Answers:
     """What people are answered, and the versions that are loaded for it."""
 
-    def __init__(self, base: BaseModel, shared: Services, say: Say) -> None:
-        self._base, self._say = base, say
+    def __init__(self, base: BaseModel, shared: Services, send: Send) -> None:
+        self._base, self._send = base, send
         self._engine, self._scheduler, self._suffix = shared.engine, shared.scheduler, shared.engine_suffix
         self._chat = Chat.plain(base.tokenizer)
         self._stops = stop_token_ids(base.tokenizer, getattr(base.model, "generation_config", None))
@@ -76,17 +76,17 @@ class Answers:
                 keys,
                 stream=message["stream"],
             )
-            self._say(key=key, prompt_tokens=len(prompt_ids))
+            self._send(key=key, prompt_tokens=len(prompt_ids))
             async with self._turn(request.job, tenant, len(keys)):
                 self._scheduler.spend(request.job, len(prompt_ids))
                 async for chunk in self._engine.generate(request):
                     self._scheduler.spend(request.job, len(chunk.token_ids))
                     read = self._chat.completion_text
                     texts = [read([token]) for token in chunk.token_ids.tolist()] if message["logprobs"] else []
-                    self._say(key=key, chunk=wire.chunk_out(chunk), texts=texts)
-            self._say(key=key, done=True)
+                    self._send(key=key, chunk=wire.chunk_out(chunk), texts=texts)
+            self._send(key=key, done=True)
         except Exception as error:  # whoever asked has to hear of it
-            self._say(key=key, refused=reason(error), theirs=_is_theirs(error))
+            self._send(key=key, refused=reason(error), theirs=_is_theirs(error))
         finally:
             self._open.pop(key, None)
 
@@ -126,13 +126,13 @@ class Answers:
         try:
             async with self._examining:
                 adapter = await asyncio.to_thread(examine, self._base, directory)
-            self._say(key=key, found=adapter.model_dump(mode="json", exclude={"init"}))
-            self._say(key=key, done=True)
+            self._send(key=key, shape=adapter.model_dump(mode="json", exclude={"init"}))
+            self._send(key=key, done=True)
         except AdapterError as error:
-            self._say(key=key, wrong=str(error))
-            self._say(key=key, done=True)
+            self._send(key=key, wrong=str(error))
+            self._send(key=key, done=True)
         except Exception as error:  # whoever asked has to hear of it
-            self._say(key=key, refused=reason(error))
+            self._send(key=key, refused=reason(error))
 
 
 def reason(error: Exception) -> str:

@@ -65,16 +65,16 @@ class Tenants:
         """The name of a tenant, which never changes; empty where there is none."""
         if tenant_id not in self._names:
             with self._transaction() as session:
-                found = session.get(Tenant, tenant_id)
-            if found is None:
+                tenant = session.get(Tenant, tenant_id)
+            if tenant is None:
                 return ""
-            self._names[tenant_id] = found.name
+            self._names[tenant_id] = tenant.name
         return self._names[tenant_id]
 
     def made(self, name: str) -> Tenant:
         """The tenant of a name, made where there is none."""
-        if (found := self.find(name)) is not None:
-            return found
+        if (tenant := self.find(name)) is not None:
+            return tenant
         # another may make it at the same time
         with contextlib.suppress(IntegrityError), self._transaction() as session:
             session.add(Tenant(id=new_id("tenant"), name=name))

@@ -1,39 +1,16 @@
-"""Answers of the engine, as they come in and put together; and which version a model's name means."""
+"""Completions of the engine, as they come in and put together."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from motet.service.adapters.adapters import Adapters
-from motet.service.database.tenants import Principal
-from motet.service.engine.host_link import HostLink, chunk_of
+from motet.rollout import wire
+from motet.service.engine.client import EngineClient
 from motet.types import FinishReason
 
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "stop"}
-
-
-class NoModelError(LookupError):
-    """There is no model of this name for whoever asks."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(f"there is no model {model!r}; GET /v1/models lists them")
-
-
-def directory_of(base: str, adapters: Adapters, who: Principal, model: str) -> Path | None:
-    """The directory of the version that a model's name means; None for the base.
-
-    Raises:
-        NoModelError: there is none for the asker.
-    """
-    if model in (base, "base"):
-        return None
-    found = adapters.find(who, model)
-    if found is None:
-        raise NoModelError(model)
-    return found.path
 
 
 @dataclass
@@ -70,13 +47,13 @@ class Piece:
     """Why the answer ends, with its last piece."""
 
 
-async def begin(link: HostLink, question: Mapping[str, Any]) -> tuple[int, AsyncIterator[dict[str, Any]]]:
+async def begin(engine: EngineClient, question: Mapping[str, Any]) -> tuple[int, AsyncIterator[dict[str, Any]]]:
     """Ask the engine: the prompt's tokens, and what comes after. A refusal comes here, before the first byte of a stream.
 
     Raises:
         EngineError, ConfigError: it cannot be answered, now or ever, and why.
     """
-    answer = link.answer(**question)
+    answer = engine.answer(**question)
     first = await anext(answer)
     return int(first["prompt_tokens"]), answer
 
@@ -84,19 +61,20 @@ async def begin(link: HostLink, question: Mapping[str, Any]) -> tuple[int, Async
 async def pieces(answer: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Piece]:
     """Answers as their tokens come in."""
     async for message in answer:
-        if (chunk := chunk_of(message)) is not None:
+        if "chunk" in message:
+            chunk = wire.chunk_in(message["chunk"])
             reason = None if chunk.finish_reason is None else REASONS.get(chunk.finish_reason, "stop")
             logprobs = [float(one) for one in message["chunk"]["logprobs"]]
             yield Piece(chunk.index, chunk.text, message["texts"], logprobs, len(chunk.token_ids), reason)
 
 
-async def whole(link: HostLink, question: Mapping[str, Any]) -> Answered:
+async def whole(engine: EngineClient, question: Mapping[str, Any]) -> Answered:
     """Ask the engine and wait for all of it.
 
     Raises:
         EngineError, ConfigError: it cannot be answered, now or ever, and why.
     """
-    prompt_tokens, answer = await begin(link, question)
+    prompt_tokens, answer = await begin(engine, question)
     choices: dict[int, Completed] = {}
     tokens = 0
     async for piece in pieces(answer):
@@ -110,5 +88,5 @@ async def whole(link: HostLink, question: Mapping[str, Any]) -> Answered:
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Tokens, as answers tell them."""
+    """Counts of tokens, in the shape of the `openai` package."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.service.engine.answers import whole
-from motet.service.engine.host_link import HostLink
+from motet.service.engine.client import EngineClient
 from motet.tasks.graders.shapes import Judge, JudgeSampling, LabelModel, ScoreModel
 from motet.tasks.graders.template import MOST_FILLED, UnfilledError, fill
 from motet.tasks.rewards import last_number
@@ -24,7 +24,7 @@ class VerdictError(ValueError):
 
 
 async def ask(
-    link: HostLink, tenant: str, directory: Path | None, judge: Judge, item: Mapping[str, Any], output: str
+    engine: EngineClient, tenant: str, directory: Path | None, judge: Judge, item: Mapping[str, Any], output: str
 ) -> tuple[float, int]:
     """The score of an answer by the judge whose adapter is in `directory` (None: the base), and the tokens that it took.
 
@@ -39,7 +39,7 @@ async def ask(
     sampling = judge.sampling_params or JudgeSampling()
     seed = zlib.crc32(repr(messages).encode()) if sampling.seed is None else sampling.seed
     answered = await whole(
-        link,
+        engine,
         {
             "tenant": tenant,
             "adapter": None if directory is None else str(directory),

@@ -52,11 +52,11 @@ class ScoringUnits:
             work: `reward`, `problem`, `completions`.
         """
         with self._store.transaction() as session:
-            found = session.execute(
+            row = session.execute(
                 select(ScoringUnit.scores).where(ScoringUnit.job_id == job_id, ScoringUnit.key == key)
             ).first()
-        if found is not None:
-            return None if found.scores is None else list(found.scores)
+        if row is not None:
+            return None if row.scores is None else list(row.scores)
         unit = ScoringUnit(job_id=job_id, key=key, step=step, work=dict(work), completions=len(work["completions"]))
         try:
             with self._store.transaction() as session:
@@ -84,8 +84,8 @@ class ScoringUnits:
                 .values(worker=worker, lease=lease, leased_until=until, handed_out=ScoringUnit.handed_out + 1)
                 .execution_options(synchronize_session=False)
             )
-            found = session.scalars(select(ScoringUnit).where(ScoringUnit.lease == lease).order_by(ScoringUnit.id))
-            return [Leased(unit.key, unit.work or {}, unit.handed_out) for unit in found]
+            units = session.scalars(select(ScoringUnit).where(ScoringUnit.lease == lease).order_by(ScoringUnit.id))
+            return [Leased(unit.key, unit.work or {}, unit.handed_out) for unit in units]
 
     def give_back(self, job_id: str, worker: str) -> None:
         """End a worker's leases, so that others can have them at once."""

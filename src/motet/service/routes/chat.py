@@ -13,9 +13,9 @@ from pydantic import BaseModel, Field
 
 from motet.service.database.tables import new_id
 from motet.service.engine.answers import Answered, begin, pieces, usage, whole
-from motet.service.http.asking import Asker, AtDesk
-from motet.service.http.completing import STREAMED, Sampled, Text, adapter_of, with_its_end
-from motet.service.routes.shares import received_models
+from motet.service.http.depends import AdaptersDep, Asker, EngineDep, StorageDep, StoreDep
+from motet.service.http.sampling import STREAMED, ModelNamesDep, Sampled, Text, with_its_end
+from motet.service.routes.shares import SharesDep
 from motet.service.schemas import Model, Models
 
 router = APIRouter(prefix="/v1", tags=["completions"])
@@ -51,30 +51,29 @@ class ChatRequest(Sampled):
 
 
 @router.get("/models")
-def models(who: Asker, desk: AtDesk) -> Models:
+def models(who: Asker, store: StoreDep, storage: StorageDep, adapters: AdaptersDep, shares: SharesDep) -> Models:
     """The base, the versions of the asker's jobs, uploaded adapters, and what others share."""
-    found = [Model(id=desk.settings.base)]
-    for job in desk.store.jobs(who, limit=200):
-        numbers = [*map(str, desk.directory(job.id).versions())]
-        names = [*numbers, *(["latest", "best"] if numbers else [])]
-        found.extend(Model(id=f"{job.name}@{name}", created=int(job.created)) for name in names)
-    found.extend(Model(id=one.name, created=int(one.created)) for one in desk.adapters.all(who))
-    found.extend(Model(id=name) for name in received_models(desk, who))
-    return Models(data=found)
+    data = [Model(id=adapters.base)]
+    for job in store.jobs(who, limit=200):
+        names = storage.version_names(job.id)
+        data.extend(Model(id=f"{job.name}@{name}", created=int(job.created)) for name in names)
+    data.extend(Model(id=one.name, created=int(one.created)) for one in adapters.all(who))
+    data.extend(Model(id=name) for name in shares.received_models(who))
+    return Models(data=data)
 
 
 @router.post("/chat/completions", response_model=None, responses=STREAMED)
-async def chat(who: Asker, desk: AtDesk, wanted: ChatRequest) -> Response:
+async def chat(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: ChatRequest) -> Response:
     """Go on with a conversation."""
-    adapter = await adapter_of(desk, who, wanted.model)
+    adapter = await names.directory(who, wanted.model)
     limit = wanted.max_completion_tokens or wanted.max_tokens or _MAX_TOKENS
     question = wanted.question(who, adapter, limit, logprobs=bool(wanted.logprobs))
     question["messages"] = [message.plain() for message in wanted.messages]
     if wanted.stream:
-        prompt_tokens, answer = await begin(desk.link, question)
+        prompt_tokens, answer = await begin(engine, question)
         lines = with_its_end(_stream(answer, prompt_tokens, wanted))
         return StreamingResponse(lines, media_type="text/event-stream")
-    return JSONResponse(_body(await whole(desk.link, question), wanted))
+    return JSONResponse(_body(await whole(engine, question), wanted))
 
 
 def _body(answered: Answered, wanted: ChatRequest) -> dict[str, Any]:
@@ -105,8 +104,8 @@ async def _stream(answer: AsyncIterator[dict[str, Any]], prompt_tokens: int, wan
         tokens += piece.n_tokens
         delta = {"content": piece.text, **({} if piece.index in begun else {"role": "assistant"})}
         begun.add(piece.index)
-        told = _logprobs(piece.tokens, piece.logprobs) if piece.tokens else None
-        choice = {"index": piece.index, "delta": delta, "logprobs": told, "finish_reason": piece.reason}
+        logprobs = _logprobs(piece.tokens, piece.logprobs) if piece.tokens else None
+        choice = {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.reason}
         yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
     if wanted.tells_usage:
         yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage(prompt_tokens, tokens)})}\n\n"
@@ -115,5 +114,5 @@ async def _stream(answer: AsyncIterator[dict[str, Any]], prompt_tokens: int, wan
 
 def _logprobs(tokens: list[str], logprobs: list[float]) -> dict[str, Any]:
     pairs = zip(tokens, logprobs, strict=False)
-    told = [{"token": text, "logprob": one, "bytes": list(text.encode()), "top_logprobs": []} for text, one in pairs]
-    return {"content": told, "refusal": None}
+    content = [{"token": text, "logprob": one, "bytes": list(text.encode()), "top_logprobs": []} for text, one in pairs]
+    return {"content": content, "refusal": None}

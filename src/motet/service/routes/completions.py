@@ -13,10 +13,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field
 
 from motet.service.database.tables import new_id
-from motet.service.desk import Desk
 from motet.service.engine.answers import Piece, begin, pieces, usage, whole
-from motet.service.http.asking import Asker, AtDesk, Refusal
-from motet.service.http.completing import MOST_SEQUENCES, STREAMED, Sampled, Text, adapter_of, with_its_end
+from motet.service.engine.client import EngineClient
+from motet.service.errors import Refusal
+from motet.service.http.depends import Asker, EngineDep
+from motet.service.http.sampling import MOST_SEQUENCES, STREAMED, ModelNamesDep, Sampled, Text, with_its_end
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 _MAX_TOKENS = 16
@@ -44,11 +45,11 @@ class CompletionRequest(Sampled):
 
 
 @router.post("/completions", response_model=None, responses=STREAMED)
-async def complete(who: Asker, desk: AtDesk, wanted: CompletionRequest) -> Response:
+async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: CompletionRequest) -> Response:
     """Go on with prompts. Choice i · n + k is the k-th completion of prompt i."""
     question = wanted.question(
         who,
-        await adapter_of(desk, who, wanted.model),
+        await names.directory(who, wanted.model),
         wanted.max_tokens or _MAX_TOKENS,
         logprobs=wanted.logprobs is not None,
     )
@@ -62,44 +63,49 @@ async def complete(who: Asker, desk: AtDesk, wanted: CompletionRequest) -> Respo
     if wanted.stream:
         if len(questions) > 1:
             raise Refusal(400, "prompt: one prompt can be streamed at a time; leave `stream` out for several", "prompt")
-        lines = with_its_end(await _stream(desk, questions[0], wanted))
+        lines = with_its_end(await _stream(engine, questions[0], wanted))
         return StreamingResponse(lines, media_type="text/event-stream")
-    return JSONResponse(await _whole(desk, questions, wanted))
+    return JSONResponse(await _whole(engine, questions, wanted))
 
 
 def _head(wanted: CompletionRequest) -> dict[str, Any]:
     return {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": wanted.model}
 
 
-async def _whole(desk: Desk, questions: Sequence[dict[str, Any]], wanted: CompletionRequest) -> dict[str, Any]:
-    answered = await asyncio.gather(*(whole(desk.link, question) for question in questions))
-    choices = [choice for one in answered for choice in one.choices]
-    told = [_logprobs(one.tokens, one.logprobs, 0) if wanted.logprobs is not None else None for one in choices]
+async def _whole(
+    engine: EngineClient, questions: Sequence[dict[str, Any]], wanted: CompletionRequest
+) -> dict[str, Any]:
+    answered = await asyncio.gather(*(whole(engine, question) for question in questions))
     return {
         **_head(wanted),
         "choices": [
-            {"index": index, "text": one.text, "logprobs": logprobs, "finish_reason": one.reason}
-            for index, (one, logprobs) in enumerate(zip(choices, told, strict=True))
+            {
+                "index": index,
+                "text": one.text,
+                "logprobs": _logprobs(one.tokens, one.logprobs, 0) if wanted.logprobs is not None else None,
+                "finish_reason": one.reason,
+            }
+            for index, one in enumerate(choice for one in answered for choice in one.choices)
         ],
         "usage": usage(sum(one.prompt_tokens for one in answered), sum(one.tokens for one in answered)),
     }
 
 
-async def _stream(desk: Desk, question: dict[str, Any], wanted: CompletionRequest) -> AsyncIterator[str]:
-    prompt_tokens, answer = await begin(desk.link, question)
+async def _stream(engine: EngineClient, question: dict[str, Any], wanted: CompletionRequest) -> AsyncIterator[str]:
+    prompt_tokens, answer = await begin(engine, question)
     return _lines(pieces(answer), prompt_tokens, wanted)
 
 
-async def _lines(found: AsyncIterator[Piece], prompt_tokens: int, wanted: CompletionRequest) -> AsyncIterator[str]:
+async def _lines(answer: AsyncIterator[Piece], prompt_tokens: int, wanted: CompletionRequest) -> AsyncIterator[str]:
     head = _head(wanted)
     offsets: dict[int, int] = {}
     tokens = 0
-    async for piece in found:
+    async for piece in answer:
         tokens += piece.n_tokens
         offset = offsets.get(piece.index, 0)
         offsets[piece.index] = offset + sum(map(len, piece.tokens))
-        told = _logprobs(piece.tokens, piece.logprobs, offset) if piece.tokens else None
-        choice = {"index": piece.index, "text": piece.text, "logprobs": told, "finish_reason": piece.reason}
+        logprobs = _logprobs(piece.tokens, piece.logprobs, offset) if piece.tokens else None
+        choice = {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.reason}
         yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
     if wanted.tells_usage:
         yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage(prompt_tokens, tokens)})}\n\n"
@@ -112,5 +118,5 @@ def _logprobs(tokens: list[str], logprobs: list[float], offset: int) -> dict[str
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
-    told = [logprob for _, logprob in zip(tokens, logprobs, strict=False)]
-    return {"tokens": tokens, "token_logprobs": told, "top_logprobs": None, "text_offset": offsets}
+    of_tokens = [logprob for _, logprob in zip(tokens, logprobs, strict=False)]
+    return {"tokens": tokens, "token_logprobs": of_tokens, "top_logprobs": None, "text_offset": offsets}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Query, Request
@@ -10,9 +11,16 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from motet.config import JobConfig
 from motet.errors import ConfigError, StoreError
 from motet.service.database.tables import Event, FineTuning, StoredJob
-from motet.service.desk import Desk
-from motet.service.http.asking import Asker, AtDesk, Refusal
-from motet.service.jobs import fine_tuning
+from motet.service.errors import Refusal
+from motet.service.http.depends import (
+    Asker,
+    EngineDep,
+    FineTuningsDep,
+    ReadThreadsDep,
+    StorageDep,
+    StoreDep,
+    SubmissionsDep,
+)
 from motet.service.schemas.fine_tuning import (
     Checkpoint,
     Checkpoints,
@@ -32,22 +40,71 @@ _CHECKPOINT = "ftckpt-"
 Made = tuple[StoredJob, FineTuning]
 
 
-def made_of(job: str, who: Asker, desk: AtDesk) -> Made:
-    """The job that a path names, among the asker's that were made here."""
-    found = fine_tuning.find(desk.store, who, job)
-    if found is None:
+def _named(job: str, who: Asker, fine_tunings: FineTuningsDep) -> Made:
+    made = fine_tunings.find(who, job)
+    if made is None:
         raise Refusal(404, f"there is no fine-tuning job {job!r}")
-    return found
+    return made
 
 
-NamedMade = Annotated[Made, Depends(made_of)]
+NamedMade = Annotated[Made, Depends(_named)]
+"""The job that a path names, among the asker's that were made here."""
+
+
+class FineTuningAnswers:
+    """Jobs as they are answered."""
+
+    def __init__(self, engine: EngineDep, storage: StorageDep) -> None:
+        self._engine, self._storage = engine, storage
+
+    def __call__(self, made: Made) -> FineTuningJob:
+        """One of them."""
+        job, asked = made[0], made[1].request
+        state, progress = JobState(job.state), self._engine.progress.get(job.id)
+        left = None if progress is None else progress["seconds_left"]
+        method = asked["method"]
+        given = {name: value for name, value in (method["reinforcement"].get("hyperparameters") or {}).items() if value}
+        common = {name: given.get(name, "auto") for name in ("n_epochs", "batch_size", "learning_rate_multiplier")}
+        tokens = None
+        directory = self._storage.job(job.id)
+        if state.final and directory.versions() and (committed := directory.newest()) is not None:
+            tokens = committed.tokens_trained
+        return FineTuningJob(
+            id=job.id,
+            created_at=int(job.created),
+            finished_at=None if job.ended is None else int(job.ended),
+            estimated_finish=None if left is None else int(time.time() + left),
+            model=asked["model"],
+            fine_tuned_model=f"{job.name}@best" if state is JobState.SUCCEEDED else None,
+            organization_id=job.tenant_id,
+            status=job.state,
+            error=FineTuningError(code="job_failed", message=job.message) if state is JobState.FAILED else None,
+            training_file=asked["training_file"],
+            validation_file=asked.get("validation_file"),
+            hyperparameters=common,
+            method={
+                "type": "reinforcement",
+                "reinforcement": {**method["reinforcement"], "hyperparameters": {**common, **given}},
+            },
+            trained_tokens=tokens,
+            seed=JobConfig.model_validate(job.spec).effective_seed,
+            suffix=asked.get("suffix"),
+            metadata=asked.get("metadata"),
+        )
+
+
+Shown = Annotated[FineTuningAnswers, Depends()]
 
 
 @router.post("")
 async def create(
     request: Request,
     who: Asker,
-    desk: AtDesk,
+    store: StoreDep,
+    submissions: SubmissionsDep,
+    fine_tunings: FineTuningsDep,
+    threads: ReadThreadsDep,
+    shown: Shown,
     asked: FineTuningRequest,
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> FineTuningJob:
@@ -55,23 +112,24 @@ async def create(
     body: dict[str, Any] = await request.json()
 
     def make() -> FineTuningJob:
-        tree = fine_tuning.job_of(desk, who, asked)
+        tree = fine_tunings.job_of(who, asked)
         try:
-            job = desk.submit(who, tree, idempotency_key)
+            job = submissions.submit(who, tree, idempotency_key)
         except ConfigError as error:
             raise Refusal(400, str(error)) from error
-        fine_tuning.keep(desk.store, job.id, body)
-        desk.store.audit(who, "submit", job.id)
-        return _shown(desk, (job, FineTuning(job_id=job.id, request=body)))
+        fine_tunings.keep(job.id, body)
+        store.audit(who, "submit", job.id)
+        return shown((job, FineTuning(job_id=job.id, request=body)))
 
-    return await desk.reading.run(who.key_id, make)
+    return await threads.run(who.key_id, make)
 
 
 @router.get("")
 def list_jobs(
     request: Request,
     who: Asker,
-    desk: AtDesk,
+    fine_tunings: FineTuningsDep,
+    shown: Shown,
     after: Annotated[str | None, Query(max_length=100, description="The last id of the page before.")] = None,
     limit: Limit = 20,
 ) -> FineTuningJobs:
@@ -81,44 +139,51 @@ def list_jobs(
         for name, value in request.query_params.items()
         if name.startswith("metadata[")
     }
-    found = fine_tuning.page(desk.store, who, after, limit + 1, wanted)
-    return FineTuningJobs(data=[_shown(desk, one) for one in found[:limit]], has_more=len(found) > limit)
+    page = fine_tunings.page(who, after, limit + 1, wanted)
+    return FineTuningJobs(data=[shown(one) for one in page[:limit]], has_more=len(page) > limit)
 
 
 @router.get("/{job}")
-def retrieve(desk: AtDesk, made: NamedMade) -> FineTuningJob:
+def retrieve(shown: Shown, made: NamedMade) -> FineTuningJob:
     """One job."""
-    return _shown(desk, made)
+    return shown(made)
 
 
 @router.post("/{job}/{word}")
-def steer(who: Asker, desk: AtDesk, made: NamedMade, word: Literal["pause", "resume", "cancel"]) -> FineTuningJob:
+def steer(
+    who: Asker,
+    store: StoreDep,
+    submissions: SubmissionsDep,
+    shown: Shown,
+    made: NamedMade,
+    word: Literal["pause", "resume", "cancel"],
+) -> FineTuningJob:
     """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
     job, asked = made
     try:
-        desk.steer(job, word)
+        submissions.steer(job, word)
     except StoreError as error:
         raise Refusal(400, str(error)) from error
-    desk.store.audit(who, word, job.id)
-    return _shown(desk, (desk.store.job(who, job.id) or job, asked))
+    store.audit(who, word, job.id)
+    return shown((store.job(who, job.id) or job, asked))
 
 
 @router.get("/{job}/events")
 def events(
-    desk: AtDesk,
+    fine_tunings: FineTuningsDep,
     made: NamedMade,
     after: Annotated[str | None, Query(pattern=rf"^{_EVENT}\d{{1,15}}$")] = None,
     limit: Limit = 20,
 ) -> FineTuningEvents:
     """What happened to a job, newest first."""
     before = None if after is None else int(after.removeprefix(_EVENT))
-    found = fine_tuning.events(desk.store, made[0].id, before, limit + 1)
-    return FineTuningEvents(data=[_told(made[0], one) for one in found[:limit]], has_more=len(found) > limit)
+    entries = fine_tunings.events(made[0].id, before, limit + 1)
+    return FineTuningEvents(data=[_event(made[0], one) for one in entries[:limit]], has_more=len(entries) > limit)
 
 
 @router.get("/{job}/checkpoints")
 def checkpoints(
-    desk: AtDesk,
+    storage: StorageDep,
     made: NamedMade,
     after: Annotated[str | None, Query(pattern=rf"^{_CHECKPOINT}[0-9a-f]{{1,40}}-\d{{1,9}}$")] = None,
     limit: Limit = 10,
@@ -126,51 +191,16 @@ def checkpoints(
     """The versions of the adapter that are kept, newest first."""
     job = made[0]
     before = None if after is None else int(after.rpartition("-")[2])
-    directory = desk.directory(job.id)
+    directory = storage.job(job.id)
     numbers = [one for one in reversed(directory.versions()) if one > 0 and (before is None or one < before)]
     committed = directory.newest() if numbers else None
     lines = [] if committed is None else directory.read_metrics(committed)
-    data = [_checkpoint(desk, job, number, lines) for number in numbers[:limit]]
+    data = [_checkpoint(directory.version(number), job, number, lines) for number in numbers[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return Checkpoints(data=data, has_more=len(numbers) > limit, first_id=first, last_id=last)
 
 
-def _shown(desk: Desk, made: Made) -> FineTuningJob:
-    job, asked = made[0], made[1].request
-    state, progress = JobState(job.state), desk.link.progress.get(job.id)
-    left = None if progress is None else progress["seconds_left"]
-    method = asked["method"]
-    given = {name: value for name, value in (method["reinforcement"].get("hyperparameters") or {}).items() if value}
-    told = {name: given.get(name, "auto") for name in ("n_epochs", "batch_size", "learning_rate_multiplier")}
-    tokens = None
-    directory = desk.directory(job.id)
-    if state.final and directory.versions() and (committed := directory.newest()) is not None:
-        tokens = committed.tokens_trained
-    return FineTuningJob(
-        id=job.id,
-        created_at=int(job.created),
-        finished_at=None if job.ended is None else int(job.ended),
-        estimated_finish=None if left is None else int(time.time() + left),
-        model=asked["model"],
-        fine_tuned_model=f"{job.name}@best" if state is JobState.SUCCEEDED else None,
-        organization_id=job.tenant_id,
-        status=job.state,
-        error=FineTuningError(code="job_failed", message=job.message) if state is JobState.FAILED else None,
-        training_file=asked["training_file"],
-        validation_file=asked.get("validation_file"),
-        hyperparameters=told,
-        method={
-            "type": "reinforcement",
-            "reinforcement": {**method["reinforcement"], "hyperparameters": {**told, **given}},
-        },
-        trained_tokens=tokens,
-        seed=JobConfig.model_validate(job.spec).effective_seed,
-        suffix=asked.get("suffix"),
-        metadata=asked.get("metadata"),
-    )
-
-
-def _told(job: StoredJob, entry: Event) -> FineTuningEvent:
+def _event(job: StoredJob, entry: Event) -> FineTuningEvent:
     data = entry.data
     if entry.kind == "step":
         held_out = (data.get("eval") or {}).get("reward")
@@ -197,8 +227,7 @@ def _told(job: StoredJob, entry: Event) -> FineTuningEvent:
     )  # fmt: skip
 
 
-def _checkpoint(desk: Desk, job: StoredJob, number: int, lines: list[dict[str, Any]]) -> Checkpoint:
-    path = desk.directory(job.id).version(number)
+def _checkpoint(path: Path, job: StoredJob, number: int, lines: list[dict[str, Any]]) -> Checkpoint:
     trained: dict[str, Any] = next((line for line in lines if line["step"] == number - 1 and "loss" in line), {})
     evaluated: dict[str, Any] = next(
         (line["eval"] for line in lines if line["step"] == number and line.get("eval")), {}

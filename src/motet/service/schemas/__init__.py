@@ -13,6 +13,12 @@ class Answer(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
 
+class Asked(BaseModel):
+    """Base of what is asked; a field that is not supported is refused by its name."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
 class Job(Answer):
     """A job and where it stands."""
 
@@ -180,10 +186,9 @@ class Keys(Answer):
     data: list[ApiKey]
 
 
-class KeyRequest(BaseModel):
+class KeyRequest(Asked):
     """A key to make."""
 
-    model_config = ConfigDict(extra="forbid")
     tenant: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     name: str = Field("", max_length=100)
     role: Literal["admin", "member"] = "member"

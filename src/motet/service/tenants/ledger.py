@@ -1,11 +1,12 @@
 """The usage ledger: tokens and device time by day, tenant and job, each kept once.
 
 Tokens of a job are counted with the event of its step, in one transaction, and an event is kept once: steps that are done
-again after a crash count once. Device time is told in numbered windows, and a window that was kept is not kept again.
+again after a crash count once. Device time comes in numbered windows, and a window that was kept is not kept again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from motet.runtime.meter import COMPLETIONS, IDLE
-from motet.service.database.store import Store, find_job
+from motet.service.database.store import AWAY, Store, find_job
 from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage, now
 from motet.service.schemas.usage import By
 
@@ -51,6 +52,9 @@ class Ledger:
     def __init__(self, store: Store, day: Callable[[], str] = today) -> None:
         """`day` says which day it is."""
         self._store, self.day = store, day
+        self._counting = threading.Lock()
+        self._counted: dict[str, tuple[int, int]] = {}
+        """Tokens of completions that are not written down yet, by tenant id: (read as prompts, sampled)."""
 
     # --- writing ----------------------------------------------------------------------------------------------------------
 
@@ -84,12 +88,27 @@ class Ledger:
                 _add(session, self.day(), tenant, job, title, {"microseconds": microseconds[name]})
         return True
 
-    def completions(self, counts: Mapping[str, tuple[int, int]]) -> None:
-        """Add tokens of completions: {tenant id: (read as prompts, sampled)}."""
-        with self._store.transaction() as session:
-            for tenant in sorted(counts):
-                prompt, sampled = counts[tenant]
-                _add(session, self.day(), tenant, "", "", {"tokens_prompt": prompt, "tokens_sampled": sampled})
+    def count_completion(self, tenant_id: str, prompt: int, sampled: int) -> None:
+        """Remember tokens of a completion until `flush` writes them down."""
+        with self._counting:
+            before = self._counted.get(tenant_id, (0, 0))
+            self._counted[tenant_id] = (before[0] + prompt, before[1] + sampled)
+
+    def flush(self) -> None:
+        """Write down what was counted."""
+        with self._counting:
+            counted, self._counted = self._counted, {}
+        if not counted:
+            return
+        try:
+            with self._store.transaction() as session:
+                for tenant in sorted(counted):
+                    prompt, sampled = counted[tenant]
+                    _add(session, self.day(), tenant, "", "", {"tokens_prompt": prompt, "tokens_sampled": sampled})
+        except AWAY:
+            for tenant, counts in counted.items():
+                self.count_completion(tenant, *counts)  # a database that is away for a while comes back
+            raise
 
     # --- reading ----------------------------------------------------------------------------------------------------------
 
@@ -100,7 +119,7 @@ class Ledger:
             return {str(row[0]): int(row[1]) for row in session.execute(query)}
 
     def tokens_of(self, job_id: str) -> int:
-        """Tokens that a job has sampled and trained so far: what its budget is about."""
+        """Tokens that a job has sampled and trained so far, which its budget bounds."""
         query = select(func.coalesce(func.sum(_TOKENS), 0)).where(Usage.job_id == job_id)
         with self._store.transaction() as session:
             return int(session.scalar(query) or 0)
@@ -132,8 +151,8 @@ class Ledger:
             query = query if wanted is None else query.where(wanted)
         with self._store.transaction() as session:
             rows = [row._mapping for row in session.execute(query)]
-        found = [_line(row) for row in rows]
-        return sorted(found, key=lambda one: (one.day or "", one.tenant is None, one.tenant or "", one.job or ""))
+        lines = [_line(row) for row in rows]
+        return sorted(lines, key=lambda one: (one.day or "", one.tenant is None, one.tenant or "", one.job or ""))
 
 
 def _line(row: Mapping[Any, Any]) -> Used:
@@ -180,5 +199,5 @@ def _owners(session: Session, jobs: Sequence[str]) -> dict[str, tuple[str, str, 
     columns = (StoredJob.tenant_id, StoredJob.id, StoredJob.name)
     known = (Usage.tenant_id, Usage.job_id, Usage.job_name)
     before = session.execute(select(*known).where(Usage.job_id.in_(jobs)).distinct()).all()
-    found = session.execute(select(*columns).where(StoredJob.id.in_(jobs))).all()
-    return {str(row[1]): (str(row[0]), str(row[1]), str(row[2])) for row in (*before, *found)}
+    there = session.execute(select(*columns).where(StoredJob.id.in_(jobs))).all()
+    return {str(row[1]): (str(row[0]), str(row[1]), str(row[2])) for row in (*before, *there)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from motet.config.service import LimitsConfig
 from motet.errors import LimitError
 from motet.service.database.store import OPEN, Store
 from motet.service.database.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter
+from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.types import JobState
 
@@ -35,36 +38,22 @@ class TenantUse:
     stored_bytes: int
 
 
-class Limits:
-    """Limits in the service's database, and their checks."""
+class Quotas:
+    """The limits of tenants in the service's database, and their checks."""
 
-    def __init__(
-        self,
-        store: Store,
-        ledger: Ledger,
-        defaults: LimitsConfig,
-        slots: int,
-        stored_by_jobs: Callable[[list[str]], int],
-    ) -> None:
-        """Nothing is read yet.
-
-        Args:
-            store: the database.
-            ledger: what was used today.
-            defaults: what holds for a tenant unless an admin set something else.
-            slots: jobs that run at once, all tenants together.
-            stored_by_jobs: how many bytes the saved versions of some jobs take.
-        """
-        self._store, self._ledger, self._defaults, self._slots = store, ledger, defaults, slots
-        self._stored_by_jobs = stored_by_jobs
+    def __init__(self, store: Store, storage: Storage, ledger: Ledger, defaults: LimitsConfig, slots: int) -> None:
+        """`defaults` hold for a tenant unless an admin set something else; `slots` jobs run at once, of all tenants."""
+        self._store, self._storage, self._ledger, self._defaults, self._slots = store, storage, ledger, defaults, slots
+        self._admitting = threading.Lock()
+        self._storing: dict[str, threading.Lock] = {}
 
     # --- what is set ------------------------------------------------------------------------------------------------------
 
     def of(self, tenant_id: str) -> LimitsConfig:
         """What holds for a tenant."""
         with self._store.transaction() as session:
-            found = session.get(TenantLimits, tenant_id)
-        return self._with(None if found is None else found.given)
+            own = session.get(TenantLimits, tenant_id)
+        return self._with(None if own is None else own.given)
 
     def all(self) -> dict[str, LimitsConfig]:
         """What holds for each tenant, by id."""
@@ -89,9 +78,9 @@ class Limits:
         query = select(Tenant, TenantLimits.given).outerjoin(TenantLimits, TenantLimits.tenant_id == Tenant.id)
         query = query if name is None else query.where(Tenant.name == name)
         with self._store.transaction() as session:
-            found = [(row[0], row[1]) for row in session.execute(query.order_by(Tenant.name))]
+            rows = [(row[0], row[1]) for row in session.execute(query.order_by(Tenant.name))]
         tokens = self._ledger.tokens_today()
-        return [self._use(tenant, given, tokens.get(tenant.id, 0)) for tenant, given in found]
+        return [self._use(tenant, given, tokens.get(tenant.id, 0)) for tenant, given in rows]
 
     def _use(self, tenant: Tenant, given: Mapping[str, Any] | None, tokens: int) -> TenantUse:
         return TenantUse(
@@ -117,22 +106,36 @@ class Limits:
                 select(func.sum(UploadedAdapter.bytes)).where(UploadedAdapter.tenant_id == tenant_id)
             )
             jobs = list(session.scalars(select(StoredJob.id).where(StoredJob.tenant_id == tenant_id)))
-        return int(files or 0) + int(brought or 0) + self._stored_by_jobs(jobs)
+        return int(files or 0) + int(brought or 0) + self._storage.saved_bytes(jobs)
 
     # --- checks -----------------------------------------------------------------------------------------------------------
 
-    def admit(self, tenant_id: str, config: JobConfig) -> None:
-        """Let a job in that is to be queued.
+    @contextlib.contextmanager
+    def admitting(self, tenant_id: str, config: JobConfig) -> Iterator[None]:
+        """While a job is put into the queue: one at a time, or two that come together would both take the last place.
 
         Raises:
             LimitError: which limit keeps it out, what is used of it, and who can change it.
         """
-        limits = self.of(tenant_id)
-        _check_size(config, limits)
-        self._may_wait(tenant_id, limits)
-        self.room(tenant_id, 0, limits)
+        with self._admitting:
+            limits = self.of(tenant_id)
+            _check_size(config, limits)
+            self._check_queue(tenant_id, limits)
+            self._check_storage(tenant_id, 0, limits)
+            yield
 
-    def fits(self, tenant_id: str, config: JobConfig) -> None:
+    @contextlib.contextmanager
+    def storing(self, tenant_id: str, size: int) -> Iterator[None]:
+        """While so many bytes are written down as a tenant's: one upload of it at a time, as in `admitting`.
+
+        Raises:
+            LimitError: there is no room for them.
+        """
+        with self._storing.setdefault(tenant_id, threading.Lock()):
+            self.check_storage(tenant_id, size)
+            yield
+
+    def check_size(self, tenant_id: str, config: JobConfig) -> None:
         """Let a job be as large as it is, whether or not it could be queued now.
 
         Raises:
@@ -140,29 +143,32 @@ class Limits:
         """
         _check_size(config, self.of(tenant_id))
 
-    def may_wait(self, tenant_id: str) -> None:
+    def check_queue(self, tenant_id: str) -> None:
         """Let a job back into the queue.
 
         Raises:
             LimitError: as many wait as may.
         """
-        self._may_wait(tenant_id, self.of(tenant_id))
+        self._check_queue(tenant_id, self.of(tenant_id))
 
-    def priority(self, tenant_id: str, priority: int) -> None:
+    def check_priority(self, tenant_id: str, priority: int) -> None:
         """Let a job have a priority.
 
         Raises:
             LimitError: it is above the tenant's highest class.
         """
-        _may_have(priority, self.of(tenant_id))
+        _check_priority(priority, self.of(tenant_id))
 
-    def room(self, tenant_id: str, size: int, limits: LimitsConfig | None = None) -> None:
+    def check_storage(self, tenant_id: str, size: int) -> None:
         """Let so many bytes be stored.
 
         Raises:
             LimitError: there is no room for them.
         """
-        most = (limits or self.of(tenant_id)).storage_mb
+        self._check_storage(tenant_id, size, self.of(tenant_id))
+
+    def _check_storage(self, tenant_id: str, size: int, limits: LimitsConfig) -> None:
+        most = limits.storage_mb
         if most is None:
             return
         stored = self.stored(tenant_id)
@@ -174,7 +180,7 @@ class Limits:
                 403,
             )
 
-    def tokens(self, tenant_id: str) -> None:
+    def check_tokens(self, tenant_id: str) -> None:
         """Let completions be asked for.
 
         Raises:
@@ -184,14 +190,14 @@ class Limits:
         if most is not None and self._ledger.tokens_today().get(tenant_id, 0) >= most:
             raise LimitError(f"{spent(most)}; new ones come at 00:00 UTC, or {ASK} --tokens-per-day", 429)
 
-    def _may_wait(self, tenant_id: str, limits: LimitsConfig) -> None:
+    def _check_queue(self, tenant_id: str, limits: LimitsConfig) -> None:
         if limits.queued_jobs is None:
             return
         at_once = min(limits.running_jobs or self._slots, self._slots)
-        found = self._jobs(tenant_id, *OPEN)  # who runs already may be a matter of milliseconds
-        if found >= limits.queued_jobs + at_once:
+        count = self._jobs(tenant_id, *OPEN)  # who runs already may be a matter of milliseconds
+        if count >= limits.queued_jobs + at_once:
             raise LimitError(
-                f"queued_jobs: {found} jobs of this tenant run or wait; {at_once} may run and {limits.queued_jobs} wait. Let "
+                f"queued_jobs: {count} jobs of this tenant run or wait; {at_once} may run and {limits.queued_jobs} wait. Let "
                 f"one end, cancel one, or {ASK} --queued-jobs",
                 429,
             )
@@ -211,10 +217,10 @@ def _check_size(config: JobConfig, limits: LimitsConfig) -> None:
             raise LimitError(
                 f"{name}: {wanted:g} is more than {most:g}, the most of this tenant; {ASK} --{option}", 403
             )
-    _may_have(config.priority, limits)
+    _check_priority(config.priority, limits)
 
 
-def _may_have(priority: int, limits: LimitsConfig) -> None:
+def _check_priority(priority: int, limits: LimitsConfig) -> None:
     highest = limits.highest_priority
     if highest is not None and priority > highest:
         raise LimitError(
@@ -224,5 +230,5 @@ def _may_have(priority: int, limits: LimitsConfig) -> None:
 
 
 def spent(most: int) -> str:
-    """That the tokens of a day are spent, in words."""
+    """The reason why a tenant has to wait for the next day."""
     return f"tokens_per_day: the {most} tokens of this tenant for this day are spent"

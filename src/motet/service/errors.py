@@ -1,12 +1,12 @@
-"""Who asks: the key of a request, and what it may do. Errors as answers, all of one shape."""
+"""How requests are refused: errors as answers, all of one shape."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DataError as DatabaseDataError
@@ -14,19 +14,17 @@ from starlette.exceptions import HTTPException
 
 from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetError, RewardError, StoreError
 from motet.service.database.store import AWAY
-from motet.service.database.tables import StoredJob
-from motet.service.database.tenants import Principal
-from motet.service.desk import Desk
 
 _log = logging.getLogger(__name__)
 
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-TYPES |= {429: "rate_limit_error"}
-TYPES |= {409: "conflict_error", 413: "invalid_request_error", 422: "invalid_request_error", 503: "unavailable_error"}
-
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    409: "conflict_error", 413: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error",
+    503: "unavailable_error",
+}  # fmt: skip
 _LONGEST = 10_000
 """Characters of a message: some quote what they were given."""
-OPENAI = ("/v1/chat/", "/v1/completions", "/v1/fine_tuning/")
+_OPENAI = ("/v1/chat/", "/v1/completions", "/v1/fine_tuning/")
 """Paths where a request that does not fit is a 400, as the `openai` package's users know it."""
 
 
@@ -40,79 +38,7 @@ class Refusal(Exception):
         self.status, self.message, self.param, self.headers = status, message, param, headers
 
 
-def desk_of(request: Request) -> Desk:
-    """The service's desk."""
-    found: Desk = request.app.state.desk
-    return found
-
-
-AtDesk = Annotated[Desk, Depends(desk_of)]
-
-
-def bearer(request: Request) -> str:
-    """The key that a request brings; empty where it brings none."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
-
-
-def known(request: Request, desk: Desk) -> bool:
-    """Whether a request brings a good key, or needs none."""
-    try:
-        return desk.settings.open_to_all or desk.store.tenants.who(bearer(request)) is not None
-    except AWAY:  # whoever answers finds that out too, and says so
-        return True
-
-
-def principal_of(request: Request, desk: AtDesk) -> Principal:
-    """Whose key the request brings."""
-    if key := bearer(request):
-        found = desk.store.tenants.who(key)
-        if found is not None:
-            _within_rate(desk, found.key_id)
-            return found
-        if not desk.settings.open_to_all:  # else any key will do: clients such as openai's always send one
-            _within_rate(desk, f"unknown keys from {request.client.host if request.client else 'nowhere'}")
-            raise Refusal(401, "this key is unknown, revoked or expired; `motet keys create` makes one")
-    if desk.settings.open_to_all:
-        _within_rate(desk, "none")
-        return Principal(desk.store.tenants.made("local").id, "local", "none", "admin")
-    raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
-
-
-def _within_rate(desk: Desk, key: str) -> None:
-    """Count a request of a key."""
-    if seconds := desk.rate.wait(key):
-        rate = desk.settings.config.rate
-        often = rate.requests_per_second if rate is not None else None
-        told = f"more than {often:g} requests a second, the most for one key here; try again in {seconds} s"
-        raise Refusal(429, told, headers={"Retry-After": str(seconds)})
-
-
-Asker = Annotated[Principal, Depends(principal_of)]
-
-
-def admin_of(who: Asker) -> Principal:
-    """The asker, who has to be an admin."""
-    if not who.admin:
-        raise Refusal(403, "this needs an admin's key")
-    return who
-
-
-Admin = Annotated[Principal, Depends(admin_of)]
-
-
-def job_of(job: str, who: Asker, desk: AtDesk) -> StoredJob:
-    """The job that a path names, among the asker's."""
-    found = desk.store.job(who, job)
-    if found is None:
-        raise Refusal(404, f"there is no job {job!r}")
-    return found
-
-
-NamedJob = Annotated[StoredJob, Depends(job_of)]
-
-
-def answer_errors(app: FastAPI) -> None:
+def handle_errors(app: FastAPI) -> None:
     """Give every error one shape, with words for a person."""
 
     @app.exception_handler(Refusal)
@@ -127,7 +53,7 @@ def answer_errors(app: FastAPI) -> None:
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
-        status = 400 if request.url.path.startswith(OPENAI) else 422
+        status = 400 if request.url.path.startswith(_OPENAI) else 422
         return error_body(status, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
 
     async def _database(_: Request, error: Exception) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""The service's end of the engine's process, message by message; the process itself is in test_service_engine.py."""
+"""The service's client of the engine's process, message by message; the process itself is in test_service_engine.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from motet.service.engine.host_link import HostLink
+from motet.service.engine.client import EngineClient, EngineHandlers
 
 
 async def _never(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,12 +22,13 @@ def test_whoever_runs_a_service_reads_what_the_engine_notes_of_its_base(
 ) -> None:
     note = "sums of this base depend on the batch"
 
-    async def started() -> HostLink:
-        link = HostLink({}, lambda *_: None, list, tmp_path / "engine.log", _never, lambda *_: None)
-        await link._handle({"ready": {"notes": [note]}})
-        return link
+    async def started() -> EngineClient:
+        client = EngineClient({}, tmp_path / "engine.log")
+        client._handlers = EngineHandlers(list, lambda *_: None, _never, lambda *_: None, lambda *_: None)
+        await client._handle({"ready": {"notes": [note]}})
+        return client
 
     with caplog.at_level(logging.WARNING):
-        link = asyncio.run(started())
-    assert link.ready.is_set()
+        client = asyncio.run(started())
+    assert client.ready.is_set()
     assert [one.getMessage() for one in caplog.records] == [note]

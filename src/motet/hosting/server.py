@@ -1,4 +1,4 @@
-"""The jobs that train on a service's base, and what is told of them."""
+"""The engine of a service: the jobs that train on its base, and what it sends of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _IDLE_SECONDS = 30.0
 """Between two that nobody used it."""
 
 
-class Host:
+class EngineServer:
     """One base, the jobs that train on it, and the versions that people talk to."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Host:
         self.directory = directory
         self.base = load(config.base, config.engine)
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, largest or ANY_SIZE)
-        self._scores = AskedOfService(self.say)
+        self._scores = AskedOfService(self.send)
         self._shared = services(
             self.workshop,
             self.directory,
@@ -87,16 +87,16 @@ class Host:
             ),
         )
         self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, patience=patience)
-        self._answers = Answers(self.base, self._shared, self.say)
+        self._answers = Answers(self.base, self._shared, self.send)
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()
-        self._told, self._windows = time.monotonic(), 0
+        self._measured, self._windows = time.monotonic(), 0
         self._changes: dict[str, dict[str, int | None]] = {}
         """Of jobs that are being prepared: another budget or priority."""
         self._wanted: dict[str, str] = {}  # of jobs that are being prepared: what was asked for last
         self._preparing = asyncio.Lock()  # one after another, so that jobs queue in the order they came
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Send one message.
 
         Raises:
@@ -121,7 +121,7 @@ class Host:
             running, watching = asyncio.create_task(self.pipeline.run()), asyncio.create_task(self._watch())
             for task in (running, watching):  # without them this process is of no use: a new one takes over
                 task.add_done_callback(lambda task: messages.put_nowait(None) if _fault(task) else None)
-            self.say(ready={"notes": self.workshop.notes})
+            self.send(ready={"notes": self.workshop.notes})
             while (message := await messages.get()) is not None:
                 if message["do"] == "stop":
                     self.pipeline.stop()
@@ -137,10 +137,10 @@ class Host:
             raise faults[0]
 
     async def _stopped(self, running: asyncio.Task[None]) -> None:
-        """Tell when every job has saved."""
+        """Say when every job has saved."""
         await asyncio.wait([running])
         self._measure(0.0)
-        self.say(stopped=True)
+        self.send(stopped=True)
 
     def handle(self, message: Mapping[str, Any]) -> None:
         """Begin what one message asks."""
@@ -149,7 +149,7 @@ class Host:
                 name = str(message["job"]["name"])
                 if name not in self.pipeline.jobs and name not in self._wanted:  # it comes twice while this starts
                     self._wanted[name] = message["wanted"]
-                    self._begin(self._add(name, message["job"], str(message["tenant"]), int(message["told"])))
+                    self._begin(self._add(name, message["job"], str(message["tenant"]), int(message["first_step"])))
                     self._rule(message)
             case "pause" | "resume" | "cancel":
                 self._steer(message["job"], message["do"])
@@ -176,36 +176,35 @@ class Host:
 
     # --- jobs -------------------------------------------------------------------------------------------------------------
 
-    async def _add(self, name: str, tree: Mapping[str, Any], tenant: str, told: int) -> None:
+    async def _add(self, name: str, tree: Mapping[str, Any], tenant: str, first_step: int) -> None:
         try:
             async with self._preparing:
-                job = await asyncio.to_thread(self._prepared, tree, told)
+                job = await asyncio.to_thread(self._prepared, tree, first_step)
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._wanted.pop(name)
             self._changes.pop(name, None)
-            self.say(job=name, event="state", data={"state": JobState.FAILED.value, "message": reason(error)})
+            self.send(job=name, event="state", data={"state": JobState.FAILED.value, "message": reason(error)})
         else:
             job.tenant = tenant
             self.pipeline.add(job)
             self._change(name, self._changes.pop(name, {}))
             self._steer(name, self._wanted.pop(name))
 
-    def _prepared(self, tree: Mapping[str, Any], told: int) -> Job:
+    def _prepared(self, tree: Mapping[str, Any], first_step: int) -> Job:
         job, _ = prepare(JobConfig.model_validate(tree), self.base, self.directory, OF_A_JOB)
         open_job(job.directory, identity(job, self.base, self._config), accept_changes=True)
         for why in self.workshop.inexact:
             job.note_inexact(why)
-        job.tell = lambda kind, data: self.say(job=job.name, event=kind, data=data)
+        job.tell = lambda kind, data: self.send(job=job.name, event=kind, data=data)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
             tokens = job.directory.read_tokens(committed)
             for record in job.directory.read_metrics(committed):  # one may have got lost with the last process
-                if int(record["step"]) >= told:
+                if int(record["step"]) >= first_step:
                     job.tell("step", {**record, **tokens.get(int(record["step"]), {})})
         return job
 
     def _rule(self, message: Mapping[str, Any]) -> None:
-        """What holds for the jobs of a tenant from now on."""
         self.pipeline.rule(message["tenant"], Rule(**message["rule"]))
 
     def _change(self, name: str, fields: Mapping[str, int | None]) -> None:
@@ -214,14 +213,14 @@ class Host:
         elif name in self._wanted:
             self._changes[name] = dict(fields)
 
-    def _steer(self, name: str, word: str) -> None:
+    def _steer(self, name: str, action: str) -> None:
         if name in self._wanted:
-            self._wanted[name] = word
-        elif name in self.pipeline.jobs and word in ("pause", "resume", "cancel"):
-            getattr(self.pipeline, word)(name)
+            self._wanted[name] = action
+        elif name in self.pipeline.jobs and action in ("pause", "resume", "cancel"):
+            getattr(self.pipeline, action)(name)
 
     async def _watch(self) -> None:
-        """Tell now and then how jobs stand, and let go of those that have ended."""
+        """Send how jobs stand now and then, and forget those that have ended."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
@@ -229,21 +228,21 @@ class Host:
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
-            self.say(
+            self.send(
                 progress={job.name: _progress(job.progress) for job in running},
                 device={"decode": busy.decode, "train": busy.train},
             )
 
     def _measure(self, every: float) -> None:
-        """Read the meter, and tell what was used where the last time is so long ago, in seconds."""
+        """Read the meter, and send what was used where the last time is so long ago, in seconds."""
         self._used.update(self._meter.window())
-        if time.monotonic() - self._told < every or not self._used:
+        if time.monotonic() - self._measured < every or not self._used:
             return
-        self._told = time.monotonic()
+        self._measured = time.monotonic()
         self._windows += 1
-        told = {"engine": self._shared.engine_suffix, "window": self._windows, "microseconds": dict(self._used)}
+        used = {"engine": self._shared.engine_suffix, "window": self._windows, "microseconds": dict(self._used)}
         self._used.clear()
-        self.say(job="", event="usage", data=told)
+        self.send(job="", event="usage", data=used)
 
 
 def line_of(message: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""What both doors of completions take, and the version that they ask."""
+"""What both kinds of completions take, and how they answer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
+from fastapi import Depends
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.errors import EngineError
+from motet.service.adapters.adapters import NoModelError
 from motet.service.database.tenants import Principal
-from motet.service.desk import Desk
-from motet.service.engine.answers import NoModelError, directory_of
-from motet.service.http.asking import Refusal
+from motet.service.errors import Refusal
+from motet.service.http.depends import AdaptersDep, QuotasDep
+from motet.service.schemas import Asked
 
 Text = Annotated[str, Field(max_length=200_000)]
 Stop = Annotated[str, Field(max_length=500)]
@@ -37,10 +39,9 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Sampled(BaseModel):
-    """What both kinds of completions take. Fields that this service does not know are refused by name."""
+class Sampled(Asked):
+    """What both kinds of completions take."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     model: str = Field(max_length=300)
     """The base's name, or `job@version`: a number, `latest` or `best` (`best` without one)."""
     max_tokens: int | None = Field(None, ge=1, le=100_000)
@@ -92,19 +93,28 @@ class Sampled(BaseModel):
         }
 
 
-async def adapter_of(desk: Desk, who: Principal, model: str) -> str | None:
-    """The directory of the version that a model's name means, for the engine; None for the base.
+class ModelNames:
+    """Finds what a request for completions names."""
 
-    Raises:
-        Refusal: there is no such model for the asker.
-        LimitError: the asker's tokens of this day are spent.
-    """
-    await asyncio.to_thread(desk.limits.tokens, who.tenant_id)
-    try:
-        found = await asyncio.to_thread(directory_of, desk.settings.base, desk.adapters, who, model)
-    except NoModelError as error:
-        raise Refusal(404, str(error), "model") from error
-    return None if found is None else str(found)
+    def __init__(self, quotas: QuotasDep, adapters: AdaptersDep) -> None:
+        self._quotas, self._adapters = quotas, adapters
+
+    async def directory(self, who: Principal, model: str) -> str | None:
+        """The directory of the version that a model's name means, for the engine; None for the base.
+
+        Raises:
+            Refusal: there is no such model for the asker.
+            LimitError: the asker's tokens of this day are spent.
+        """
+        await asyncio.to_thread(self._quotas.check_tokens, who.tenant_id)
+        try:
+            directory = await asyncio.to_thread(self._adapters.of_model, who, model)
+        except NoModelError as error:
+            raise Refusal(404, str(error), "model") from error
+        return None if directory is None else str(directory)
+
+
+ModelNamesDep = Annotated[ModelNames, Depends()]
 
 
 async def with_its_end(lines: AsyncIterator[str]) -> AsyncIterator[str]:
