@@ -41,42 +41,38 @@ class Refusal(Exception):
 def handle_errors(app: FastAPI) -> None:
     """Give every error one shape, with words for a person."""
 
-    @app.exception_handler(Refusal)
-    async def _refused(_: Request, error: Refusal) -> JSONResponse:
-        return error_body(error.status, error.message, error.param, error.headers)
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        return _answer(request, error)
 
-    @app.exception_handler(HTTPException)
-    async def _http(_: Request, error: HTTPException) -> JSONResponse:
-        return error_body(error.status_code, str(error.detail), headers=error.headers)
+    for kind in (Refusal, HTTPException, RequestValidationError, *AWAY, DatabaseDataError, MotetError, Exception):
+        app.add_exception_handler(kind, handle)
 
-    @app.exception_handler(RequestValidationError)
-    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:])
-        status = 400 if request.url.path.startswith(_OPENAI) else 422
-        return error_body(status, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
 
-    async def _database(_: Request, error: Exception) -> JSONResponse:
-        _log.error("the database does not answer: %s", getattr(error, "orig", error))
-        return error_body(503, "the database does not answer; try again in a moment")
-
-    for kind in AWAY:
-        app.add_exception_handler(kind, _database)
-
-    @app.exception_handler(DatabaseDataError)
-    async def _unkept(_: Request, error: DatabaseDataError) -> JSONResponse:
-        return error_body(422, f"the database cannot keep this: {error.orig}")
-
-    @app.exception_handler(Exception)
-    async def _fault(_: Request, error: Exception) -> JSONResponse:
-        return error_body(500, f"{type(error).__name__}; this is a fault of Motet, its log has the whole story")
-
-    @app.exception_handler(MotetError)
-    async def _motet(_: Request, error: MotetError) -> JSONResponse:
-        status = 409 if isinstance(error, StoreError) else 503 if isinstance(error, EngineError) else 500
-        status = 400 if isinstance(error, ConfigError | DataError | RewardError) else status
-        status = error.status if isinstance(error, LimitError) else status
-        return error_body(status, str(error))
+def _answer(request: Request, error: Exception) -> JSONResponse:
+    match error:
+        case Refusal():
+            return error_body(error.status, error.message, error.param, error.headers)
+        case HTTPException():
+            return error_body(error.status_code, str(error.detail), headers=error.headers)
+        case RequestValidationError():
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"][1:])
+            status = 400 if request.url.path.startswith(_OPENAI) else 422
+            return error_body(status, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
+        case DatabaseDataError():
+            return error_body(422, f"the database cannot keep this: {error.orig}")
+        case _ if isinstance(error, AWAY):
+            _log.error("the database does not answer: %s", getattr(error, "orig", error))
+            return error_body(503, "the database does not answer; try again in a moment")
+        case LimitError():
+            return error_body(error.status, str(error))
+        case ConfigError() | DataError() | RewardError():
+            return error_body(400, str(error))
+        case StoreError():
+            return error_body(409, str(error))
+        case MotetError():
+            return error_body(503 if isinstance(error, EngineError) else 500, str(error))
+    return error_body(500, f"{type(error).__name__}; this is a fault of Motet, its log has the whole story")
 
 
 def error_body(

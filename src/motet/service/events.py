@@ -157,7 +157,5 @@ class EventLog:
 
 
 def _entry(event: Event, tenant_id: str) -> Entry:
-    sent = TenantEvent.model_validate(
-        {"id": event.id, "job": event.job_id, "kind": event.kind, "time": event.time, "data": event.data}
-    )
-    return Entry(event.id, tenant_id, as_sent(sent))
+    fields = {"id": event.id, "job": event.job_id, "kind": event.kind, "time": event.time, "data": event.data}
+    return Entry(event.id, tenant_id, as_sent(TenantEvent.model_validate(fields)))

@@ -98,13 +98,13 @@ async def upload(
         shutil.rmtree(directory, ignore_errors=True)
         raise
     await asyncio.to_thread(store.audit, who, "upload adapter", adapter_id)
-    return _shown(adapter)
+    return Adapter.model_validate(adapter)
 
 
 @router.get("/adapters")
 def list_adapters(who: Asker, adapters: AdaptersDep) -> Adapters:
     """The adapters that the tenant uploaded."""
-    return Adapters(data=[_shown(one) for one in adapters.all(who)])
+    return Adapters(data=[Adapter.model_validate(one) for one in adapters.all(who)])
 
 
 @router.get("/adapters/{adapter:path}/download", response_class=Response)
@@ -119,7 +119,7 @@ def download(who: Asker, storage: StorageDep, adapters: AdaptersDep, adapter: st
 @router.get("/adapters/{adapter}")
 def show(who: Asker, adapters: AdaptersDep, adapter: str) -> Adapter:
     """An uploaded adapter, by id or name."""
-    return _shown(_uploaded(adapters, who, adapter))
+    return Adapter.model_validate(_uploaded(adapters, who, adapter))
 
 
 @router.delete("/adapters/{adapter}", status_code=204)
@@ -166,13 +166,6 @@ async def _examined(engine: EngineClient, directory: Path) -> dict[str, Any]:
         raise Refusal(400, str(answer["wrong"]).replace(f"{directory}/", "").replace(str(directory), "the adapter"))
     shape: dict[str, Any] = answer["shape"]
     return shape
-
-
-def _shown(one: UploadedAdapter) -> Adapter:
-    return Adapter(
-        id=one.id, name=one.name, rank=one.rank, alpha=one.alpha, target_modules=one.target_modules,
-        bytes=one.bytes, created=one.created,
-    )  # fmt: skip
 
 
 def _packed(scratch: Path, directory: Path, name: str) -> Response:

@@ -86,7 +86,7 @@ StreamsDep = Annotated[Streams, Depends()]
 @router.get("/jobs/{job}/events")
 def events(store: StoreDep, job: NamedJob, after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Events:
     """Events after one of them, at most 500."""
-    return Events(data=[_event(entry) for entry in store.events(job.id, after, _PAGE)])
+    return Events(data=[JobEvent.model_validate(entry) for entry in store.events(job.id, after, _PAGE)])
 
 
 @router.get("/jobs/{job}/events/stream", response_class=StreamingResponse)
@@ -102,7 +102,9 @@ async def stream_job(
     def read(after: int) -> Read:
         entries = store.events(job.id, after, _PAGE)
         if entries:
-            return Read("".join(as_sent(_event(one)) for one in entries), entries[-1].id, _ends(entries[-1]))
+            return Read(
+                "".join(as_sent(JobEvent.model_validate(one)) for one in entries), entries[-1].id, _ends(entries[-1])
+            )
         last = store.last_event(job.id)  # none: the job was deleted
         return Read("", after, last is None or (last.id <= after and _ends(last)))
 
@@ -146,7 +148,3 @@ async def stream(
 
 def _ends(entry: Event) -> bool:
     return entry.kind == "state" and JobState(entry.data["state"]).final
-
-
-def _event(entry: Event) -> JobEvent:
-    return JobEvent.model_validate({"id": entry.id, "kind": entry.kind, "time": entry.time, "data": entry.data})

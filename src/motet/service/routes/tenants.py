@@ -16,8 +16,6 @@ from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
 from motet.service.http.depends import Admin, Asker, LedgerDep, QuotasDep, StoreDep
 from motet.service.schemas.usage import By, TenantInfo, Tenants, UsageLine, UsageReport
-from motet.service.tenants.ledger import Used
-from motet.service.tenants.quotas import TenantUse
 
 router = APIRouter(prefix="/v1")
 
@@ -25,7 +23,7 @@ router = APIRouter(prefix="/v1")
 @router.get("/tenants", tags=["tenants"])
 def list_tenants(who: Admin, quotas: QuotasDep) -> Tenants:
     """All tenants, with their limits and what they use of them."""
-    return Tenants(data=[_shown(use) for use in quotas.uses()])
+    return Tenants(data=quotas.used())
 
 
 @router.put("/tenants/{tenant}/limits", tags=["tenants"])
@@ -39,13 +37,13 @@ def set_limits(who: Admin, store: StoreDep, quotas: QuotasDep, tenant: str, want
         raise Refusal(404, f"there is no tenant {tenant!r}; motet keys create makes one")
     quotas.set(known.id, wanted.model_dump(exclude_unset=True))
     store.audit(who, "set limits", known.name)
-    return _shown(quotas.uses(known.name)[0])
+    return quotas.used(known.name)[0]
 
 
 @router.get("/limits", tags=["tenants"])
 def own_limits(who: Asker, quotas: QuotasDep) -> TenantInfo:
     """What the asker's tenant may use, and what it uses."""
-    return _shown(quotas.uses(who.tenant)[0])
+    return quotas.used(who.tenant)[0]
 
 
 @router.get(
@@ -69,29 +67,15 @@ def usage(
     form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
 ) -> Response:
     """Tokens and device time, of the asker's tenant; of all tenants, and of nobody, for admins."""
-    report = ledger.report(
+    lines = ledger.report(
         _whose(store, who, tenant),
         by,
         None if since is None else since.isoformat(),
         None if until is None else until.isoformat(),
     )
-    lines = [_line(one, by) for one in report]
     if form == "csv":
         return Response(_table(lines), media_type="text/csv")
     return JSONResponse(UsageReport(data=lines).model_dump())
-
-
-def _shown(use: TenantUse) -> TenantInfo:
-    return TenantInfo(
-        id=use.tenant.id,
-        name=use.tenant.name,
-        limits=use.limits,
-        own=list(use.own),
-        running=use.running,
-        waiting=use.waiting,
-        tokens_today=use.tokens_today,
-        stored_bytes=use.stored_bytes,
-    )
 
 
 def _whose(store: Store, who: Principal, tenant: str | None) -> str | None:
@@ -102,18 +86,6 @@ def _whose(store: Store, who: Principal, tenant: str | None) -> str | None:
     if known is None or not (who.admin or known.id == who.tenant_id):
         raise Refusal(404, f"there is no tenant {tenant!r}", "tenant")
     return known.id
-
-
-def _line(one: Used, by: list[By]) -> UsageLine:
-    kind: Literal["job", "completions", "idle", "all"] = "job" if one.job else "completions"
-    if one.tenant is None and not one.job:
-        kind = "idle"
-    elif "job" not in by:
-        kind = "all"
-    return UsageLine(
-        day=one.day, tenant=one.tenant, job=one.job, name=one.name, kind=kind, tokens_prompt=one.tokens_prompt,
-        tokens_sampled=one.tokens_sampled, tokens_trained=one.tokens_trained, device_seconds=one.device_seconds,
-    )  # fmt: skip
 
 
 def _table(lines: list[UsageLine]) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -19,26 +18,10 @@ from sqlalchemy.orm import Session
 from motet.runtime.meter import COMPLETIONS, IDLE
 from motet.service.database.store import AWAY, Store, find_job
 from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage, now
-from motet.service.schemas.usage import By
+from motet.service.schemas.usage import By, UsageLine
 
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
-
-
-@dataclass(frozen=True)
-class Used:
-    """One line of a report."""
-
-    day: str | None
-    tenant: str | None
-    """The tenant's name; None where the device was idle."""
-    job: str | None
-    """The job's id; None of completions, and where lines of several jobs are one."""
-    name: str | None
-    tokens_prompt: int
-    tokens_sampled: int
-    tokens_trained: int
-    device_seconds: float
 
 
 def today(seconds: float | None = None) -> str:
@@ -126,7 +109,7 @@ class Ledger:
 
     def report(
         self, tenant_id: str | None, by: Sequence[By] = ("job",), since: str | None = None, until: str | None = None
-    ) -> list[Used]:
+    ) -> list[UsageLine]:
         """Usage in lines.
 
         Args:
@@ -151,17 +134,23 @@ class Ledger:
             query = query if wanted is None else query.where(wanted)
         with self._store.transaction() as session:
             rows = [row._mapping for row in session.execute(query)]
-        lines = [_line(row) for row in rows]
+        lines = [_line(row, by) for row in rows]
         return sorted(lines, key=lambda one: (one.day or "", one.tenant is None, one.tenant or "", one.job or ""))
 
 
-def _line(row: Mapping[Any, Any]) -> Used:
+def _line(row: Mapping[Any, Any], by: Sequence[By]) -> UsageLine:
     job = str(row.get("job_id") or "")
-    return Used(
+    kind: Literal["job", "completions", "idle", "all"] = "job" if job else "completions"
+    if row["name"] is None and not job:
+        kind = "idle"
+    elif "job" not in by:
+        kind = "all"
+    return UsageLine(
         day=row.get("day"),
         tenant=row["name"],
         job=job or None,
         name=row["job_name"] if job else None,
+        kind=kind,
         tokens_prompt=int(row["tokens_prompt"]),
         tokens_sampled=int(row["tokens_sampled"]),
         tokens_trained=int(row["tokens_trained"]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import func, select
@@ -15,27 +14,13 @@ from motet.config.service import LimitsConfig
 from motet.errors import LimitError
 from motet.service.database.store import OPEN, Store
 from motet.service.database.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter
+from motet.service.schemas.usage import TenantInfo
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.types import JobState
 
-WAITING = (JobState.QUEUED.value, JobState.PAUSED.value)
 _MB = 2**20
 ASK = "an admin raises it with motet tenants limit"
-
-
-@dataclass(frozen=True)
-class TenantUse:
-    """A tenant, what it may use and what it uses."""
-
-    tenant: Tenant
-    limits: LimitsConfig
-    own: tuple[str, ...]
-    """Limits that are not the service's defaults."""
-    running: int
-    waiting: int
-    tokens_today: int
-    stored_bytes: int
 
 
 class Quotas:
@@ -73,25 +58,26 @@ class Quotas:
 
     # --- what is used -----------------------------------------------------------------------------------------------------
 
-    def uses(self, name: str | None = None) -> list[TenantUse]:
-        """All tenants by name, or the one of a name."""
+    def used(self, name: str | None = None) -> list[TenantInfo]:
+        """All tenants by name, or the one of a name, with what they may use and what they use of it."""
         query = select(Tenant, TenantLimits.given).outerjoin(TenantLimits, TenantLimits.tenant_id == Tenant.id)
         query = query if name is None else query.where(Tenant.name == name)
         with self._store.transaction() as session:
             rows = [(row[0], row[1]) for row in session.execute(query.order_by(Tenant.name))]
         tokens = self._ledger.tokens_today()
-        return [self._use(tenant, given, tokens.get(tenant.id, 0)) for tenant, given in rows]
-
-    def _use(self, tenant: Tenant, given: Mapping[str, Any] | None, tokens: int) -> TenantUse:
-        return TenantUse(
-            tenant=tenant,
-            limits=self._with(given),
-            own=tuple(given or ()),
-            running=self._jobs(tenant.id, JobState.RUNNING.value),
-            waiting=self._jobs(tenant.id, *WAITING),
-            tokens_today=tokens,
-            stored_bytes=self.stored(tenant.id),
-        )
+        return [
+            TenantInfo(
+                id=tenant.id,
+                name=tenant.name,
+                limits=self._with(given),
+                own=list(given or ()),
+                running=self._jobs(tenant.id, JobState.RUNNING.value),
+                waiting=self._jobs(tenant.id, JobState.QUEUED.value, JobState.PAUSED.value),
+                tokens_today=tokens.get(tenant.id, 0),
+                stored_bytes=self.stored(tenant.id),
+            )
+            for tenant, given in rows
+        ]
 
     def _jobs(self, tenant_id: str, *states: str) -> int:
         query = select(func.count()).where(StoredJob.tenant_id == tenant_id, StoredJob.state.in_(states))
@@ -118,10 +104,9 @@ class Quotas:
             LimitError: which limit keeps it out, what is used of it, and who can change it.
         """
         with self._admitting:
-            limits = self.of(tenant_id)
-            _check_size(config, limits)
-            self._check_queue(tenant_id, limits)
-            self._check_storage(tenant_id, 0, limits)
+            self.check_size(tenant_id, config)
+            self.check_queue(tenant_id)
+            self.check_storage(tenant_id, 0)
             yield
 
     @contextlib.contextmanager
@@ -141,15 +126,39 @@ class Quotas:
         Raises:
             LimitError: which limit it exceeds.
         """
-        _check_size(config, self.of(tenant_id))
+        limits = self.of(tenant_id)
+        sizes: list[tuple[str, float, float | None]] = [
+            ("adapter.rank", config.adapter.rank, limits.rank),
+            ("steps", config.steps, limits.steps),
+        ]
+        for reward in config.rewards:
+            for field in ("cpu_seconds", "wall_seconds", "memory_mb"):
+                sizes.append((f"reward {reward.name}.{field}", getattr(reward, field), getattr(limits, field)))
+        for name, wanted, most in sizes:
+            if most is not None and wanted > most:
+                option = name.rpartition(".")[2].replace("_", "-")
+                raise LimitError(
+                    f"{name}: {wanted:g} is more than {most:g}, the most of this tenant; {ASK} --{option}", 403
+                )
+        self.check_priority(tenant_id, config.priority)
 
     def check_queue(self, tenant_id: str) -> None:
-        """Let a job back into the queue.
+        """Let one more job run or wait.
 
         Raises:
             LimitError: as many wait as may.
         """
-        self._check_queue(tenant_id, self.of(tenant_id))
+        limits = self.of(tenant_id)
+        if limits.queued_jobs is None:
+            return
+        at_once = min(limits.running_jobs or self._slots, self._slots)
+        count = self._jobs(tenant_id, *OPEN)  # who runs already may be a matter of milliseconds
+        if count >= limits.queued_jobs + at_once:
+            raise LimitError(
+                f"queued_jobs: {count} jobs of this tenant run or wait; {at_once} may run and {limits.queued_jobs} wait. Let "
+                f"one end, cancel one, or {ASK} --queued-jobs",
+                429,
+            )
 
     def check_priority(self, tenant_id: str, priority: int) -> None:
         """Let a job have a priority.
@@ -157,7 +166,13 @@ class Quotas:
         Raises:
             LimitError: it is above the tenant's highest class.
         """
-        _check_priority(priority, self.of(tenant_id))
+        limits = self.of(tenant_id)
+        highest = limits.highest_priority
+        if highest is not None and priority > highest:
+            raise LimitError(
+                f"priority: {priority} is above {limits.priority!r} ({highest}), the highest of this tenant; {ASK} --priority",
+                403,
+            )
 
     def check_storage(self, tenant_id: str, size: int) -> None:
         """Let so many bytes be stored.
@@ -165,10 +180,7 @@ class Quotas:
         Raises:
             LimitError: there is no room for them.
         """
-        self._check_storage(tenant_id, size, self.of(tenant_id))
-
-    def _check_storage(self, tenant_id: str, size: int, limits: LimitsConfig) -> None:
-        most = limits.storage_mb
+        most = self.of(tenant_id).storage_mb
         if most is None:
             return
         stored = self.stored(tenant_id)
@@ -189,44 +201,6 @@ class Quotas:
         most = self.of(tenant_id).tokens_per_day
         if most is not None and self._ledger.tokens_today().get(tenant_id, 0) >= most:
             raise LimitError(f"{spent(most)}; new ones come at 00:00 UTC, or {ASK} --tokens-per-day", 429)
-
-    def _check_queue(self, tenant_id: str, limits: LimitsConfig) -> None:
-        if limits.queued_jobs is None:
-            return
-        at_once = min(limits.running_jobs or self._slots, self._slots)
-        count = self._jobs(tenant_id, *OPEN)  # who runs already may be a matter of milliseconds
-        if count >= limits.queued_jobs + at_once:
-            raise LimitError(
-                f"queued_jobs: {count} jobs of this tenant run or wait; {at_once} may run and {limits.queued_jobs} wait. Let "
-                f"one end, cancel one, or {ASK} --queued-jobs",
-                429,
-            )
-
-
-def _check_size(config: JobConfig, limits: LimitsConfig) -> None:
-    sizes: list[tuple[str, float, float | None]] = [
-        ("adapter.rank", config.adapter.rank, limits.rank),
-        ("steps", config.steps, limits.steps),
-    ]
-    for reward in config.rewards:
-        for field in ("cpu_seconds", "wall_seconds", "memory_mb"):
-            sizes.append((f"reward {reward.name}.{field}", getattr(reward, field), getattr(limits, field)))
-    for name, wanted, most in sizes:
-        if most is not None and wanted > most:
-            option = name.rpartition(".")[2].replace("_", "-")
-            raise LimitError(
-                f"{name}: {wanted:g} is more than {most:g}, the most of this tenant; {ASK} --{option}", 403
-            )
-    _check_priority(config.priority, limits)
-
-
-def _check_priority(priority: int, limits: LimitsConfig) -> None:
-    highest = limits.highest_priority
-    if highest is not None and priority > highest:
-        raise LimitError(
-            f"priority: {priority} is above {limits.priority!r} ({highest}), the highest of this tenant; {ASK} --priority",
-            403,
-        )
 
 
 def spent(most: int) -> str:
