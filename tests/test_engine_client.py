@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from motet.config.service import ANY_SIZE
 from motet.service.engine.client import EngineClient, EngineHandlers
+from motet.service.engine.messages import Ready, Scored, ScoreRequest, Start
 
 
-async def _never(message: Mapping[str, Any]) -> dict[str, Any]:
-    raise AssertionError(message)
+async def _never(request: ScoreRequest) -> Scored:
+    raise AssertionError(request)
 
 
 def test_whoever_runs_a_service_reads_what_the_engine_notes_of_its_base(
@@ -23,9 +23,11 @@ def test_whoever_runs_a_service_reads_what_the_engine_notes_of_its_base(
     note = "sums of this base depend on the batch"
 
     async def started() -> EngineClient:
-        client = EngineClient({}, tmp_path / "engine.log")
-        client._handlers = EngineHandlers(list, lambda *_: None, _never, lambda *_: None, lambda *_: None)
-        await client._handle({"ready": {"notes": [note]}})
+        client = EngineClient(Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE), tmp_path / "engine.log")
+        client._handlers = EngineHandlers(
+            list, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None
+        )  # fmt: skip
+        await client._handle(Ready([note]))
         return client
 
     with caplog.at_level(logging.WARNING):

@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "motet"
 # A room imports rooms of earlier lines. Rooms of one line do not know each other, except in the first and the last.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "config", "errors", "seeds", "wall", "checksums", "plain_yaml"}),
-    frozenset({"protocols", "jobfile", "device", "budgets", "allocator", "barriers", "stops"}),
+    frozenset({"protocols", "channel", "jobfile", "device", "budgets", "allocator", "barriers", "stops"}),
     frozenset({"tasks", "algorithms", "model"}),
     frozenset({"rollout", "training"}),
     frozenset({"runtime"}),

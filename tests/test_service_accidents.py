@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy.exc import InterfaceError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
 import motet
+from motet.channel import LONGEST_LINE, decode, encode
 from motet.config import RewardConfig
-from motet.hosting.server import line_of
-from motet.rollout import wire
+from motet.config.service import ANY_SIZE
+from motet.hosting.server import ask_scores
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.engine.client import EngineClient, EngineHandlers
+from motet.service.engine.messages import FromEngine, JobEvent, Scored, ScoreRequest, Start
 from motet.service.events import EventBus, EventLog
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import JobQueue, StartCondition
@@ -71,7 +71,7 @@ def test_a_job_whose_file_is_gone_when_it_may_start_fails_and_those_behind_it_st
     found = {name: house.ask("GET", f"/v1/jobs/{name}").json() for name in ("unlucky", "lucky")}
     assert (found["unlucky"]["state"], found["lucky"]["state"]) == ("failed", "queued")
     assert file in found["unlucky"]["message"]
-    handed = [message["job"]["name"] for message in house.part(Handover).open_jobs()]
+    handed = [message.job["name"] for message in house.part(Handover).open_jobs()]
     assert found["lucky"]["id"] in handed
     assert found["unlucky"]["id"] not in handed
 
@@ -205,8 +205,8 @@ def test_the_engine_hears_how_many_steps_are_kept(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("kept")).json()["id"]
     for step in range(3):
         house.recorder.record(job, "step", {"step": step, "loss": 0.0})
-    (message,) = [one for one in house.part(Handover).open_jobs() if one["job"]["name"] == job]
-    assert message["first_step"] == 3
+    (message,) = [one for one in house.part(Handover).open_jobs() if one.job["name"] == job]
+    assert message.first_step == 3
 
 
 # --- two who come together --------------------------------------------------------------------------------------------------
@@ -250,21 +250,22 @@ def test_a_stop_may_be_a_long_text_but_not_one_of_many(house: House) -> None:
 
 
 def test_what_is_too_long_to_be_scored_elsewhere_is_a_reason_and_the_next_is_scored() -> None:
-    sent: list[Json] = []
+    sent: list[FromEngine] = []
 
-    def say(**message: Any) -> None:
-        sent.append(json.loads(line_of(message)))
+    def send(message: FromEngine) -> None:
+        sent.append(decode(encode(message), FromEngine))
 
     async def work() -> None:
-        scores, reward = AskedOfService(say), RewardConfig(name="judge")
+        scores, reward = AskedOfService(ask_scores(send)), RewardConfig(name="judge")
         async with asyncio.timeout(10):  # sent in spite of it, nobody would answer
-            found = await scores("job", reward, {"id": 1, "metadata": {"page": "x" * wire.LONGEST_LINE}}, ["a", "b"])
+            found = await scores("job", reward, {"id": 1, "metadata": {"page": "x" * LONGEST_LINE}}, ["a", "b"])
         assert len(found) == 2
         assert all("64 MB" in str(one) and "columns" in str(one) for one in found)
         assert sent == []
         asking = asyncio.create_task(scores("job", reward, {"id": 2}, ["a"]))
         await until(lambda: bool(sent))
-        scores.hear({"key": sent[0]["score"], "scores": [0.5]})
+        assert isinstance(sent[0], ScoreRequest)
+        scores.hear({"key": sent[0].key, "scores": [0.5]})
         assert await asking == [0.5]
 
     asyncio.run(work())
@@ -286,18 +287,18 @@ def busy_threads() -> Iterator[None]:
 def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_loop_are_taken(tmp_path: Path) -> None:
     heard: list[str] = []
 
-    async def answer(_: Any) -> Json:
-        return {}
+    async def score(request: ScoreRequest) -> Scored:
+        return Scored(request.key)
 
-    client = EngineClient({}, tmp_path / "log")
+    client = EngineClient(Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE), tmp_path / "log")
     client._handlers = EngineHandlers(
-        list, lambda job, *_: heard.append(job), answer, lambda *_: None, lambda *_: None
+        list, lambda event: heard.append(event.job), lambda _: None, score, lambda *_: None, lambda *_: None
     )  # fmt: skip
 
     async def work(url: str) -> None:
         with busy_threads():
             async with asyncio.timeout(10):
-                await client._handle({"job": "job-1", "event": "step", "data": {}})
+                await client._handle(JobEvent("job-1", "step", {}))
             rewards = HttpRewards(Addresses(("localhost",)), trust=ssl.create_default_context())
             reward = RewardConfig(name="http", args={"url": url, "args": {"scale": 7.0}}, wall_seconds=5)
             assert await rewards("job", reward, {"id": 7}, ["one", "three"]) == [3.0, 5.0]

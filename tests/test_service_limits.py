@@ -18,6 +18,7 @@ from motet.jobfile import load_service
 from motet.runtime.slots import Rule
 from motet.service.database.store import Store
 from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import SetRule, ToEngine, Usage
 from motet.service.http.throttle import RateLimit
 from motet.service.jobs.handover import Handover
 from motet.service.tenants.enforcement import QuotaEnforcer
@@ -136,7 +137,7 @@ def test_many_writers_at_once_lose_nothing_of_the_ledger(store: Store) -> None:
 def test_usage_over_http(house: House) -> None:
     job = house.job["id"]
     step(house, job, 7, 10, 20)
-    house.recorder.record("", "usage", {"engine": "e", "window": 1, "microseconds": {job: 2_000_000, "": 1_000_000}})
+    house.recorder.record_usage(Usage("e", 1, {job: 2_000_000, "": 1_000_000}))
     (own,) = house.ask("GET", "/v1/usage").json()["data"]
     assert own == {
         "day": None, "tenant": "us", "job": job, "name": "ended", "kind": "job", "tokens_prompt": 0,
@@ -275,40 +276,43 @@ def test_a_spent_job_is_not_resumed_without_a_larger_budget(house: House) -> Non
 
 
 def test_spent_tokens_hold_a_tenant_until_the_next_day(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Json] = []
+    sent: list[SetRule] = []
     enforcer, ledger = house.part(QuotaEnforcer), house.part(Ledger)
-    send = lambda **message: sent.append(message) if message["do"] == "rule" else None  # noqa: E731
+
+    def send(*messages: ToEngine) -> None:
+        sent.extend(message for message in messages if isinstance(message, SetRule))
+
     monkeypatch.setattr(house.part(EngineClient), "send", send)
     job = house.ask("POST", "/v1/jobs", json=tiny("day")).json()["id"]
     us = house.ask("GET", "/v1/limits").json()["id"]
     limit(house, tokens_per_day=25, share=2.0)
     enforcer.enforce()
-    assert sent == [{"do": "rule", "tenant": us, "rule": {"running": None, "hold": "", "share": 2.0, "highest": 0}}]
+    assert sent == [SetRule(us, Rule(share=2.0))]
     step(house, job, 0, 10, 10)
     ledger.count_completion(us, 2, 3)
     enforcer.enforce()
     (held,) = sent[1:]
-    assert held["tenant"] == us
-    assert "25 tokens" in held["rule"]["hold"]
-    assert "00:00 UTC" in held["rule"]["hold"]
+    assert held.tenant == us
+    assert "25 tokens" in held.rule.hold
+    assert "00:00 UTC" in held.rule.hold
     assert house.ask("GET", "/v1/limits").json()["tokens_today"] == 25
     enforcer.enforce()
     assert len(sent) == 2  # told once
-    house.recorder.record(job, "state", {"state": "paused", "message": held["rule"]["hold"]})
+    house.recorder.record(job, "state", {"state": "paused", "message": held.rule.hold})
     assert "tokens_per_day" in house.refused(429, "POST", "/v1/jobs/day/resume")["message"]
     asked = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
     assert "tokens_per_day" in house.refused(429, "POST", "/v1/chat/completions", json=asked)["message"]
     assert house.ask("POST", "/v1/chat/completions", "theirs", json=asked).status_code == 503  # there is no engine here
-    (message,) = [one for one in house.part(Handover).open_jobs() if one["job"]["name"] == job]
-    assert message["tenant"] == us
-    assert message["rule"] == held["rule"]  # an engine that starts hears of it with the job
+    (message,) = [one for one in house.part(Handover).open_jobs() if one.job["name"] == job]
+    assert message.tenant == us
+    assert message.rule == held.rule  # an engine that starts hears of it with the job
     ledger.day = lambda: "2999-01-01"
     enforcer.enforce()
-    assert sent[-1]["rule"] == {"running": None, "hold": "", "share": 2.0, "highest": 0}
+    assert sent[-1].rule == Rule(share=2.0)
     assert house.ask("POST", "/v1/jobs/day/resume").status_code == 202
     limit(house)
     enforcer.enforce()
-    assert Rule(**sent[-1]["rule"]) == Rule()
+    assert sent[-1].rule == Rule()
 
 
 # --- rates ------------------------------------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ def test_a_job_says_what_it_waits_for(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("second"), params=params).json()
     assert (job["state"], job["after"], job["at"]) == ("queued", [first["id"], house.job["id"]], at)
     assert job["message"].startswith("waits for 'first' to succeed and until ")
-    assert house.part(Handover).open_jobs()[-1]["job"]["name"] == first["id"]  # the engine hears nothing of it
+    assert house.part(Handover).open_jobs()[-1].job["name"] == first["id"]  # the engine hears nothing of it
     assert house.ask("POST", "/v1/jobs/second/pause").json()["state"] == "paused"
     assert house.ask("POST", "/v1/jobs/second/resume").json()["state"] == "queued"
     assert house.ask("POST", "/v1/jobs/second/cancel").json()["state"] == "cancelled"

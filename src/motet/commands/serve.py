@@ -79,8 +79,7 @@ async def _run(make: Callable[[], FastAPI], log: Path, host: str, port: int) -> 
 
         app = make()
     except BaseException:
-        engine.kill()
-        await engine.wait()
+        await engine.kill()
         raise
     app.state.parts[EngineClient].adopt(engine)
 

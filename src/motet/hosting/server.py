@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Coroutine, Mapping
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from motet.budgets import Need
+from motet.channel import Parent
 from motet.config import JobConfig, RunConfig
-from motet.config.service import ANY_SIZE, Largest
-from motet.errors import EngineError
-from motet.hosting.answers import Answers, reason
+from motet.hosting.answers import Answers, Send, reason
 from motet.launch import Workshop, assemble, load, services
 from motet.preparing import identity, prepare
-from motet.rollout import wire
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
 from motet.runtime.opening import open_job
-from motet.runtime.patience import USUAL_WAIT
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
-from motet.runtime.slots import Rule
+from motet.service.engine import messages as m
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_asking import AskedOfService
 from motet.tasks.reward_elsewhere import ELSEWHERE
@@ -48,82 +42,51 @@ _IDLE_SECONDS = 30.0
 class EngineServer:
     """One base, the jobs that train on it, and the versions that people talk to."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        directory: RunDirectory,
-        out: BinaryIO,
-        installed: Mapping[str, Mapping[str, Any]] | None = None,
-        unwalled: Collection[str] = (),
-        patience: float = USUAL_WAIT,
-        largest: Largest | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, directory: RunDirectory, start: m.Start, parent: Parent[m.ToEngine]) -> None:
         """Load the base.
 
         Args:
             config: of base, engine and rollout.
             directory: of the run.
-            out: where messages go.
-            installed: the operator's rewards, fields of `Installed` by name.
-            unwalled: rewards of ours that may run without a wall.
-            patience: seconds that a job keeps a slot which another could use, while it waits for scores.
-            largest: what servers have to have room for.
+            start: rewards and bounds of the service.
+            parent: the service's process.
         """
-        self._config, self._out = config, out
-        self._lock = threading.Lock()
+        self._config, self._parent = config, parent
         self.directory = directory
         self.base = load(config.base, config.engine)
-        self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, largest or ANY_SIZE)
-        self._scores = AskedOfService(self.send)
+        self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
+        self._scores = AskedOfService(ask_scores(parent.send))
         self._shared = services(
             self.workshop,
             self.directory,
             RewardPool(
                 config.engine.reward_processes,
                 dict.fromkeys(ELSEWHERE, self._scores),
-                {name: Installed(**one) for name, one in (installed or {}).items()},
+                {name: Installed(**one) for name, one in start.rewards.items()},
                 self._scores.rest,
-                Walls(required=True, exempt=frozenset(unwalled)),
+                Walls(required=True, exempt=frozenset(start.unwalled)),
             ),
         )
-        self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, patience=patience)
-        self._answers = Answers(self.base, self._shared, self.send)
+        self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, patience=start.patience_seconds)
+        self._answers = Answers(self.base, self._shared, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()
         self._measured, self._windows = time.monotonic(), 0
-        self._changes: dict[str, dict[str, int | None]] = {}
+        self._changes: dict[str, m.ChangeJob] = {}
         """Of jobs that are being prepared: another budget or priority."""
         self._wanted: dict[str, str] = {}  # of jobs that are being prepared: what was asked for last
         self._preparing = asyncio.Lock()  # one after another, so that jobs queue in the order they came
 
-    def send(self, **message: Any) -> None:
-        """Send one message.
-
-        Raises:
-            EngineError: it is too long for whoever reads it; nothing was sent.
-        """
-        line = line_of(message)
-        with self._lock:
-            self._out.write(line)
-            self._out.flush()
-
-    async def serve(self, lines: BinaryIO) -> None:
+    async def serve(self) -> None:
         """Handle messages until the input ends."""
-        loop, messages = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
-
-        def read() -> None:
-            for line in lines:
-                loop.call_soon_threadsafe(messages.put_nowait, json.loads(line))
-            loop.call_soon_threadsafe(messages.put_nowait, None)
-
-        threading.Thread(target=read, name="motet-messages", daemon=True).start()
+        messages = self._parent.queue()
         async with self.workshop.open():
             running, watching = asyncio.create_task(self.pipeline.run()), asyncio.create_task(self._watch())
             for task in (running, watching):  # without them this process is of no use: a new one takes over
                 task.add_done_callback(lambda task: messages.put_nowait(None) if _fault(task) else None)
-            self.send(ready={"notes": self.workshop.notes})
+            self._parent.send(m.Ready(self.workshop.notes))
             while (message := await messages.get()) is not None:
-                if message["do"] == "stop":
+                if isinstance(message, m.Stop):
                     self.pipeline.stop()
                     self._begin(self._stopped(running))  # messages go on: a step may wait for scores
                 else:
@@ -140,33 +103,33 @@ class EngineServer:
         """Say when every job has saved."""
         await asyncio.wait([running])
         self._measure(0.0)
-        self.send(stopped=True)
+        self._parent.send(m.Stopped())
 
-    def handle(self, message: Mapping[str, Any]) -> None:
+    def handle(self, message: m.ToEngine) -> None:
         """Begin what one message asks."""
-        match message["do"]:
-            case "add":
-                name = str(message["job"]["name"])
+        match message:
+            case m.AddJob():
+                name = str(message.job["name"])
                 if name not in self.pipeline.jobs and name not in self._wanted:  # it comes twice while this starts
-                    self._wanted[name] = message["wanted"]
-                    self._begin(self._add(name, message["job"], str(message["tenant"]), int(message["first_step"])))
-                    self._rule(message)
-            case "pause" | "resume" | "cancel":
-                self._steer(message["job"], message["do"])
-            case "rule":
-                self._rule(message)
-            case "change":
-                self._change(message["job"], message["fields"])
-            case "forget":
-                self.pipeline.forget(message["job"])
-            case "answer":
-                self._answers.hold(message["key"], self._begin(self._answers.answer(message)))
-            case "scored":
-                self._scores.hear(message)
-            case "examine":
-                self._begin(self._answers.examine(message["key"], Path(message["directory"])))
-            case "abandon":
-                self._answers.abandon(message["key"])
+                    self._wanted[name] = message.wanted
+                    self._begin(self._add(name, message))
+                    self.pipeline.rule(message.tenant, message.rule)
+            case m.SteerJob():
+                self._steer(message.job, message.action)
+            case m.SetRule():
+                self.pipeline.rule(message.tenant, message.rule)
+            case m.ChangeJob():
+                self._change(message)
+            case m.ForgetJob():
+                self.pipeline.forget(message.job)
+            case m.Complete():
+                self._answers.hold(message.key, self._begin(self._answers.answer(message)))
+            case m.Examine():
+                self._begin(self._answers.examine(message))
+            case m.Abandon():
+                self._answers.abandon(message.key)
+            case m.Scored():
+                self._scores.hear({"key": message.key, "scores": message.scores, "away": message.away})
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -176,18 +139,20 @@ class EngineServer:
 
     # --- jobs -------------------------------------------------------------------------------------------------------------
 
-    async def _add(self, name: str, tree: Mapping[str, Any], tenant: str, first_step: int) -> None:
+    async def _add(self, name: str, message: m.AddJob) -> None:
         try:
             async with self._preparing:
-                job = await asyncio.to_thread(self._prepared, tree, first_step)
+                job = await asyncio.to_thread(self._prepared, message.job, message.first_step)
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._wanted.pop(name)
             self._changes.pop(name, None)
-            self.send(job=name, event="state", data={"state": JobState.FAILED.value, "message": reason(error)})
+            failed = {"state": JobState.FAILED.value, "message": reason(error)}
+            self._parent.send(m.JobEvent(name, "state", failed))
         else:
-            job.tenant = tenant
+            job.tenant = message.tenant
             self.pipeline.add(job)
-            self._change(name, self._changes.pop(name, {}))
+            if (change := self._changes.pop(name, None)) is not None:
+                self._change(change)
             self._steer(name, self._wanted.pop(name))
 
     def _prepared(self, tree: Mapping[str, Any], first_step: int) -> Job:
@@ -195,7 +160,7 @@ class EngineServer:
         open_job(job.directory, identity(job, self.base, self._config), accept_changes=True)
         for why in self.workshop.inexact:
             job.note_inexact(why)
-        job.tell = lambda kind, data: self.send(job=job.name, event=kind, data=data)
+        job.tell = lambda kind, data: self._event(job.name, kind, data)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
             tokens = job.directory.read_tokens(committed)
@@ -204,14 +169,14 @@ class EngineServer:
                     job.tell("step", {**record, **tokens.get(int(record["step"]), {})})
         return job
 
-    def _rule(self, message: Mapping[str, Any]) -> None:
-        self.pipeline.rule(message["tenant"], Rule(**message["rule"]))
+    def _event(self, job: str, kind: str, data: Mapping[str, Any]) -> None:
+        self._parent.send(m.JobEvent(job, kind, as_json(data)))
 
-    def _change(self, name: str, fields: Mapping[str, int | None]) -> None:
-        if name in self.pipeline.jobs:
-            self.pipeline.change(name, **fields)
-        elif name in self._wanted:
-            self._changes[name] = dict(fields)
+    def _change(self, change: m.ChangeJob) -> None:
+        if change.job in self.pipeline.jobs:
+            self.pipeline.change(change.job, budget=change.budget, priority=change.priority)
+        elif change.job in self._wanted:
+            self._changes[change.job] = change
 
     def _steer(self, name: str, action: str) -> None:
         if name in self._wanted:
@@ -228,10 +193,8 @@ class EngineServer:
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
-            self.send(
-                progress={job.name: _progress(job.progress) for job in running},
-                device={"decode": busy.decode, "train": busy.train},
-            )
+            jobs = {job.name: as_json(_progress(job.progress)) for job in running}
+            self._parent.send(m.Progress(jobs, {"decode": busy.decode, "train": busy.train}))
 
     def _measure(self, every: float) -> None:
         """Read the meter, and send what was used where the last time is so long ago, in seconds."""
@@ -240,21 +203,24 @@ class EngineServer:
             return
         self._measured = time.monotonic()
         self._windows += 1
-        used = {"engine": self._shared.engine_suffix, "window": self._windows, "microseconds": dict(self._used)}
+        self._parent.send(m.Usage(self._shared.engine_suffix, self._windows, dict(self._used)))
         self._used.clear()
-        self.send(job="", event="usage", data=used)
 
 
-def line_of(message: Mapping[str, Any]) -> bytes:
-    """A message as it is sent.
+def ask_scores(send: Send) -> Callable[..., None]:
+    """What `AskedOfService` sends its messages with."""
 
-    Raises:
-        EngineError: it is too long.
-    """
-    line = json.dumps(as_json(message), separators=(",", ":"), allow_nan=False).encode() + b"\n"
-    if len(line) > wire.LONGEST_LINE:
-        raise EngineError(f"{-(-len(line) // 2**20)} MB, where {wire.LONGEST_LINE >> 20} MB are the most")
-    return line
+    def say(**fields: Any) -> None:
+        match fields:
+            case {"score": key}:
+                problem = as_json(fields["problem"])
+                send(m.ScoreRequest(key, fields["job"], fields["reward"], problem, fields["completions"]))
+            case {"unscore": key}:
+                send(m.CancelScore(key))
+            case {"rest": job}:
+                send(m.Rest(job, fields["wanted"]))
+
+    return say
 
 
 def _fault(task: asyncio.Task[None]) -> BaseException | None:

@@ -11,9 +11,6 @@ import numpy as np
 
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 
-LONGEST_LINE = 2**26
-"""Bytes of a line that a service's engine may send: its reader gives up at a longer one."""
-
 
 def line(**message: Any) -> bytes:
     """One message."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,6 +13,7 @@ from fastapi import FastAPI
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.engine.client import EngineClient, EngineHandlers
+from motet.service.engine.messages import Start
 from motet.service.errors import error_body, handle_errors
 from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import Access
@@ -101,7 +103,7 @@ def _parts(settings: Settings, store: Store) -> Parts:
     storage, bus = Storage(settings.directory), EventBus()
     log = EventLog(store, bus)
     adapters = Adapters(store, storage, settings.base)
-    engine = EngineClient(settings.hello, settings.directory / "engine.log")
+    engine = EngineClient(_start(settings, storage), settings.directory / "engine.log")
     ledger = Ledger(store)
     quotas = Quotas(store, storage, ledger, config.limits, config.engine.slots)
     enforcer = QuotaEnforcer(quotas, ledger, engine)
@@ -115,7 +117,7 @@ def _parts(settings: Settings, store: Store) -> Parts:
     submissions = Submissions(allowed, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine)
     checks, reads = CheckThreads(), ReadThreads()
     handlers = EngineHandlers(
-        handover.open_jobs, recorder.record, scoring.answer, workers.rest, ledger.count_completion
+        handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, workers.rest, ledger.count_completion
     )  # fmt: skip
     lifecycle = Lifecycle(
         engine, handlers, bus, queue, enforcer, recorder, workers, grading, ledger, (checks, reads)
@@ -125,3 +127,17 @@ def _parts(settings: Settings, store: Store) -> Parts:
         queue, submissions, checks, reads, lifecycle, FineTunings(store, storage, adapters),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
     )  # fmt: skip
+
+
+def _start(settings: Settings, storage: Storage) -> Start:
+    config = settings.config
+    return Start(
+        base=settings.base,
+        run=str(storage.run),
+        engine=config.engine.model_dump(mode="json"),
+        rollout=config.rollout.model_dump(mode="json"),
+        rewards={name: asdict(one) for name, one in settings.rewards.items()},
+        unwalled=list(config.unwalled),
+        patience_seconds=config.patience_seconds,
+        largest=config.largest,
+    )

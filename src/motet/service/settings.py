@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from motet.config.service import ServiceConfig
 from motet.tasks.reward_installed import Installed
@@ -27,17 +26,3 @@ class Settings:
     """Whether jobs may read data from the hub."""
     rewards: Mapping[str, Installed] = field(default_factory=dict)
     """The functions of `config.rewards`, looked at: those that jobs may use by name, besides the built-in rewards."""
-
-    @property
-    def hello(self) -> dict[str, Any]:
-        """The first message to the engine's process."""
-        return {
-            "base": self.base,
-            "run": str(self.directory / "run"),
-            "engine": self.config.engine.model_dump(mode="json"),
-            "rollout": self.config.rollout.model_dump(mode="json"),
-            "rewards": {name: asdict(one) for name, one in self.rewards.items()},
-            "unwalled": self.config.unwalled,
-            "patience_seconds": self.config.patience_seconds,
-            "largest": asdict(self.config.largest),
-        }

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from motet.rollout import wire
 from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import Answer, Complete, PromptRead, Tokens
 from motet.types import FinishReason
 
-REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "stop"}
+
+def finish_reason(tokens: Tokens) -> str | None:
+    """Why a completion ends, in the words of the `openai` package."""
+    if tokens.finish_reason is None:
+        return None
+    return "length" if tokens.finish_reason is FinishReason.LENGTH else "stop"
 
 
 @dataclass
-class Completed:
-    """One answer as it comes in."""
+class Completion:
+    """One completion as it comes in."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
@@ -25,68 +29,43 @@ class Completed:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """All answers to one prompt, in the order of their indices."""
+class Completions:
+    """All completions of one prompt, in the order of their indices."""
 
-    choices: list[Completed]
+    choices: list[Completion]
     prompt_tokens: int
     tokens: int
-    """Sampled, of all answers together."""
+    """Sampled, of all of them together."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Some tokens of one answer."""
-
-    index: int
-    text: str
-    tokens: list[str]
-    logprobs: list[float]
-    n_tokens: int
-    reason: str | None
-    """Why the answer ends, with its last piece."""
-
-
-async def begin(engine: EngineClient, question: Mapping[str, Any]) -> tuple[int, AsyncIterator[dict[str, Any]]]:
+async def stream(engine: EngineClient, question: Complete) -> tuple[int, AsyncIterator[Tokens]]:
     """Ask the engine: the prompt's tokens, and what comes after. A refusal comes here, before the first byte of a stream.
 
     Raises:
         EngineError, ConfigError: it cannot be answered, now or ever, and why.
     """
-    answer = engine.answer(**question)
-    first = await anext(answer)
-    return int(first["prompt_tokens"]), answer
+    answers = engine.ask(question)
+    first = await anext(answers)
+    assert isinstance(first, PromptRead)
+    return first.tokens, _tokens(answers)
 
 
-async def pieces(answer: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Piece]:
-    """Answers as their tokens come in."""
-    async for message in answer:
-        if "chunk" in message:
-            chunk = wire.chunk_in(message["chunk"])
-            reason = None if chunk.finish_reason is None else REASONS.get(chunk.finish_reason, "stop")
-            logprobs = [float(one) for one in message["chunk"]["logprobs"]]
-            yield Piece(chunk.index, chunk.text, message["texts"], logprobs, len(chunk.token_ids), reason)
+async def _tokens(answers: AsyncIterator[Answer]) -> AsyncIterator[Tokens]:
+    async for answer in answers:
+        if isinstance(answer, Tokens):
+            yield answer
 
 
-async def whole(engine: EngineClient, question: Mapping[str, Any]) -> Answered:
-    """Ask the engine and wait for all of it.
-
-    Raises:
-        EngineError, ConfigError: it cannot be answered, now or ever, and why.
-    """
-    prompt_tokens, answer = await begin(engine, question)
-    choices: dict[int, Completed] = {}
-    tokens = 0
-    async for piece in pieces(answer):
-        choice = choices.setdefault(piece.index, Completed())
-        choice.text += piece.text
-        choice.tokens += piece.tokens
-        choice.logprobs += piece.logprobs
-        choice.reason = piece.reason or choice.reason
-        tokens += piece.n_tokens
-    return Answered([choices[index] for index in sorted(choices)], prompt_tokens, tokens)
-
-
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Counts of tokens, in the shape of the `openai` package."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+async def whole(engine: EngineClient, question: Complete) -> Completions:
+    """Ask the engine and wait for all of it; raises as `stream` does."""
+    prompt_tokens, answers = await stream(engine, question)
+    choices: dict[int, Completion] = {}
+    n_tokens = 0
+    async for tokens in answers:
+        choice = choices.setdefault(tokens.index, Completion())
+        choice.text += tokens.text
+        choice.tokens += tokens.texts
+        choice.logprobs += tokens.logprobs
+        choice.reason = finish_reason(tokens) or choice.reason
+        n_tokens += tokens.n_tokens
+    return Completions([choices[index] for index in sorted(choices)], prompt_tokens, n_tokens)

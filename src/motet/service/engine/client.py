@@ -9,38 +9,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import math
-import os
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from motet.channel import Child
 from motet.errors import ConfigError, EngineError
-from motet.rollout import wire
+from motet.service.engine import messages as m
 
 _log = logging.getLogger(__name__)
 
 _QUICK_SECONDS = 10.0
 _LONGEST_WAIT = 60.0
 _STOP_SECONDS = 120.0
+Engine = Child[m.FromEngine]
 
 
 @dataclass(frozen=True)
 class EngineHandlers:
-    """Who handles what the engine sends."""
+    """Who handles what the engine sends. Events and usage come in a thread, one after another."""
 
-    open_jobs: Callable[[], list[dict[str, Any]]]
-    """The `add` messages of all jobs that have not ended, for a process that starts."""
-    event: Callable[[str, str, Mapping[str, Any]], None]
-    """(job, event, data): what happened to a job; in a thread, one after another."""
-    score: Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
-    """A `score` message, for rollouts that no process of their job scores → the fields of its answer."""
+    open_jobs: Callable[[], list[m.AddJob]]
+    """All jobs that have not ended, for a process that starts."""
+    event: Callable[[m.JobEvent], None]
+    usage: Callable[[m.Usage], None]
+    score: Callable[[m.ScoreRequest], Awaitable[m.Scored]]
     rest: Callable[[str, bool], None]
     """Whether a job is to rest as soon as nobody is there who scores for it."""
     tokens: Callable[[str, int, int], None]
@@ -50,16 +50,16 @@ class EngineHandlers:
 class EngineClient:
     """The engine's process, as the service sees it."""
 
-    def __init__(self, hello: Mapping[str, Any], log: Path) -> None:
-        """`hello` is the first message: base, engine and run directory. What the process prints goes to `log`."""
-        self._hello, self._log = dict(hello), log
+    def __init__(self, start: m.Start, log: Path) -> None:
+        """`start` is the first message. What the process prints goes to `log`."""
+        self._start, self._log = start, log
         self._handlers: EngineHandlers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._adopted: asyncio.subprocess.Process | None = None
+        self._engine: Engine | None = None
+        self._adopted: Engine | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._scoring: dict[int, asyncio.Task[None]] = {}
-        self._open: dict[int, asyncio.Queue[dict[str, Any]]] = {}
+        self._open: dict[int, asyncio.Queue[m.Answer]] = {}
         self._keys = itertools.count()
         self._stopped = asyncio.Event()
         self._closing = asyncio.Event()
@@ -73,26 +73,22 @@ class EngineClient:
         self.device: dict[str, float] = {}
         self.starts = 0
 
-    def adopt(self, process: asyncio.subprocess.Process) -> None:
+    def adopt(self, engine: Engine) -> None:
         """Have a process that was started already (`start_engine`) as the first; before `start`."""
-        self._adopted = process
+        self._adopted = engine
 
     def start(self, handlers: EngineHandlers) -> None:
         """Start the process and keep it running."""
         self._handlers, self._loop = handlers, asyncio.get_running_loop()
         self._keeping = asyncio.create_task(self._keep())
 
-    def send(self, **message: Any) -> None:
-        """Send one message, from any thread; a process that is not there learns it when it starts, from `open_jobs`."""
+    def send(self, *messages: m.ToEngine) -> None:
+        """Send messages, from any thread; a process that is not there learns it when it starts, from `open_jobs`."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(lambda: self._write(**message))
+            self._loop.call_soon_threadsafe(self._write, *messages)
 
-    def answer(self, **question: Any) -> AsyncIterator[dict[str, Any]]:
-        """Messages of one completion, until it is done; raises as `ask` does."""
-        return self.ask("answer", **question)
-
-    async def ask(self, do: str, **question: Any) -> AsyncIterator[dict[str, Any]]:
-        """Messages that answer a question, until it is done.
+    async def ask(self, question: m.Question) -> AsyncIterator[m.Answer]:
+        """What answers a question, until it is done.
 
         Raises:
             EngineError: it cannot be answered now, and why.
@@ -100,45 +96,46 @@ class EngineClient:
         """
         if not self.ready.is_set():
             raise EngineError(self.failure or "the engine is starting; try again in a moment")
-        key, messages = next(self._keys), asyncio.Queue[dict[str, Any]]()
-        self._open[key] = messages
-        self._write(do=do, key=key, **question)
+        key, answers = next(self._keys), asyncio.Queue[m.Answer]()
+        self._open[key] = answers
+        self._write(replace(question, key=key))
         done = False
         try:
             while not done:
-                message = await messages.get()
-                if "refused" in message:
-                    done = True
-                    raise (ConfigError if message.get("theirs") else EngineError)(message["refused"])
-                done = "done" in message
+                answer = await answers.get()
+                done = isinstance(answer, m.Done | m.Refused)
+                if isinstance(answer, m.Refused):
+                    raise (ConfigError if answer.never else EngineError)(answer.reason)
+                if isinstance(question, m.Complete):
+                    self._count(question.tenant, answer)
                 if not done:
-                    self._count(question.get("tenant"), message)
-                    yield message
+                    yield answer
         finally:
             del self._open[key]
             if not done:
-                self._write(do="abandon", key=key)
+                self._write(m.Abandon(key))
 
-    def _count(self, tenant: str | None, message: Mapping[str, Any]) -> None:
-        if self._handlers is not None and tenant is not None:
-            sampled = len(message["chunk"]["token_ids"]) if "chunk" in message else 0
-            self._handlers.tokens(tenant, int(message.get("prompt_tokens", 0)), sampled)
+    def _count(self, tenant: str, answer: m.Answer) -> None:
+        if self._handlers is not None and isinstance(answer, m.PromptRead):
+            self._handlers.tokens(tenant, answer.tokens, 0)
+        elif self._handlers is not None and isinstance(answer, m.Tokens):
+            self._handlers.tokens(tenant, 0, answer.n_tokens)
 
     def refuse(self, reason: str) -> None:
         """Give up the questions that are open."""
-        for messages in self._open.values():
-            messages.put_nowait({"refused": reason})
+        for key, answers in self._open.items():
+            answers.put_nowait(m.Refused(key, reason))
 
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the process."""
         self._closing.set()
         if self.ready.is_set():
-            self._write(do="stop")
+            self._write(m.Stop())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self._stopped.wait()
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+        if self._engine is not None:
+            self._engine.close_input()
         if self._keeping is not None:
             await self._keeping
         self._handling.shutdown(wait=False)
@@ -172,26 +169,20 @@ class EngineClient:
     async def _run_once(self) -> None:
         self.starts += 1
         self._stopped.clear()
-        self._process, self._adopted = self._adopted or await start_engine(self._log), None
-        self._write(**self._hello)
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            if line.endswith(b"\n"):  # not one that was cut off when the process was killed
-                await self._handle(json.loads(line))
+        self._engine, self._adopted = self._adopted or await start_engine(self._log), None
+        self._engine.send(self._start)
+        async for message in self._engine.messages():
+            await self._handle(message)
 
-    def _write(self, **message: Any) -> None:
-        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
-            self._process.stdin.write(wire.line(**message))
+    def _write(self, *messages: m.ToEngine) -> None:
+        if self._engine is not None:
+            for message in messages:
+                self._engine.send(message)
 
     async def _clean_up(self) -> None:
         """Nothing of a process is left, and whoever waits for its answers learns it."""
-        if self._process is not None:
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-            if self._process.returncode is None:  # it was given up
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-            await self._process.wait()
+        if self._engine is not None:
+            await self._engine.kill()
         self.ready.clear()
         self._stopped.set()
         self.progress = {}
@@ -199,57 +190,53 @@ class EngineClient:
             task.cancel()
         self.refuse("the engine ended while it answered; try again in a moment")
 
-    async def _handle(self, message: dict[str, Any]) -> None:
-        handlers = self._handlers
+    async def _handle(self, message: m.FromEngine) -> None:
+        handlers, loop = self._handlers, asyncio.get_running_loop()
         assert handlers is not None
-        if "ready" in message:
-            for note in message["ready"]["notes"]:  # such as why results depend on more than the seed
-                _log.warning("%s", note)
-            for job in await asyncio.get_running_loop().run_in_executor(self._handling, handlers.open_jobs):
-                self._write(do="add", **job)
-            self.failure, self._ready_since = "", time.monotonic()
-            self.ready.set()
-        elif "failed" in message:
-            self.failure = message["failed"]
-        elif "stopped" in message:
-            self._stopped.set()
-        elif "progress" in message:
-            self.progress, self.device = message["progress"], message["device"]
-        elif "score" in message:
-            key = message["score"]
-            task = self._scoring[key] = asyncio.create_task(self._score(message, handlers))
-            task.add_done_callback(lambda task: self._scored(key, task))
-        elif "rest" in message:
-            handlers.rest(message["rest"], message["wanted"])
-        elif "unscore" in message:
-            if (unwanted := self._scoring.get(message["unscore"])) is not None:
-                unwanted.cancel()
-        elif "event" in message:
-            await asyncio.get_running_loop().run_in_executor(self._handling, self._on_event, message, handlers)
-        elif (messages := self._open.get(message.get("key", -1))) is not None:
-            messages.put_nowait(message)
+        match message:
+            case m.Ready():
+                for note in message.notes:
+                    _log.warning("%s", note)
+                self._write(*await loop.run_in_executor(self._handling, handlers.open_jobs))
+                self.failure, self._ready_since = "", time.monotonic()
+                self.ready.set()
+            case m.Failed():
+                self.failure = message.reason
+            case m.Stopped():
+                self._stopped.set()
+            case m.Progress():
+                self.progress, self.device = message.jobs, message.device
+            case m.ScoreRequest():
+                task = self._scoring[message.key] = asyncio.create_task(self._score(message, handlers))
+                task.add_done_callback(lambda task: self._scored(message.key, task))
+            case m.CancelScore():
+                if (unwanted := self._scoring.get(message.key)) is not None:
+                    unwanted.cancel()
+            case m.Rest():
+                handlers.rest(message.job, message.wanted)
+            case m.JobEvent() | m.Usage():
+                await loop.run_in_executor(self._handling, self._keep_event, message, handlers)
+            case _:
+                if (answers := self._open.get(message.key)) is not None:
+                    answers.put_nowait(message)
 
-    async def _score(self, message: Mapping[str, Any], handlers: EngineHandlers) -> None:
-        self._write(do="scored", key=message["score"], **await handlers.score(message))
+    async def _score(self, request: m.ScoreRequest, handlers: EngineHandlers) -> None:
+        self._write(await handlers.score(request))
 
     def _scored(self, key: int, task: asyncio.Task[None]) -> None:
         if self._scoring.get(key) is task:
             del self._scoring[key]
 
-    def _on_event(self, message: dict[str, Any], handlers: EngineHandlers) -> None:
-        if self._closing.is_set() and message["event"] == "state" and message["data"]["state"] in ("paused", "queued"):
-            return  # it goes on with the next start
+    def _keep_event(self, message: m.JobEvent | m.Usage, handlers: EngineHandlers) -> None:
         try:
-            handlers.event(message["job"], message["event"], message["data"])
+            if isinstance(message, m.Usage):
+                handlers.usage(message)
+            elif not (self._closing.is_set() and message.data.get("state") in ("paused", "queued")):
+                handlers.event(message)  # else it goes on with the next start
         except Exception:  # whatever it is, this process has to go on listening
-            _log.exception("an event of job %s was not kept", message["job"])
+            _log.exception("an event was not kept: %s", message)
 
 
-async def start_engine(log: Path) -> asyncio.subprocess.Process:
+async def start_engine(log: Path) -> Engine:
     """Start the engine's process, which loads what it needs and waits for its first message; what it prints goes to a file."""
-    with log.open("ab") as out:
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "motet.hosting",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=out,
-            start_new_session=True, limit=wire.LONGEST_LINE, env=dict(os.environ),
-        )  # fmt: skip
+    return await Child.start("motet.hosting", m.FromEngine, log)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 from fastapi import Depends
+from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.errors import EngineError
 from motet.service.adapters.adapters import NoModelError
 from motet.service.database.tenants import Principal
+from motet.service.engine.answers import finish_reason, stream
+from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import Complete, Tokens
 from motet.service.errors import Refusal
 from motet.service.http.depends import AdaptersDep, QuotasDep
 from motet.service.schemas import Asked
+from motet.types import SamplingParams
 
 Text = Annotated[str, Field(max_length=200_000)]
 Stop = Annotated[str, Field(max_length=500)]
@@ -68,7 +73,7 @@ class Sampled(Asked):
         """Whether a stream ends with how many tokens were used."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def question(self, who: Principal, adapter: str | None, max_tokens: int, *, logprobs: bool) -> dict[str, Any]:
+    def question(self, who: Principal, adapter: str | None, max_tokens: int, *, logprobs: bool) -> Complete:
         """What the engine is asked, apart from the prompt.
 
         Args:
@@ -77,20 +82,14 @@ class Sampled(Asked):
             max_tokens: the longest answer.
             logprobs: whether each token's text is wanted beside its logprob.
         """
-        return {
-            "tenant": who.tenant_id,
-            "adapter": adapter,
-            "n": self.n or 1,
-            "seed": self.seed if self.seed is not None else time.time_ns(),
-            "stream": bool(self.stream),
-            "logprobs": logprobs,
-            "sampling": {
-                "temperature": 1.0 if self.temperature is None else self.temperature,
-                "top_p": self.top_p or 1.0,
-                "max_tokens": max_tokens,
-                "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
-            },
-        }
+        sampling = SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=self.top_p or 1.0,
+            max_tokens=max_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+        )
+        seed = self.seed if self.seed is not None else time.time_ns()
+        return Complete(who.tenant_id, adapter, self.n or 1, seed, bool(self.stream), logprobs, sampling)
 
 
 class ModelNames:
@@ -117,11 +116,41 @@ class ModelNames:
 ModelNamesDep = Annotated[ModelNames, Depends()]
 
 
-async def with_its_end(lines: AsyncIterator[str]) -> AsyncIterator[str]:
-    """A stream that says so when it breaks off: its status was sent long ago."""
-    try:
-        async for line in lines:
-            yield line
-    except EngineError as error:
-        detail = {"message": str(error), "type": "unavailable_error", "param": None, "code": None}
-        yield f"data: {json.dumps({'error': detail})}\n\n"
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    """Counts of tokens, in the shape of the `openai` package."""
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+async def streamed(
+    engine: EngineClient,
+    question: Complete,
+    head: dict[str, Any],
+    choice: Callable[[Tokens], dict[str, Any]],
+    tells_usage: bool,
+) -> StreamingResponse:
+    """Completions of one prompt as server-sent events: `head` and a choice each; `choice` gives what it holds of some tokens.
+
+    Raises:
+        EngineError, ConfigError: it cannot be answered, now or ever, and why.
+    """
+    prompt_tokens, answers = await stream(engine, question)
+
+    async def bodies() -> AsyncIterator[dict[str, Any]]:
+        n_tokens = 0
+        async for tokens in answers:
+            n_tokens += tokens.n_tokens
+            one = {"index": tokens.index, **choice(tokens), "finish_reason": finish_reason(tokens)}
+            yield {**head, "choices": [one]}
+        if tells_usage:
+            yield {**head, "choices": [], "usage": usage(prompt_tokens, n_tokens)}
+
+    async def lines() -> AsyncIterator[str]:
+        try:
+            async for body in bodies():
+                yield f"data: {json.dumps(body)}\n\n"
+            yield "data: [DONE]\n\n"
+        except EngineError as error:  # its status was sent long ago
+            detail = {"message": str(error), "type": "unavailable_error", "param": None, "code": None}
+            yield f"data: {json.dumps({'error': detail})}\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream")

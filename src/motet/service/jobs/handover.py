@@ -11,6 +11,7 @@ from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import AddJob
 from motet.service.events import EventLog
 from motet.service.jobs.initial_adapter import InitialAdapters
 from motet.service.jobs.recorder import EventRecorder
@@ -41,11 +42,11 @@ class Handover:
     def hand_over(self, job: StoredJob) -> None:
         """Give a job to the engine."""
         try:
-            self._engine.send(do="add", **self.message(job))
+            self._engine.send(self.message(job))
         except UNFIT as error:
             self._recorder.record_state(job.id, JobState.FAILED, str(error))
 
-    def open_jobs(self) -> list[dict[str, Any]]:
+    def open_jobs(self) -> list[AddJob]:
         """The messages of all jobs that an engine which starts has to take up; those that wait for others are left out."""
         messages = []
         for job in self._store.open_jobs():
@@ -60,7 +61,7 @@ class Handover:
                 self._recorder.record_state(job.id, JobState.FAILED, str(error))
         return messages
 
-    def message(self, job: StoredJob) -> dict[str, Any]:
+    def message(self, job: StoredJob) -> AddJob:
         """What the engine has to know of a job.
 
         Raises:
@@ -69,7 +70,7 @@ class Handover:
         self._initial.keep(job)
         tree = self.tree(Principal.member_of(job.tenant_id), JobConfig.model_validate(job.spec), job.id)
         first_step = self._log.first_missing_step(job.id)
-        return {"job": tree, "wanted": job.wanted, "first_step": first_step, **self._enforcer.with_job(job)}
+        return AddJob(tree, job.wanted, first_step, job.tenant_id, self._enforcer.rule_with_job(job))
 
     def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
         """The job under its engine-side name, with paths for what it names.

@@ -8,6 +8,7 @@ from typing import Any
 
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import now
+from motet.service.engine.messages import JobEvent, Usage
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
 from motet.service.rewards.workers import RewardWorkers
 from motet.service.storage import Storage
@@ -28,9 +29,6 @@ class EventRecorder:
 
     def record(self, job_id: str, kind: str, data: Mapping[str, Any]) -> None:
         """Keep what the engine sends about a job; runs in a worker thread, one event after another."""
-        if kind == "usage":
-            self._write(lambda: self._ledger.window(data["engine"], int(data["window"]), data["microseconds"]))
-            return
         if kind == "step":
             row: dict[str, Any] = {"step": int(data["step"]) + ("loss" in data)}
             row |= {"reward": data.get("reward")} if "loss" in data else {}
@@ -49,6 +47,14 @@ class EventRecorder:
         if state.final:
             self._bus.publish(WAITING_JOBS)
             self._write(lambda: self._workers.ended(job_id))
+
+    def record_event(self, event: JobEvent) -> None:
+        """Keep an event as the engine sends it."""
+        self.record(event.job, event.kind, event.data)
+
+    def record_usage(self, usage: Usage) -> None:
+        """Keep who used the device."""
+        self._write(lambda: self._ledger.window(usage.engine, usage.window, usage.microseconds))
 
     def close(self) -> None:
         """Wait no longer for a database that is away."""

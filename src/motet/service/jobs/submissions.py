@@ -14,6 +14,7 @@ from motet.service.database.store import Store, find_job
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import Action, ChangeJob, ForgetJob, SteerJob
 from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import AT_ONCE, JobQueue, StartCondition, StartPlan
@@ -77,7 +78,7 @@ class Submissions:
         self._bus.publish(job.id, ANY_JOB)
         return job
 
-    def steer(self, job: StoredJob, action: str) -> None:
+    def steer(self, job: StoredJob, action: Action) -> None:
         """Pause, resume or cancel a job.
 
         Raises:
@@ -99,10 +100,9 @@ class Submissions:
         if again is not None:  # the engine may have started since, and not know it
             self._store.change_job(job.id, state=JobState.QUEUED.value, message="", ended=None)
             job.state = JobState.QUEUED.value
-            self._engine.send(do="forget", job=job.id)
-            self._engine.send(do="add", **again)
+            self._engine.send(ForgetJob(job.id), again)
         else:
-            self._engine.send(do=action, job=job.id)
+            self._engine.send(SteerJob(job.id, action))
 
     def change(self, job: StoredJob, fields: Mapping[str, Any]) -> None:
         """Give a job that has not ended another budget or priority.
@@ -121,9 +121,8 @@ class Submissions:
                 config = JobConfig.model_validate({**row.spec, **fields})
                 if config.priority > int(row.spec["priority"]):
                     self._quotas.check_priority(job.tenant_id, config.priority)
-                changed = {"budget": config.budget, "priority": config.priority}
-                row.spec = {**row.spec, **changed}
-            self._engine.send(do="change", job=job.id, fields=changed)
+                row.spec = {**row.spec, "budget": config.budget, "priority": config.priority}
+            self._engine.send(ChangeJob(job.id, config.budget, config.priority))
 
     def delete(self, job: StoredJob) -> None:
         """Forget a job that has ended, and its files.
@@ -133,7 +132,7 @@ class Submissions:
         """
         if not JobState(job.state).final:
             raise StoreError(f"job {job.name!r} has not ended; cancel it first")
-        self._engine.send(do="forget", job=job.id)
+        self._engine.send(ForgetJob(job.id))
         self._adapters.forget_shares(job.id)
         self._store.delete_job(job.id)
         shutil.rmtree(self._storage.job(job.id).path, ignore_errors=True)

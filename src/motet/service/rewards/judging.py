@@ -10,9 +10,11 @@ from typing import Any
 
 from motet.service.engine.answers import whole
 from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import Complete
 from motet.tasks.graders.shapes import Judge, JudgeSampling, LabelModel, ScoreModel
 from motet.tasks.graders.template import MOST_FILLED, UnfilledError, fill
 from motet.tasks.rewards import last_number
+from motet.types import SamplingParams
 
 _RESULT = re.compile(r'"result"\s*:\s*"?(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')
 _MAX_TOKENS = 512
@@ -38,23 +40,16 @@ async def ask(
     messages = prompt(judge, item, output)
     sampling = judge.sampling_params or JudgeSampling()
     seed = zlib.crc32(repr(messages).encode()) if sampling.seed is None else sampling.seed
-    answered = await whole(
-        engine,
-        {
-            "tenant": tenant,
-            "adapter": None if directory is None else str(directory),
-            "messages": messages,
-            "n": 1,
-            "seed": seed,
-            "stream": False,
-            "logprobs": False,
-            "sampling": {
-                "temperature": sampling.temperature or 0.0,
-                "top_p": sampling.top_p or 1.0,
-                "max_tokens": sampling.max_tokens or _MAX_TOKENS,
-            },
-        },
+    params = SamplingParams(
+        temperature=sampling.temperature or 0.0,
+        top_p=sampling.top_p or 1.0,
+        max_tokens=sampling.max_tokens or _MAX_TOKENS,
     )
+    adapter = None if directory is None else str(directory)
+    question = Complete(
+        tenant, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params, messages=messages
+    )
+    answered = await whole(engine, question)
     return verdict(judge, answered.choices[0].text), answered.prompt_tokens + answered.tokens
 
 

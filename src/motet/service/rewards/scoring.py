@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from motet.config import RewardConfig
 from motet.errors import ScorerAway
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
+from motet.service.engine.messages import Scored, ScoreRequest
 from motet.service.rewards.grading import Grading
 from motet.service.rewards.workers import RewardWorkers
 from motet.tasks.reward_elsewhere import Score, to_wire
@@ -36,19 +37,19 @@ class Scoring:
             "judge": lambda job, reward, problem, texts: grading.scores(job, reward.args, problem, texts),
         }
 
-    async def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one `score` message of the engine; see `tasks.reward_asking`."""
-        reward, completions = RewardConfig.model_validate(message["reward"]), list(message["completions"])
+    async def answer(self, request: ScoreRequest) -> Scored:
+        """Scores, or why there are none; see `tasks.reward_asking`."""
+        reward, completions = RewardConfig.model_validate(request.reward), request.completions
         try:
-            job = await asyncio.to_thread(self._store.job_by_id, message["job"])
+            job = await asyncio.to_thread(self._store.job_by_id, request.job)
             scorer = self._scorers.get(reward.name)
             if job is None or scorer is None:
                 what = f"reward {reward.name!r}" if job is not None else "job"
-                return {"scores": [f"this service knows no such {what}"] * len(completions)}
-            return {"scores": to_wire(await scorer(job, reward, dict(message["problem"]), completions))}
+                return Scored(request.key, [f"this service knows no such {what}"] * len(completions))
+            return Scored(request.key, to_wire(await scorer(job, reward, request.problem, completions)))
         except ScorerAway:
-            return {"away": True}
+            return Scored(request.key, away=True)
         except Exception as error:  # the boundary of a tenant
-            _log.exception("scoring for job %s failed", message["job"])
+            _log.exception("scoring for job %s failed", request.job)
             reason = f"the service failed to score it: {type(error).__name__}: {error}"
-            return {"scores": [{"chance": reason}] * len(completions)}
+            return Scored(request.key, [{"chance": reason}] * len(completions))

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated
 
 from fastapi import APIRouter, Query, UploadFile
 from fastapi import File as FormFile
@@ -19,6 +19,7 @@ from motet.service.adapters.archive import pack_into, unpack_apart
 from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
 from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import Examine, Examined, Unfit
 from motet.service.errors import Refusal
 from motet.service.http.depends import (
     AdaptersDep,
@@ -89,8 +90,8 @@ async def upload(
         await asyncio.to_thread(quotas.check_storage, who.tenant_id, size)  # before the engine is troubled
         shape = await _examined(engine, directory)
         adapter = UploadedAdapter(
-            id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape["rank"],
-            alpha=shape["alpha"], target_modules=shape["target_modules"],
+            id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape.rank,
+            alpha=shape.alpha, target_modules=shape.target_modules,
         )  # fmt: skip
         with_room = quotas.storing(who.tenant_id, size)
         await asyncio.to_thread(with_room(adapters.add), who, adapter)
@@ -157,15 +158,13 @@ async def _unpacked(file: UploadFile, directory: Path, limit: int) -> int:
         ) from error
 
 
-async def _examined(engine: EngineClient, directory: Path) -> dict[str, Any]:
+async def _examined(engine: EngineClient, directory: Path) -> Examined:
     """Rank, alpha and modules, as the engine's process reads them, which knows the base."""
-    answer: dict[str, Any] = {}
-    async for message in engine.ask("examine", directory=str(directory)):
-        answer |= message
-    if "wrong" in answer:
-        raise Refusal(400, str(answer["wrong"]).replace(f"{directory}/", "").replace(str(directory), "the adapter"))
-    shape: dict[str, Any] = answer["shape"]
-    return shape
+    (answer,) = [answer async for answer in engine.ask(Examine(str(directory)))]
+    if isinstance(answer, Examined):
+        return answer
+    reason = answer.reason if isinstance(answer, Unfit) else ""
+    raise Refusal(400, reason.replace(f"{directory}/", "").replace(str(directory), "the adapter"))
 
 
 def _packed(scratch: Path, directory: Path, name: str) -> Response:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
+from msgspec.structs import replace
 from pydantic import BaseModel, Field
 
 from motet.service.database.tables import new_id
-from motet.service.engine.answers import Answered, begin, pieces, usage, whole
+from motet.service.engine.answers import whole
+from motet.service.engine.messages import Tokens
 from motet.service.http.depends import AdaptersDep, Asker, EngineDep, StorageDep, StoreDep
-from motet.service.http.sampling import STREAMED, ModelNamesDep, Sampled, Text, with_its_end
+from motet.service.http.sampling import STREAMED, ModelNamesDep, Sampled, Text, streamed, usage
 from motet.service.routes.shares import SharesDep
 from motet.service.schemas import Model, Models
 
@@ -68,48 +68,36 @@ async def chat(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: Chat
     adapter = await names.directory(who, wanted.model)
     limit = wanted.max_completion_tokens or wanted.max_tokens or _MAX_TOKENS
     question = wanted.question(who, adapter, limit, logprobs=bool(wanted.logprobs))
-    question["messages"] = [message.plain() for message in wanted.messages]
-    if wanted.stream:
-        prompt_tokens, answer = await begin(engine, question)
-        lines = with_its_end(_stream(answer, prompt_tokens, wanted))
-        return StreamingResponse(lines, media_type="text/event-stream")
-    return JSONResponse(_body(await whole(engine, question), wanted))
-
-
-def _body(answered: Answered, wanted: ChatRequest) -> dict[str, Any]:
-    return {
-        "id": new_id("chatcmpl"),
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": wanted.model,
-        "choices": [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": _logprobs(choice.tokens, choice.logprobs) if wanted.logprobs else None,
-                "finish_reason": choice.reason,
-            }
-            for index, choice in enumerate(answered.choices)
-        ],
-        "usage": usage(answered.prompt_tokens, answered.tokens),
-    }
-
-
-async def _stream(answer: AsyncIterator[dict[str, Any]], prompt_tokens: int, wanted: ChatRequest) -> AsyncIterator[str]:
-    head: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "chat.completion.chunk"}
+    question = replace(question, messages=[message.plain() for message in wanted.messages])
+    head: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "chat.completion"}
     head |= {"created": int(time.time()), "model": wanted.model}
-    begun: set[int] = set()
-    tokens = 0
-    async for piece in pieces(answer):
-        tokens += piece.n_tokens
-        delta = {"content": piece.text, **({} if piece.index in begun else {"role": "assistant"})}
-        begun.add(piece.index)
-        logprobs = _logprobs(piece.tokens, piece.logprobs) if piece.tokens else None
-        choice = {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.reason}
-        yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
-    if wanted.tells_usage:
-        yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage(prompt_tokens, tokens)})}\n\n"
-    yield "data: [DONE]\n\n"
+    if wanted.stream:
+        return await streamed(
+            engine, question, {**head, "object": "chat.completion.chunk"}, _Deltas().choice, wanted.tells_usage
+        )
+    answer = await whole(engine, question)
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": _logprobs(choice.tokens, choice.logprobs) if wanted.logprobs else None,
+            "finish_reason": choice.reason,
+        }
+        for index, choice in enumerate(answer.choices)
+    ]
+    return JSONResponse({**head, "choices": choices, "usage": usage(answer.prompt_tokens, answer.tokens)})
+
+
+class _Deltas:
+    """Tokens as a stream of a conversation has them: the first of each choice names the role."""
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+
+    def choice(self, tokens: Tokens) -> dict[str, Any]:
+        delta = {"content": tokens.text, **({} if tokens.index in self._begun else {"role": "assistant"})}
+        self._begun.add(tokens.index)
+        return {"delta": delta, "logprobs": _logprobs(tokens.texts, tokens.logprobs) if tokens.texts else None}
 
 
 def _logprobs(tokens: list[str], logprobs: list[float]) -> dict[str, Any]:

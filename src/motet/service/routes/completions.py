@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
+from msgspec.structs import replace
 from pydantic import Field
 
 from motet.service.database.tables import new_id
-from motet.service.engine.answers import Piece, begin, pieces, usage, whole
-from motet.service.engine.client import EngineClient
+from motet.service.engine.answers import whole
+from motet.service.engine.messages import Tokens
 from motet.service.errors import Refusal
 from motet.service.http.depends import Asker, EngineDep
-from motet.service.http.sampling import MOST_SEQUENCES, STREAMED, ModelNamesDep, Sampled, Text, with_its_end
+from motet.service.http.sampling import MOST_SEQUENCES, STREAMED, ModelNamesDep, Sampled, Text, streamed, usage
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 _MAX_TOKENS = 16
@@ -53,63 +52,43 @@ async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: 
         wanted.max_tokens or _MAX_TOKENS,
         logprobs=wanted.logprobs is not None,
     )
-    questions = [{**question, "prompt": prompt} for prompt in wanted.prompts()]
-    if (asked := len(questions) * question["n"]) > MOST_SEQUENCES:
+    questions = [replace(question, prompt=prompt) for prompt in wanted.prompts()]
+    if (asked := len(questions) * question.n) > MOST_SEQUENCES:
         raise Refusal(
             400,
-            f"n: {len(questions)} prompts with n {question['n']} are {asked} completions; a request may have {MOST_SEQUENCES}",
+            f"n: {len(questions)} prompts with n {question.n} are {asked} completions; a request may have {MOST_SEQUENCES}",
             "n",
         )
+    head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": wanted.model}
     if wanted.stream:
         if len(questions) > 1:
             raise Refusal(400, "prompt: one prompt can be streamed at a time; leave `stream` out for several", "prompt")
-        lines = with_its_end(await _stream(engine, questions[0], wanted))
-        return StreamingResponse(lines, media_type="text/event-stream")
-    return JSONResponse(await _whole(engine, questions, wanted))
+        return await streamed(engine, questions[0], head, _Texts().choice, wanted.tells_usage)
+    answers = await asyncio.gather(*(whole(engine, question) for question in questions))
+    choices = [
+        {
+            "index": index,
+            "text": one.text,
+            "logprobs": _logprobs(one.tokens, one.logprobs, 0) if wanted.logprobs is not None else None,
+            "finish_reason": one.reason,
+        }
+        for index, one in enumerate(choice for answer in answers for choice in answer.choices)
+    ]
+    used = usage(sum(one.prompt_tokens for one in answers), sum(one.tokens for one in answers))
+    return JSONResponse({**head, "choices": choices, "usage": used})
 
 
-def _head(wanted: CompletionRequest) -> dict[str, Any]:
-    return {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": wanted.model}
+class _Texts:
+    """Tokens as a stream of a text has them: their offsets go on within each choice."""
 
+    def __init__(self) -> None:
+        self._offsets: dict[int, int] = {}
 
-async def _whole(
-    engine: EngineClient, questions: Sequence[dict[str, Any]], wanted: CompletionRequest
-) -> dict[str, Any]:
-    answered = await asyncio.gather(*(whole(engine, question) for question in questions))
-    return {
-        **_head(wanted),
-        "choices": [
-            {
-                "index": index,
-                "text": one.text,
-                "logprobs": _logprobs(one.tokens, one.logprobs, 0) if wanted.logprobs is not None else None,
-                "finish_reason": one.reason,
-            }
-            for index, one in enumerate(choice for one in answered for choice in one.choices)
-        ],
-        "usage": usage(sum(one.prompt_tokens for one in answered), sum(one.tokens for one in answered)),
-    }
-
-
-async def _stream(engine: EngineClient, question: dict[str, Any], wanted: CompletionRequest) -> AsyncIterator[str]:
-    prompt_tokens, answer = await begin(engine, question)
-    return _lines(pieces(answer), prompt_tokens, wanted)
-
-
-async def _lines(answer: AsyncIterator[Piece], prompt_tokens: int, wanted: CompletionRequest) -> AsyncIterator[str]:
-    head = _head(wanted)
-    offsets: dict[int, int] = {}
-    tokens = 0
-    async for piece in answer:
-        tokens += piece.n_tokens
-        offset = offsets.get(piece.index, 0)
-        offsets[piece.index] = offset + sum(map(len, piece.tokens))
-        logprobs = _logprobs(piece.tokens, piece.logprobs, offset) if piece.tokens else None
-        choice = {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.reason}
-        yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
-    if wanted.tells_usage:
-        yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage(prompt_tokens, tokens)})}\n\n"
-    yield "data: [DONE]\n\n"
+    def choice(self, tokens: Tokens) -> dict[str, Any]:
+        offset = self._offsets.get(tokens.index, 0)
+        self._offsets[tokens.index] = offset + sum(map(len, tokens.texts))
+        logprobs = _logprobs(tokens.texts, tokens.logprobs, offset) if tokens.texts else None
+        return {"text": tokens.text, "logprobs": logprobs}
 
 
 def _logprobs(tokens: list[str], logprobs: list[float], offset: int) -> dict[str, Any]:

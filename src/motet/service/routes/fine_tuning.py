@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 
 from motet.config import JobConfig
 from motet.errors import ConfigError, StoreError
 from motet.service.database.tables import Event, FineTuning, StoredJob
+from motet.service.engine.messages import Action
 from motet.service.errors import Refusal
 from motet.service.http.depends import (
     Asker,
@@ -156,7 +157,7 @@ def steer(
     submissions: SubmissionsDep,
     shown: Shown,
     made: NamedMade,
-    word: Literal["pause", "resume", "cancel"],
+    word: Action,
 ) -> FineTuningJob:
     """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
     job, asked = made

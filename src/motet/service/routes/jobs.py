@@ -9,6 +9,7 @@ from fastapi import APIRouter, Body, Depends, Header, Query
 from pydantic import Field
 
 from motet.service.database.tables import StoredJob
+from motet.service.engine.messages import Action
 from motet.service.errors import Refusal
 from motet.service.http.depends import (
     Asker,
@@ -30,7 +31,6 @@ from motet.tasks.reward_elsewhere import MASK
 from motet.types import JobState
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
-Steering = Literal["pause", "resume", "cancel"]
 
 
 class JobText(Asked):
@@ -117,7 +117,7 @@ def show(job: NamedJob, shown: Shown) -> Job:
 
 
 @router.post("/jobs/{job}/{word}", status_code=202)
-def steer(who: Asker, submissions: SubmissionsDep, store: StoreDep, shown: Shown, job: NamedJob, word: Steering) -> Job:
+def steer(who: Asker, submissions: SubmissionsDep, store: StoreDep, shown: Shown, job: NamedJob, word: Action) -> Job:
     """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
     submissions.steer(job, word)
     store.audit(who, word, job.id)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 from motet.config.service import LimitsConfig
 from motet.errors import LimitError, StoreError
 from motet.runtime.slots import Rule
 from motet.service.database.tables import StoredJob
 from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import SetRule
 from motet.service.periodic import every
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import ASK, Quotas, spent
@@ -29,10 +27,10 @@ class QuotaEnforcer:
         """What holds for a tenant's jobs now."""
         return _rule(self._quotas.of(tenant_id), self._ledger.tokens_today().get(tenant_id, 0))
 
-    def with_job(self, job: StoredJob) -> dict[str, Any]:
-        """Whose a job is and what holds for it, for the message that takes it to the engine."""
+    def rule_with_job(self, job: StoredJob) -> Rule:
+        """What holds for a job, for the message that takes it to the engine."""
         rule = self._sent[job.tenant_id] = self.rule(job.tenant_id)
-        return {"tenant": job.tenant_id, "rule": asdict(rule)}
+        return rule
 
     def check_resume(self, job: StoredJob) -> None:
         """Let a paused or failed job go on.
@@ -64,7 +62,7 @@ class QuotaEnforcer:
             rule = _rule(limits, used.get(tenant_id, 0))
             if rule != self._sent.get(tenant_id, Rule()):
                 self._sent[tenant_id] = rule
-                self._engine.send(do="rule", tenant=tenant_id, rule=asdict(rule))
+                self._engine.send(SetRule(tenant_id, rule))
 
 
 def _rule(limits: LimitsConfig, tokens: int) -> Rule:
