@@ -45,14 +45,14 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # The folders and modules of `service`, in the same way.
 SERVICE: tuple[frozenset[str], ...] = (
-    frozenset({"schemas", "settings", "periodic"}),
+    frozenset({"schemas", "settings"}),
     frozenset({"database"}),
     frozenset({"errors", "storage", "engine", "events"}),
     frozenset({"adapters", "tenants"}),
     frozenset({"rewards"}),
     frozenset({"jobs"}),
     frozenset({"http"}),
-    frozenset({"routes", "lifecycle"}),
+    frozenset({"routes"}),
     frozenset({"app"}),
 )
 SERVICE_LEVEL = {part: level for level, parts in enumerate(SERVICE) for part in parts}

@@ -219,8 +219,7 @@ def test_mistakes_are_found_until_the_first(house: House) -> None:
     """Each mistake is an object with what was given in it."""
     from pydantic import ValidationError
 
-    from motet.service.routes.chat import ChatRequest
-    from motet.service.routes.completions import CompletionRequest
+    from motet.service.routes.completions import ChatRequest, CompletionRequest
     from motet.service.schemas.scoring import Results
 
     for model, body in (

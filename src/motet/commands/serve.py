@@ -75,7 +75,7 @@ async def _run(make: Callable[[], FastAPI], log: Path, host: str, port: int) -> 
     try:
         import uvicorn
 
-        from motet.service.lifecycle import Lifecycle
+        from motet.service.app import Lifecycle
 
         app = make()
     except BaseException:

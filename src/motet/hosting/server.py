@@ -137,8 +137,6 @@ class EngineServer:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # --- jobs -------------------------------------------------------------------------------------------------------------
-
     async def _add(self, name: str, message: m.AddJob) -> None:
         try:
             async with self._preparing:

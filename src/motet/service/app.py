@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import Access
 from motet.service.http.bodies import Bodies
 from motet.service.http.depends import Parts
-from motet.service.http.throttle import CheckThreads, RateLimit, ReadThreads
+from motet.service.http.throttle import CheckThreads, KeyedThreads, RateLimit, ReadThreads
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.initial_adapter import InitialAdapters
@@ -27,19 +28,16 @@ from motet.service.jobs.queue import JobQueue
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
 from motet.service.jobs.validation import Allowed
-from motet.service.lifecycle import Lifecycle
 from motet.service.rewards.grading import Grading
 from motet.service.rewards.scoring import Scoring
 from motet.service.rewards.workers import RewardWorkers
 from motet.service.routes import (
     adapters,
-    chat,
     completions,
     dashboard,
     events,
     files,
     fine_tuning,
-    graders,
     health,
     jobs,
     keys,
@@ -56,11 +54,59 @@ from motet.service.tenants.quotas import Quotas
 from motet.tasks.reward_http import HttpRewards
 
 ROUTES = (
-    jobs, events, adapters, shares, files, keys, tenants, chat, completions, fine_tuning, graders, dashboard, rewards, health,
+    jobs, events, adapters, shares, files, keys, tenants, completions, fine_tuning, dashboard, rewards, health,
 )  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503)
 }
+
+
+class Lifecycle:
+    """Starts and stops the parts that need it, in order."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        handlers: EngineHandlers,
+        bus: EventBus,
+        queue: JobQueue,
+        enforcer: QuotaEnforcer,
+        recorder: EventRecorder,
+        workers: RewardWorkers,
+        grading: Grading,
+        ledger: Ledger,
+        threads: tuple[KeyedThreads, ...],
+    ) -> None:
+        self._engine, self._handlers, self._bus, self._queue = engine, handlers, bus, queue
+        self._enforcer, self._recorder, self._workers = enforcer, recorder, workers
+        self._grading, self._ledger, self._threads = grading, ledger, threads
+        self._watching: asyncio.Future[Any] | None = None
+
+    async def open(self) -> None:
+        """Start the engine, and watch over jobs and quotas."""
+        self._engine.start(self._handlers)
+        self._watching = asyncio.gather(self._queue.watch(), self._enforcer.watch())
+
+    def drain(self, seconds: float) -> None:
+        """Let everybody go who waits for events or for work; answers under way have so many seconds."""
+        self._bus.close()
+        reason = "the service is stopping; ask again when it is there"
+        asyncio.get_running_loop().call_later(seconds, self._engine.refuse, reason)
+
+    async def close(self) -> None:
+        """Let jobs finish their step, and end the engine."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._recorder.close()
+        stopping = asyncio.create_task(self._engine.stop())
+        await asyncio.sleep(0)  # jobs are asked to stop before those that wait for a worker are sent to rest
+        self._workers.close()
+        self._bus.close()
+        await stopping
+        await self._grading.close()
+        await asyncio.to_thread(self._ledger.flush)
+        for threads in self._threads:
+            threads.close()
 
 
 def create_app(settings: Settings) -> FastAPI:

@@ -57,8 +57,6 @@ class Adapters:
         """`base` is the name of the base model."""
         self._store, self._storage, self.base = store, storage, base
 
-    # --- uploaded ones ----------------------------------------------------------------------------------------------------
-
     def path(self, adapter_id: str) -> Path:
         """Where an uploaded adapter lies."""
         return self._storage.adapters / adapter_id
@@ -99,8 +97,6 @@ class Adapters:
             session.execute(delete(Share).where(Share.object == adapter.id))
             session.execute(delete(UploadedAdapter).where(UploadedAdapter.id == adapter.id))
         shutil.rmtree(self.path(adapter.id), ignore_errors=True)
-
-    # --- names ------------------------------------------------------------------------------------------------------------
 
     def named(self, who: Principal, name: str) -> Named | None:
         """What a name means to somebody; None where it is not there for them."""
@@ -158,8 +154,6 @@ class Adapters:
             return None
         number, path = version
         return Resolved(path, f"{thing.name}-v{number}", f"{thing.id}@{number}")
-
-    # --- shares -----------------------------------------------------------------------------------------------------------
 
     def share(self, share: Share) -> Share:
         """Let others use something; the same share again where there is one."""

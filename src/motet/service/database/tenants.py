@@ -54,8 +54,6 @@ class Tenants:
         self._transaction = transaction
         self._names: dict[str, str] = {}
 
-    # --- tenants ----------------------------------------------------------------------------------------------------------
-
     def find(self, name: str) -> Tenant | None:
         """The tenant of a name, where there is one."""
         with self._transaction() as session:
@@ -80,8 +78,6 @@ class Tenants:
             session.add(Tenant(id=new_id("tenant"), name=name))
         with self._transaction() as session:
             return session.scalars(select(Tenant).where(Tenant.name == name)).one()
-
-    # --- keys -------------------------------------------------------------------------------------------------------------
 
     def create_key(self, tenant: str, name: str, role: Role, expires: float | None = None) -> tuple[Key, str]:
         """A new key of a tenant, which is made where there is none, and the key's text, which is shown once."""

@@ -140,8 +140,6 @@ class EngineClient:
             await self._keeping
         self._handling.shutdown(wait=False)
 
-    # --- the process --------------------------------------------------------------------------------------------------------
-
     async def _keep(self) -> None:
         quick = 0
         while not self._closing.is_set():

@@ -139,8 +139,6 @@ class FineTunings:
             shape = {name: getattr(named.thing, name) for name in ("rank", "alpha", "target_modules")}
         return {**{name: shape[name] for name in ("rank", "alpha", "target_modules")}, "init": model}
 
-    # --- what is remembered ------------------------------------------------------------------------------------------------
-
     def keep(self, job_id: str, request: Mapping[str, Any]) -> None:
         """Remember what a job was asked for as; nothing happens where that is known."""
         try:

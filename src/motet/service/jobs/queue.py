@@ -74,8 +74,6 @@ class JobQueue:
         self._record_state, self._hand_over = record_state, hand_over
         self._lock = threading.Lock()
 
-    # --- submitting -------------------------------------------------------------------------------------------------------
-
     def plan(self, who: Principal, config: JobConfig, condition: StartCondition = AT_ONCE) -> StartPlan:
         """Look up what a job waits for and starts from.
 
@@ -120,8 +118,6 @@ class JobQueue:
         if JobState(job.state) in (JobState.FAILED, JobState.CANCELLED):
             raise ConfigError(f"after: job {name!r} has {job.state}; name one that can still succeed")
         return job
-
-    # --- waiting ----------------------------------------------------------------------------------------------------------
 
     def steer(self, job: StoredJob, action: str) -> bool:
         """Pause, resume or cancel a job that waits; False where it does not, and the engine has to be asked."""

@@ -215,9 +215,6 @@ def _check_texts(data: DataConfig) -> None:
             )
 
 
-# --- texts ----------------------------------------------------------------------------------------------------------------
-
-
 def read_jobs(text: str, base: str) -> list[dict[str, Any]]:
     """The jobs that a text holds, with defaults and sweeps applied.
 

@@ -41,8 +41,6 @@ class RewardWorkers:
         self._closing = False
         self._looking: asyncio.Task[None] | None = None
 
-    # --- the engine's side --------------------------------------------------------------------------------------------------
-
     async def ask(
         self, job: StoredJob, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
     ) -> list[Score]:
@@ -107,8 +105,6 @@ class RewardWorkers:
         self._pruned.pop(job_id, None)
         self._bus.publish(_topic(job_id))
 
-    # --- the workers' side --------------------------------------------------------------------------------------------------
-
     async def lease(
         self, job_id: str, worker: str, most: int, seconds: float, gone: Callable[[], Awaitable[bool]]
     ) -> list[Leased]:
@@ -159,8 +155,6 @@ class RewardWorkers:
                     if not answer.done():
                         answer.set_result(list(scores))
         return counted
-
-    # --- rest ---------------------------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
         """Let jobs rest that are to pause and for which nobody scores."""

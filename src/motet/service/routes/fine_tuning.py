@@ -1,7 +1,11 @@
-"""Fine-tuning jobs as the `openai` package makes and watches them. They are Motet jobs: all other routes know them too."""
+"""Fine-tuning jobs as the `openai` package makes and watches them, and graders tried out before.
+
+They are Motet jobs: all other routes know them too.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,11 +21,14 @@ from motet.service.http.depends import (
     Asker,
     EngineDep,
     FineTuningsDep,
+    GradingDep,
+    QuotasDep,
     ReadThreadsDep,
     StorageDep,
     StoreDep,
     SubmissionsDep,
 )
+from motet.service.rewards.grading import Graded
 from motet.service.schemas.fine_tuning import (
     Checkpoint,
     Checkpoints,
@@ -31,10 +38,17 @@ from motet.service.schemas.fine_tuning import (
     FineTuningJob,
     FineTuningJobs,
     FineTuningRequest,
+    GraderAsked,
+    GraderErrors,
+    GraderMetadata,
+    GraderResult,
+    GraderRun,
+    GraderValid,
 )
+from motet.tasks.graders.shapes import Multi, judges
 from motet.types import JobState
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
+router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"])
 Limit = Annotated[int, Query(ge=1, le=200)]
 _EVENT = "ftevent-"
 _CHECKPOINT = "ftckpt-"
@@ -97,7 +111,7 @@ class FineTuningAnswers:
 Shown = Annotated[FineTuningAnswers, Depends()]
 
 
-@router.post("")
+@router.post("/jobs")
 async def create(
     request: Request,
     who: Asker,
@@ -125,7 +139,7 @@ async def create(
     return await threads.run(who.key_id, make)
 
 
-@router.get("")
+@router.get("/jobs")
 def list_jobs(
     request: Request,
     who: Asker,
@@ -144,13 +158,13 @@ def list_jobs(
     return FineTuningJobs(data=[shown(one) for one in page[:limit]], has_more=len(page) > limit)
 
 
-@router.get("/{job}")
+@router.get("/jobs/{job}")
 def retrieve(shown: Shown, made: NamedMade) -> FineTuningJob:
     """One job."""
     return shown(made)
 
 
-@router.post("/{job}/{word}")
+@router.post("/jobs/{job}/{word}")
 def steer(
     who: Asker,
     store: StoreDep,
@@ -169,7 +183,7 @@ def steer(
     return shown((store.job(who, job.id) or job, asked))
 
 
-@router.get("/{job}/events")
+@router.get("/jobs/{job}/events")
 def events(
     fine_tunings: FineTuningsDep,
     made: NamedMade,
@@ -182,7 +196,7 @@ def events(
     return FineTuningEvents(data=[_event(made[0], one) for one in entries[:limit]], has_more=len(entries) > limit)
 
 
-@router.get("/{job}/checkpoints")
+@router.get("/jobs/{job}/checkpoints")
 def checkpoints(
     storage: StorageDep,
     made: NamedMade,
@@ -199,6 +213,40 @@ def checkpoints(
     data = [_checkpoint(directory.version(number), job, number, lines) for number in numbers[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return Checkpoints(data=data, has_more=len(numbers) > limit, first_id=first, last_id=last)
+
+
+@router.post("/alpha/graders/validate")
+def validate(who: Asker, fine_tunings: FineTuningsDep, asked: GraderAsked) -> GraderValid:
+    """Whether a grader can be used here; it is refused with the field otherwise."""
+    fine_tunings.checked_grader(who, asked.grader)
+    return GraderValid(grader=asked.grader)
+
+
+@router.post("/alpha/graders/run")
+async def run(
+    who: Asker, fine_tunings: FineTuningsDep, quotas: QuotasDep, grading: GradingDep, asked: GraderRun
+) -> GraderResult:
+    """Score one sample, as a job would."""
+    grader = await asyncio.to_thread(fine_tunings.checked_grader, who, asked.grader)
+    if judges(grader):
+        await asyncio.to_thread(quotas.check_tokens, who.tenant_id)
+    started = time.monotonic()
+    (graded,) = await grading.grade(who, grader, asked.item or {}, [asked.model_sample])
+    models = [judge.model for judge in judges(grader)]
+    return GraderResult(
+        reward=graded.reward or 0.0,
+        metadata=GraderMetadata(
+            name=grader.name,
+            type=grader.type,
+            errors=_errors(graded),
+            execution_time=time.monotonic() - started,
+            scores=graded.parts,
+            token_usage=sum(graded.tokens.values()) if models else None,
+            sampled_model_name=models[0] if len(set(models)) == 1 else None,
+        ),
+        sub_rewards=graded.parts if isinstance(grader, Multi) else {},
+        model_grader_token_usage_per_model=graded.tokens,
+    )
 
 
 def _event(job: StoredJob, entry: Event) -> FineTuningEvent:
@@ -250,4 +298,17 @@ def _checkpoint(path: Path, job: StoredJob, number: int, lines: list[dict[str, A
         fine_tuning_job_id=job.id,
         step_number=number,
         metrics=metrics,
+    )
+
+
+def _errors(graded: Graded) -> GraderErrors:
+    return GraderErrors(
+        formula_parse_error="formula" in graded.faults,
+        sample_parse_error="sample" in graded.faults,
+        invalid_variable_error="variable" in graded.faults,
+        other_error="other" in graded.faults,
+        model_grader_parse_error="parse" in graded.faults,
+        model_grader_server_error="server" in graded.faults,
+        model_grader_server_error_details=graded.faults.get("server"),
+        details="; ".join(graded.faults.values()) or None,
     )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 from motet.config.service import LimitsConfig
 from motet.errors import LimitError, StoreError
 from motet.runtime.slots import Rule
 from motet.service.database.tables import StoredJob
 from motet.service.engine.client import EngineClient
 from motet.service.engine.messages import SetRule
-from motet.service.periodic import every
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import ASK, Quotas, spent
 from motet.types import JobState
 
+_log = logging.getLogger(__name__)
 _SECONDS = 1.0
 
 
@@ -52,7 +55,12 @@ class QuotaEnforcer:
 
     async def watch(self) -> None:
         """Enforce until cancelled."""
-        await every(_SECONDS, self.enforce)
+        while True:
+            await asyncio.sleep(_SECONDS)
+            try:
+                await asyncio.to_thread(self.enforce)
+            except Exception:  # whatever it is, the next time may succeed, and without any no job would ever go on
+                _log.exception("quotas could not be enforced")
 
     def enforce(self) -> None:
         """Write down usage, and send the engine the rules that are not what they were."""

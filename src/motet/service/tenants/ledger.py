@@ -39,8 +39,6 @@ class Ledger:
         self._counted: dict[str, tuple[int, int]] = {}
         """Tokens of completions that are not written down yet, by tenant id: (read as prompts, sampled)."""
 
-    # --- writing ----------------------------------------------------------------------------------------------------------
-
     def step(self, job_id: str, data: Mapping[str, Any]) -> Callable[[Session], None]:
         """What a step's event adds, for the transaction that keeps the event."""
 
@@ -92,8 +90,6 @@ class Ledger:
             for tenant, counts in counted.items():
                 self.count_completion(tenant, *counts)  # a database that is away for a while comes back
             raise
-
-    # --- reading ----------------------------------------------------------------------------------------------------------
 
     def tokens_today(self) -> dict[str, int]:
         """Tokens of this day by tenant id."""

@@ -32,8 +32,6 @@ class Quotas:
         self._admitting = threading.Lock()
         self._storing: dict[str, threading.Lock] = {}
 
-    # --- what is set ------------------------------------------------------------------------------------------------------
-
     def of(self, tenant_id: str) -> LimitsConfig:
         """What holds for a tenant."""
         with self._store.transaction() as session:
@@ -55,8 +53,6 @@ class Quotas:
     def _with(self, given: Mapping[str, Any] | None) -> LimitsConfig:
         known = {name: value for name, value in (given or {}).items() if name in LimitsConfig.model_fields}
         return LimitsConfig.model_validate({**self._defaults.model_dump(), **known})
-
-    # --- what is used -----------------------------------------------------------------------------------------------------
 
     def used(self, name: str | None = None) -> list[TenantInfo]:
         """All tenants by name, or the one of a name, with what they may use and what they use of it."""
@@ -93,8 +89,6 @@ class Quotas:
             )
             jobs = list(session.scalars(select(StoredJob.id).where(StoredJob.tenant_id == tenant_id)))
         return int(files or 0) + int(brought or 0) + self._storage.saved_bytes(jobs)
-
-    # --- checks -----------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def admitting(self, tenant_id: str, config: JobConfig) -> Iterator[None]:
