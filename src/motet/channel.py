@@ -1,7 +1,7 @@
 """A typed channel to a child process: tagged structs, one a line of JSON, over its standard input and output.
 
-The parent holds a `Child`, the child its `Parent`. A child ends when its input does, so also when its parent is killed. Floats
-survive the way bit for bit, NaN too, and text may hold what is not UTF-8.
+The parent holds a `Child`, the child its `Parent`. A child ends when its input does, so also when its parent is killed.
+Dataclasses and numpy arrays may be fields. Floats survive the way bit for bit, NaN too, and text may hold what is not UTF-8.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar, get_args
 
 import msgspec
+import numpy as np
 
 from motet.errors import EngineError
 
@@ -37,7 +38,7 @@ def encode(message: Message) -> bytes:
     Raises:
         EngineError: it is too long for whoever reads it.
     """
-    line = json.dumps(msgspec.to_builtins(message), separators=(",", ":")).encode() + b"\n"
+    line = json.dumps(msgspec.to_builtins(message, enc_hook=_plain), separators=(",", ":")).encode() + b"\n"
     if len(line) > LONGEST_LINE:
         raise EngineError(f"{-(-len(line) // 2**20)} MB, where {LONGEST_LINE >> 20} MB are the most")
     return line
@@ -49,7 +50,19 @@ def decode(line: bytes, kinds: Any) -> Any:
     Raises:
         ValueError: it is none of them.
     """
-    return msgspec.convert(json.loads(line), kinds)
+    return msgspec.convert(json.loads(line), kinds, dec_hook=_array)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise NotImplementedError(f"{type(value).__name__} is no field of a message")
+
+
+def _array(kind: Any, value: Any) -> Any:
+    """An array as its annotation says: `NDArray[np.float32]`."""
+    (dtype,) = get_args(get_args(kind)[1])
+    return np.asarray(value, dtype)
 
 
 class Child(Generic[Received]):

@@ -29,7 +29,7 @@ from motet.service.engine.messages import (
     Unfit,
 )
 from motet.tasks.chat import Chat, stop_token_ids
-from motet.types import AdapterRef, Chunk, GenerateRequest, IntArray, Message, Problem
+from motet.types import AdapterRef, GenerateRequest, IntArray, Message, Problem
 
 if TYPE_CHECKING:
     from motet.model.base import BaseModel
@@ -89,18 +89,13 @@ class Answers:
                 self._scheduler.spend(request.job, len(prompt_ids))
                 async for chunk in self._engine.generate(request):
                     self._scheduler.spend(request.job, len(chunk.token_ids))
-                    self._send(self._tokens(question, chunk))
+                    ids = chunk.token_ids.tolist() if question.logprobs else ()
+                    self._send(Tokens(key, chunk, [self._chat.completion_text([token]) for token in ids]))
             self._send(Done(key))
         except Exception as error:  # whoever asked has to hear of it
             self._send(Refused(key, reason(error), _is_theirs(error)))
         finally:
             self._open.pop(key, None)
-
-    def _tokens(self, question: Complete, chunk: Chunk) -> Tokens:
-        ids = chunk.token_ids.tolist()
-        texts = [self._chat.completion_text([token]) for token in ids] if question.logprobs else []
-        logprobs = [float(value) for value in chunk.logprobs]
-        return Tokens(question.key, chunk.index, chunk.text, len(ids), texts, logprobs, chunk.finish_reason)
 
     @contextlib.asynccontextmanager
     async def _turn(self, account: str, tenant: str, rows: int) -> AsyncIterator[None]:
@@ -163,12 +158,7 @@ def _is_theirs(error: Exception) -> bool:
 
 
 def _prompt_ids(chat: Chat, question: Complete, longest: int) -> IntArray:
-    """Of a conversation through the chat template, or of a prompt (text or token ids) as it is.
-
-    Args:
-        chat: how the base is talked to.
-        question: what was asked.
-        longest: the most characters of a prompt.
+    """Of a conversation through the chat template, or of a prompt (text or token ids) as it is; `longest` is in characters.
 
     Raises:
         EngineError: a token id is not of this vocabulary, or the text is too long for any prompt.

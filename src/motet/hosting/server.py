@@ -43,14 +43,7 @@ class EngineServer:
     """One base, the jobs that train on it, and the versions that people talk to."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory, start: m.Start, parent: Parent[m.ToEngine]) -> None:
-        """Load the base.
-
-        Args:
-            config: of base, engine and rollout.
-            directory: of the run.
-            start: rewards and bounds of the service.
-            parent: the service's process.
-        """
+        """Load the base; `start` has the rewards and bounds of the service."""
         self._config, self._parent = config, parent
         self.directory = directory
         self.base = load(config.base, config.engine)

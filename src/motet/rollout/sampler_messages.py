@@ -9,16 +9,15 @@ from motet.types import AdapterRef, Chunk, GenerateRequest
 
 
 class Load(Message, frozen=True):
-    """The first message: the base, as `load_base` takes it, and the engine's limits."""
+    """The first message: the base, as `load_base` takes it."""
 
     base: str
     dtype: str
     block_size: int
     pack: bool
     trust_remote_code: bool
-    max_rows: int
-    kv_tokens: int
-    prefill_tokens: int
+    limits: dict[str, int]
+    """Of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`."""
     files: str = ""
     """The directory of the adapters' bytes, which the process removes at its end."""
 

@@ -78,13 +78,7 @@ class Store:
     def audit_entries(
         self, *, tenant_id: str | None = None, before: int | None = None, limit: int = 100
     ) -> Sequence[tuple[AuditEntry, str, str]]:
-        """Entries with the names of the tenant and of the key, newest first.
-
-        Args:
-            tenant_id: only this tenant's; all unless given.
-            before: the number of the last one of the page before.
-            limit: the most entries.
-        """
+        """Entries with the names of the tenant and of the key, newest first, before the entry of a number."""
         query = (
             select(AuditEntry, Tenant.name, Key.name)
             .join(Tenant, Tenant.id == AuditEntry.tenant_id, isouter=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from motet.service.engine.client import EngineClient
 from motet.service.engine.messages import Answer, Complete, PromptRead, Tokens
-from motet.types import FinishReason
+from motet.types import Chunk, FinishReason
 
 
-def finish_reason(tokens: Tokens) -> str | None:
+def finish_reason(chunk: Chunk) -> str | None:
     """Why a completion ends, in the words of the `openai` package."""
-    if tokens.finish_reason is None:
+    if chunk.finish_reason is None:
         return None
-    return "length" if tokens.finish_reason is FinishReason.LENGTH else "stop"
+    return "length" if chunk.finish_reason is FinishReason.LENGTH else "stop"
 
 
 @dataclass
@@ -62,10 +62,11 @@ async def whole(engine: EngineClient, question: Complete) -> Completions:
     choices: dict[int, Completion] = {}
     n_tokens = 0
     async for tokens in answers:
-        choice = choices.setdefault(tokens.index, Completion())
-        choice.text += tokens.text
+        chunk = tokens.chunk
+        choice = choices.setdefault(chunk.index, Completion())
+        choice.text += chunk.text
         choice.tokens += tokens.texts
-        choice.logprobs += tokens.logprobs
-        choice.reason = finish_reason(tokens) or choice.reason
-        n_tokens += tokens.n_tokens
+        choice.logprobs += chunk.logprobs.tolist()
+        choice.reason = finish_reason(chunk) or choice.reason
+        n_tokens += len(chunk.token_ids)
     return Completions([choices[index] for index in sorted(choices)], prompt_tokens, n_tokens)

@@ -119,7 +119,7 @@ class EngineClient:
         if self._handlers is not None and isinstance(answer, m.PromptRead):
             self._handlers.tokens(tenant, answer.tokens, 0)
         elif self._handlers is not None and isinstance(answer, m.Tokens):
-            self._handlers.tokens(tenant, 0, answer.n_tokens)
+            self._handlers.tokens(tenant, 0, len(answer.chunk.token_ids))
 
     def refuse(self, reason: str) -> None:
         """Give up the questions that are open."""

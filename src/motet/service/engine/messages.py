@@ -10,7 +10,7 @@ from typing import Any, Literal
 from motet.channel import Message
 from motet.config.service import Largest
 from motet.runtime.slots import Rule
-from motet.types import FinishReason, SamplingParams
+from motet.types import Chunk, SamplingParams
 
 Action = Literal["pause", "resume", "cancel"]
 
@@ -208,15 +208,9 @@ class Tokens(Message, frozen=True):
     """Some tokens of one completion."""
 
     key: int
-    index: int
-    """Of the completion."""
-    text: str
-    n_tokens: int
+    chunk: Chunk
     texts: list[str]
     """Of each token, where they were asked for."""
-    logprobs: list[float]
-    finish_reason: FinishReason | None
-    """Why the completion ends, with its last tokens."""
 
 
 class Examined(Message, frozen=True):

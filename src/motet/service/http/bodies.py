@@ -41,15 +41,7 @@ class Bodies:
         allowed: Callable[[Request], bool],
         stopping: Callable[[], bool],
     ) -> None:
-        """Wrap an application.
-
-        Args:
-            app: what answers.
-            uploads: the limit in MB of each path that takes files.
-            refusal: makes an answer of a status and a message.
-            allowed: whether a request brings a good key, or needs none.
-            stopping: whether the service stops.
-        """
+        """`uploads` is the limit in MB of each path that takes files; `refusal` makes an answer of a status and a message."""
         self._app, self._refusal, self._allowed, self._stopping = app, refusal, allowed, stopping
         self._limits = {path: int(limit * 2**20) + _AROUND for path, limit in uploads.items()}
         self._words = {

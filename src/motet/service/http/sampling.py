@@ -74,14 +74,7 @@ class Sampled(Asked):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def question(self, who: Principal, adapter: str | None, max_tokens: int, *, logprobs: bool) -> Complete:
-        """What the engine is asked, apart from the prompt.
-
-        Args:
-            who: whose tokens the answer costs.
-            adapter: the directory of a version, None for the base.
-            max_tokens: the longest answer.
-            logprobs: whether each token's text is wanted beside its logprob.
-        """
+        """What the engine is asked, apart from the prompt; `adapter` is the directory of a version, None for the base."""
         sampling = SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p or 1.0,
@@ -138,8 +131,8 @@ async def streamed(
     async def bodies() -> AsyncIterator[dict[str, Any]]:
         n_tokens = 0
         async for tokens in answers:
-            n_tokens += tokens.n_tokens
-            one = {"index": tokens.index, **choice(tokens), "finish_reason": finish_reason(tokens)}
+            n_tokens += len(tokens.chunk.token_ids)
+            one = {"index": tokens.chunk.index, **choice(tokens), "finish_reason": finish_reason(tokens.chunk)}
             yield {**head, "choices": [one]}
         if tells_usage:
             yield {**head, "choices": [], "usage": usage(prompt_tokens, n_tokens)}

@@ -159,14 +159,7 @@ class FineTunings:
     def page(
         self, who: Principal, after: str | None, limit: int, metadata: Mapping[str, str] | None
     ) -> list[tuple[StoredJob, FineTuning]]:
-        """Jobs that were made here, newest first, at most `limit`.
-
-        Args:
-            who: whose they are; an admin sees all.
-            after: the last job's id of the page before.
-            limit: how many.
-            metadata: only jobs with these values; None is any.
-        """
+        """Jobs that were made here, newest first, after the job of an id, that have these values in their `metadata`."""
         query = select(StoredJob, FineTuning).join(FineTuning, FineTuning.job_id == StoredJob.id)
         query = query.order_by(StoredJob.number.desc())
         if not who.admin:

@@ -60,10 +60,7 @@ def prompt(judge: Judge, item: Mapping[str, Any], output: str) -> list[dict[str,
         UnfilledError: a variable has no value, or the messages are too long together.
     """
     messages = [
-        {
-            "role": "system" if one.role == "developer" else one.role,
-            "content": fill(one.content, item, output),
-        }
+        {"role": "system" if one.role == "developer" else one.role, "content": fill(one.content, item, output)}
         for one in judge.input
     ]
     if (size := sum(len(one["content"]) for one in messages)) > MOST_FILLED:

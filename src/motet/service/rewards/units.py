@@ -43,14 +43,7 @@ class ScoringUnits:
         self._store = store
 
     def ask(self, job_id: str, key: str, step: int, work: Mapping[str, Any]) -> list[Any] | None:
-        """Scores of a piece of work where they are known; else it waits for a worker from now on.
-
-        Args:
-            job_id: whose rollouts they are.
-            key: `key_of(work)`.
-            step: steps that the job has done.
-            work: `reward`, `problem`, `completions`.
-        """
+        """Scores of a piece of work where they are known; else it waits for a worker. `step`: steps that the job has done."""
         with self._store.transaction() as session:
             row = session.execute(
                 select(ScoringUnit.scores).where(ScoringUnit.job_id == job_id, ScoringUnit.key == key)

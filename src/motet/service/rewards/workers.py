@@ -108,15 +108,7 @@ class RewardWorkers:
     async def lease(
         self, job_id: str, worker: str, most: int, seconds: float, gone: Callable[[], Awaitable[bool]]
     ) -> list[Leased]:
-        """Work for a worker, or nothing when none comes in some time; what it holds is renewed.
-
-        Args:
-            job_id: the job.
-            worker: the worker's own name for itself.
-            most: how many units it can take; 0 only renews.
-            seconds: how long to wait for the first.
-            gone: whether whoever asked has hung up.
-        """
+        """Work for a worker, or nothing when none comes in some seconds; what it holds is renewed. `gone`: it has hung up."""
         deadline = time.monotonic() + seconds
         while True:
             self._seen[job_id][worker] = time.monotonic()

@@ -105,9 +105,12 @@ class _Deltas:
         self._begun: set[int] = set()
 
     def choice(self, tokens: Tokens) -> dict[str, Any]:
-        delta = {"content": tokens.text, **({} if tokens.index in self._begun else {"role": "assistant"})}
-        self._begun.add(tokens.index)
-        return {"delta": delta, "logprobs": _chat_logprobs(tokens.texts, tokens.logprobs) if tokens.texts else None}
+        delta = {"content": tokens.chunk.text, **({} if tokens.chunk.index in self._begun else {"role": "assistant"})}
+        self._begun.add(tokens.chunk.index)
+        return {
+            "delta": delta,
+            "logprobs": _chat_logprobs(tokens.texts, tokens.chunk.logprobs.tolist()) if tokens.texts else None,
+        }
 
 
 def _chat_logprobs(tokens: list[str], logprobs: list[float]) -> dict[str, Any]:
@@ -175,10 +178,10 @@ class _Texts:
         self._offsets: dict[int, int] = {}
 
     def choice(self, tokens: Tokens) -> dict[str, Any]:
-        offset = self._offsets.get(tokens.index, 0)
-        self._offsets[tokens.index] = offset + sum(map(len, tokens.texts))
-        logprobs = _logprobs(tokens.texts, tokens.logprobs, offset) if tokens.texts else None
-        return {"text": tokens.text, "logprobs": logprobs}
+        offset = self._offsets.get(tokens.chunk.index, 0)
+        self._offsets[tokens.chunk.index] = offset + sum(map(len, tokens.texts))
+        logprobs = _logprobs(tokens.texts, tokens.chunk.logprobs.tolist(), offset) if tokens.texts else None
+        return {"text": tokens.chunk.text, "logprobs": logprobs}
 
 
 def _logprobs(tokens: list[str], logprobs: list[float], offset: int) -> dict[str, Any]:

@@ -166,12 +166,7 @@ def retrieve(shown: Shown, made: NamedMade) -> FineTuningJob:
 
 @router.post("/jobs/{job}/{word}")
 def steer(
-    who: Asker,
-    store: StoreDep,
-    submissions: SubmissionsDep,
-    shown: Shown,
-    made: NamedMade,
-    word: Action,
+    who: Asker, store: StoreDep, submissions: SubmissionsDep, shown: Shown, made: NamedMade, word: Action
 ) -> FineTuningJob:
     """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
     job, asked = made

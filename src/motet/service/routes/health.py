@@ -11,15 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 
 from motet.service.database.tables import StoredJob
 from motet.service.http.auth import bearer
-from motet.service.http.depends import (
-    AccessDep,
-    AdaptersDep,
-    EngineDep,
-    RecorderDep,
-    SettingsDep,
-    StoreDep,
-    admin_only,
-)
+from motet.service.http.depends import AccessDep, AdaptersDep, EngineDep, RecorderDep, SettingsDep, StoreDep, admin_only
 from motet.service.schemas import Error, Health
 from motet.types import JobState
 

@@ -106,14 +106,7 @@ class Ledger:
     def report(
         self, tenant_id: str | None, by: Sequence[By] = ("job",), since: str | None = None, until: str | None = None
     ) -> list[UsageLine]:
-        """Usage in lines.
-
-        Args:
-            tenant_id: whose; None: everybody's, and the time in which the device was idle.
-            by: what gets lines of its own, besides the tenant.
-            since: the first day.
-            until: the last day.
-        """
+        """Usage in lines, of a tenant, or of everybody and of the device when idle; `since` and `until` are days."""
         columns: list[Any] = [
             Usage.tenant_id,
             *([Usage.day] if "day" in by else ()),

@@ -24,7 +24,10 @@ ASK = "an admin raises it with motet tenants limit"
 
 
 class Quotas:
-    """The limits of tenants in the service's database, and their checks."""
+    """The limits of tenants in the service's database, and their checks.
+
+    A check raises `LimitError`, which says which limit is exceeded, what is used of it, and who can change it.
+    """
 
     def __init__(self, store: Store, storage: Storage, ledger: Ledger, defaults: LimitsConfig, slots: int) -> None:
         """`defaults` hold for a tenant unless an admin set something else; `slots` jobs run at once, of all tenants."""
@@ -92,11 +95,7 @@ class Quotas:
 
     @contextlib.contextmanager
     def admitting(self, tenant_id: str, config: JobConfig) -> Iterator[None]:
-        """While a job is put into the queue: one at a time, or two that come together would both take the last place.
-
-        Raises:
-            LimitError: which limit keeps it out, what is used of it, and who can change it.
-        """
+        """While a job is put into the queue: one at a time, or two that come together would both take the last place."""
         with self._admitting:
             self.check_size(tenant_id, config)
             self.check_queue(tenant_id)
@@ -105,21 +104,13 @@ class Quotas:
 
     @contextlib.contextmanager
     def storing(self, tenant_id: str, size: int) -> Iterator[None]:
-        """While so many bytes are written down as a tenant's: one upload of it at a time, as in `admitting`.
-
-        Raises:
-            LimitError: there is no room for them.
-        """
+        """While so many bytes are written down as a tenant's: one upload of it at a time, as in `admitting`."""
         with self._storing.setdefault(tenant_id, threading.Lock()):
             self.check_storage(tenant_id, size)
             yield
 
     def check_size(self, tenant_id: str, config: JobConfig) -> None:
-        """Let a job be as large as it is, whether or not it could be queued now.
-
-        Raises:
-            LimitError: which limit it exceeds.
-        """
+        """Let a job be as large as it is, whether or not it could be queued now."""
         limits = self.of(tenant_id)
         sizes: list[tuple[str, float, float | None]] = [
             ("adapter.rank", config.adapter.rank, limits.rank),
@@ -137,11 +128,7 @@ class Quotas:
         self.check_priority(tenant_id, config.priority)
 
     def check_queue(self, tenant_id: str) -> None:
-        """Let one more job run or wait.
-
-        Raises:
-            LimitError: as many wait as may.
-        """
+        """Let one more job run or wait."""
         limits = self.of(tenant_id)
         if limits.queued_jobs is None:
             return
@@ -155,11 +142,7 @@ class Quotas:
             )
 
     def check_priority(self, tenant_id: str, priority: int) -> None:
-        """Let a job have a priority.
-
-        Raises:
-            LimitError: it is above the tenant's highest class.
-        """
+        """Let a job have a priority."""
         limits = self.of(tenant_id)
         highest = limits.highest_priority
         if highest is not None and priority > highest:
@@ -169,11 +152,7 @@ class Quotas:
             )
 
     def check_storage(self, tenant_id: str, size: int) -> None:
-        """Let so many bytes be stored.
-
-        Raises:
-            LimitError: there is no room for them.
-        """
+        """Let so many bytes be stored."""
         most = self.of(tenant_id).storage_mb
         if most is None:
             return
@@ -187,11 +166,7 @@ class Quotas:
             )
 
     def check_tokens(self, tenant_id: str) -> None:
-        """Let completions be asked for.
-
-        Raises:
-            LimitError: the tokens of this day are spent.
-        """
+        """Let completions be asked for."""
         most = self.of(tenant_id).tokens_per_day
         if most is not None and self._ledger.tokens_today().get(tenant_id, 0) >= most:
             raise LimitError(f"{spent(most)}; new ones come at 00:00 UTC, or {ASK} --tokens-per-day", 429)
