@@ -35,8 +35,8 @@ class Parts:
         self._parts: dict[type, Any] = {type(part): part for part in parts}
 
     def __getitem__(self, kind: type[Part]) -> Part:
-        found: Part = self._parts[kind]
-        return found
+        part: Part = self._parts[kind]
+        return part
 
 
 def _part(kind: type) -> Any:

@@ -66,17 +66,17 @@ class Streams:
                 checked = time.monotonic()
                 if not await asyncio.to_thread(self._access.allows, self._request):  # revoked or expired since it began
                     return
-            found = await asyncio.to_thread(read, after)
-            after = found.last
-            if found.text:
-                yield found.text
-            elif not found.ended and time.monotonic() - sent >= _QUIET_SECONDS:
+            page = await asyncio.to_thread(read, after)
+            after = page.last
+            if page.text:
+                yield page.text
+            elif not page.ended and time.monotonic() - sent >= _QUIET_SECONDS:
                 yield _ALIVE
-            elif not found.ended:
+            elif not page.ended:
                 await within(published, _QUIET_SECONDS)
                 continue
             sent = time.monotonic()
-            if found.ended:
+            if page.ended:
                 return
 
 
