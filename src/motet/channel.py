@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, get_args
 
@@ -73,15 +73,13 @@ class Child(Generic[Received]):
         self._process, self._kinds = process, kinds
 
     @classmethod
-    async def start(
-        cls, module: str, kinds: Any, log: Path, environment: Mapping[str, str] | None = None
-    ) -> Child[Received]:
+    async def start(cls, module: str, kinds: Any, log: Path) -> Child[Received]:
         """Start `python -m module`; what it prints goes to the end of a file."""
         with log.open("ab") as out:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", module,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=out,
-                start_new_session=True, limit=LONGEST_LINE, env=dict(os.environ if environment is None else environment),
+                start_new_session=True, limit=LONGEST_LINE, env=dict(os.environ),
             )  # fmt: skip
         return cls(process, kinds)
 
