@@ -73,7 +73,7 @@ class FineTuningAnswers:
         self._engine, self._storage = engine, storage
 
     def __call__(self, made: Made) -> FineTuningJob:
-        """One of them."""
+        """The answer for one job."""
         job, asked = made[0], made[1].request
         state, progress = JobState(job.state), self._engine.progress.get(job.id)
         left = None if progress is None else progress["seconds_left"]

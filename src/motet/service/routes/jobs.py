@@ -46,7 +46,7 @@ class JobAnswers:
         self._who, self._store, self._engine, self._workers = who, store, engine, workers
 
     def __call__(self, job: StoredJob) -> Job:
-        """One of them."""
+        """The answer for one job."""
         return Job(
             id=job.id, name=job.name, tenant=self._store.tenants.name_of(job.tenant_id) if self._who.admin else None,
             state=job.state, message=job.message,

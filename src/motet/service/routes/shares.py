@@ -24,7 +24,7 @@ class ShareAnswers:
         self._store, self._storage, self._adapters = store, storage, adapters
 
     def __call__(self, share: StoredShare) -> Share:
-        """One of them."""
+        """The answer for one share."""
         owner = self._store.tenants.name_of(share.tenant_id)
         tenant = ALL if share.with_tenant == ALL else self._store.tenants.name_of(share.with_tenant)
         thing = self._adapters.by_id(share.object)
