@@ -40,12 +40,13 @@ def http() -> str:
 def openapi() -> Document:
     """The document of a service that is never started."""
     from motet.service.app import create_app
-    from motet.service.desk import Settings
+    from motet.service.database.store import Store
+    from motet.service.settings import Settings
 
     with tempfile.TemporaryDirectory() as scratch:
         app = create_app(Settings("small", Path(scratch)))
         document: Document = app.openapi()
-        app.state.desk.store.close()
+        app.state.parts[Store].close()
     return document
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import uvicorn
@@ -23,13 +23,20 @@ from fastapi import FastAPI
 from motet.config.service import ServiceConfig
 from motet.runtime.checkpoint import Committed
 from motet.runtime.opening import open_job
+from motet.service.adapters.adapters import Adapters
 from motet.service.app import create_app
 from motet.service.database.store import Store
 from motet.service.database.tables import Share, UploadedAdapter, now
 from motet.service.database.tenants import Principal
-from motet.service.desk import Desk, Settings
+from motet.service.http.depends import Parts
+from motet.service.jobs.recorder import EventRecorder
+from motet.service.rewards.grading import Grading
+from motet.service.settings import Settings
+from motet.service.storage import Storage
 from motet.types import JobState
 from tests.service_run import ROWS, Json, free_port, tiny
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -43,11 +50,25 @@ class House:
     """Of tenant `ours`, ended, with a version and rollouts."""
     file: Json
 
+    def part(self, kind: type[Part]) -> Part:
+        """A part of the service."""
+        parts: Parts = self.app.state.parts
+        return parts[kind]
+
     @property
-    def desk(self) -> Desk:
-        """What the routes share."""
-        found: Desk = self.app.state.desk
-        return found
+    def store(self) -> Store:
+        """Its database."""
+        return self.part(Store)
+
+    @property
+    def storage(self) -> Storage:
+        """Its files."""
+        return self.part(Storage)
+
+    @property
+    def recorder(self) -> EventRecorder:
+        """What keeps the events that an engine would send."""
+        return self.part(EventRecorder)
 
     def ask(self, method: str, path: str, key: str = "ours", **request: Any) -> httpx2.Response:
         """Any answer."""
@@ -79,13 +100,13 @@ def error_of(answer: httpx2.Response) -> Json:
 
 class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """The desk hears of what happens, as it would with an engine."""
-        self.config.app.state.desk._loop = asyncio.get_running_loop()  # type: ignore[union-attr]
+        """Keep the loop for tests."""
+        self.config.app.state.loop = asyncio.get_running_loop()  # type: ignore[union-attr]
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Graders' processes end with their loop."""
-        await self.config.app.state.desk.grading.close()  # type: ignore[union-attr]
+        await self.config.app.state.parts[Grading].close()  # type: ignore[union-attr]
         await super().shutdown(sockets)
 
 
@@ -94,7 +115,7 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
     """A service in this process, while the block runs."""
     own = {name: settings.pop(name) for name in ("open_to_all", "hub", "rewards") if name in settings}
     app = create_app(Settings("small", directory, config=ServiceConfig(max_upload_mb=0.01, **settings), **own))
-    store, port = app.state.desk.store, free_port()
+    store, port = app.state.parts[Store], free_port()
     keys = {"none": "", "wrong": "mk-nobody"}
     for name, tenant, role, expires in (
         ("admin", "staff", "admin", None),
@@ -115,8 +136,8 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0, trust_env=False) as http:
             file = http.post("/v1/files", headers=_bearer(keys["ours"]), files={"file": ("rows.jsonl", ROWS)}).json()
             job = http.post("/v1/jobs", headers=_bearer(keys["ours"]), json=tiny("ended")).json()
-            _finish(app.state.desk, job["id"])
-            _bring(app.state.desk, store)
+            _finish(app.state.parts, job["id"])
+            _bring(app.state.parts[Adapters], store)
             yield House(app, http, keys, job, file)
     finally:
         server.should_exit = True
@@ -124,7 +145,7 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
         store.close()
 
 
-def _bring(desk: Desk, store: Store) -> None:
+def _bring(adapters: Adapters, store: Store) -> None:
     """Two adapters that `ours` uploaded, and a share of one of them with nobody's tenant."""
     owner = store.tenants.made("us")
     who = Principal(owner.id, owner.name, "key-none", "member")
@@ -132,26 +153,26 @@ def _bring(desk: Desk, store: Store) -> None:
         row = UploadedAdapter(
             id=f"adapter-{name}", tenant_id=owner.id, name=name, bytes=4, rank=32, alpha=32.0, target_modules=["q_proj"]
         )
-        desk.adapters.add(who, row)
-        desk.adapters.path(row.id).mkdir(parents=True)
+        adapters.add(who, row)
+        adapters.path(row.id).mkdir(parents=True)
         for file in ("adapter_config.json", "adapter_model.safetensors"):
-            (desk.adapters.path(row.id) / file).write_text("{}")
+            (adapters.path(row.id) / file).write_text("{}")
     nobody = store.tenants.made("nobody").id
-    desk.adapters.share(Share(id="share-1", tenant_id=owner.id, object="adapter-lent", with_tenant=nobody))
+    adapters.share(Share(id="share-1", tenant_id=owner.id, object="adapter-lent", with_tenant=nobody))
 
 
-def _finish(desk: Desk, job_id: str) -> None:
-    """What the engine would have told and written."""
-    directory = desk.directory(job_id)
+def _finish(parts: Parts, job_id: str) -> None:
+    """What the engine would have sent and written."""
+    directory, recorder = parts[Storage].job(job_id), parts[EventRecorder]
     open_job(directory, {"job": job_id})
     for step in range(2):
         rollouts = [{"text": "x", "reward": reward, "step": step} for reward in (0.0, 0.5, 1.0, None)]
         directory.write_rollouts(str(step), rollouts)
-        desk.hear(job_id, "step", {"step": step, "loss": 0.0})
+        recorder.record(job_id, "step", {"step": step, "loss": 0.0})
 
     def save(path: Path) -> None:
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             (path / name).write_text("{}")
 
     directory.commit(Committed(step=2, best_version=2), save)
-    desk.hear(job_id, "state", {"state": JobState.SUCCEEDED.value, "message": ""})
+    recorder.record(job_id, "state", {"state": JobState.SUCCEEDED.value, "message": ""})

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from motet.config import EngineConfig
 from motet.device import Device
@@ -22,7 +23,8 @@ from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
 from motet.runtime.meter import COMPLETIONS
 from motet.runtime.scheduler import FairScheduler
-from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest
+from motet.service.engine.messages import Complete, Done, Examine, Examined, FromEngine, Refused
+from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -78,37 +80,38 @@ class Crowded:
         return self._base.adapter_layout(*given)
 
 
-def answers(base: Any, said: list[dict[str, Any]]) -> Answers:
+def answers(base: Any, sent: list[FromEngine]) -> Answers:
     """Without an engine."""
     shared: Any = SimpleNamespace(engine=None, scheduler=None, engine_suffix="x")
-    return Answers(base, shared, lambda **message: said.append(message))
+    return Answers(base, shared, sent.append)
 
 
 def test_adapters_are_looked_at_one_at_a_time(base: Any, trained_adapter: Path) -> None:
-    crowded, said = Crowded(base), list[dict[str, Any]]()
-    told = answers(crowded, said)
+    crowded, sent = Crowded(base), list[FromEngine]()
+    examiner = answers(crowded, sent)
 
     async def scenario() -> None:
-        await asyncio.gather(*(told.examine(key, trained_adapter) for key in range(4)))
+        await asyncio.gather(*(examiner.examine(Examine(str(trained_adapter), key)) for key in range(4)))
 
     asyncio.run(scenario())
-    assert [message["key"] for message in said if "found" in message] == [0, 1, 2, 3]
+    assert [message.key for message in sent if isinstance(message, Examined)] == [0, 1, 2, 3]
     assert crowded.most == 1
 
 
 def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base: Any) -> None:
-    said: list[dict[str, Any]] = []
-    told = answers(base, said)
+    sent: list[FromEngine] = []
+    asked = answers(base, sent)
     text = "a" * (2 * base.info.max_positions * max(map(len, base.info.tokenizer.get_vocab())))
-    asked: Any = {"tenant": "", "adapter": None, "sampling": {}, "seed": 0, "n": 1, "stream": False, "logprobs": False}
+    question = Complete("", None, 1, 0, False, False, SamplingParams())
 
     async def scenario() -> None:
-        for number, prompt in enumerate(({"prompt": text}, {"messages": [{"role": "user", "content": text[::2]}] * 2})):
-            await told.answer({**asked, **prompt, "key": number})
+        await asked.answer(replace(question, prompt=text, key=0))
+        await asked.answer(replace(question, messages=[{"role": "user", "content": text[::2]}] * 2, key=1))
 
     asyncio.run(scenario())
-    assert [message["key"] for message in said] == [0, 1]
-    assert all(f"{len(text)} characters" in message["refused"] and message["theirs"] for message in said)
+    refused = [message for message in sent if isinstance(message, Refused)]
+    assert [message.key for message in refused] == [0, 1]
+    assert all(f"{len(text)} characters" in message.reason and message.never for message in refused)
 
 
 def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -> None:
@@ -127,16 +130,9 @@ def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -
             yield Chunk(0, np.array([5]), np.array([-1.0]), np.array([-1]), "x", FinishReason.STOP)
 
     shared: Any = SimpleNamespace(engine=Engine(), scheduler=scheduler, engine_suffix="x")
-    said: list[dict[str, Any]] = []
-    told = Answers(base, shared, lambda **message: said.append(message))
-    asked: Any = {
-        "tenant": "greedy",
-        "adapter": None,
-        "sampling": {"max_tokens": 1},
-        "seed": 0,
-        "n": 1,
-        "logprobs": False,
-    }
+    sent: list[FromEngine] = []
+    asked = Answers(base, shared, sent.append)
+    question = Complete("greedy", None, 1, 0, False, False, SamplingParams(max_tokens=1), prompt="abc" * 40)
 
     async def neighbour() -> None:
         async with scheduler.permit("neighbour", 1):
@@ -146,10 +142,7 @@ def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -
     async def scenario() -> None:
         scheduler.join("neighbour", 1.0, "other")
         await neighbour()
-        answers = [
-            asyncio.create_task(told.answer({**asked, "stream": False, "key": key, "prompt": "abc" * 40}))
-            for key in range(3)
-        ]
+        answers = [asyncio.create_task(asked.answer(replace(question, key=key))) for key in range(3)]
         while len(order) < 2:
             await asyncio.sleep(0.01)
         steps = [asyncio.create_task(neighbour()) for _ in range(3)]
@@ -159,7 +152,7 @@ def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -
         await asyncio.gather(*answers, *steps)
 
     asyncio.run(scenario())
-    assert sum("done" in message for message in said) == 3, said
+    assert sum(isinstance(message, Done) for message in sent) == 3, sent
     greedy = f"{COMPLETIONS}greedy"
     assert order == ["neighbour", greedy, *["neighbour"] * 3, greedy, greedy]
 

@@ -16,7 +16,7 @@ import motet
 from motet.algorithms import Grpo
 from motet.config import EnvironmentConfig
 from motet.errors import ConfigError, EnvironmentFault
-from motet.service.jobs.specs import Allowed, validated
+from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.chat import Chat
 from motet.tasks.environments import Worlds, play
 from motet.tasks.episode import Stage

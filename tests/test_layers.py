@@ -32,7 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "own_code",
         }
     ),
-    frozenset({"protocols", "jobfile", "device", "budgets", "allocator", "barriers", "stops"}),
+    frozenset({"protocols", "channel", "jobfile", "device", "budgets", "allocator", "barriers", "stops"}),
     frozenset({"tasks", "model"}),
     frozenset({"rollout", "training"}),
     frozenset({"runtime"}),
@@ -56,6 +56,20 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+# The folders and modules of `service`, in the same way.
+SERVICE: tuple[frozenset[str], ...] = (
+    frozenset({"schemas", "settings"}),
+    frozenset({"database"}),
+    frozenset({"errors", "storage", "engine", "events"}),
+    frozenset({"adapters", "tenants"}),
+    frozenset({"rewards"}),
+    frozenset({"jobs"}),
+    frozenset({"http"}),
+    frozenset({"routes"}),
+    frozenset({"app"}),
+)
+SERVICE_LEVEL = {part: level for level, parts in enumerate(SERVICE) for part in parts}
 TOP = len(LAYERS) - 1
 
 HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
@@ -188,6 +202,23 @@ def direction_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
                 yield f"{module.name}:{imported.line} imports {name}: engines are handed in by launch"
 
 
+def service_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
+    """Imports inside `service` that run against the order of its parts; imports for types count."""
+    for module in modules.values():
+        if module.room != "service" or module.name == "service":
+            continue
+        part = module.name.split(".")[1]
+        if part not in SERVICE_LEVEL:
+            yield f"{module.name}: {part!r} has no place in the order of the service; give it one in SERVICE"
+            continue
+        for imported in module.imports:
+            name = _inside(imported.target, package)
+            if name is None or not name.startswith("service.") or (other := name.split(".")[1]) == part:
+                continue
+            if SERVICE_LEVEL.get(other, 0) >= SERVICE_LEVEL[part]:
+                yield f"{module.name}:{imported.line} imports {name}, which comes at or after its own line of the service"
+
+
 def heavy_faults(modules: dict[str, Module]) -> Iterator[str]:
     """Direct imports of heavy libraries in the wrong place, and of engines that are reached over HTTP."""
     ray_users = set()
@@ -240,10 +271,11 @@ def hidden_weight_faults(modules: dict[str, Module], package: str) -> Iterator[s
 
 
 def cycle_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
-    """Modules that import each other in a ring, imports in functions included."""
+    """Modules that import each other in a ring; imports in functions count, and in `service` those for types too."""
     edges: dict[str, set[str]] = {}
     for module in modules.values():
-        names = (_inside(imported.target, package) for imported in module.imports if not imported.for_types)
+        counted = [one for one in module.imports if not one.for_types or module.room == "service"]
+        names = (_inside(imported.target, package) for imported in counted)
         edges[module.name] = {name for name in names if name in modules and name != module.name}
     done: set[str] = set()
 
@@ -284,6 +316,7 @@ def faults(root: Path) -> list[str]:
     modules = read_package(root)
     return [
         *direction_faults(modules, root.name),
+        *service_faults(modules, root.name),
         *heavy_faults(modules),
         *hidden_weight_faults(modules, root.name),
         *cycle_faults(modules, root.name),
@@ -341,6 +374,29 @@ PLANTED = {
     "cycle": (
         {"tasks__rows": "from motet.tasks import chat", "tasks__chat": "def f():\n    from motet.tasks.rows import g"},
         "import cycle: tasks.chat → tasks.rows → tasks.chat",
+    ),
+    "upward in the service": (
+        {"service__tenants__quotas": "def f():\n    from motet.service.jobs import queue", "service__jobs__queue": ""},
+        "service.tenants.quotas:2 imports service.jobs.queue, which comes at or after",
+    ),
+    "upward in the service, for types": (
+        {
+            "service__events": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from motet.service.app import x",
+            "service__app": "",
+        },
+        "service.events:3 imports service.app, which comes at or after",
+    ),
+    "sideways in the service": (
+        {"service__tenants__ledger": "from ..adapters import archive", "service__adapters__archive": ""},
+        "service.tenants.ledger:1 imports service.adapters.archive",
+    ),
+    "part without a place": ({"service__desk": ""}, "'desk' has no place in the order of the service"),
+    "circle in the service, for types": (
+        {
+            "service__jobs__queue": "from motet.service.jobs import handover",
+            "service__jobs__handover": "import typing\nif typing.TYPE_CHECKING:\n    from motet.service.jobs.queue import x",
+        },
+        "import cycle: service.jobs.handover → service.jobs.queue → service.jobs.handover",
     ),
     "empty name": ({"tasks__utils": ""}, "'utils' names no thing"),
     "long file": ({"types": "x = 1\n" * 400}, "types has 401 lines"),

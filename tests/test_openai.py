@@ -107,7 +107,7 @@ def test_jobs_are_listed_page_by_page_and_only_ones_own(house: House, client: op
         with pytest.raises(openai.NotFoundError):
             client.fine_tuning.jobs.retrieve("plain")
         assert client.fine_tuning.jobs.pause(made[0]).id == made[0]
-        house.desk.hear(made[0], "state", {"state": "cancelled", "message": ""})
+        house.recorder.record(made[0], "state", {"state": "cancelled", "message": ""})
         with pytest.raises(openai.BadRequestError, match="cancelled"):
             client.fine_tuning.jobs.resume(made[0])
         assert client.fine_tuning.jobs.retrieve(made[0]).status == "cancelled"
@@ -160,12 +160,12 @@ def test_the_same_request_again_is_the_same_job(house: House, client: openai.Ope
 def test_what_is_not_supported_is_a_400_that_names_it(
     house: House, client: openai.OpenAI, change: Json, param: str | None, words: str
 ) -> None:
-    before = house.desk.store.counts()
+    before = house.store.counts()
     asked: Json = {"model": "small", "training_file": uploaded(client, rows(*WORDS)), "method": method(), **change}
     with pytest.raises(openai.BadRequestError) as refusal:
         client.fine_tuning.jobs.create(**asked)
     assert (refusal.value.param, words in refusal.value.message) == (param, True), refusal.value.message
-    assert house.desk.store.counts() == before
+    assert house.store.counts() == before
 
 
 def test_rows_that_cannot_be_used_are_refused_with_their_number(client: openai.OpenAI) -> None:

@@ -13,7 +13,7 @@ from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config import JobConfig
 from motet.errors import ConfigError, RunError
 from motet.jobfile import load_jobs
-from motet.service.jobs.specs import Allowed, validated
+from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
 from tests.fake_run import job, metrics, run_jobs, weights

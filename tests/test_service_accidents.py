@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy.exc import InterfaceError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
 import motet
+from motet.channel import LONGEST_LINE, decode, encode
 from motet.config import RewardConfig
-from motet.hosting.host import line_of
-from motet.rollout import wire
+from motet.config.service import ANY_SIZE
+from motet.hosting.server import ask_scores
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
-from motet.service.desk import _as_kept
-from motet.service.engine.host_link import HostLink
-from motet.service.events import watching
-from motet.service.jobs.starts import When
+from motet.service.engine.client import EngineClient, EngineHandlers
+from motet.service.engine.messages import FromEngine, JobEvent, Scored, ScoreRequest, Start
+from motet.service.events import EventBus, EventLog
+from motet.service.jobs.handover import Handover
+from motet.service.jobs.queue import JobQueue, StartCondition
+from motet.service.jobs.recorder import EventRecorder
+from motet.service.rewards.workers import RewardWorkers
+from motet.service.storage import Storage
+from motet.service.tenants.ledger import Ledger
 from motet.tasks.reward_asking import AskedOfService
 from motet.tasks.reward_http import Addresses, HttpRewards
 from tests.database import person
@@ -63,11 +67,11 @@ def test_a_job_whose_file_is_gone_when_it_may_start_fails_and_those_behind_it_st
         assert house.ask("POST", "/v1/jobs", json={**tiny(name), **data}, params=soon).json()["state"] == "queued"
     assert house.ask("DELETE", f"/v1/files/{file}").status_code == 200
     time.sleep(0.6)
-    house.desk.starts.release()
+    house.part(JobQueue).release()
     found = {name: house.ask("GET", f"/v1/jobs/{name}").json() for name in ("unlucky", "lucky")}
     assert (found["unlucky"]["state"], found["lucky"]["state"]) == ("failed", "queued")
     assert file in found["unlucky"]["message"]
-    handed = [message["job"]["name"] for message in house.desk._open_jobs()]
+    handed = [message.job["name"] for message in house.part(Handover).open_jobs()]
     assert found["lucky"]["id"] in handed
     assert found["unlucky"]["id"] not in handed
 
@@ -77,11 +81,11 @@ def test_a_start_that_cannot_be_linked_fails_its_job_alone(store: Store, tmp_pat
     us = person(store, "us")
     elder = place.submit(us, "elder")
     place.save(elder, 1)
-    younger = place.submit(us, "younger", When(after=["elder"]), adapter={"init": "elder@best"})
-    place.submit(us, "other", When(after=["elder"]))
+    younger = place.submit(us, "younger", StartCondition(after=["elder"]), adapter={"init": "elder@best"})
+    place.submit(us, "other", StartCondition(after=["elder"]))
     place.end(elder)
-    place.starts.path(younger.id).parent.write_text("no directory")  # as when the disk is full: no file can be made
-    place.starts.release()
+    place.initial.path(younger.id).parent.write_text("no directory")  # as when the disk is full: no file can be made
+    place.queue.release()
     assert (place.now(younger).state, place.handed) == ("failed", ["other"])
     assert place.now(younger).message
 
@@ -92,22 +96,22 @@ def test_those_who_wait_are_looked_at_again_after_whatever_goes_wrong(store: Sto
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.starts._hand_over = self.take
+            self.queue._hand_over = self.take
 
         def take(self, job: StoredJob) -> None:
-            """What the desk does with a job."""
+            """What the handover does with a job."""
             if job.name == "odd":
                 raise LookupError("nobody thought of this")
             self.handed.append(job.name)
 
     place = Broken(store, tmp_path / "run")
     us = person(store, "us")
-    place.submit(us, "odd", When(at=time.time() + 0.1))
+    place.submit(us, "odd", StartCondition(at=time.time() + 0.1))
 
     async def work() -> None:
-        watching_them = asyncio.create_task(place.starts.watch())
+        watching_them = asyncio.create_task(place.queue.watch())
         await asyncio.sleep(0.5)
-        await asyncio.to_thread(place.submit, us, "plain", When(at=time.time() + 0.1))
+        await asyncio.to_thread(place.submit, us, "plain", StartCondition(at=time.time() + 0.1))
         await until(lambda: place.handed == ["plain"], 10)
         watching_them.cancel()
 
@@ -117,7 +121,7 @@ def test_those_who_wait_are_looked_at_again_after_whatever_goes_wrong(store: Sto
 def test_a_failed_job_whose_file_is_gone_is_not_resumed_and_stays_failed(house: House) -> None:
     file = uploaded(house)
     job = house.ask("POST", "/v1/jobs", json={**tiny("stuck"), "data": file}).json()["id"]
-    house.desk.hear(job, "state", {"state": "failed", "message": "no luck"})
+    house.recorder.record(job, "state", {"state": "failed", "message": "no luck"})
     house.ask("DELETE", f"/v1/files/{file}")
     assert file in house.refused(400, "POST", "/v1/jobs/stuck/resume")["message"]
     assert house.ask("GET", "/v1/jobs/stuck").json()["state"] == "failed"
@@ -129,19 +133,19 @@ def test_a_failed_job_whose_file_is_gone_is_not_resumed_and_stays_failed(house: 
 def test_an_events_id_is_never_used_again(store: Store) -> None:
     us = person(store, "us")
     stays, goes = store.submit(us, "stays", {}, 3, None).id, store.submit(us, "goes", {}, 3, None).id
-    last = store.tell(goes, "step", "0", {})
+    last = store.add_event(goes, "step", "0", {})
     assert last is not None
     store.delete_job(goes)
-    found = store.tell(stays, "step", "0", {})
+    found = store.add_event(stays, "step", "0", {})
     assert found is not None
     assert found > last
     assert [event.key for event in store.events(stays, last)] == ["0"]
 
 
 def test_a_reason_with_characters_that_no_database_keeps_is_kept_without_them(store: Store, tmp_path: Path) -> None:
-    job = store.submit(person(store, "us"), "sort", {}, 3, None).id
-    key, told, fields = _as_kept("state", {"state": "failed", "message": "a\0b\ud800c\u2028d"}, tmp_path)
-    assert store.tell(job, "state", key, told, None, **fields) is not None
+    job, bus = store.submit(person(store, "us"), "sort", {}, 3, None).id, EventBus()
+    recorder = EventRecorder(store, Storage(tmp_path), Ledger(store), bus, RewardWorkers(store, bus, 1.0))
+    recorder.record(job, "state", {"state": "failed", "message": "a\0b\ud800c\u2028d"})
     assert store.events(job)[-1].data["message"] == "ab?c\u2028d"
 
 
@@ -150,30 +154,30 @@ def test_what_is_told_while_no_connection_is_free_is_kept_later(house: House, er
     tries: list[str] = []
 
     def write() -> None:
-        tries.append(house.desk.unwritten)
+        tries.append(house.recorder.failure)
         if len(tries) < 3:
             raise error
 
-    house.desk._keep(write)
+    house.recorder._write(write)
     assert len(tries) == 3
     assert "cannot be written" in tries[2]
-    assert house.desk.unwritten == ""
+    assert house.recorder.failure == ""
 
 
 def test_texts_with_odd_ends_of_lines_come_whole(house: House) -> None:
     text = "a\u2028b\u2029c\x85d\x1ee\r\nf"
     odd = {"text": text, "reward": 0.5, "step": 1, "error": "a\ud800"}
-    house.desk.directory(house.job["id"]).write_rollouts("1", [odd])
+    house.storage.job(house.job["id"]).write_rollouts("1", [odd])
     (one,) = house.ask("GET", "/v1/jobs/ended/rollouts?step=1").json()["data"]
     assert (one["text"], one["error"]) == (text, "a?")
     job = house.ask("POST", "/v1/jobs", json=tiny("told")).json()["id"]
-    house.desk.hear(job, "state", {"state": "failed", "message": text})
+    house.recorder.record(job, "state", {"state": "failed", "message": text})
     with motet.Client(str(house.http.base_url), house.keys["ours"]) as client:
         assert [event.data["message"] for event in client.events(job, follow=True)] == ["", text]
 
 
 def test_a_stream_of_a_job_ends_with_its_key(house: House) -> None:
-    key, text = house.desk.store.tenants.create_key("us", "short", "member")
+    key, text = house.store.tenants.create_key("us", "short", "member")
     job = house.ask("POST", "/v1/jobs", json=tiny("streamed")).json()["id"]
     lines: list[str] = []
     headers = {"Authorization": f"Bearer {text}"}
@@ -181,28 +185,28 @@ def test_a_stream_of_a_job_ends_with_its_key(house: House) -> None:
         for line in answer.iter_lines():
             lines.append(line)
             if line.startswith(":"):  # all that there was
-                house.desk.store.tenants.revoke_key(key.id)
-                house.desk.hear(job, "step", {"step": 0, "loss": 0.0})
-                house.desk.hear(job, "state", {"state": "succeeded", "message": ""})
+                house.store.tenants.revoke_key(key.id)
+                house.recorder.record(job, "step", {"step": 0, "loss": 0.0})
+                house.recorder.record(job, "state", {"state": "succeeded", "message": ""})
     assert [line for line in lines if line.startswith("event:")] == ["event: state"]
 
 
 def test_steps_are_told_again_only_from_the_first_that_is_not_kept(store: Store) -> None:
     job = store.submit(person(store, "us"), "sort", {}, 3, None).id
-    assert watching.told(store, job) == 0
+    assert EventLog(store, EventBus()).first_missing_step(job) == 0
     for step in (*range(12), 13):
-        store.tell(job, "step", str(step), {})
-        assert watching.told(store, job) == (step + 1 if step < 12 else 0)
-    store.tell(job, "step", "12", {})
-    assert watching.told(store, job) == 14
+        store.add_event(job, "step", str(step), {})
+        assert EventLog(store, EventBus()).first_missing_step(job) == (step + 1 if step < 12 else 0)
+    store.add_event(job, "step", "12", {})
+    assert EventLog(store, EventBus()).first_missing_step(job) == 14
 
 
 def test_the_engine_hears_how_many_steps_are_kept(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("kept")).json()["id"]
     for step in range(3):
-        house.desk.hear(job, "step", {"step": step, "loss": 0.0})
-    (message,) = [one for one in house.desk._open_jobs() if one["job"]["name"] == job]
-    assert message["told"] == 3
+        house.recorder.record(job, "step", {"step": step, "loss": 0.0})
+    (message,) = [one for one in house.part(Handover).open_jobs() if one.job["name"] == job]
+    assert message.first_step == 3
 
 
 # --- two who come together --------------------------------------------------------------------------------------------------
@@ -246,21 +250,22 @@ def test_a_stop_may_be_a_long_text_but_not_one_of_many(house: House) -> None:
 
 
 def test_what_is_too_long_to_be_scored_elsewhere_is_a_reason_and_the_next_is_scored() -> None:
-    sent: list[Json] = []
+    sent: list[FromEngine] = []
 
-    def say(**message: Any) -> None:
-        sent.append(json.loads(line_of(message)))
+    def send(message: FromEngine) -> None:
+        sent.append(decode(encode(message), FromEngine))
 
     async def work() -> None:
-        scores, reward = AskedOfService(say), RewardConfig(name="judge")
+        scores, reward = AskedOfService(ask_scores(send)), RewardConfig(name="judge")
         async with asyncio.timeout(10):  # sent in spite of it, nobody would answer
-            found = await scores("job", reward, {"id": 1, "metadata": {"page": "x" * wire.LONGEST_LINE}}, ["a", "b"])
+            found = await scores("job", reward, {"id": 1, "metadata": {"page": "x" * LONGEST_LINE}}, ["a", "b"])
         assert len(found) == 2
         assert all("64 MB" in str(one) and "columns" in str(one) for one in found)
         assert sent == []
         asking = asyncio.create_task(scores("job", reward, {"id": 2}, ["a"]))
         await until(lambda: bool(sent))
-        scores.hear({"key": sent[0]["score"], "scores": [0.5]})
+        assert isinstance(sent[0], ScoreRequest)
+        scores.hear({"key": sent[0].key, "scores": [0.5]})
         assert await asking == [0.5]
 
     asyncio.run(work())
@@ -282,21 +287,22 @@ def busy_threads() -> Iterator[None]:
 def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_loop_are_taken(tmp_path: Path) -> None:
     heard: list[str] = []
 
-    async def answer(_: Any) -> Json:
-        return {}
+    async def score(request: ScoreRequest) -> Scored:
+        return Scored(request.key)
 
-    link = HostLink(
-        {}, lambda job, *_: heard.append(job), list, tmp_path / "log", answer, lambda *_: None
+    client = EngineClient(Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE), tmp_path / "log")
+    client._handlers = EngineHandlers(
+        list, lambda event: heard.append(event.job), lambda _: None, score, lambda *_: None, lambda *_: None
     )  # fmt: skip
 
     async def work(url: str) -> None:
         with busy_threads():
             async with asyncio.timeout(10):
-                await link._handle({"job": "job-1", "event": "step", "data": {}})
+                await client._handle(JobEvent("job-1", "step", {}))
             rewards = HttpRewards(Addresses(("localhost",)), trust=ssl.create_default_context())
             reward = RewardConfig(name="http", args={"url": url, "args": {"scale": 7.0}}, wall_seconds=5)
             assert await rewards("job", reward, {"id": 7}, ["one", "three"]) == [3.0, 5.0]
-        await link.stop()
+        await client.stop()
 
     with misbehaving() as server:
         asyncio.run(work(server.url("good", "localhost")))

@@ -21,8 +21,10 @@ import transformers
 
 from motet.config import DataConfig
 from motet.errors import DataError
+from motet.service.adapters.adapters import Adapters
+from motet.service.engine.client import EngineClient
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
-from motet.service.jobs.bounds import TEMPLATE_PARAMETERS
+from motet.service.jobs.validation import TEMPLATE_PARAMETERS
 from motet.service.rewards.grading import _LANES, Grading
 from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import parse
@@ -136,7 +138,7 @@ def test_a_file_that_cannot_become_rows_is_a_400_and_leaves_nothing(house: House
     broken = pyarrow.StringArray.from_buffers(
         1, pyarrow.array([0, 2], pyarrow.int32()).buffers()[1], pyarrow.py_buffer(b"\xff\xfe")
     )
-    folder = house.desk.settings.directory / "files"
+    folder = house.storage.directory / "files"
     before = sorted(folder.iterdir())
     for table in (far, pyarrow.table({"prompt": broken})):
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
@@ -150,7 +152,7 @@ def test_a_file_that_cannot_be_listed_leaves_nothing(tmp_path: Path) -> None:
     with open_house(tmp_path) as house:
         folder = tmp_path / "files"
         before = sorted(folder.iterdir())
-        with house.desk.store.transaction() as session:
+        with house.store.transaction() as session:
             session.execute(sqlalchemy.text("DROP TABLE files"))
         house.refused(503, "POST", "/v1/files", files={"file": ("rows.jsonl", ROWS)})
         assert sorted(folder.iterdir()) == before
@@ -217,8 +219,7 @@ def test_mistakes_are_found_until_the_first(house: House) -> None:
     """Each mistake is an object with what was given in it."""
     from pydantic import ValidationError
 
-    from motet.service.routes.chat import ChatRequest
-    from motet.service.routes.completions import CompletionRequest
+    from motet.service.routes.completions import ChatRequest, CompletionRequest
     from motet.service.schemas.scoring import Results
 
     for model, body in (
@@ -368,7 +369,7 @@ class Busy(RewardPool):
 
 
 def test_many_graders_at_once_have_as_many_processes_as_there_are_lanes(house: House) -> None:
-    grading: Any = Grading(house.desk.link, "small", house.desk.adapters)
+    grading: Any = Grading(house.part(EngineClient), house.part(Adapters))
     grading._pool = pool = Busy(1)
 
     async def one(number: int) -> Any:

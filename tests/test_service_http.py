@@ -23,7 +23,10 @@ from fastapi import Request, UploadFile
 from motet.commands.serve import serve
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
+from motet.service.http.throttle import ReadThreads
 from motet.service.routes.files import upload
+from motet.service.settings import Settings
+from motet.service.tenants.quotas import Quotas
 from motet.types import JobState
 from tests.house import House, error_of, open_house
 from tests.service_run import ROWS, Json, tiny
@@ -43,7 +46,7 @@ def operations(house: House) -> Iterator[tuple[str, str, Json]]:
 
 def filled(house: House, path: str) -> str:
     """A path with the names of `ours`."""
-    key = next(one for one, _ in house.desk.store.tenants.all_keys() if one.name == "revoked")
+    key = next(one for one, _ in house.store.tenants.all_keys() if one.name == "revoked")
     known = {"job": house.job["id"], "file": house.file["id"], "key": key.id, "version": "latest", "word": "pause"}
     known |= {"adapter": "brought", "share": "share-1", "tenant": "us", "worker": "w"}
     return path.format(**known)
@@ -232,10 +235,10 @@ def _deep(draw: random.Random, base: Json) -> Json:
     ],
 )  # fmt: skip
 def test_a_job_that_may_not_run_here_is_refused_with_the_field(house: House, change: Json, words: str) -> None:
-    before = house.desk.store.counts()
+    before = house.store.counts()
     error = house.refused(400, "POST", "/v1/jobs", json={**tiny("odd"), **change})
     assert words in error["message"]
-    assert house.desk.store.counts() == before
+    assert house.store.counts() == before
 
 
 def test_another_tenants_version_is_no_start(house: House) -> None:
@@ -274,11 +277,11 @@ def test_a_job_is_removed_only_when_it_has_ended(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("open")).json()
     assert "cancel" in house.refused(409, "DELETE", "/v1/jobs/open")["message"]
     assert house.ask("POST", "/v1/jobs/open/pause").status_code == 202
-    house.desk.hear(job["id"], "state", {"state": "failed", "message": "for a test"})
+    house.recorder.record(job["id"], "state", {"state": "failed", "message": "for a test"})
     house.refused(409, "POST", "/v1/jobs/open/cancel")
     again = house.ask("POST", "/v1/jobs/open/resume").json()
     assert (again["state"], again["message"], again["ended"]) == ("queued", "", None)
-    house.desk.hear(job["id"], "state", {"state": "cancelled", "message": ""})
+    house.recorder.record(job["id"], "state", {"state": "cancelled", "message": ""})
     house.refused(409, "POST", "/v1/jobs/open/resume")
     house.refused(422, "POST", "/v1/jobs/open/explode")
     assert house.ask("DELETE", "/v1/jobs/open").status_code == 204
@@ -323,9 +326,9 @@ def test_a_stream_told_in_pieces_has_no_gap_and_no_double(house: House) -> None:
 
     def tell() -> None:
         for step in range(30):
-            house.desk.hear(job, "step", {"step": step, "loss": 0.0})
+            house.recorder.record(job, "step", {"step": step, "loss": 0.0})
             time.sleep(0.01)
-        house.desk.hear(job, "state", {"state": JobState.SUCCEEDED.value, "message": ""})
+        house.recorder.record(job, "state", {"state": JobState.SUCCEEDED.value, "message": ""})
 
     telling, started = threading.Thread(target=tell), time.monotonic()
     telling.start()
@@ -359,7 +362,7 @@ def test_a_stream_told_in_pieces_has_no_gap_and_no_double(house: House) -> None:
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(house: House, name: str, data: bytes, status: int, words: str) -> None:
-    folder = house.desk.settings.directory / "files"
+    folder = house.storage.directory / "files"
     before = sorted(folder.iterdir())
     error = house.refused(status, "POST", "/v1/files", files={"file": (name, data)})
     assert words in error["message"]
@@ -368,7 +371,7 @@ def test_a_file_that_cannot_be_used_is_refused(house: House, name: str, data: by
 
 
 def test_a_file_cannot_choose_where_it_lies(house: House) -> None:
-    directory = house.desk.settings.directory
+    directory = house.storage.directory
     for name in ("../../out.jsonl", "/tmp/motet-out.jsonl", "..\\out.jsonl", "a\x00b.jsonl", "é" * 300 + ".JSONL"):
         answer = house.ask("POST", "/v1/files", files={"file": (name, ROWS)})
         assert answer.status_code == 201, answer.text
@@ -390,18 +393,18 @@ def test_a_file_cannot_choose_where_it_lies(house: House) -> None:
 
 def test_an_upload_that_is_cut_off_leaves_a_file_and_its_row(house: House) -> None:
     """It is cut off while the row is written, in a thread that cannot be called back."""
-    who = house.desk.store.tenants.who(house.keys["ours"])
+    who = house.store.tenants.who(house.keys["ours"])
     assert who is not None
-    folder, database = house.desk.settings.directory / "files", house.desk.settings.directory / "motet.db"
+    folder, database = house.storage.directory / "files", house.storage.directory / "motet.db"
+
+    parts = (house.part(Settings), house.store, house.storage, house.part(Quotas), house.part(ReadThreads))
 
     async def form() -> dict[str, Any]:
         return {}
 
     async def cut_off() -> None:
         request = cast(Request, SimpleNamespace(form=form))
-        sending = asyncio.create_task(
-            upload(request, who, house.desk, UploadFile(io.BytesIO(ROWS), filename="cut.jsonl"))
-        )
+        sending = asyncio.create_task(upload(request, who, *parts, UploadFile(io.BytesIO(ROWS), filename="cut.jsonl")))
         with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             await asyncio.sleep(1)

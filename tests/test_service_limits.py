@@ -17,7 +17,11 @@ from motet.errors import ConfigError, ServiceError
 from motet.jobfile import load_service
 from motet.runtime.slots import Rule
 from motet.service.database.store import Store
-from motet.service.http.rate import RateLimit
+from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import SetRule, ToEngine, Usage
+from motet.service.http.throttle import RateLimit
+from motet.service.jobs.handover import Handover
+from motet.service.tenants.enforcement import QuotaEnforcer
 from motet.service.tenants.ledger import Ledger, today
 from tests.database import person
 from tests.house import House, open_house
@@ -44,7 +48,7 @@ def limit(house: House, **limits: Any) -> Json:
 def step(house: House, job: str, number: int, sampled: int = 0, trained: int = 0) -> None:
     """What the engine tells of a step."""
     told = {"step": number, "loss": 0.0, "tokens_sampled": sampled, "tokens_trained": trained}
-    house.desk.hear(job, "step", told)
+    house.recorder.record(job, "step", told)
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------------
@@ -58,7 +62,7 @@ def test_usage_is_kept_once_and_told_by_job_day_and_tenant(store: Store) -> None
 
     def told(job: str, number: int, sampled: int, trained: int) -> None:
         data = {"tokens_sampled": sampled, "tokens_trained": trained}
-        store.tell(job, "step", str(number), data, ledger.step(job, data))
+        store.add_event(job, "step", str(number), data, ledger.step(job, data))
 
     told(sort.id, 0, 10, 20)
     told(sort.id, 0, 10, 20)  # by an engine that was started again
@@ -66,7 +70,8 @@ def test_usage_is_kept_once_and_told_by_job_day_and_tenant(store: Store) -> None
     day[0] = "2026-03-02"
     told(sort.id, 1, 1, 2)
     told(other.id, 0, 100, 200)
-    ledger.completions({us.tenant_id: (7, 3)})
+    ledger.count_completion(us.tenant_id, 7, 3)
+    ledger.flush()
     micro = {sort.id: 1_500_000, other.id: 250_000, f"answers/{us.tenant_id}": 1, "": 249_999}
     assert ledger.window("one", 1, micro)
     assert not ledger.window("one", 1, micro)
@@ -110,8 +115,9 @@ def test_many_writers_at_once_lose_nothing_of_the_ledger(store: Store) -> None:
         try:
             for turn in range(10):
                 data = {"tokens_sampled": 1, "tokens_trained": 2}
-                store.tell(job.id, "step", f"{number}.{turn}", data, ledger.step(job.id, data))
-                ledger.completions({us.tenant_id: (1, 1)})
+                store.add_event(job.id, "step", f"{number}.{turn}", data, ledger.step(job.id, data))
+                ledger.count_completion(us.tenant_id, 1, 1)
+                ledger.flush()
                 ledger.window(f"engine-{number}", turn, {job.id: 10, "": 1})
         except Exception as error:
             faults.append(error)
@@ -131,7 +137,7 @@ def test_many_writers_at_once_lose_nothing_of_the_ledger(store: Store) -> None:
 def test_usage_over_http(house: House) -> None:
     job = house.job["id"]
     step(house, job, 7, 10, 20)
-    house.desk.hear("", "usage", {"engine": "e", "window": 1, "microseconds": {job: 2_000_000, "": 1_000_000}})
+    house.recorder.record_usage(Usage("e", 1, {job: 2_000_000, "": 1_000_000}))
     (own,) = house.ask("GET", "/v1/usage").json()["data"]
     assert own == {
         "day": None, "tenant": "us", "job": job, "name": "ended", "kind": "job", "tokens_prompt": 0,
@@ -197,13 +203,13 @@ def test_what_breaks_a_limit_is_refused_with_its_name_use_and_remedy(
         assert house.ask("POST", "/v1/jobs", json=tiny(name)).status_code == 201
     again = {"Idempotency-Key": "kept"}
     kept = house.ask("POST", "/v1/jobs", json=tiny("kept"), headers=again).json()["id"]
-    house.desk.hear(kept, "state", {"state": "cancelled", "message": ""})
+    house.recorder.record(kept, "state", {"state": "cancelled", "message": ""})
     limit(house, **limits)
-    before = house.desk.store.counts()
+    before = house.store.counts()
     error = house.refused(status, "POST", "/v1/jobs", json={**tiny("more"), **job})
     for word in words:
         assert word in error["message"], error
-    assert house.desk.store.counts() == before
+    assert house.store.counts() == before
     assert house.ask("POST", "/v1/jobs", json=tiny("kept"), headers=again).json()["id"] == kept  # was let in before
     assert house.ask("POST", "/v1/jobs", "theirs", json={**tiny("more"), "adapter": {"rank": 16}}).status_code == 201
 
@@ -230,7 +236,7 @@ def test_uploads_count_as_storage(house: House) -> None:
     rows = b'{"prompt": "a?", "answer": "b"}\n' * 40
     error = house.refused(403, "POST", "/v1/files", files={"file": ("rows.jsonl", rows)})
     assert "storage_mb" in error["message"]
-    assert len(list((house.desk.settings.directory / "files").iterdir())) == 1
+    assert len(list((house.storage.directory / "files").iterdir())) == 1
     assert house.ask("POST", "/v1/files", "theirs", files={"file": ("rows.jsonl", rows)}).status_code == 201
 
 
@@ -251,14 +257,14 @@ def test_a_budget_and_a_priority_can_be_changed(house: House) -> None:
     for odd in ({"budget": 0}, {"budget": "x"}, {"steps": 3}, {"priority": "urgent"}, {"priority": 101}):
         house.refused(422, "PATCH", "/v1/jobs/paid", json=odd)
     house.refused(404, "PATCH", "/v1/jobs/paid", "theirs", json={})
-    house.desk.hear(job["id"], "state", {"state": "cancelled", "message": ""})
+    house.recorder.record(job["id"], "state", {"state": "cancelled", "message": ""})
     house.refused(409, "PATCH", "/v1/jobs/paid", json={"budget": 1})
 
 
 def test_a_spent_job_is_not_resumed_without_a_larger_budget(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json={**tiny("paid"), "budget": 30}).json()["id"]
     step(house, job, 0, 10, 20)
-    house.desk.hear(job, "state", {"state": "paused", "message": "its budget of 30 tokens is spent"})
+    house.recorder.record(job, "state", {"state": "paused", "message": "its budget of 30 tokens is spent"})
     error = house.refused(409, "POST", "/v1/jobs/paid/resume")
     assert "--budget" in error["message"]
     assert "30" in error["message"]
@@ -269,40 +275,44 @@ def test_a_spent_job_is_not_resumed_without_a_larger_budget(house: House) -> Non
 # --- tokens a day -----------------------------------------------------------------------------------------------------------
 
 
-def test_spent_tokens_hold_a_tenant_until_the_next_day(house: House) -> None:
-    sent: list[Json] = []
-    steward = house.desk.steward
-    steward._send = lambda **message: sent.append(message)
+def test_spent_tokens_hold_a_tenant_until_the_next_day(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[SetRule] = []
+    enforcer, ledger = house.part(QuotaEnforcer), house.part(Ledger)
+
+    def send(*messages: ToEngine) -> None:
+        sent.extend(message for message in messages if isinstance(message, SetRule))
+
+    monkeypatch.setattr(house.part(EngineClient), "send", send)
     job = house.ask("POST", "/v1/jobs", json=tiny("day")).json()["id"]
     us = house.ask("GET", "/v1/limits").json()["id"]
     limit(house, tokens_per_day=25, share=2.0)
-    steward.look()
-    assert sent == [{"do": "rule", "tenant": us, "rule": {"running": None, "hold": "", "share": 2.0, "highest": 0}}]
+    enforcer.enforce()
+    assert sent == [SetRule(us, Rule(share=2.0))]
     step(house, job, 0, 10, 10)
-    steward.count(us, 2, 3)
-    steward.look()
+    ledger.count_completion(us, 2, 3)
+    enforcer.enforce()
     (held,) = sent[1:]
-    assert held["tenant"] == us
-    assert "25 tokens" in held["rule"]["hold"]
-    assert "00:00 UTC" in held["rule"]["hold"]
+    assert held.tenant == us
+    assert "25 tokens" in held.rule.hold
+    assert "00:00 UTC" in held.rule.hold
     assert house.ask("GET", "/v1/limits").json()["tokens_today"] == 25
-    steward.look()
+    enforcer.enforce()
     assert len(sent) == 2  # told once
-    house.desk.hear(job, "state", {"state": "paused", "message": held["rule"]["hold"]})
+    house.recorder.record(job, "state", {"state": "paused", "message": held.rule.hold})
     assert "tokens_per_day" in house.refused(429, "POST", "/v1/jobs/day/resume")["message"]
     asked = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
     assert "tokens_per_day" in house.refused(429, "POST", "/v1/chat/completions", json=asked)["message"]
     assert house.ask("POST", "/v1/chat/completions", "theirs", json=asked).status_code == 503  # there is no engine here
-    (message,) = [one for one in house.desk._open_jobs() if one["job"]["name"] == job]
-    assert message["tenant"] == us
-    assert message["rule"] == held["rule"]  # an engine that starts hears of it with the job
-    steward.ledger.day = lambda: "2999-01-01"
-    steward.look()
-    assert sent[-1]["rule"] == {"running": None, "hold": "", "share": 2.0, "highest": 0}
+    (message,) = [one for one in house.part(Handover).open_jobs() if one.job["name"] == job]
+    assert message.tenant == us
+    assert message.rule == held.rule  # an engine that starts hears of it with the job
+    ledger.day = lambda: "2999-01-01"
+    enforcer.enforce()
+    assert sent[-1].rule == Rule(share=2.0)
     assert house.ask("POST", "/v1/jobs/day/resume").status_code == 202
     limit(house)
-    steward.look()
-    assert Rule(**sent[-1]["rule"]) == Rule()
+    enforcer.enforce()
+    assert sent[-1].rule == Rule()
 
 
 # --- rates ------------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from motet.errors import ConfigError, RewardError
 from motet.jobfile import load_service
 from motet.service.http.bodies import MOST_SCORES
 from motet.service.rewards.units import key_of
+from motet.service.rewards.workers import RewardWorkers
 from motet.tasks.reward_elsewhere import ELSEWHERE, WorkerArgs
 from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN
@@ -132,7 +133,7 @@ def test_headers_are_never_shown(house: House) -> None:
     again = {**tiny("again"), "rewards": made.json()["spec"]["rewards"]}
     del again["reward"]
     assert "mask" in house.refused(400, "POST", "/v1/jobs", json=again)["message"]
-    kept = house.desk.store.open_jobs()
+    kept = house.store.open_jobs()
     assert any("hidden-word" in json.dumps(job.spec) for job in kept)  # the engine gets it
 
 
@@ -146,10 +147,10 @@ def waiting(house: House) -> Iterator[tuple[str, list[str]]]:
     work = [{"reward": {"args": {}}, "problem": {"id": n}, "completions": ["a", "\ud800é\0"]} for n in range(2)]
     keys = [key_of(one) for one in work]
     for key, one in zip(keys, work, strict=True):
-        house.desk.workers.units.ask(job, key, 0, one)
+        house.part(RewardWorkers).units.ask(job, key, 0, one)
     yield job, keys
     house.ask("POST", f"/v1/jobs/{job}/cancel")
-    house.desk.hear(job, "state", {"state": "cancelled", "message": ""})
+    house.recorder.record(job, "state", {"state": "cancelled", "message": ""})
 
 
 def lease(house: House, job: str, worker: str = "w", **fields: Any) -> Json:
@@ -182,7 +183,7 @@ def test_a_worker_leases_scores_and_hands_in_as_often_as_it_likes(house: House, 
     for _ in range(2):  # twice, late, or by another
         told = results(house, job, {keys[0]: [9, 9], "none": [1]})
         assert told == {"counted": [], "known": keys[:1], "unknown": ["none"]}
-    assert house.desk.workers.units.ask(job, keys[0], 0, {"completions": []}) == scores
+    assert house.part(RewardWorkers).units.ask(job, keys[0], 0, {"completions": []}) == scores
     assert house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/v").status_code == 204
     assert [unit["handed_out"] for unit in lease(house, job)["units"]] == [2]
     time.sleep(1.2)
@@ -243,7 +244,7 @@ def test_a_worker_that_waits_gets_work_at_once_and_hears_of_the_end(
     asking.start()
     time.sleep(0.3)
     started = time.monotonic()
-    house.desk.hear(job, "state", {"state": "cancelled", "message": ""})
+    house.recorder.record(job, "state", {"state": "cancelled", "message": ""})
     asking.join()
     assert (got[1]["units"], got[1]["state"]) == ([], "cancelled")
     assert time.monotonic() - started < 5
@@ -261,19 +262,18 @@ def test_a_worker_that_hangs_up_while_it_waits_is_handed_nothing(house: House, w
     url = str(house.http.base_url.join(f"/v1/jobs/{job}/scoring/lease"))
     words = [sys.executable, "-c", code, url, f"Bearer {house.keys['ours']}"]
     gone = subprocess.Popen(words)
-    wait_until(lambda: "dead" in house.desk.workers._seen[job])
+    wait_until(lambda: "dead" in house.part(RewardWorkers)._seen[job])
     gone.kill()
     gone.wait()
-    wait_until(lambda: "dead" not in house.desk.workers._seen[job])
+    wait_until(lambda: "dead" not in house.part(RewardWorkers)._seen[job])
     house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/w")
     assert [unit["id"] for unit in lease(house, job, "alive")["units"]] == keys
 
 
 def test_a_job_rests_when_it_is_to_and_nobody_scores(house: House) -> None:
     job_id = house.ask("POST", "/v1/jobs", json={**tiny("resting"), "reward": "worker"}).json()["id"]
-    workers, loop = house.desk.workers, house.desk._loop
-    assert loop is not None
-    job = house.desk.store.job_by_id(job_id)
+    workers, loop = house.part(RewardWorkers), house.app.state.loop
+    job = house.store.job_by_id(job_id)
     assert job is not None
     reward = RewardConfig(name="worker")
     asked = asyncio.run_coroutine_threadsafe(workers.ask(job, reward, {"id": 1}, ["a"]), loop)

@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 
 from motet.errors import DataError
+from motet.service.adapters.adapters import Adapters
 from motet.service.adapters.archive import MOST_MEMBERS, pack, unpack
 from motet.service.database.tables import UploadedAdapter, new_id
+from motet.service.engine.client import EngineClient
+from motet.service.settings import Settings
 from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
 from tests.adapter_files import link, tarred
 from tests.house import House, error_of, open_house
@@ -29,7 +32,7 @@ HAS: Json = {ADAPTER_CONFIG: b"{}", ADAPTER_WEIGHTS: b"weights"}
 @pytest.fixture(scope="module")
 def house(house: House) -> House:
     """With a third tenant."""
-    _, house.keys["third"] = house.desk.store.tenants.create_key("third", "third", "member")
+    _, house.keys["third"] = house.store.tenants.create_key("third", "third", "member")
     return house
 
 
@@ -186,7 +189,7 @@ def test_a_download_lies_in_no_file_and_in_no_memory(house: House) -> None:
     answer = house.ask("GET", "/v1/adapters/brought/download")
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert set(taken(house, "brought")) == {f"brought/{name}" for name in ADAPTER_FILES}
-    directory = house.desk.settings.directory
+    directory = house.storage.directory
     assert not [path for path in directory.iterdir() if path.name.startswith("tmp")]
 
 
@@ -194,18 +197,18 @@ def test_a_download_lies_in_no_file_and_in_no_memory(house: House) -> None:
 
 
 def test_an_upload_waits_for_an_engine_that_can_look_at_it(house: House) -> None:
-    before = sorted(house.desk.adapters.directory.iterdir())
+    before = sorted(house.storage.adapters.iterdir())
     for status, data, words in (
         (503, tarred(HAS), "engine"),
         (400, b"hello", "neither"),
         (413, tarred({ADAPTER_CONFIG: b"{}", ADAPTER_WEIGHTS: b"0" * 600_000}), "MB"),
     ):
-        settings = house.desk.settings.config
+        settings = house.part(Settings).config
         object.__setattr__(settings, "max_adapter_mb", 0.5)
         error = house.refused(status, "POST", "/v1/adapters", files={"file": ("a.tar.gz", data)})
         assert words in error["message"]
-        assert str(house.desk.settings.directory) not in error["message"]
-        assert sorted(house.desk.adapters.directory.iterdir()) == before
+        assert str(house.storage.directory) not in error["message"]
+        assert sorted(house.storage.adapters.iterdir()) == before
     house.refused(422, "POST", "/v1/adapters?name=..", files={"file": ("a.tar.gz", tarred(HAS))})
 
 
@@ -227,13 +230,13 @@ def test_an_uploaded_adapter_is_its_tenants(house: House) -> None:
 def test_names_of_jobs_and_adapters_are_one_space(house: House) -> None:
     assert "lent" in house.refused(409, "POST", "/v1/jobs", json=tiny("lent"))["message"]
     assert house.ask("POST", "/v1/jobs", "theirs", json=tiny("lent")).status_code == 201
-    who = house.desk.store.tenants.who(house.keys["ours"])
+    who = house.store.tenants.who(house.keys["ours"])
     assert who is not None
     row = UploadedAdapter(
         id=new_id("adapter"), tenant_id=who.tenant_id, name="ended", bytes=1, rank=1, alpha=1.0, target_modules=[]
     )
     with pytest.raises(Exception, match="ended"):
-        house.desk.adapters.add(who, row)
+        house.part(Adapters).add(who, row)
 
 
 # --- shares -----------------------------------------------------------------------------------------------------------------
@@ -310,7 +313,7 @@ def test_a_share_needs_something_and_somebody(house: House) -> None:
 
 def test_what_is_removed_is_shared_no_longer(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("gone")).json()
-    house.desk.hear(job["id"], "state", {"state": "cancelled", "message": ""})
+    house.recorder.record(job["id"], "state", {"state": "cancelled", "message": ""})
     house.ask("POST", "/v1/shares", json={"name": "gone", "tenant": "third"})
     assert len(house.ask("GET", "/v1/shares", "third").json()["received"]) == 1
     assert house.ask("DELETE", "/v1/jobs/gone").status_code == 204
@@ -358,7 +361,7 @@ def test_every_change_is_written_down_once(house: House) -> None:
         assert answer.is_success, answer.text
         entry, last = house.ask("GET", "/v1/audit?limit=2", "admin").json()["data"]
         assert (last["id"], entry["tenant"]) == (before, "us"), path
-    house.desk.hear(job, "state", {"state": "cancelled", "message": ""})
+    house.recorder.record(job, "state", {"state": "cancelled", "message": ""})
     assert house.ask("DELETE", "/v1/jobs/written").status_code == 204
     entry = house.ask("GET", "/v1/audit?limit=1", "admin").json()["data"][0]
     assert (entry["action"], entry["object"]) == ("delete", job)
@@ -369,7 +372,7 @@ def test_every_change_is_written_down_once(house: House) -> None:
 
 def test_metrics_are_for_admins_and_for_the_token(tmp_path: Path) -> None:
     with open_house(tmp_path, metrics_token="for-prometheus") as house:
-        house.desk.link.progress = {house.job["id"]: {"tokens_per_second": 7.0}}
+        house.part(EngineClient).progress = {house.job["id"]: {"tokens_per_second": 7.0}}
         house.refused(401, "GET", "/metrics", "none")
         house.refused(401, "GET", "/metrics", "wrong")
         house.refused(403, "GET", "/metrics", "ours")
@@ -431,7 +434,7 @@ def test_an_admin_sees_whose_a_job_is_by_name(house: House) -> None:
 def test_a_job_knows_its_last_reward(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("rewarded")).json()
     assert job["reward"] is None
-    house.desk.hear(job["id"], "step", {"step": 0, "loss": 0.0, "reward": 0.25})
-    house.desk.hear(job["id"], "step", {"step": 1, "loss": 0.0, "reward": 0.75})
-    house.desk.hear(job["id"], "step", {"step": 2, "eval": {"reward": 0.1}})
+    house.recorder.record(job["id"], "step", {"step": 0, "loss": 0.0, "reward": 0.25})
+    house.recorder.record(job["id"], "step", {"step": 1, "loss": 0.0, "reward": 0.75})
+    house.recorder.record(job["id"], "step", {"step": 2, "eval": {"reward": 0.1}})
     assert house.ask("GET", "/v1/jobs/rewarded").json()["reward"] == 0.75

@@ -18,32 +18,45 @@ from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, now
 from motet.service.database.tenants import Principal
-from motet.service.jobs.starts import NOW, Starts, When
+from motet.service.events import EventBus
+from motet.service.jobs.handover import Handover
+from motet.service.jobs.initial_adapter import InitialAdapters
+from motet.service.jobs.queue import AT_ONCE, JobQueue, StartCondition
+from motet.service.storage import Storage
 from motet.types import JobState
 from tests.database import person
 from tests.house import House
 from tests.service_run import Json, tiny
 
 
+class _Storage(Storage):
+    """Whose versions have no commits."""
+
+    def version(self, job_id: str, wanted: str) -> tuple[int, Path] | None:
+        """The versions that `save` made; the newest is the best."""
+        kept = sorted(int(path.name[1:]) for path in (self.run / job_id / "versions").glob("v*"))
+        number = (
+            kept[-1] if kept and wanted in ("best", "latest") else next((n for n in kept if str(n) == wanted), None)
+        )
+        return None if number is None else (number, self.run / job_id / "versions" / f"v{number}")
+
+
 @dataclass
 class Place:
-    """Starts with a store, and the jobs that were handed over."""
+    """A queue with a store, and the jobs that were handed over."""
 
     store: Store
     run: Path
     handed: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.adapters = Adapters(self.store, self.run.parent / "adapters", self.version)
-        self.starts = Starts(self.store, self.adapters, self.run, self.hear, lambda job: self.handed.append(job.name))
-
-    def version(self, job: StoredJob, wanted: str) -> tuple[int, Path] | None:
-        """The versions that `save` made; the newest is the best."""
-        kept = sorted(int(path.name[1:]) for path in (self.run / job.id / "versions").glob("v*"))
-        number = (
-            kept[-1] if kept and wanted in ("best", "latest") else next((n for n in kept if str(n) == wanted), None)
-        )
-        return None if number is None else (number, self.run / job.id / "versions" / f"v{number}")
+        storage = _Storage(self.run.parent)
+        self.adapters = Adapters(self.store, storage, "small")
+        self.initial = InitialAdapters(storage, self.adapters)
+        self.queue = JobQueue(
+            self.store, EventBus(), self.adapters, self.initial, self.record_state,
+            lambda job: self.handed.append(job.name),
+        )  # fmt: skip
 
     def save(self, job: StoredJob, number: int, rank: int = 32) -> None:
         """A version of a job."""
@@ -52,25 +65,25 @@ class Place:
         (path / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 32}))
         (path / "adapter_model.safetensors").write_text(f"{job.name} {number}")
 
-    def hear(self, job_id: str, kind: str, data: Any) -> None:
-        """What the desk does with a state."""
-        ended = now() if data["state"] in ("succeeded", "failed", "cancelled") else None
-        self.store.tell(
-            job_id, kind, f"{time.time_ns()}", data, state=data["state"], message=data["message"], ended=ended
-        )
+    def record_state(self, job_id: str, state: JobState, message: str) -> None:
+        """What the recorder does with a state."""
+        row = {"state": state.value, "message": message}
+        self.store.add_event(
+            job_id, "state", f"{time.time_ns()}", row, None, **row, ended=now() if state.final else None
+        )  # fmt: skip
 
-    def submit(self, who: Principal, name: str, when: When = NOW, **fields: Any) -> StoredJob:
+    def submit(self, who: Principal, name: str, when: StartCondition = AT_ONCE, **fields: Any) -> StoredJob:
         """Hand a job in."""
         config = JobConfig.model_validate(normal_job({**tiny(name), **fields}))
-        return self.starts.submit(who, config, None, self.starts.plan(who, config, when))
+        return self.queue.submit(who, config, None, self.queue.plan(who, config, when))
 
     def end(self, job: StoredJob, state: str = "succeeded", message: str = "") -> None:
         """A job has ended."""
-        self.hear(job.id, "state", {"state": state, "message": message})
+        self.record_state(job.id, JobState(state), message)
 
     def start_of(self, job: StoredJob) -> str:
         """What a job's adapter starts from."""
-        return (self.starts.path(job.id) / "adapter_model.safetensors").read_text()
+        return (self.initial.path(job.id) / "adapter_model.safetensors").read_text()
 
     def now(self, job: StoredJob) -> StoredJob:
         """A job as it stands."""
@@ -94,17 +107,17 @@ def us(place: Place) -> Principal:
 
 def test_a_job_waits_until_others_have_succeeded(place: Place, us: Principal) -> None:
     first, second = place.submit(us, "first"), place.submit(us, "second")
-    job = place.submit(us, "third", When(after=["first", second.id]))
+    job = place.submit(us, "third", StartCondition(after=["first", second.id]))
     assert (job.waits, job.state, job.message) == (True, "queued", "waits for 'first', 'second' to succeed")
     assert not first.waits
-    place.starts.release()
+    place.queue.release()
     place.end(first)
-    place.starts.release()
+    place.queue.release()
     assert place.now(job).message == "waits for 'second' to succeed"
     assert place.handed == []
     place.end(second)
-    place.starts.release()
-    place.starts.release()
+    place.queue.release()
+    place.queue.release()
     assert place.handed == ["third"]
     assert (place.now(job).waits, place.now(job).message) == (False, "")
     assert [event.data["message"] for event in place.store.events(job.id)] == [job.message, ""]
@@ -113,56 +126,56 @@ def test_a_job_waits_until_others_have_succeeded(place: Place, us: Principal) ->
 def test_a_job_after_one_that_has_succeeded_starts_at_once(place: Place, us: Principal) -> None:
     first = place.submit(us, "first")
     place.end(first)
-    assert not place.submit(us, "second", When(after=["first"], at=time.time() - 5)).waits
+    assert not place.submit(us, "second", StartCondition(after=["first"], at=time.time() - 5)).waits
 
 
 @pytest.mark.parametrize("state", ["failed", "cancelled"])
 def test_a_job_fails_with_what_it_waits_for_and_can_be_resumed(place: Place, us: Principal, state: str) -> None:
     first = place.submit(us, "first")
-    job = place.submit(us, "second", When(after=["first"]))
+    job = place.submit(us, "second", StartCondition(after=["first"]))
     place.end(first, state, "no luck")
-    place.starts.release()
+    place.queue.release()
     failed = place.now(job)
     assert (failed.state, failed.ended is not None) == ("failed", True)
     assert failed.message == f"job 'first', which this one waits for, has {state}: no luck"
     assert place.handed == []
-    assert place.starts.steer(failed, "resume")
-    place.starts.release()
+    assert place.queue.steer(failed, "resume")
+    place.queue.release()
     assert place.now(job).state == "failed"  # still no use
-    assert place.starts.steer(failed, "resume")
+    assert place.queue.steer(failed, "resume")
     place.end(first, "queued")  # it was resumed too
-    place.starts.release()
+    place.queue.release()
     assert place.now(job).message == "waits for 'first' to succeed"
     place.end(first)
-    place.starts.release()
+    place.queue.release()
     assert place.handed == ["second"]
     with pytest.raises(ConfigError, match="after: there is no job 'none'"):
-        place.submit(us, "third", When(after=["none"]))
+        place.submit(us, "third", StartCondition(after=["none"]))
     place.end(first, state)
     with pytest.raises(ConfigError, match=f"has {state}"):
-        place.submit(us, "third", When(after=["first"]))
+        place.submit(us, "third", StartCondition(after=["first"]))
 
 
 def test_a_job_that_is_waited_for_and_removed_is_told(place: Place, us: Principal) -> None:
     first = place.submit(us, "first")
-    job = place.submit(us, "second", When(after=["first"]))
+    job = place.submit(us, "second", StartCondition(after=["first"]))
     place.store.delete_job(first.id)
-    place.starts.release()
+    place.queue.release()
     assert "gone" in place.now(job).message
 
 
 def test_another_tenants_job_cannot_be_waited_for(place: Place, us: Principal) -> None:
     place.submit(person(place.store, "them"), "first")
     with pytest.raises(ConfigError, match="no job 'first'"):
-        place.submit(us, "second", When(after=["first"]))
+        place.submit(us, "second", StartCondition(after=["first"]))
 
 
 def test_jobs_come_out_in_the_order_they_came(place: Place, us: Principal) -> None:
     first = place.submit(us, "first")
     for number in range(5):
-        place.submit(us, f"job{number}", When(after=["first"]))
+        place.submit(us, f"job{number}", StartCondition(after=["first"]))
     place.end(first)
-    place.starts.release()
+    place.queue.release()
     assert place.handed == [f"job{number}" for number in range(5)]
 
 
@@ -170,15 +183,15 @@ def test_jobs_come_out_in_the_order_they_came(place: Place, us: Principal) -> No
 
 
 def test_a_job_waits_until_its_time(place: Place, us: Principal) -> None:
-    job = place.submit(us, "later", When(at=time.time() + 1.5))
+    job = place.submit(us, "later", StartCondition(at=time.time() + 1.5))
     assert job.message.startswith("waits until 20")
-    assert 0 < place.starts.release() <= 1.5
+    assert 0 < place.queue.release() <= 1.5
     assert place.handed == []
     time.sleep(1.6)
-    place.starts.release()
+    place.queue.release()
     assert place.handed == ["later"]
     with pytest.raises(ConfigError, match="a year"):
-        place.submit(us, "never", When(at=1e12))
+        place.submit(us, "never", StartCondition(at=1e12))
 
 
 # --- steering ---------------------------------------------------------------------------------------------------------------
@@ -186,27 +199,27 @@ def test_a_job_waits_until_its_time(place: Place, us: Principal) -> None:
 
 def test_a_job_that_waits_can_be_paused_and_cancelled(place: Place, us: Principal) -> None:
     first = place.submit(us, "first")
-    job, other = (place.submit(us, name, When(after=["first"])) for name in ("second", "third"))
-    assert not place.starts.steer(first, "pause")  # it is the engine's
-    assert place.starts.steer(job, "pause")
-    assert place.starts.steer(other, "cancel")
+    job, other = (place.submit(us, name, StartCondition(after=["first"])) for name in ("second", "third"))
+    assert not place.queue.steer(first, "pause")  # it is the engine's
+    assert place.queue.steer(job, "pause")
+    assert place.queue.steer(other, "cancel")
     place.end(first)
-    place.starts.release()
+    place.queue.release()
     assert (place.now(job).state, place.now(other).state, place.handed) == ("paused", "cancelled", [])
-    assert place.starts.steer(job, "resume")
-    place.starts.release()
+    assert place.queue.steer(job, "resume")
+    place.queue.release()
     assert place.handed == ["second"]
-    assert not place.starts.steer(job, "cancel")
+    assert not place.queue.steer(job, "cancel")
 
 
 def test_a_job_that_is_cancelled_just_as_it_may_start_stays_cancelled(place: Place, us: Principal) -> None:
     first = place.submit(us, "first")
-    job = place.submit(us, "second", When(after=["first"]))
+    job = place.submit(us, "second", StartCondition(after=["first"]))
     place.end(first)
-    seen = place.starts._waiting()
+    seen = place.queue._waiting()
     assert [one.name for one in seen] == ["second"]
-    place.starts.steer(job, "cancel")
-    place.starts._let_go(seen[0], JobState.QUEUED, "")
+    place.queue.steer(job, "cancel")
+    place.queue._end_wait(seen[0], JobState.QUEUED, "")
     assert (place.now(job).state, place.handed) == ("cancelled", [])
 
 
@@ -220,7 +233,7 @@ def test_a_start_is_kept_whatever_happens_to_it(place: Place, us: Principal) -> 
     assert job.starts_from == f"{elder.id}@1"
     shutil.rmtree(place.run / elder.id)
     place.store.delete_job(elder.id)
-    place.starts.keep(job)
+    place.initial.keep(job)
     assert place.start_of(job) == "elder 1"
     assert [path.name for path in place.run.iterdir()] == [job.id]  # nothing is left lying about
 
@@ -228,11 +241,11 @@ def test_a_start_is_kept_whatever_happens_to_it(place: Place, us: Principal) -> 
 def test_the_best_of_a_job_that_is_waited_for_is_the_best_at_its_end(place: Place, us: Principal) -> None:
     elder = place.submit(us, "elder")
     place.save(elder, 1)
-    job = place.submit(us, "younger", When(after=["elder"]), adapter={"init": "elder@best"})
-    assert not place.starts.path(job.id).exists()
+    job = place.submit(us, "younger", StartCondition(after=["elder"]), adapter={"init": "elder@best"})
+    assert not place.initial.path(job.id).exists()
     place.save(elder, 2)
     place.end(elder)
-    place.starts.release()
+    place.queue.release()
     assert place.handed == ["younger"]
     assert place.start_of(job) == "elder 2"
 
@@ -241,9 +254,9 @@ def test_a_start_that_never_came_fails_the_job(place: Place, us: Principal) -> N
     elder = place.submit(us, "elder")
     with pytest.raises(ConfigError, match="`after`"):
         place.submit(us, "younger", adapter={"init": "elder@best"})
-    job = place.submit(us, "younger", When(after=["elder"]), adapter={"init": "elder@7"})
+    job = place.submit(us, "younger", StartCondition(after=["elder"]), adapter={"init": "elder@7"})
     place.end(elder)
-    place.starts.release()
+    place.queue.release()
     assert place.now(job).state == "failed"
     assert "'elder@7'" in place.now(job).message
     assert place.handed == []
@@ -263,10 +276,10 @@ def test_an_admins_job_keeps_its_start_from_another_tenant(place: Place, us: Pri
     with pytest.raises(ConfigError, match=r"adapter\.init"):
         place.submit(person(place.store, "them"), "younger", adapter={"init": "us/elder@1"})
     job = place.submit(admin, "younger", adapter={"init": "us/elder@1"})
-    place.starts.keep(place.now(job))  # as when the engine is started again, which does not know who asked
+    place.initial.keep(place.now(job))  # as when the engine is started again, which does not know who asked
     assert place.start_of(job) == "elder 1"
-    shutil.rmtree(place.starts.path(job.id))  # killed before it was kept
-    place.starts.keep(place.now(job))
+    shutil.rmtree(place.initial.path(job.id))  # killed before it was kept
+    place.initial.keep(place.now(job))
     assert place.start_of(job) == "elder 1"
 
 
@@ -274,12 +287,12 @@ def test_a_job_that_has_begun_needs_its_start_no_more(place: Place, us: Principa
     elder = place.submit(us, "elder")
     place.save(elder, 1)
     job = place.submit(us, "younger", adapter={"init": "elder@1"})
-    shutil.rmtree(place.starts.path(job.id))
+    shutil.rmtree(place.initial.path(job.id))
     shutil.rmtree(place.run / elder.id)
     with pytest.raises(ConfigError, match="gone"):
-        place.starts.keep(job)
+        place.initial.keep(job)
     (place.run / job.id / "state" / "1").mkdir(parents=True)
-    place.starts.keep(job)
+    place.initial.keep(job)
 
 
 def test_a_name_that_is_taken_leaves_nothing(place: Place, us: Principal) -> None:
@@ -300,7 +313,7 @@ def test_a_job_says_what_it_waits_for(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("second"), params=params).json()
     assert (job["state"], job["after"], job["at"]) == ("queued", [first["id"], house.job["id"]], at)
     assert job["message"].startswith("waits for 'first' to succeed and until ")
-    assert house.desk._open_jobs()[-1]["job"]["name"] == first["id"]  # the engine hears nothing of it
+    assert house.part(Handover).open_jobs()[-1].job["name"] == first["id"]  # the engine hears nothing of it
     assert house.ask("POST", "/v1/jobs/second/pause").json()["state"] == "paused"
     assert house.ask("POST", "/v1/jobs/second/resume").json()["state"] == "queued"
     assert house.ask("POST", "/v1/jobs/second/cancel").json()["state"] == "cancelled"
@@ -313,7 +326,7 @@ def test_a_job_says_what_it_waits_for(house: House) -> None:
 def test_the_same_request_twice_is_one_job_although_its_start_is_gone(house: House) -> None:
     job = {**tiny("twice"), "adapter": {"init": "ended@2"}}
     first = house.ask("POST", "/v1/jobs", json=job, headers={"Idempotency-Key": "twice"})
-    directory = house.desk.directory(house.job["id"]).path / "versions"
+    directory = house.storage.job(house.job["id"]).path / "versions"
     directory.rename(directory.with_name("away"))
     try:
         second = house.ask("POST", "/v1/jobs", json=job, headers={"Idempotency-Key": "twice"})

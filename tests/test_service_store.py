@@ -217,12 +217,12 @@ def test_files_are_their_tenants(store: Store) -> None:
 def test_an_event_is_kept_once_with_what_it_says_of_its_job(store: Store) -> None:
     us = person(store, "us")
     job, other = (store.submit(us, name, {}, 3, None).id for name in ("sort", "other"))
-    assert store.tell(job, "step", "0", {"reward": 0.5}, step=1) is not None
-    assert store.tell(job, "step", "1", {"reward": None}, step=2) is not None
-    assert store.tell(job, "step", "0", {"reward": 9.0}, step=1) is None  # told again by an engine that starts
-    assert store.tell(job, "state", "1", {"state": "failed"}, state="failed") is not None
-    assert store.tell(other, "step", "0", {"reward": 7.0}) is not None
-    assert store.tell("job-none", "step", "0", {}) is None
+    assert store.add_event(job, "step", "0", {"reward": 0.5}, step=1) is not None
+    assert store.add_event(job, "step", "1", {"reward": None}, step=2) is not None
+    assert store.add_event(job, "step", "0", {"reward": 9.0}, step=1) is None  # told again by an engine that starts
+    assert store.add_event(job, "state", "1", {"state": "failed"}, state="failed") is not None
+    assert store.add_event(other, "step", "0", {"reward": 7.0}) is not None
+    assert store.add_event("job-none", "step", "0", {}) is None
     found = store.events(job)
     assert [event.key for event in found] == ["0", "0", "1", "1"]
     assert [event.data.get("reward") for event in found] == [None, 0.5, None, None]
@@ -243,7 +243,7 @@ def test_many_writers_at_once_lose_nothing(store: Store) -> None:
     def write(number: int) -> int:
         job = jobs[number % 4]
         for step in range(15):
-            assert store.tell(job, "step", f"{number}.{step}", {"step": step}) is not None
+            assert store.add_event(job, "step", f"{number}.{step}", {"step": step}) is not None
             store.change_job(job, **({"message": "m"} if number < 4 else {"wanted": "pause"}))
             store.jobs(us)
         return number

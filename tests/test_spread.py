@@ -20,19 +20,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motet.channel import Message, decode, encode
 from motet.config import EngineConfig
 from motet.device import BusyTime, Device
 from motet.errors import DeviceError, EngineError
 from motet.launch import load
-from motet.rollout import wire
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
+from motet.rollout.sampler_messages import Chunks, FromSampler, Generate, Load, ToSampler
 from motet.rollout.spread import SpreadEngine
 from motet.running import RunResult, run_config
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, JobState, SamplingParams
@@ -40,7 +42,7 @@ from tests import tiny_models as tiny
 from tests.test_invariants import REWARDS, config, fingerprint, job
 
 LIMITS = {"max_rows": 8, "kv_tokens": 4096, "prefill_tokens": 1024}
-HELLO = {"base": "small", "block_size": 64, "dtype": "bfloat16", "pack": True, "trust_remote_code": False, **LIMITS}
+LOAD = Load(base="small", block_size=64, dtype="bfloat16", pack=True, trust_remote_code=False, limits=LIMITS)
 LONG = 450
 """Tokens that take the process long enough to be met in the middle of them."""
 
@@ -90,7 +92,7 @@ def links() -> Iterator[list[SamplerLink]]:
 @pytest.fixture(scope="module")
 def link(base: Any) -> Iterator[SamplerLink]:
     """One process for all tests that leave it as it is."""
-    link = SamplerLink(HELLO, base.fingerprint(), BusyTime(), 0.5, None)
+    link = SamplerLink(LOAD, base.fingerprint(), BusyTime(), 0.5, None)
     wait_for(link)
     yield link
     link.close()
@@ -126,15 +128,17 @@ async def collect(engine: Any, asked: GenerateRequest) -> dict[int, list[Chunk]]
 def bits(found: dict[int, list[Chunk]]) -> list[Any]:
     """All that must be the same wherever it was sampled."""
     return [
-        (index, wire.chunk_out(chunk), chunk.logprobs.tobytes()) for index, chunks in found.items() for chunk in chunks
+        (index, encode(Chunks(0, chunk)), chunk.logprobs.tobytes())
+        for index, chunks in found.items()
+        for chunk in chunks
     ]
 
 
 # --- what passes between them -----------------------------------------------------------------------------------------
 
 
-def through(value: dict[str, Any]) -> dict[str, Any]:
-    return dict(json.loads(wire.line(value=value))["value"])
+def through(message: Message, kinds: Any) -> Any:
+    return decode(encode(message), kinds)
 
 
 def assert_no_field_is_at_its_default(value: Any) -> None:
@@ -159,9 +163,9 @@ def test_requests_survive_the_way() -> None:
     whole = GenerateRequest("r/1", "jöb", prompt, AdapterRef("x.y", 3), sampling, seeds, stream=True)
     for value in (sampling, whole):
         assert_no_field_is_at_its_default(value)
-    assert_equal(wire.request_in(through(wire.request_out(whole))), whole)
+    assert_equal(through(Generate(1, whole), ToSampler).request, whole)
     plain = dataclasses.replace(whole, adapter=None, sampling=SamplingParams(), stream=False)
-    assert_equal(wire.request_in(through(wire.request_out(plain))), plain)
+    assert_equal(through(Generate(1, plain), ToSampler).request, plain)
 
 
 @given(
@@ -173,7 +177,7 @@ def test_chunks_survive_the_way_bit_for_bit(logprobs: list[float], reason: Finis
     n = len(logprobs)
     tokens, versions = np.arange(n, dtype=np.int32), np.full(n, -1, np.int32)
     chunk = Chunk(2, tokens, np.array(logprobs, np.float32), versions, text, reason, f"why {text}")
-    assert_equal(wire.chunk_in(through(wire.chunk_out(chunk))), chunk)
+    assert_equal(through(Chunks(1, chunk), FromSampler).chunk, chunk)
 
 
 # --- one process --------------------------------------------------------------------------------------------------------
@@ -208,7 +212,7 @@ def test_what_the_process_did_is_told_by_job_and_once(
     base: Any, here: EmbeddedEngine, links: list[SamplerLink]
 ) -> None:
     busy = BusyTime()
-    links.append(SamplerLink(HELLO, base.fingerprint(), busy, 0.5, None))
+    links.append(SamplerLink(LOAD, base.fingerprint(), busy, 0.5, None))
     wait_for(links[0])
     ref = new_version(base, here, links[0])
 
@@ -296,7 +300,7 @@ def test_nothing_is_sampled_while_held_and_unloading_waits_for_nobody(
 
 
 def test_a_process_that_gets_ready_while_held_rests_at_once(base: Any, links: list[SamplerLink]) -> None:
-    links.append(SamplerLink(HELLO, base.fingerprint(), BusyTime(), 0.5, None))
+    links.append(SamplerLink(LOAD, base.fingerprint(), BusyTime(), 0.5, None))
     (link,) = links
     link.hold()
     wait_for(link)
@@ -334,7 +338,7 @@ def early_end(chunks: dict[int, list[Chunk]]) -> tuple[int, int]:
 
 
 def test_kill_9_in_the_middle_of_requests(base: Any, here: EmbeddedEngine, links: list[SamplerLink]) -> None:
-    links.append(SamplerLink(HELLO, base.fingerprint(), BusyTime(), 0.5, None))
+    links.append(SamplerLink(LOAD, base.fingerprint(), BusyTime(), 0.5, None))
     (link,) = links
     ref = new_version(base, here, link)
     wait_for(link)
@@ -377,11 +381,11 @@ def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, on_generate: str 
     lines = [
         "import json, os, sys, time",
         "def say(**message): print(json.dumps(message), flush=True)",
-        "hello = json.loads(sys.stdin.readline())",
-        f"say(ready={says!r})",
+        "json.loads(sys.stdin.readline())",
+        f"say(type='Ready', fingerprint={says!r})",
         "for line in sys.stdin:",
         "    message = json.loads(line)",
-        "    if message['do'] == 'generate':",
+        "    if message['type'] == 'Generate':",
         textwrap.indent(on_generate, " " * 8),
     ]
     script.write_text("\n".join(lines))
@@ -392,8 +396,8 @@ def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, on_generate: str 
 
 
 DISTRESS = {
-    "its device fails": "say(key=message['key'], broken='RuntimeError: out of memory')",
-    "half a message": 'os.write(1, b\'{"key":0,"chu\'); os._exit(1)',
+    "its device fails": "say(type='Broken', key=message['key'], reason='RuntimeError: out of memory')",
+    "half a message": 'os.write(1, b\'{"type":"Chunks","key":0,"chu\'); os._exit(1)',
     "it ends": "os._exit(0)",
 }
 
@@ -403,7 +407,7 @@ def test_what_goes_wrong_there_is_sampled_here(
     here: EmbeddedEngine, links: list[SamplerLink], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     stand_in(tmp_path, monkeypatch, DISTRESS[what])
-    links.append(SamplerLink({}, "same", BusyTime(), 0.5, None))
+    links.append(SamplerLink(LOAD, "same", BusyTime(), 0.5, None))
     wait_for(links[0])
     engine = SpreadEngine(here, links)
 
@@ -423,7 +427,7 @@ def test_a_process_that_computes_other_bits_is_not_used(
     here: EmbeddedEngine, links: list[SamplerLink], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(tmp_path, monkeypatch, says="other")
-    links.append(SamplerLink({}, "same", BusyTime(), 0.5, None))
+    links.append(SamplerLink(LOAD, "same", BusyTime(), 0.5, None))
     wait_until(lambda: is_gone(links[0].pid), "it stays, and so does its copy of the base", 10)
     engine = SpreadEngine(here, links)
     assert engine.notes() == ["a sampling process computes other bits than this one, so it is not used"]
@@ -436,7 +440,9 @@ def test_a_process_that_cannot_load_the_base_is_not_used(
     base: Any, here: EmbeddedEngine, links: list[SamplerLink], tmp_path: Path
 ) -> None:
     log = tmp_path / "samplers.log"
-    links.append(SamplerLink({**HELLO, "base": "/nowhere/base"}, base.fingerprint(), BusyTime(), 0.5, log))
+    links.append(
+        SamplerLink(msgspec.structs.replace(LOAD, base="/nowhere/base"), base.fingerprint(), BusyTime(), 0.5, log)
+    )
     engine = SpreadEngine(here, links)
     wait_until(lambda: bool(engine.notes()), "nothing is told")
     (note,) = engine.notes()
@@ -450,7 +456,7 @@ def test_a_version_that_cannot_be_handed_over_harms_no_job(
 ) -> None:
     """The memory that files are handed over in may be full."""
     stand_in(tmp_path, monkeypatch)
-    links.append(SamplerLink({}, "same", BusyTime(), 0.5, None))
+    links.append(SamplerLink(LOAD, "same", BusyTime(), 0.5, None))
     wait_for(links[0])
     engine = SpreadEngine(here, links)
 
@@ -472,7 +478,7 @@ def test_closing_before_it_is_ready_waits_for_nothing(tmp_path: Path, monkeypatc
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    link = SamplerLink({}, "same", BusyTime(), 0.5, None)
+    link = SamplerLink(LOAD, "same", BusyTime(), 0.5, None)
     files, started = Path(link._files.name), time.monotonic()
     link.close()
     assert time.monotonic() - started < 3
@@ -482,11 +488,13 @@ def test_closing_before_it_is_ready_waits_for_nothing(tmp_path: Path, monkeypatc
 
 
 PARENT = """
-import json, sys, time
+import sys, time
+from motet.channel import decode
 from motet.device import BusyTime
 from motet.rollout.sampler_link import SamplerLink
+from motet.rollout.sampler_messages import ToSampler
 
-link = SamplerLink(json.loads(sys.argv[1]), sys.argv[2], BusyTime(), 0.5, None)
+link = SamplerLink(decode(sys.argv[1], ToSampler), sys.argv[2], BusyTime(), 0.5, None)
 while not link.ready:
     assert not link.note, link.note
     time.sleep(0.02)
@@ -497,7 +505,7 @@ time.sleep(600)
 
 
 def test_kill_9_of_the_parent_leaves_nothing(base: Any) -> None:
-    command = [sys.executable, "-c", PARENT, json.dumps(HELLO), base.fingerprint()]
+    command = [sys.executable, "-c", PARENT, encode(LOAD).decode(), base.fingerprint()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid, files = parent.stdout.readline().split()

@@ -566,7 +566,7 @@ def soft_samples(base: Any, k: int) -> tuple[Sample, ...]:
     found = []
     for sample in make_samples(((4, 5), (3, 6)), seed=9):
         shape = (sample.n_tokens, k)
-        targets = numbers.integers(0, base.vocab_size, shape).astype(np.int32)
+        targets = numbers.integers(0, base.info.vocab_size, shape).astype(np.int32)
         found.append(replace(sample, targets=targets, weights=numbers.uniform(0, 1, shape).astype(np.float32)))
     return tuple(found)
 

@@ -19,7 +19,7 @@ from motet.config import DataConfig, RewardConfig
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError, RewardError, WallError
 from motet.jobfile import parse_jobs
-from motet.service.jobs.specs import Allowed, validated
+from motet.service.jobs.validation import Allowed, validated
 from motet.tasks import reasoning_answers
 from motet.tasks.dataset import load_dataset
 from motet.tasks.reasoning import ScorerSpec, make_entries

@@ -13,8 +13,8 @@ import pytest
 
 import motet
 from motet.errors import ConfigError
-from motet.service.events.feed import Feed
-from motet.service.jobs.job_text import read_jobs
+from motet.service.events import EventBus, EventLog
+from motet.service.jobs.validation import read_jobs
 from motet.tasks.chat import Chat
 from motet.types import JobState
 from tests.house import House
@@ -28,8 +28,8 @@ def told_job(house: House, name: str, steps: int) -> str:
     job = str(house.ask("POST", "/v1/jobs", json=tiny(name)).json()["id"])
     for step in range(steps):
         line = {"step": step, "loss": 0.0, "reward": step / steps, "entropy": 1.0}
-        house.desk.hear(job, "step", {**line, "eval": {"reward": 0.5}} if step == 7 else line)
-    house.desk.hear(job, "step", {"step": steps, "eval": {"reward": 0.9}})
+        house.recorder.record(job, "step", {**line, "eval": {"reward": 0.5}} if step == 7 else line)
+    house.recorder.record(job, "step", {"step": steps, "eval": {"reward": 0.9}})
     return job
 
 
@@ -48,7 +48,7 @@ def test_events_go_on_where_the_steps_end(house: House) -> None:
     job = told_job(house, "going-on", 3)
     after = house.ask("GET", f"/v1/jobs/{job}/steps?field=reward").json()["after"]
     assert after == house.ask("GET", f"/v1/jobs/{job}/events").json()["data"][-1]["id"]
-    house.desk.hear(job, "state", {"state": JobState.PAUSED.value, "message": ""})
+    house.recorder.record(job, "state", {"state": JobState.PAUSED.value, "message": ""})
     (event,) = house.ask("GET", f"/v1/jobs/{job}/events?after={after}").json()["data"]
     assert event["data"]["state"] == "paused"
 
@@ -77,7 +77,7 @@ def test_one_stream_tells_of_all_jobs_of_a_tenant_and_of_no_other(house: House) 
     start = house.ask("GET", f"/v1/jobs/{told_job(house, 'before', 1)}/steps").json()["after"]
     first = told_job(house, "first", 2)
     theirs = house.ask("POST", "/v1/jobs", "theirs", json=tiny("secret")).json()["id"]
-    house.desk.hear(theirs, "step", {"step": 0, "loss": 0.0})
+    house.recorder.record(theirs, "step", {"step": 0, "loss": 0.0})
     second = told_job(house, "second", 1)
     found = heard(house, "ours", start, 7)
     assert [event["job"] for event in found] == [first] * 4 + [second] * 3
@@ -102,30 +102,30 @@ def test_the_stream_tells_at_once_and_begins_now(house: House) -> None:
     listening.start()
     time.sleep(0.7)
     told = time.monotonic()
-    house.desk.hear(job, "state", {"state": JobState.PAUSED.value, "message": ""})
+    house.recorder.record(job, "state", {"state": JobState.PAUSED.value, "message": ""})
     listening.join()
     assert 0 <= came[0] - told < 2
 
 
-def test_the_feed_tells_the_same_from_memory_and_from_the_database(house: House) -> None:
-    who = house.desk.store.tenants.who(house.keys["ours"])
+def test_the_log_gives_the_same_from_memory_and_from_the_database(house: House) -> None:
+    who = house.store.tenants.who(house.keys["ours"])
     assert who is not None
-    feed = Feed(house.desk.store, house.desk.news, most=5)
+    log = EventLog(house.store, house.part(EventBus), most=5)
     start = house.ask("GET", f"/v1/jobs/{told_job(house, 'old', 1)}/steps").json()["after"]
-    assert feed.since(who, start, 100) == []
+    assert log.since(who, start, 100) == []
     for round_ in range(4):
         told_job(house, f"new-{round_}", 1 + round_)
-        found = feed.since(who, start, 100)
+        found = log.since(who, start, 100)
         assert [one.id for one in found] == list(range(start + 1, found[-1].id + 1))
         assert len(found) == sum(3 + before for before in range(round_ + 1))
         for after in range(start, found[-1].id + 1):
-            assert feed.since(who, after, 100) == [one for one in found if one.id > after]
-    assert [one.id for one in feed.since(who, start, 2)] == [start + 1, start + 2]
+            assert log.since(who, after, 100) == [one for one in found if one.id > after]
+    assert [one.id for one in log.since(who, start, 2)] == [start + 1, start + 2]
     house.ask("POST", "/v1/jobs", "theirs", json=tiny("unseen"))
-    assert feed.since(who, found[-1].id, 100) == []
-    admin = house.desk.store.tenants.who(house.keys["admin"])
+    assert log.since(who, found[-1].id, 100) == []
+    admin = house.store.tenants.who(house.keys["admin"])
     assert admin is not None
-    assert len(feed.since(admin, found[-1].id, 100)) == 1
+    assert len(log.since(admin, found[-1].id, 100)) == 1
 
 
 # --- job texts --------------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def check(house: House, text: str) -> list[Json]:
 
 
 def test_a_job_text_is_read_as_motet_submit_reads_it(house: House) -> None:
-    before = house.desk.store.counts()
+    before = house.store.counts()
     (one,) = check(house, "name: a\ndata: toy:add\nreward: exact\n")
     assert one == {"name": "a", "data": "toy:add", "reward": "exact"}
     assert check(house, json.dumps(one)) == [one]
@@ -147,7 +147,7 @@ def test_a_job_text_is_read_as_motet_submit_reads_it(house: House) -> None:
     found = check(house, text)
     assert [job["name"] for job in found] == ["b-rank=4", "b-rank=8", "c-rank=4", "c-rank=8"]
     assert {job["steps"] for job in found} == {7}
-    assert house.desk.store.counts() == before
+    assert house.store.counts() == before
     assert house.ask("POST", "/v1/jobs", json=found[0]).status_code == 201
 
 
@@ -211,7 +211,7 @@ def test_the_client_asks_for_steps_tokens_and_checks(house: House) -> None:
 
 
 def test_rollouts_of_a_problem_an_evaluation_and_with_tokens(house: House) -> None:
-    directory = house.desk.directory(house.job["id"])
+    directory = house.storage.job(house.job["id"])
     lines = [
         {"problem": problem, "reward": 1.0, "token_texts": ["a", "b"], "logprobs": [-0.5, None]} for problem in (3, 4)
     ]
@@ -259,7 +259,7 @@ def test_the_page_needs_no_key_and_allows_nothing_from_elsewhere(house: House) -
 
 
 def test_only_the_files_of_the_page_are_served_and_only_when_they_changed(house: House) -> None:
-    for name in ("../app.py", "..%2Fapp.py", "%2e%2e/desk.py", "", "x", "index.html%00", ".", "__init__.py"):
+    for name in ("../app.py", "..%2Fapp.py", "%2e%2e/storage.py", "", "x", "index.html%00", ".", "__init__.py"):
         assert house.ask("GET", f"/dashboard/{name}", "none").status_code in (404, 422), name
     style = house.ask("GET", "/dashboard/base.css", "none")
     assert style.headers["content-type"].startswith("text/css")

@@ -240,17 +240,18 @@ def _start_samplers(
     n: int, base: LoraModel, config: EngineConfig, limits: dict[str, int], device: Device, log: Path | None
 ) -> list[SamplerLink]:
     from motet.rollout.sampler_link import SamplerLink
+    from motet.rollout.sampler_messages import Load
 
     fingerprint = base.fingerprint()
-    hello = {
-        "base": base.info.name,
-        "dtype": base.info.dtype,
-        "pack": config.pack_weights,
-        "block_size": base.block_size,
-        "trust_remote_code": config.trust_remote_code,
-        **limits,
-    }
-    return [SamplerLink(hello, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]
+    message = Load(
+        base=base.info.name,
+        dtype=base.info.dtype,
+        pack=config.pack_weights,
+        block_size=base.block_size,
+        trust_remote_code=config.trust_remote_code,
+        limits=limits,
+    )
+    return [SamplerLink(message, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]
 
 
 def _threads(config: EngineConfig) -> int:

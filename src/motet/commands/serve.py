@@ -14,7 +14,7 @@ from rich.console import Console
 from motet import wall
 from motet.config.service import RateConfig, ServiceConfig
 from motet.errors import ConfigError
-from motet.service.engine.host_link import start_engine
+from motet.service.engine.client import EngineClient, start_engine
 from motet.tasks.reward_installed import install
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def serve(
 
     def make() -> FastAPI:
         from motet.service.app import create_app
-        from motet.service.desk import Settings
+        from motet.service.settings import Settings
 
         app = create_app(
             Settings(base, directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions)
@@ -75,18 +75,21 @@ async def _run(make: Callable[[], FastAPI], log: Path, host: str, port: int) -> 
     try:
         import uvicorn
 
+        from motet.service.app import Lifecycle
+
         app = make()
     except BaseException:
-        engine.kill()
-        await engine.wait()
+        await engine.kill()
         raise
-    app.state.desk.link.take(engine)
+    app.state.parts[EngineClient].adopt(engine)
+
+    lifecycle = app.state.parts[Lifecycle]
 
     class Server(uvicorn.Server):
         """Tells whoever waits for something that it stops; uvicorn would wait for them, and then break them off."""
 
         async def shutdown(self, sockets: object = None) -> None:
-            app.state.desk.leave(_GRACE_SECONDS / 2)
+            lifecycle.drain(_GRACE_SECONDS / 2)
             await super().shutdown()
 
     config = uvicorn.Config(
@@ -100,8 +103,11 @@ async def _run(make: Callable[[], FastAPI], log: Path, host: str, port: int) -> 
 
 def _greet(app: FastAPI, address: str) -> None:
     """Say where the service is, and the first key, which nobody can ask for later."""
-    console, desk = Console(emoji=False), app.state.desk
-    settings, tenants = desk.settings, desk.store.tenants
+    from motet.service.database.store import Store
+    from motet.service.settings import Settings
+
+    console, parts = Console(emoji=False), app.state.parts
+    settings, tenants = parts[Settings], parts[Store].tenants
     if not settings.open_to_all and not tenants.all_keys():
         _, key = tenants.create_key("admin", "first", "admin")
         console.print(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import select
 import sys
@@ -11,40 +10,36 @@ import threading
 import time
 from pathlib import Path
 
-from motet.config.service import Largest
+from motet.channel import Parent
 from motet.errors import RunError
 from motet.hosting.answers import reason
-from motet.hosting.host import Host
+from motet.hosting.server import EngineServer
 from motet.jobfile import validate
 from motet.launch import warm_up
 from motet.runtime.rundir import RunDirectory
+from motet.service.engine.messages import Failed, Start, ToEngine
 
 _LOCK_SECONDS = 60.0
 
 
 def main() -> None:
     """Load what is slow, then the base, say that all is ready, and serve until the input ends."""
-    lines, out = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that a library prints may pass for a message
-    serving = threading.Event()
-    threading.Thread(target=_end_with, args=(lines.fileno(), serving), name="motet-parent", daemon=True).start()
+    parent, serving = Parent[ToEngine](ToEngine), threading.Event()
+    threading.Thread(target=_end_with, args=(parent.lines.fileno(), serving), name="motet-parent", daemon=True).start()
     warm_up()
-    if not (first := lines.readline()):
+    start = parent.first()
+    if not isinstance(start, Start):
         return
-    hello = json.loads(first)
-    installed, unwalled, patience = hello.pop("rewards"), hello.pop("unwalled"), hello.pop("patience_seconds")
-    largest = Largest(**hello.pop("largest"))
     try:
-        config = validate({**hello, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")
-        host = Host(config, _run_directory(Path(config.run)), out, installed, unwalled, patience, largest)
+        tree = {"base": start.base, "run": start.run, "engine": start.engine, "rollout": start.rollout}
+        config = validate({**tree, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")
+        server = EngineServer(config, _run_directory(Path(config.run)), start, parent)
         serving.set()
-        asyncio.run(host.serve(lines))
-        host.workshop.close()
+        asyncio.run(server.serve())
+        server.workshop.close()
     except Exception as error:  # it is started again, and people hear of the reason meanwhile
-        told = reason(error)
-        sys.stderr.write(f"{told}\n")
-        out.write(json.dumps({"failed": told}).encode() + b"\n")
-        out.flush()
+        sys.stderr.write(f"{(failure := reason(error))}\n")
+        parent.send(Failed(failure))
     os._exit(0)
 
 

@@ -6,19 +6,30 @@ import asyncio
 import contextlib
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from motet import seeds
 from motet.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
-from motet.rollout import wire
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
+from motet.service.engine.messages import (
+    Complete,
+    Done,
+    Examine,
+    Examined,
+    FromEngine,
+    PromptRead,
+    Refused,
+    Tokens,
+    Unfit,
+)
 from motet.tasks.chat import Chat, stop_token_ids
-from motet.types import AdapterRef, GenerateRequest, IntArray, Message, Problem, SamplingParams
+from motet.types import AdapterRef, GenerateRequest, IntArray, Message, Problem
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -26,15 +37,15 @@ if TYPE_CHECKING:
 SHELF = 8
 """Stored versions that stay loaded for people to talk to."""
 
-Say = Callable[..., None]
+Send = Callable[[FromEngine], None]
 """Sends one message."""
 
 
 class Answers:
     """What people are answered, and the versions that are loaded for it."""
 
-    def __init__(self, base: LoraModel, shared: Services, say: Say) -> None:
-        self._base, self._say = base, say
+    def __init__(self, base: LoraModel, shared: Services, send: Send) -> None:
+        self._base, self._send = base, send
         self._engine, self._scheduler, self._suffix = shared.engine, shared.scheduler, shared.engine_suffix
         info = base.info
         self._chat = Chat.plain(info.tokenizer)
@@ -58,36 +69,32 @@ class Answers:
         if task := self._open.pop(key, None):
             task.cancel()
 
-    async def answer(self, message: Mapping[str, Any]) -> None:
+    async def answer(self, question: Complete) -> None:
         """Complete a prompt or a conversation, from the base or from a stored version."""
-        key, tenant = message["key"], str(message.get("tenant") or "")
+        key = question.key
         try:
-            prompt_ids = await asyncio.to_thread(_prompt_ids, self._chat, message, self._longest)
-            ref = None if message["adapter"] is None else await self._shelved(Path(message["adapter"]))
-            given = message["sampling"]
-            sampling = SamplingParams(**{**given, "stop": tuple(given.get("stop", ())), "stop_token_ids": self._stops})
+            prompt_ids = await asyncio.to_thread(_prompt_ids, self._chat, question, self._longest)
+            ref = None if question.adapter is None else await self._shelved(Path(question.adapter))
             self._numbers += 1
-            keys = tuple(seeds.key(message["seed"], "chat", index) for index in range(message["n"]))
             request = GenerateRequest(
                 f"answer/{self._numbers}",
-                f"{COMPLETIONS}{tenant}",
+                f"{COMPLETIONS}{question.tenant}",
                 prompt_ids,
                 ref,
-                sampling,
-                keys,
-                stream=message["stream"],
+                replace(question.sampling, stop_token_ids=self._stops),
+                tuple(seeds.key(question.seed, "chat", index) for index in range(question.n)),
+                stream=question.stream,
             )
-            self._say(key=key, prompt_tokens=len(prompt_ids))
-            async with self._turn(request.job, tenant, len(keys)):
+            self._send(PromptRead(key, len(prompt_ids)))
+            async with self._turn(request.job, question.tenant, question.n):
                 self._scheduler.spend(request.job, len(prompt_ids))
                 async for chunk in self._engine.generate(request):
                     self._scheduler.spend(request.job, len(chunk.token_ids))
-                    read = self._chat.completion_text
-                    texts = [read([token]) for token in chunk.token_ids.tolist()] if message["logprobs"] else []
-                    self._say(key=key, chunk=wire.chunk_out(chunk), texts=texts)
-            self._say(key=key, done=True)
+                    ids = chunk.token_ids.tolist() if question.logprobs else ()
+                    self._send(Tokens(key, chunk, [self._chat.completion_text([token]) for token in ids]))
+            self._send(Done(key))
         except Exception as error:  # whoever asked has to hear of it
-            self._say(key=key, refused=reason(error), theirs=_is_theirs(error))
+            self._send(Refused(key, reason(error), _is_theirs(error)))
         finally:
             self._open.pop(key, None)
 
@@ -120,20 +127,22 @@ class Answers:
             self._shelf.move_to_end(name)
             return self._shelf[name]
 
-    async def examine(self, key: int, directory: Path) -> None:
+    async def examine(self, question: Examine) -> None:
         """Say what an adapter is, or why it does not fit the base."""
         from motet.model.peft_io import examine
 
+        key = question.key
         try:
             async with self._examining:
-                adapter = await asyncio.to_thread(examine, self._base, directory)
-            self._say(key=key, found=adapter.model_dump(mode="json", exclude={"init"}))
-            self._say(key=key, done=True)
+                adapter = await asyncio.to_thread(examine, self._base, Path(question.directory))
+            shape = adapter.model_dump(mode="json", exclude={"init"})
+            self._send(Examined(key, shape["rank"], shape["alpha"], shape["target_modules"]))
+            self._send(Done(key))
         except AdapterError as error:
-            self._say(key=key, wrong=str(error))
-            self._say(key=key, done=True)
+            self._send(Unfit(key, str(error)))
+            self._send(Done(key))
         except Exception as error:  # whoever asked has to hear of it
-            self._say(key=key, refused=reason(error))
+            self._send(Refused(key, reason(error)))
 
 
 def reason(error: Exception) -> str:
@@ -149,31 +158,22 @@ def _is_theirs(error: Exception) -> bool:
     return isinstance(error, EngineError | BaseModelError) and not isinstance(error, OF_SERVERS)
 
 
-def _prompt_ids(chat: Chat, message: Mapping[str, Any], longest: int) -> IntArray:
-    """Of a conversation through the chat template, or of a `prompt` (text or token ids) as it is.
-
-    Args:
-        chat: how the base is talked to.
-        message: what was asked.
-        longest: the most characters of a prompt.
+def _prompt_ids(chat: Chat, question: Complete, longest: int) -> IntArray:
+    """Of a conversation through the chat template, or of a prompt (text or token ids) as it is; `longest` is in characters.
 
     Raises:
         EngineError: a token id is not of this vocabulary, or the text is too long for any prompt.
     """
-    prompt = message.get("prompt")
-    texts = [str(one["content"]) for one in message["messages"]] if prompt is None else [prompt]
+    prompt = question.prompt
+    texts = [one["content"] for one in question.messages] if prompt is None else [prompt]
     if (size := sum(len(text) for text in texts if isinstance(text, str))) > longest:
         raise EngineError(f"the prompt has {size} characters, more than the room of this base; shorten it")
     if prompt is None:
-        return chat.prompt_ids(_problem(message))
+        messages = tuple(Message(one["role"], one["content"]) for one in question.messages)
+        return chat.prompt_ids(Problem(0, messages, ""))
     if isinstance(prompt, str):
         return Chat(chat.tokenizer, chat_template=False).prompt_ids(Problem(0, (Message("user", prompt),), ""))
     largest = len(chat.tokenizer) - 1
     if max(prompt) > largest:
         raise EngineError(f"the prompt has the token id {max(prompt)}; those of this base go from 0 to {largest}")
     return np.asarray(prompt, np.int32)
-
-
-def _problem(message: Mapping[str, Any]) -> Problem:
-    messages = tuple(Message(str(one["role"]), str(one["content"])) for one in message["messages"])
-    return Problem(0, messages, "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import queue
 import subprocess
@@ -14,14 +13,15 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+from msgspec.structs import replace
 
+from motet.channel import decode, encode
 from motet.device import BusyTime
 from motet.errors import DeviceError, EngineError
 from motet.model.lora import AdapterWeights
-from motet.rollout import wire
+from motet.rollout import sampler_messages as m
 from motet.types import AdapterRef, Chunk, GenerateRequest
 
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -34,11 +34,11 @@ Outcome = Chunk | Exception
 class SamplerLink:
     """One sampling process. It takes requests once it has loaded the base and has proved to compute the same bits."""
 
-    def __init__(self, hello: dict[str, Any], fingerprint: str, busy: BusyTime, share: float, log: Path | None) -> None:
+    def __init__(self, load: m.Load, fingerprint: str, busy: BusyTime, share: float, log: Path | None) -> None:
         """Start the process; it loads in the background.
 
         Args:
-            hello: base and limits, as `SamplerProcess` reads them.
+            load: base and limits.
             fingerprint: what `LoraModel.fingerprint` gives here.
             busy: where the process's time is added.
             share: what one second of it counts for.
@@ -67,8 +67,8 @@ class SamplerLink:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
                 env={**os.environ, **threads, "PYTHONPATH": _PACKAGE_ROOT}, start_new_session=True,
             )  # fmt: skip
-        self._outbox: queue.SimpleQueue[bytes | tuple[AdapterRef, AdapterWeights] | None] = queue.SimpleQueue()
-        self._outbox.put(wire.line(**hello, files=self._files.name))
+        self._outbox: queue.SimpleQueue[m.ToSampler | tuple[AdapterRef, AdapterWeights] | None] = queue.SimpleQueue()
+        self._outbox.put(replace(load, files=self._files.name))
         self._writer = threading.Thread(target=self._write, name="motet-sampler-out", daemon=True)
         self._writer.start()
         self._reader = threading.Thread(target=self._read, name="motet-sampler", daemon=True)
@@ -92,7 +92,7 @@ class SamplerLink:
         """Let go of a version."""
         with self._lock:
             if self._versions.pop(ref, None) is not None and self.ready:
-                self._outbox.put(wire.line(do="unload", ref=wire.ref_out(ref)))
+                self._outbox.put(m.Unload(ref))
 
     def hold(self) -> None:
         """Let the process rest after the tokens under way, or as soon as it is ready: its core is wanted for something else."""
@@ -106,12 +106,12 @@ class SamplerLink:
         with self._lock:
             self._held = held
             if self.ready:
-                self._outbox.put(wire.line(do="hold" if held else "go"))
+                self._outbox.put(m.Hold() if held else m.Go())
 
     def abort(self, name: str) -> None:
         """End one request, or every request of a job."""
         if self.ready:
-            self._outbox.put(wire.line(do="abort", name=name))
+            self._outbox.put(m.Abort(name))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`.
@@ -126,7 +126,7 @@ class SamplerLink:
                 raise DeviceError(self.note or "the sampling process is not ready")
             key = next(self._keys)  # ids may repeat
             self._open[key] = (asyncio.get_running_loop(), chunks)
-        self._outbox.put(wire.line(do="generate", key=key, request=wire.request_out(request)))
+        self._outbox.put(m.Generate(key, request))
         left = len(request.seeds)
         try:
             while left:
@@ -165,28 +165,24 @@ class SamplerLink:
         """In a thread of its own, so that publishing costs its caller nothing; messages keep their order."""
         assert self._process.stdin is not None
         while (message := self._outbox.get()) is not None:
-            line = message if isinstance(message, bytes) else self._version(*message)
+            sent = self._version(*message) if isinstance(message, tuple) else message
+            if sent is None:
+                continue
             with contextlib.suppress(OSError, ValueError):  # a process that is gone is noticed by the reader
-                self._process.stdin.write(line)
+                self._process.stdin.write(encode(sent))
                 self._process.stdin.flush()
 
-    def _version(self, ref: AdapterRef, weights: AdapterWeights) -> bytes:
-        """Put a version's bytes into a file, which the process deletes once it has read it; returns the message."""
+    def _version(self, ref: AdapterRef, weights: AdapterWeights) -> m.Install | None:
+        """Put a version's bytes into a file, which the process deletes once it has read it; None where that fails."""
         self._n_files += 1
         path = Path(self._files.name) / str(self._n_files)
         try:
             weights.flat.view(torch.uint8).numpy().tofile(path)
         except OSError as error:
             self._dismiss(f"a sampling process cannot be handed an adapter ({error}); sampling goes on without it")
-            return b""
-        return wire.line(
-            do="install",
-            ref=wire.ref_out(ref),
-            file=str(path),
-            rank=weights.layout.rank,
-            paths=[place.path for place in weights.layout.places],
-            scaling=weights.scaling,
-        )
+            return None
+        paths = [place.path for place in weights.layout.places]
+        return m.Install(ref, str(path), weights.layout.rank, paths, weights.scaling)
 
     def _dismiss(self, note: str) -> None:
         """End a process that is of no use; what it had begun is told by the reader."""
@@ -200,13 +196,7 @@ class SamplerLink:
         for line in self._process.stdout:
             if not line.endswith(b"\n"):  # it was killed while it wrote
                 break
-            message = json.loads(line)
-            if "ready" in message:
-                self._begin(message["ready"])
-            elif "failed" in message:
-                self.note = f"a sampling process could not load the base: {message['failed']}"
-            else:
-                self._deliver(message)
+            self._handle(decode(line, m.FromSampler))
         with self._lock:
             if not self._closing:
                 self.note = self.note or "a sampling process ended unexpectedly; sampling goes on without it"
@@ -224,22 +214,24 @@ class SamplerLink:
                     self._outbox.put((ref, weights))
             self.ready = not self.note
             if self.ready and self._held:
-                self._outbox.put(wire.line(do="hold"))
+                self._outbox.put(m.Hold())
         self.on_ready()
 
-    def _deliver(self, message: dict[str, Any]) -> None:
-        if "busy" in message:
-            decode, full, tokens = message["busy"]
-            self._busy.decoded(decode * self._share, full * self._share, tokens)
-            self.seconds += decode
-            return
-        if "refused" in message:
-            self._put(message["key"], EngineError(message["refused"]))
-            return
-        if "broken" in message:
-            self._put(message["key"], DeviceError(message["broken"]))
-            return
-        self._put(message["key"], wire.chunk_in(message["chunk"]))
+    def _handle(self, message: m.FromSampler) -> None:
+        match message:
+            case m.Ready():
+                self._begin(message.fingerprint)
+            case m.Failed():
+                self.note = f"a sampling process could not load the base: {message.reason}"
+            case m.Busy():
+                self._busy.decoded(message.decode * self._share, message.full * self._share, message.tokens)
+                self.seconds += message.decode
+            case m.Chunks():
+                self._put(message.key, message.chunk)
+            case m.Refused():
+                self._put(message.key, EngineError(message.reason))
+            case m.Broken():
+                self._put(message.key, DeviceError(message.reason))
 
     def _put(self, key: int, outcome: Outcome) -> None:
         loop, chunks = self._open.get(key, (None, None))

@@ -1,75 +1,76 @@
 """A second place to sample, in a process of its own: the same base, the same engine, one torch thread.
 
 Two Python threads that each make thousands of small torch calls a second spend their time handing the interpreter's lock
-to each other; two processes do not. The parent (`motet.rollout.sampler_link`) sends one JSON object a line on standard
-input; replies go out on standard output. The process ends when its input does, also when the parent dies.
+to each other; two processes do not. The parent (`motet.rollout.sampler_link`) sends messages over the channel; the
+process ends when its input does, also when the parent dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
-import sys
-import threading
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 
 from motet.allocator import keep_freed_memory
+from motet.channel import Parent
 from motet.device import Device
 from motet.errors import EngineError, MotetError
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
-from motet.rollout import wire
+from motet.rollout import sampler_messages as m
 from motet.rollout.embedded import EmbeddedEngine
+from motet.types import GenerateRequest
 
-_TELL_SECONDS = 0.5
+_BUSY_SECONDS = 0.5
 
 
 class SamplerProcess:
     """Answers the parent's messages in the order they come."""
 
-    def __init__(self, hello: dict[str, Any], out: BinaryIO) -> None:
-        self._out = out
+    def __init__(self, load: m.Load, parent: Parent[m.ToSampler]) -> None:
+        self._parent = parent
         self.base = load_base(
-            hello["base"],
-            dtype=hello["dtype"],
+            load.base,
+            dtype=load.dtype,
             device="cpu",
-            block_size=hello["block_size"],
-            pack=hello["pack"],
-            trust_remote_code=hello["trust_remote_code"],
+            block_size=load.block_size,
+            pack=load.pack,
+            trust_remote_code=load.trust_remote_code,
         )
         self.device = Device()
-        limits = {name: hello[name] for name in ("max_rows", "kv_tokens", "prefill_tokens")}
-        self.engine = EmbeddedEngine(self.base, self.device, **limits)
+        self.engine = EmbeddedEngine(self.base, self.device, **load.limits)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._told: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
+        self._sent: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
         """Seconds of decoding, with a full batch, and tokens by job, as far as the parent knows."""
 
-    def say(self, **message: Any) -> None:
-        """Send one message."""
-        self._out.write(wire.line(**message))
-        self._out.flush()
+    async def serve(self) -> None:
+        """Handle messages until the input ends."""
+        messages = self._parent.queue()
+        reporting = asyncio.create_task(self._report_busy())
+        while (message := await messages.get()) is not None:
+            self.handle(message)
+        reporting.cancel()
 
-    def handle(self, message: dict[str, Any]) -> None:
+    def handle(self, message: m.ToSampler) -> None:
         """Begin what one message asks. Nothing is waited for: the message that lets the device go on may be the next."""
-        match message["do"]:
-            case "generate":
-                self._begin(self._generate(message["key"], message["request"]))
-            case "install":
+        match message:
+            case m.Generate():
+                self._begin(self._generate(message.key, message.request))
+            case m.Install():
                 self._install(message)
-            case "unload":
-                self._begin(self.engine.unload_adapter(wire.ref_in(message["ref"])))
-            case "abort":
-                self._begin(self.engine.abort(message["name"]))
-            case "hold":
+            case m.Unload():
+                self._begin(self.engine.unload_adapter(message.ref))
+            case m.Abort():
+                self._begin(self.engine.abort(message.name))
+            case m.Hold():
                 self.device.hold()
-            case "go":
+            case m.Go():
                 self.device.go()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -77,73 +78,56 @@ class SamplerProcess:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _generate(self, key: int, value: dict[str, Any]) -> None:
+    async def _generate(self, key: int, request: GenerateRequest) -> None:
         try:
-            async for chunk in self.engine.generate(wire.request_in(value)):
-                self.say(key=key, chunk=wire.chunk_out(chunk))
-            self._tell()
+            async for chunk in self.engine.generate(request):
+                self._parent.send(m.Chunks(key, chunk))
+            self._send_busy()
         except EngineError as error:
-            self.say(key=key, refused=str(error))
+            self._parent.send(m.Refused(key, str(error)))
         except Exception as error:  # whatever went wrong here need not go wrong in the parent, which samples it then
-            self.say(key=key, broken=f"{type(error).__name__}: {error}")
+            self._parent.send(m.Broken(key, f"{type(error).__name__}: {error}"))
 
-    async def tell_busy(self) -> None:
+    async def _report_busy(self) -> None:
         """Say twice a second what was done; of short requests it is said when they end."""
         while True:
-            await asyncio.sleep(_TELL_SECONDS)
-            self._tell()
+            await asyncio.sleep(_BUSY_SECONDS)
+            self._send_busy()
 
-    def _tell(self) -> None:
+    def _send_busy(self) -> None:
         """Say what was done since the last time, where something was."""
-        decode, full, before = self._told
+        decode, full, before = self._sent
         seconds, sampled, _ = self.device.busy.read()
         if seconds > decode:
-            self._told = (seconds, self.device.busy.full, sampled)
+            self._sent = (seconds, self.device.busy.full, sampled)
             new = {name: n - before.get(name, 0) for name, n in sampled.items() if n > before.get(name, 0)}
-            self.say(busy=[seconds - decode, self._told[1] - full, new])
+            self._parent.send(m.Busy(seconds - decode, self._sent[1] - full, new))
 
-    def _install(self, message: dict[str, Any]) -> None:
-        path = Path(message["file"])
-        layout = self.base.adapter_layout(message["paths"], message["rank"])
+    def _install(self, message: m.Install) -> None:
+        path = Path(message.file)
+        layout = self.base.adapter_layout(message.paths, message.rank)
         flat = torch.from_numpy(np.fromfile(path, np.uint8)).view(self.base.dtype)
         path.unlink()
-        weights = AdapterWeights(layout, message["scaling"], flat, layout.matrices(flat))
-        self.engine.install(wire.ref_in(message["ref"]), weights)
-
-
-async def _serve(process: SamplerProcess, lines: BinaryIO) -> None:
-    """Read messages in a thread of their own until the input ends."""
-    loop = asyncio.get_running_loop()
-    messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-
-    def read() -> None:
-        for line in lines:
-            loop.call_soon_threadsafe(messages.put_nowait, json.loads(line))
-        loop.call_soon_threadsafe(messages.put_nowait, None)
-
-    threading.Thread(target=read, name="motet-messages", daemon=True).start()
-    telling = asyncio.create_task(process.tell_busy())
-    while (message := await messages.get()) is not None:
-        process.handle(message)
-    telling.cancel()
+        weights = AdapterWeights(layout, message.scaling, flat, layout.matrices(flat))
+        self.engine.install(message.ref, weights)
 
 
 def main() -> None:
     """Entry point of the process."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    lines, out = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that a library prints may pass for a message
-    hello = json.loads(lines.readline())
+    parent = Parent[m.ToSampler](m.ToSampler)
+    load = parent.first()
+    if not isinstance(load, m.Load):
+        return
     try:
-        process = SamplerProcess(hello, out)
-        process.say(ready=process.base.fingerprint())
-        asyncio.run(_serve(process, lines))
+        process = SamplerProcess(load, parent)
+        parent.send(m.Ready(process.base.fingerprint()))
+        asyncio.run(process.serve())
     except MotetError as error:
-        out.write(wire.line(failed=str(error)))
-        out.flush()
+        parent.send(m.Failed(str(error)))
     finally:
-        shutil.rmtree(hello["files"], ignore_errors=True)  # a parent that was killed leaves them behind
+        shutil.rmtree(load.files, ignore_errors=True)  # a parent that was killed leaves them behind
     os._exit(0)  # what is still being sampled has nobody left to read it
 
 

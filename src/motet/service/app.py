@@ -1,43 +1,112 @@
-"""The HTTP application: routes, who may ask, and how errors are told."""
+"""The HTTP application: the parts of a service, each made of those that it uses, and the routes over them."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI
 
+from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
-from motet.service.desk import Desk, Settings
-from motet.service.events.feed import Feed
-from motet.service.http.asking import answer_errors, error_body, known
+from motet.service.engine.client import EngineClient, EngineHandlers
+from motet.service.engine.messages import Start
+from motet.service.errors import error_body, handle_errors
+from motet.service.events import EventBus, EventLog
+from motet.service.http.auth import Access
 from motet.service.http.bodies import Bodies
+from motet.service.http.depends import Parts
+from motet.service.http.throttle import CheckThreads, KeyedThreads, RateLimit, ReadThreads
+from motet.service.jobs.fine_tuning import FineTunings
+from motet.service.jobs.handover import Handover
+from motet.service.jobs.initial_adapter import InitialAdapters
+from motet.service.jobs.queue import JobQueue
+from motet.service.jobs.recorder import EventRecorder
+from motet.service.jobs.submissions import Submissions
+from motet.service.jobs.validation import Allowed
+from motet.service.rewards.grading import Grading
+from motet.service.rewards.scoring import Scoring
+from motet.service.rewards.workers import RewardWorkers
 from motet.service.routes import (
     adapters,
-    audit,
-    chat,
     completions,
     dashboard,
+    events,
     files,
     fine_tuning,
-    graders,
     health,
     jobs,
     keys,
     rewards,
-    scoring,
     shares,
     tenants,
-    usage,
-    watching,
 )
 from motet.service.schemas import Error
+from motet.service.settings import Settings
+from motet.service.storage import Storage
+from motet.service.tenants.enforcement import QuotaEnforcer
+from motet.service.tenants.ledger import Ledger
+from motet.service.tenants.quotas import Quotas
+from motet.tasks.reward_http import HttpRewards
 
+ROUTES = (
+    jobs, events, adapters, shares, files, keys, tenants, completions, fine_tuning, dashboard, rewards, health,
+)  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503)
 }
+
+
+class Lifecycle:
+    """Starts and stops the parts that need it, in order."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        handlers: EngineHandlers,
+        bus: EventBus,
+        queue: JobQueue,
+        enforcer: QuotaEnforcer,
+        recorder: EventRecorder,
+        workers: RewardWorkers,
+        grading: Grading,
+        ledger: Ledger,
+        threads: tuple[KeyedThreads, ...],
+    ) -> None:
+        self._engine, self._handlers, self._bus, self._queue = engine, handlers, bus, queue
+        self._enforcer, self._recorder, self._workers = enforcer, recorder, workers
+        self._grading, self._ledger, self._threads = grading, ledger, threads
+        self._watching: asyncio.Future[Any] | None = None
+
+    async def open(self) -> None:
+        """Start the engine, and watch over jobs and quotas."""
+        self._engine.start(self._handlers)
+        self._watching = asyncio.gather(self._queue.watch(), self._enforcer.watch())
+
+    def drain(self, seconds: float) -> None:
+        """Let everybody go who waits for events or for work; answers under way have so many seconds."""
+        self._bus.close()
+        reason = "the service is stopping; ask again when it is there"
+        asyncio.get_running_loop().call_later(seconds, self._engine.refuse, reason)
+
+    async def close(self) -> None:
+        """Let jobs finish their step, and end the engine."""
+        if self._watching is not None:
+            self._watching.cancel()
+        self._recorder.close()
+        stopping = asyncio.create_task(self._engine.stop())
+        await asyncio.sleep(0)  # jobs are asked to stop before those that wait for a worker are sent to rest
+        self._workers.close()
+        self._bus.close()
+        await stopping
+        await self._grading.close()
+        await asyncio.to_thread(self._ledger.flush)
+        for threads in self._threads:
+            threads.close()
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -47,50 +116,74 @@ def create_app(settings: Settings) -> FastAPI:
         StoreError: the database cannot be opened.
     """
     settings.directory.mkdir(parents=True, exist_ok=True)
-    store = Store(settings.database or f"sqlite:///{settings.directory / 'motet.db'}")
+    parts = _parts(settings, Store(settings.database or f"sqlite:///{settings.directory / 'motet.db'}"))
+    lifecycle, store, access, bus = parts[Lifecycle], parts[Store], parts[Access], parts[EventBus]
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        await desk.open()
+        await lifecycle.open()
         try:
             yield
         finally:
-            await desk.close()
+            await lifecycle.close()
             store.close()
 
     app = FastAPI(
         title="Motet", version=importlib.metadata.version("motet"), lifespan=life, responses=ERRORS,
         summary="Submit a job, watch it learn, take its adapter home.",
     )  # fmt: skip
-    desk = app.state.desk = Desk(settings, store)
-    app.state.feed = Feed(store, desk.news)
-    answer_errors(app)
+    app.state.parts = parts
+    handle_errors(app)
     uploads = {"/v1/files": settings.config.max_upload_mb, "/v1/adapters": settings.config.max_adapter_mb}
     app.add_middleware(
-        Bodies,
-        uploads=uploads,
-        told=error_body,
-        known=lambda request: known(request, desk),
-        leaving=lambda: desk.leaving,
-    )
-    for part in (
-        jobs,
-        adapters,
-        shares,
-        files,
-        keys,
-        tenants,
-        usage,
-        audit,
-        chat,
-        completions,
-        fine_tuning,
-        graders,
-        watching,
-        dashboard,
-        rewards,
-        scoring,
-        health,
-    ):
-        app.include_router(part.router)
+        Bodies, uploads=uploads, refusal=error_body, allowed=access.allows, stopping=lambda: bus.closed
+    )  # fmt: skip
+    for module in ROUTES:
+        app.include_router(module.router)
     return app
+
+
+def _parts(settings: Settings, store: Store) -> Parts:
+    """The parts of a service, in the order in which they need each other."""
+    config, allowed = settings.config, Allowed.by(settings)
+    storage, bus = Storage(settings.directory), EventBus()
+    log = EventLog(store, bus)
+    adapters = Adapters(store, storage, settings.base)
+    engine = EngineClient(_start(settings, storage), settings.directory / "engine.log")
+    ledger = Ledger(store)
+    quotas = Quotas(store, storage, ledger, config.limits, config.engine.slots)
+    enforcer = QuotaEnforcer(quotas, ledger, engine)
+    workers = RewardWorkers(store, bus, config.lease_seconds)
+    grading = Grading(engine, adapters)
+    scoring = Scoring(store, HttpRewards(allowed.addresses), workers, grading)
+    recorder = EventRecorder(store, storage, ledger, bus, workers)
+    initial = InitialAdapters(storage, adapters)
+    handover = Handover(store, storage, log, recorder, initial, enforcer, engine)
+    queue = JobQueue(store, bus, adapters, initial, recorder.record_state, handover.hand_over)
+    submissions = Submissions(allowed, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine)
+    checks, reads = CheckThreads(), ReadThreads()
+    handlers = EngineHandlers(
+        handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, workers.rest, ledger.count_completion
+    )  # fmt: skip
+    lifecycle = Lifecycle(
+        engine, handlers, bus, queue, enforcer, recorder, workers, grading, ledger, (checks, reads)
+    )  # fmt: skip
+    return Parts(
+        settings, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, grading, recorder, handover,
+        queue, submissions, checks, reads, lifecycle, FineTunings(store, storage, adapters),
+        Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
+    )  # fmt: skip
+
+
+def _start(settings: Settings, storage: Storage) -> Start:
+    config = settings.config
+    return Start(
+        base=settings.base,
+        run=str(storage.run),
+        engine=config.engine.model_dump(mode="json"),
+        rollout=config.rollout.model_dump(mode="json"),
+        rewards={name: asdict(one) for name, one in settings.rewards.items()},
+        unwalled=list(config.unwalled),
+        patience_seconds=config.patience_seconds,
+        largest=config.largest,
+    )

@@ -7,7 +7,6 @@ another tenant shares. What is neither the asker's nor shared with them is not t
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +17,17 @@ from motet.errors import StoreError
 from motet.service.database.store import Store, find_job
 from motet.service.database.tables import Share, StoredJob, UploadedAdapter
 from motet.service.database.tenants import Principal
+from motet.service.storage import Storage
 
 ALL = "*"
 """In the place of a tenant: all of them."""
-FindVersion = Callable[[StoredJob, str], "tuple[int, Path] | None"]
-"""A saved version of a job: its number and its PEFT directory."""
+
+
+class NoModelError(LookupError):
+    """There is no model of this name for whoever asks."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"there is no model {model!r}; GET /v1/models lists them")
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Found:
+class Resolved:
     """A PEFT directory that a name means."""
 
     path: Path
@@ -48,15 +53,13 @@ class Found:
 class Adapters:
     """Uploaded adapters and shares, and what names mean."""
 
-    def __init__(self, store: Store, directory: Path, version: FindVersion) -> None:
-        """Uploaded adapters lie in `directory`, one below each id."""
-        self._store, self.directory, self._version = store, directory, version
-
-    # --- uploaded ones ----------------------------------------------------------------------------------------------------
+    def __init__(self, store: Store, storage: Storage, base: str) -> None:
+        """`base` is the name of the base model."""
+        self._store, self._storage, self.base = store, storage, base
 
     def path(self, adapter_id: str) -> Path:
         """Where an uploaded adapter lies."""
-        return self.directory / adapter_id
+        return self._storage.adapters / adapter_id
 
     def add(self, who: Principal, adapter: UploadedAdapter) -> UploadedAdapter:
         """Remember an uploaded adapter.
@@ -65,8 +68,7 @@ class Adapters:
             StoreError: the tenant has an adapter or a job of this name.
         """
         taken = f"there is an adapter or a job {adapter.name!r} already; give this one another name"
-        own = self._store.job(Principal.member_of(who.tenant_id), adapter.name)
-        if own is not None:
+        if self._store.job(Principal.member_of(who.tenant_id), adapter.name) is not None:
             raise StoreError(taken)
         try:
             with self._store.transaction() as session:
@@ -85,9 +87,9 @@ class Adapters:
         """An uploaded adapter by its id, or by its name among the tenant's own."""
         query = select(UploadedAdapter).where((UploadedAdapter.id == name) | (UploadedAdapter.name == name))
         with self._store.transaction() as session:
-            found = list(session.scalars(query))
-        own = [one for one in found if one.tenant_id == who.tenant_id]
-        return next(iter(own or (found if who.admin else [])), None)
+            candidates = list(session.scalars(query))
+        own = [one for one in candidates if one.tenant_id == who.tenant_id]
+        return next(iter(own or (candidates if who.admin else [])), None)
 
     def remove(self, adapter: UploadedAdapter) -> None:
         """Forget an uploaded adapter with its shares; jobs that started from it have what they need."""
@@ -95,8 +97,6 @@ class Adapters:
             session.execute(delete(Share).where(Share.object == adapter.id))
             session.execute(delete(UploadedAdapter).where(UploadedAdapter.id == adapter.id))
         shutil.rmtree(self.path(adapter.id), ignore_errors=True)
-
-    # --- names ------------------------------------------------------------------------------------------------------------
 
     def named(self, who: Principal, name: str) -> Named | None:
         """What a name means to somebody; None where it is not there for them."""
@@ -114,32 +114,46 @@ class Adapters:
             return None
         return Named(thing, version)
 
-    def find(self, who: Principal, name: str) -> Found | None:
+    def find(self, who: Principal, name: str) -> Resolved | None:
         """The PEFT directory that a name means to somebody; None where there is none for them."""
         named = self.named(who, name)
-        return None if named is None else self.directory_of(named)
+        return None if named is None else self.resolve(named)
 
-    def find_by_id(self, reference: str) -> Found | None:
-        """The PEFT directory of a `Found.reference`, or of a job's id with `best` or `latest`."""
+    def of_model(self, who: Principal, model: str) -> Path | None:
+        """The PEFT directory that a model's name means; None for the base.
+
+        Raises:
+            NoModelError: there is none for the asker.
+        """
+        if model in (self.base, "base"):
+            return None
+        resolved = self.find(who, model)
+        if resolved is None:
+            raise NoModelError(model)
+        return resolved.path
+
+    def find_by_id(self, reference: str) -> Resolved | None:
+        """The PEFT directory of a `Resolved.reference`, or of a job's id with `best` or `latest`."""
         thing_id, _, version = reference.partition("@")
         thing = self.by_id(thing_id)
-        return None if thing is None else self.directory_of(Named(thing, version))
+        return None if thing is None else self.resolve(Named(thing, version))
 
     def by_id(self, thing_id: str) -> StoredJob | UploadedAdapter | None:
         """A job or an uploaded adapter, whoever's it is."""
         with self._store.transaction() as session:
             return find_job(session, thing_id) or session.get(UploadedAdapter, thing_id)
 
-    def directory_of(self, named: Named) -> Found | None:
+    def resolve(self, named: Named) -> Resolved | None:
         """The PEFT directory of a thing's version; None where it has no such version."""
         thing = named.thing
         if isinstance(thing, UploadedAdapter):
             path = self.path(thing.id)
-            return Found(path, thing.name, thing.id) if not named.version and path.is_dir() else None
-        found = self._version(thing, named.version or "best")
-        return None if found is None else Found(found[1], f"{thing.name}-v{found[0]}", f"{thing.id}@{found[0]}")
-
-    # --- shares -----------------------------------------------------------------------------------------------------------
+            return Resolved(path, thing.name, thing.id) if not named.version and path.is_dir() else None
+        version = self._storage.version(thing.id, named.version or "best")
+        if version is None:
+            return None
+        number, path = version
+        return Resolved(path, f"{thing.name}-v{number}", f"{thing.id}@{number}")
 
     def share(self, share: Share) -> Share:
         """Let others use something; the same share again where there is one."""
@@ -155,11 +169,11 @@ class Adapters:
     def unshare(self, who: Principal, share_id: str) -> Share | None:
         """End one of a tenant's own shares (an admin: any); None where there is none."""
         with self._store.transaction() as session:
-            found = session.get(Share, share_id)
-            if found is None or not (who.admin or found.tenant_id == who.tenant_id):
+            share = session.get(Share, share_id)
+            if share is None or not (who.admin or share.tenant_id == who.tenant_id):
                 return None
-            session.delete(found)
-            return found
+            session.delete(share)
+            return share
 
     def shares(self, who: Principal) -> list[Share]:
         """What a tenant gives others (an admin: all shares) and what others give it, oldest first."""

@@ -200,11 +200,11 @@ class _Bounded(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         """The next bytes."""
-        found = self._source.read(size)
-        self._left -= len(found)
+        piece = self._source.read(size)
+        self._left -= len(piece)
         if self._left < 0:
             _too_large("what it unpacks to", self._limit)
-        return found
+        return piece
 
 
 def _untar(file: IO[bytes], directory: Path, limit: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The service's memory: tenants, keys, jobs, events and files in a database. SQLite by default, PostgreSQL by URL.
+"""What the service remembers: tenants, keys, jobs, events and files in a database. SQLite by default, PostgreSQL by URL.
 
 Every call is one short transaction. What is asked for on behalf of a tenant is looked up among that tenant's objects, so
 another tenant's object is not there.
@@ -18,7 +18,7 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
 from motet.errors import StoreError
-from motet.service.database.tables import AuditEntry, Event, FineTuning, StoredFile, StoredJob, new_id
+from motet.service.database.tables import AuditEntry, Event, FineTuning, Key, StoredFile, StoredJob, Tenant, new_id
 from motet.service.database.tenants import Principal, Tenants
 from motet.types import JobState
 
@@ -75,6 +75,24 @@ class Store:
         with self.transaction() as session:
             session.add(AuditEntry(tenant_id=who.tenant_id, key_id=who.key_id, action=action, object=thing))
 
+    def audit_entries(
+        self, *, tenant_id: str | None = None, before: int | None = None, limit: int = 100
+    ) -> Sequence[tuple[AuditEntry, str, str]]:
+        """Entries with the names of the tenant and of the key, newest first, before the entry of a number."""
+        query = (
+            select(AuditEntry, Tenant.name, Key.name)
+            .join(Tenant, Tenant.id == AuditEntry.tenant_id, isouter=True)
+            .join(Key, Key.id == AuditEntry.key_id, isouter=True)
+            .order_by(AuditEntry.id.desc())
+            .limit(limit)
+        )
+        if tenant_id is not None:
+            query = query.where(AuditEntry.tenant_id == tenant_id)
+        if before is not None:
+            query = query.where(AuditEntry.id < before)
+        with self.transaction() as session:
+            return [(entry, tenant or "", key or "") for entry, tenant, key in session.execute(query).all()]
+
     # --- jobs ---------------------------------------------------------------------------------------------------------------
 
     def submit(
@@ -85,21 +103,21 @@ class Store:
         Raises:
             StoreError: the tenant has a job of this name.
         """
-        if (found := self.submitted(who, idempotency)) is not None:
-            return found
+        if (same := self.submitted(who, idempotency)) is not None:
+            return same
         job = StoredJob(
             id=new_id("job"), tenant_id=who.tenant_id, name=name, spec=dict(spec), steps=steps,
             state=JobState.QUEUED.value, wanted="run", idempotency_key=idempotency, **columns,
         )  # fmt: skip
-        told = {"state": job.state, "message": job.message or ""}
+        data = {"state": job.state, "message": job.message or ""}
         try:
             with self.transaction() as session:
                 session.add(job)
                 session.flush()
-                session.add(Event(job_id=job.id, kind="state", key="0", data=told))
+                session.add(Event(job_id=job.id, kind="state", key="0", data=data))
         except IntegrityError as error:
-            if (found := self.submitted(who, idempotency)) is not None:  # by another, at the same time
-                return found
+            if (same := self.submitted(who, idempotency)) is not None:  # by another, at the same time
+                return same
             raise StoreError(f"there is a job {name!r} already; give this one another name") from error
         return job
 
@@ -129,9 +147,9 @@ class Store:
         """A job by its id, or by its name among the tenant's own."""
         query = select(StoredJob).where((StoredJob.id == name) | (StoredJob.name == name))
         with self.transaction() as session:
-            found = list(session.scalars(query))
-        own = [job for job in found if job.tenant_id == who.tenant_id]
-        return next(iter(own or (found if who.admin else [])), None)
+            candidates = list(session.scalars(query))
+        own = [job for job in candidates if job.tenant_id == who.tenant_id]
+        return next(iter(own or (candidates if who.admin else [])), None)
 
     def job_by_id(self, job_id: str) -> StoredJob | None:
         """A job by its id, whoever's it is."""
@@ -165,7 +183,7 @@ class Store:
 
     # --- events -------------------------------------------------------------------------------------------------------------
 
-    def tell(
+    def add_event(
         self,
         job_id: str,
         kind: str,
@@ -206,10 +224,10 @@ class Store:
 
     def add_file(self, who: Principal, file_id: str, filename: str, size: int, rows: int) -> StoredFile:
         """Remember an uploaded file."""
-        found = StoredFile(id=file_id, tenant_id=who.tenant_id, filename=filename, bytes=size, rows=rows)
+        file = StoredFile(id=file_id, tenant_id=who.tenant_id, filename=filename, bytes=size, rows=rows)
         with self.transaction() as session:
-            session.add(found)
-        return found
+            session.add(file)
+        return file
 
     def files(self, who: Principal) -> list[StoredFile]:
         """A tenant's files, newest first."""
@@ -220,14 +238,14 @@ class Store:
     def file(self, who: Principal, file_id: str) -> StoredFile | None:
         """One of a tenant's files."""
         with self.transaction() as session:
-            found = session.get(StoredFile, file_id)
-        return found if found is not None and found.tenant_id == who.tenant_id else None
+            file = session.get(StoredFile, file_id)
+        return file if file is not None and file.tenant_id == who.tenant_id else None
 
     def delete_file(self, file_id: str) -> None:
         """Forget a file."""
         with self.transaction() as session:
-            if (found := session.get(StoredFile, file_id)) is not None:
-                session.delete(found)
+            if (file := session.get(StoredFile, file_id)) is not None:
+                session.delete(file)
 
 
 def _engine(url: str) -> Engine:

@@ -53,10 +53,7 @@ class StoredJob(Table):
     """A job as it was asked for, and where it stands."""
 
     __tablename__ = "jobs"
-    __table_args__ = (
-        UniqueConstraint("tenant_id", "name"),
-        UniqueConstraint("tenant_id", "idempotency_key"),
-    )
+    __table_args__ = (UniqueConstraint("tenant_id", "name"), UniqueConstraint("tenant_id", "idempotency_key"))
     number: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
     """Jobs in the order they came."""
     id: Mapped[str] = mapped_column(String(40), unique=True)

@@ -54,8 +54,6 @@ class Tenants:
         self._transaction = transaction
         self._names: dict[str, str] = {}
 
-    # --- tenants ----------------------------------------------------------------------------------------------------------
-
     def find(self, name: str) -> Tenant | None:
         """The tenant of a name, where there is one."""
         with self._transaction() as session:
@@ -65,23 +63,21 @@ class Tenants:
         """The name of a tenant, which never changes; empty where there is none."""
         if tenant_id not in self._names:
             with self._transaction() as session:
-                found = session.get(Tenant, tenant_id)
-            if found is None:
+                tenant = session.get(Tenant, tenant_id)
+            if tenant is None:
                 return ""
-            self._names[tenant_id] = found.name
+            self._names[tenant_id] = tenant.name
         return self._names[tenant_id]
 
     def made(self, name: str) -> Tenant:
         """The tenant of a name, made where there is none."""
-        if (found := self.find(name)) is not None:
-            return found
+        if (tenant := self.find(name)) is not None:
+            return tenant
         # another may make it at the same time
         with contextlib.suppress(IntegrityError), self._transaction() as session:
             session.add(Tenant(id=new_id("tenant"), name=name))
         with self._transaction() as session:
             return session.scalars(select(Tenant).where(Tenant.name == name)).one()
-
-    # --- keys -------------------------------------------------------------------------------------------------------------
 
     def create_key(self, tenant: str, name: str, role: Role, expires: float | None = None) -> tuple[Key, str]:
         """A new key of a tenant, which is made where there is none, and the key's text, which is shown once."""

@@ -1,44 +1,25 @@
-"""Answers of the engine, as they come in and put together; and which version a model's name means."""
+"""Completions of the engine, as they come in and put together."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from motet.service.adapters.adapters import Adapters
-from motet.service.database.tenants import Principal
-from motet.service.engine.host_link import HostLink, chunk_of
-from motet.types import FinishReason
-
-REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "stop"}
+from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import Answer, Complete, PromptRead, Tokens
+from motet.types import Chunk, FinishReason
 
 
-class NoModelError(LookupError):
-    """There is no model of this name for whoever asks."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__(f"there is no model {model!r}; GET /v1/models lists them")
-
-
-def directory_of(base: str, adapters: Adapters, who: Principal, model: str) -> Path | None:
-    """The directory of the version that a model's name means; None for the base.
-
-    Raises:
-        NoModelError: there is none for the asker.
-    """
-    if model in (base, "base"):
+def finish_reason(chunk: Chunk) -> str | None:
+    """Why a completion ends, in the words of the `openai` package."""
+    if chunk.finish_reason is None:
         return None
-    found = adapters.find(who, model)
-    if found is None:
-        raise NoModelError(model)
-    return found.path
+    return "length" if chunk.finish_reason is FinishReason.LENGTH else "stop"
 
 
 @dataclass
-class Completed:
-    """One answer as it comes in."""
+class Completion:
+    """One completion as it comes in."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
@@ -48,67 +29,44 @@ class Completed:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """All answers to one prompt, in the order of their indices."""
+class Completions:
+    """All completions of one prompt, in the order of their indices."""
 
-    choices: list[Completed]
+    choices: list[Completion]
     prompt_tokens: int
     tokens: int
-    """Sampled, of all answers together."""
+    """Sampled, of all of them together."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Some tokens of one answer."""
-
-    index: int
-    text: str
-    tokens: list[str]
-    logprobs: list[float]
-    n_tokens: int
-    reason: str | None
-    """Why the answer ends, with its last piece."""
-
-
-async def begin(link: HostLink, question: Mapping[str, Any]) -> tuple[int, AsyncIterator[dict[str, Any]]]:
+async def stream(engine: EngineClient, question: Complete) -> tuple[int, AsyncIterator[Tokens]]:
     """Ask the engine: the prompt's tokens, and what comes after. A refusal comes here, before the first byte of a stream.
 
     Raises:
         EngineError, ConfigError: it cannot be answered, now or ever, and why.
     """
-    answer = link.answer(**question)
-    first = await anext(answer)
-    return int(first["prompt_tokens"]), answer
+    answers = engine.ask(question)
+    first = await anext(answers)
+    assert isinstance(first, PromptRead)
+    return first.tokens, _tokens(answers)
 
 
-async def pieces(answer: AsyncIterator[dict[str, Any]]) -> AsyncIterator[Piece]:
-    """Answers as their tokens come in."""
-    async for message in answer:
-        if (chunk := chunk_of(message)) is not None:
-            reason = None if chunk.finish_reason is None else REASONS.get(chunk.finish_reason, "stop")
-            logprobs = [float(one) for one in message["chunk"]["logprobs"]]
-            yield Piece(chunk.index, chunk.text, message["texts"], logprobs, len(chunk.token_ids), reason)
+async def _tokens(answers: AsyncIterator[Answer]) -> AsyncIterator[Tokens]:
+    async for answer in answers:
+        if isinstance(answer, Tokens):
+            yield answer
 
 
-async def whole(link: HostLink, question: Mapping[str, Any]) -> Answered:
-    """Ask the engine and wait for all of it.
-
-    Raises:
-        EngineError, ConfigError: it cannot be answered, now or ever, and why.
-    """
-    prompt_tokens, answer = await begin(link, question)
-    choices: dict[int, Completed] = {}
-    tokens = 0
-    async for piece in pieces(answer):
-        choice = choices.setdefault(piece.index, Completed())
-        choice.text += piece.text
-        choice.tokens += piece.tokens
-        choice.logprobs += piece.logprobs
-        choice.reason = piece.reason or choice.reason
-        tokens += piece.n_tokens
-    return Answered([choices[index] for index in sorted(choices)], prompt_tokens, tokens)
-
-
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Tokens, as answers tell them."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+async def whole(engine: EngineClient, question: Complete) -> Completions:
+    """Ask the engine and wait for all of it; raises as `stream` does."""
+    prompt_tokens, answers = await stream(engine, question)
+    choices: dict[int, Completion] = {}
+    n_tokens = 0
+    async for tokens in answers:
+        chunk = tokens.chunk
+        choice = choices.setdefault(chunk.index, Completion())
+        choice.text += chunk.text
+        choice.tokens += tokens.texts
+        choice.logprobs += chunk.logprobs.tolist()
+        choice.reason = finish_reason(chunk) or choice.reason
+        n_tokens += len(chunk.token_ids)
+    return Completions([choices[index] for index in sorted(choices)], prompt_tokens, n_tokens)

@@ -37,20 +37,12 @@ class Bodies:
         self,
         app: ASGIApp,
         uploads: Mapping[str, float],
-        told: Callable[[int, str], Response],
-        known: Callable[[Request], bool],
-        leaving: Callable[[], bool],
+        refusal: Callable[[int, str], Response],
+        allowed: Callable[[Request], bool],
+        stopping: Callable[[], bool],
     ) -> None:
-        """Nothing is read yet.
-
-        Args:
-            app: what answers.
-            uploads: the limit in MB of each path that takes files.
-            told: makes an answer of a status and a message.
-            known: whether a request brings a good key, or needs none.
-            leaving: whether the service stops.
-        """
-        self._app, self._told, self._known, self._leaving = app, told, known, leaving
+        """`uploads` is the limit in MB of each path that takes files; `refusal` makes an answer of a status and a message."""
+        self._app, self._refusal, self._allowed, self._stopping = app, refusal, allowed, stopping
         self._limits = {path: int(limit * 2**20) + _AROUND for path, limit in uploads.items()}
         self._words = {
             path: f"this is larger than {limit:g} MB, the limit of this service" for path, limit in uploads.items()
@@ -62,7 +54,7 @@ class Bodies:
             await self._app(scope, receive, send)
             return
         if "\0" in scope["path"] or b"%00" in scope["query_string"] or b"\0" in scope["query_string"]:
-            await self._told(422, "the address has a NUL character; take it out")(scope, receive, send)
+            await self._refusal(422, "the address has a NUL character; take it out")(scope, receive, send)
             return
         path = scope["path"].rstrip("/")
         limit = self._limits.get(path) or _limit(path)
@@ -70,19 +62,19 @@ class Bodies:
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
-            await self._told(413, words)(scope, receive, send)
+            await self._refusal(413, words)(scope, receive, send)
             await _drain(receive, limit)
             return
         large = int(length) > MOST_OF_NOBODY if length.isdigit() else b"transfer-encoding" in headers
         uploads = path in self._limits and scope["method"] == "POST"
-        if (uploads or large) and not await asyncio.to_thread(self._known, Request(scope)):
-            await self._told(401, "give an API key that is good: Authorization: Bearer mk-…")(scope, receive, send)
+        if (uploads or large) and not await asyncio.to_thread(self._allowed, Request(scope)):
+            await self._refusal(401, "give an API key that is good: Authorization: Bearer mk-…")(scope, receive, send)
             await _drain(receive, MOST)
             return
         try:
             await self._app(scope, _bounded(receive, limit, words), send)
         except asyncio.CancelledError:  # the server gives up whoever is stuck
-            if not self._leaving():
+            if not self._stopping():
                 raise
 
 

@@ -17,13 +17,13 @@ from sqlalchemy.exc import IntegrityError
 from motet.config import DataConfig, JobConfig
 from motet.errors import ConfigError, DataError, GraderError
 from motet.jobfile import merge
+from motet.service.adapters.adapters import Adapters, NoModelError
 from motet.service.database.store import Store
 from motet.service.database.tables import Event, FineTuning, StoredFile, StoredJob
 from motet.service.database.tenants import Principal
-from motet.service.desk import Desk
-from motet.service.engine.answers import NoModelError, directory_of
-from motet.service.http.asking import Refusal
+from motet.service.errors import Refusal
 from motet.service.schemas.fine_tuning import FineTuningRequest, Reinforcement
+from motet.service.storage import Storage
 from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import Grader, columns, judges, parse
 from motet.tasks.problems import Problems
@@ -43,39 +43,152 @@ class Rows:
     problems: Problems
 
 
-def job_of(desk: Desk, who: Principal, asked: FineTuningRequest) -> dict[str, Any]:
-    """The job that a request means, as it would stand in a job file.
+class FineTunings:
+    """Jobs made through the fine-tuning routes."""
 
-    Raises:
-        Refusal: what of it is wrong or not supported, and which field.
-    """
-    method = _method(asked)
-    grader = checked_grader(desk, who, method.grader, GRADER)
-    training = _rows(desk, who, asked.training_file, "training_file", grader)
-    validation = None
-    if asked.validation_file is not None:
-        validation = _rows(desk, who, asked.validation_file, "validation_file", grader)
-    held_out = {problem.messages for problem in (validation.problems if validation else ())}
-    rows = sum(problem.messages not in held_out for problem in training.problems)
-    if rows == 0:
-        raise Refusal(
-            400,
-            "validation_file: all rows of training_file stand in it too, and none is left to train on",
-            "validation_file",
-        )
-    tree: dict[str, Any] = {
-        "name": f"{asked.suffix or 'ft'}-{secrets.token_hex(4)}",
-        "data": {
-            "source": training.file.id,
-            "prompt": "messages",
-            "holdout": 0 if validation is None else validation.file.rows,
-            **({} if validation is None else {"eval_source": validation.file.id}),
-        },
-        "reward": {"name": "judge" if judges(grader) else "grader", "args": method.grader},
-        "adapter": _start(desk, who, asked.model),
-        **({} if asked.seed is None else {"seed": asked.seed}),
-    }
-    return _with_own(merge(tree, _hyperparameters(method, rows)), asked.motet or {})
+    def __init__(self, store: Store, storage: Storage, adapters: Adapters) -> None:
+        self._store, self._storage, self._adapters = store, storage, adapters
+
+    def job_of(self, who: Principal, asked: FineTuningRequest) -> dict[str, Any]:
+        """The job that a request means, as it would stand in a job file.
+
+        Raises:
+            Refusal: what of it is wrong or not supported, and which field.
+        """
+        method = _method(asked)
+        grader = self.checked_grader(who, method.grader, GRADER)
+        training = self._rows(who, asked.training_file, "training_file", grader)
+        validation = None
+        if asked.validation_file is not None:
+            validation = self._rows(who, asked.validation_file, "validation_file", grader)
+        held_out = {problem.messages for problem in (validation.problems if validation else ())}
+        rows = sum(problem.messages not in held_out for problem in training.problems)
+        if rows == 0:
+            raise Refusal(
+                400,
+                "validation_file: all rows of training_file stand in it too, and none is left to train on",
+                "validation_file",
+            )
+        tree: dict[str, Any] = {
+            "name": f"{asked.suffix or 'ft'}-{secrets.token_hex(4)}",
+            "data": {
+                "source": training.file.id,
+                "prompt": "messages",
+                "holdout": 0 if validation is None else validation.file.rows,
+                **({} if validation is None else {"eval_source": validation.file.id}),
+            },
+            "reward": {"name": "judge" if judges(grader) else "grader", "args": method.grader},
+            "adapter": self._start(who, asked.model),
+            **({} if asked.seed is None else {"seed": asked.seed}),
+        }
+        return _with_own(merge(tree, _hyperparameters(method, rows)), asked.motet or {})
+
+    def checked_grader(self, who: Principal, spec: Mapping[str, Any], where: str = "grader") -> Grader:
+        """A grader that can be run here.
+
+        Raises:
+            Refusal: what of it cannot be had, and which field.
+        """
+        try:
+            grader = parse(spec, where)
+            for judge in judges(grader):
+                self._adapters.of_model(who, judge.model)
+        except GraderError as error:
+            raise Refusal(400, str(error), error.where) from error
+        except NoModelError as error:
+            raise Refusal(400, f"{where}.model: {error}", f"{where}.model") from error
+        return grader
+
+    def _rows(self, who: Principal, file_id: str, field: str, grader: Grader) -> Rows:
+        """A file whose every row can be used, with the columns that the grader reads."""
+        file = self._store.file(who, file_id)
+        if file is None:
+            raise Refusal(400, f"{field}: there is no file {file_id!r}; upload it first", field)
+        path = self._storage.upload(file.id, file.filename)
+        try:
+            problems = load_dataset(DataConfig(source=str(path), prompt="messages", holdout=0), OF_A_JOB).train
+        except DataError as error:
+            raise Refusal(400, f"{field}: {str(error).replace(str(path), file.filename)}", field) from error
+        read = columns(grader)
+        for problem in problems:
+            if missing := read - {*problem.metadata, "messages"}:
+                there = ", ".join(problem.metadata) or "none besides messages"
+                raise Refusal(
+                    400,
+                    f"{field}: {file.filename} row {problem.id + 1} has no column {min(missing)!r}, which the grader reads; "
+                    f"its columns: {there}",
+                    field,
+                )
+        return Rows(file, problems)
+
+    def _start(self, who: Principal, model: str) -> dict[str, Any]:
+        """The adapter's shape: that of the version to go on from, or the usual one over the base."""
+        if model in (self._adapters.base, "base"):
+            return {}
+        named = self._adapters.named(who, model)
+        if named is None or self._adapters.resolve(named) is None:
+            raise Refusal(
+                400,
+                f"model: {model!r} cannot be trained here: name the base, {self._adapters.base!r}, or a version of an adapter, "
+                "as job@best",
+                "model",
+            )
+        if isinstance(named.thing, StoredJob):
+            shape: Mapping[str, Any] = named.thing.spec["adapter"]
+        else:
+            shape = {name: getattr(named.thing, name) for name in ("rank", "alpha", "target_modules")}
+        return {**{name: shape[name] for name in ("rank", "alpha", "target_modules")}, "init": model}
+
+    def keep(self, job_id: str, request: Mapping[str, Any]) -> None:
+        """Remember what a job was asked for as; nothing happens where that is known."""
+        try:
+            with self._store.transaction() as session:
+                session.add(FineTuning(job_id=job_id, request=dict(request)))
+        except IntegrityError:  # the same request again
+            return
+
+    def find(self, who: Principal, job_id: str) -> tuple[StoredJob, FineTuning] | None:
+        """One of the asker's jobs that was made here."""
+        job = self._store.job(who, job_id)
+        if job is None:
+            return None
+        with self._store.transaction() as session:
+            made = session.get(FineTuning, job.id)
+        return None if made is None else (job, made)
+
+    def page(
+        self, who: Principal, after: str | None, limit: int, metadata: Mapping[str, str] | None
+    ) -> list[tuple[StoredJob, FineTuning]]:
+        """Jobs that were made here, newest first, after the job of an id, that have these values in their `metadata`."""
+        query = select(StoredJob, FineTuning).join(FineTuning, FineTuning.job_id == StoredJob.id)
+        query = query.order_by(StoredJob.number.desc())
+        if not who.admin:
+            query = query.where(StoredJob.tenant_id == who.tenant_id)
+        last = None if after is None else self._store.job(who, after)
+        if after is not None and last is None:
+            raise Refusal(400, f"after: there is no job {after!r}", "after")
+        before = None if last is None else last.number
+        matching: list[tuple[StoredJob, FineTuning]] = []
+        while True:
+            with self._store.transaction() as session:
+                rows = session.execute(
+                    (query if before is None else query.where(StoredJob.number < before)).limit(_CHUNK)
+                )
+                chunk = [(job, made) for job, made in rows]
+            for job, made in chunk:
+                if (metadata or {}).items() <= (made.request.get("metadata") or {}).items():
+                    matching.append((job, made))
+                    if len(matching) == limit:
+                        return matching
+            if len(chunk) < _CHUNK:
+                return matching
+            before = chunk[-1][0].number
+
+    def events(self, job_id: str, before: int | None, limit: int) -> list[Event]:
+        """What happened to a job, newest first, before an event, at most `limit`."""
+        query = select(Event).where(Event.job_id == job_id).order_by(Event.id.desc()).limit(limit)
+        with self._store.transaction() as session:
+            return list(session.scalars(query if before is None else query.where(Event.id < before)))
 
 
 def _method(asked: FineTuningRequest) -> Reinforcement:
@@ -100,71 +213,12 @@ def _method(asked: FineTuningRequest) -> Reinforcement:
     return asked.method.reinforcement
 
 
-def checked_grader(desk: Desk, who: Principal, spec: Mapping[str, Any], where: str = "grader") -> Grader:
-    """A grader that can be run here.
-
-    Raises:
-        Refusal: what of it cannot be had, and which field.
-    """
-    try:
-        grader = parse(spec, where)
-        for judge in judges(grader):
-            directory_of(desk.settings.base, desk.adapters, who, judge.model)
-    except GraderError as error:
-        raise Refusal(400, str(error), error.where) from error
-    except NoModelError as error:
-        raise Refusal(400, f"{where}.model: {error}", f"{where}.model") from error
-    return grader
-
-
-def _rows(desk: Desk, who: Principal, file_id: str, field: str, grader: Grader) -> Rows:
-    """A file whose every row can be used, with the columns that the grader reads."""
-    file = desk.store.file(who, file_id)
-    if file is None:
-        raise Refusal(400, f"{field}: there is no file {file_id!r}; upload it first", field)
-    path = desk.file_path(file.id, file.filename)
-    try:
-        problems = load_dataset(DataConfig(source=str(path), prompt="messages", holdout=0), OF_A_JOB).train
-    except DataError as error:
-        raise Refusal(400, f"{field}: {str(error).replace(str(path), file.filename)}", field) from error
-    read = columns(grader)
-    for problem in problems:
-        if missing := read - {*problem.metadata, "messages"}:
-            there = ", ".join(problem.metadata) or "none besides messages"
-            raise Refusal(
-                400,
-                f"{field}: {file.filename} row {problem.id + 1} has no column {min(missing)!r}, which the grader reads; its "
-                f"columns: {there}",
-                field,
-            )
-    return Rows(file, problems)
-
-
-def _start(desk: Desk, who: Principal, model: str) -> dict[str, Any]:
-    """The adapter's shape: that of the version to go on from, or the usual one over the base."""
-    if model in (desk.settings.base, "base"):
-        return {}
-    named = desk.adapters.named(who, model)
-    if named is None or desk.adapters.directory_of(named) is None:
-        raise Refusal(
-            400,
-            f"model: {model!r} cannot be trained here: name the base, {desk.settings.base!r}, or a version of an adapter, as "
-            "job@best",
-            "model",
-        )
-    if isinstance(named.thing, StoredJob):
-        shape: Mapping[str, Any] = named.thing.spec["adapter"]
-    else:
-        shape = {name: getattr(named.thing, name) for name in ("rank", "alpha", "target_modules")}
-    return {**{name: shape[name] for name in ("rank", "alpha", "target_modules")}, "init": model}
-
-
 def _hyperparameters(method: Reinforcement, rows: int) -> dict[str, Any]:
     given = method.hyperparameters
     if given is None:
         return {}
     batch = given.batch_size or JobConfig.model_fields["algorithm"].default.groups_per_step
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "steps": None if given.n_epochs is None else math.ceil(given.n_epochs * rows / batch),
         "algorithm": {
             "groups_per_step": given.batch_size,
@@ -173,7 +227,7 @@ def _hyperparameters(method: Reinforcement, rows: int) -> dict[str, Any]:
         "optimizer": {"lr_multiplier": given.learning_rate_multiplier},
         "eval": {"every": given.eval_interval, "n": given.eval_samples},
     }
-    return dict(_set(found))
+    return dict(_set(fields))
 
 
 def _set(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -192,67 +246,3 @@ def _with_own(tree: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         return merge(tree, own)
     except (ConfigError, TypeError, AttributeError) as error:
         raise Refusal(400, f"motet: {error}", "motet") from error
-
-
-# --- what is remembered -------------------------------------------------------------------------------------------------------
-
-
-def keep(store: Store, job_id: str, request: Mapping[str, Any]) -> None:
-    """Remember what a job was asked for as; nothing happens where that is known."""
-    try:
-        with store.transaction() as session:
-            session.add(FineTuning(job_id=job_id, request=dict(request)))
-    except IntegrityError:  # the same request again
-        return
-
-
-def find(store: Store, who: Principal, job_id: str) -> tuple[StoredJob, FineTuning] | None:
-    """One of the asker's jobs that was made here."""
-    job = store.job(who, job_id)
-    if job is None:
-        return None
-    with store.transaction() as session:
-        made = session.get(FineTuning, job.id)
-    return None if made is None else (job, made)
-
-
-def page(
-    store: Store, who: Principal, after: str | None, limit: int, metadata: Mapping[str, str] | None
-) -> list[tuple[StoredJob, FineTuning]]:
-    """Jobs that were made here, newest first, at most `limit`.
-
-    Args:
-        store: where they are.
-        who: whose they are; an admin sees all.
-        after: the last job's id of the page before.
-        limit: how many.
-        metadata: only jobs with these values; None is any.
-    """
-    query = select(StoredJob, FineTuning).join(FineTuning, FineTuning.job_id == StoredJob.id)
-    query = query.order_by(StoredJob.number.desc())
-    if not who.admin:
-        query = query.where(StoredJob.tenant_id == who.tenant_id)
-    last = None if after is None else store.job(who, after)
-    if after is not None and last is None:
-        raise Refusal(400, f"after: there is no job {after!r}", "after")
-    before = None if last is None else last.number
-    found: list[tuple[StoredJob, FineTuning]] = []
-    while True:
-        with store.transaction() as session:
-            rows = session.execute((query if before is None else query.where(StoredJob.number < before)).limit(_CHUNK))
-            chunk = [(job, made) for job, made in rows]
-        for job, made in chunk:
-            if (metadata or {}).items() <= (made.request.get("metadata") or {}).items():
-                found.append((job, made))
-                if len(found) == limit:
-                    return found
-        if len(chunk) < _CHUNK:
-            return found
-        before = chunk[-1][0].number
-
-
-def events(store: Store, job_id: str, before: int | None, limit: int) -> list[Event]:
-    """What happened to a job, newest first, before an event, at most `limit`."""
-    query = select(Event).where(Event.job_id == job_id).order_by(Event.id.desc()).limit(limit)
-    with store.transaction() as session:
-        return list(session.scalars(query if before is None else query.where(Event.id < before)))

@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from motet.config import RewardConfig
 from motet.errors import ConfigError, EngineError, RewardError
-from motet.service.adapters.adapters import Adapters
+from motet.service.adapters.adapters import Adapters, NoModelError
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
-from motet.service.engine.answers import NoModelError, directory_of
-from motet.service.engine.host_link import HostLink
+from motet.service.engine.client import EngineClient
 from motet.service.rewards import judging
 from motet.tasks.graders import combined, item_of
 from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, ScoreModel, Single, parse
@@ -50,8 +49,8 @@ class Graded:
 class Grading:
     """Grader processes of a service. Lives in its event loop."""
 
-    def __init__(self, link: HostLink, base: str, adapters: Adapters) -> None:
-        self._link, self._base, self._adapters = link, base, adapters
+    def __init__(self, engine: EngineClient, adapters: Adapters) -> None:
+        self._engine, self._adapters = engine, adapters
         self._pool = RewardPool(_PROCESSES, walls=Walls(required=True))
         self._lanes: OrderedDict[str, int] = OrderedDict()  # how many use each now
         self._opening = asyncio.Lock()
@@ -66,24 +65,24 @@ class Grading:
     ) -> list[Graded]:
         """Score the answers to one row, in their order. What goes wrong is in the result."""
         parts: Mapping[str, Single] = grader.graders if isinstance(grader, Multi) else {grader.name: grader}
-        found = [Graded() for _ in outputs]
-        await asyncio.gather(*(self._part(who, name, part, item, outputs, found) for name, part in parts.items()))
-        for one in found:
+        graded = [Graded() for _ in outputs]
+        await asyncio.gather(*(self._part(who, name, part, item, outputs, graded) for name, part in parts.items()))
+        for one in graded:
             if any(fault != "sample" for fault in one.faults):
                 continue
             try:
                 one.reward = combined(grader, one.parts) if isinstance(grader, Multi) else one.parts[grader.name]
             except ValueError as error:
                 one.faults["formula"] = str(error)
-        return found
+        return graded
 
     async def scores(
         self, job: StoredJob, spec: Mapping[str, Any], problem: Mapping[str, Any], outputs: Sequence[str]
     ) -> list[Score]:
         """What a grader gives the answers of a job to a problem (as plain values); a reason where it gives nothing."""
         who = Principal.member_of(job.tenant_id)
-        found = await self.grade(who, parse(spec), item_of(problem_of(problem)), outputs)
-        return [one.reward if one.reward is not None else _reason(one) for one in found]
+        graded = await self.grade(who, parse(spec), item_of(problem_of(problem)), outputs)
+        return [one.reward if one.reward is not None else _reason(one) for one in graded]
 
     async def _part(
         self,
@@ -92,11 +91,11 @@ class Grading:
         part: Single,
         item: Mapping[str, Any],
         outputs: Sequence[str],
-        found: Sequence[Graded],
+        graded: Sequence[Graded],
     ) -> None:
-        """Put one grader's scores, or why there are none, into what was found."""
+        """Put one grader's scores, or why there are none, into `graded`."""
         fillable = []
-        for output, one in zip(outputs, found, strict=True):
+        for output, one in zip(outputs, graded, strict=True):
             try:
                 for _, text in part.templates():
                     fill(text, item, output)
@@ -145,20 +144,20 @@ class Grading:
         self._lanes.move_to_end(spec)
 
     async def _judged(
-        self, who: Principal, name: str, judge: Judge, item: Mapping[str, Any], output: str, found: Graded
+        self, who: Principal, name: str, judge: Judge, item: Mapping[str, Any], output: str, graded: Graded
     ) -> None:
         try:
-            directory = await asyncio.to_thread(directory_of, self._base, self._adapters, who, judge.model)
-            found.parts[name], tokens = await judging.ask(self._link, who.tenant_id, directory, judge, item, output)
-            found.tokens[judge.model] = found.tokens.get(judge.model, 0) + tokens
+            directory = await asyncio.to_thread(self._adapters.of_model, who, judge.model)
+            graded.parts[name], tokens = await judging.ask(self._engine, who.tenant_id, directory, judge, item, output)
+            graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
         except judging.VerdictError as error:
-            found.faults["parse"] = str(error)
+            graded.faults["parse"] = str(error)
         except UnfilledError as error:  # each message could be filled, but together they are too long
-            found.faults["variable"] = str(error)
+            graded.faults["variable"] = str(error)
         except (ConfigError, EngineError, NoModelError) as error:
-            found.faults["server"] = str(error)
+            graded.faults["server"] = str(error)
 
 
 def _reason(graded: Graded) -> Score:
-    told = "; ".join(graded.faults.values())
-    return Chance(told) if "server" in graded.faults else told
+    reason = "; ".join(graded.faults.values())
+    return Chance(reason) if "server" in graded.faults else reason

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from motet.service.engine.answers import whole
-from motet.service.engine.host_link import HostLink
+from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import Complete
 from motet.tasks.graders.shapes import Judge, JudgeSampling, LabelModel, ScoreModel
 from motet.tasks.graders.template import MOST_FILLED, UnfilledError, fill
 from motet.tasks.rewards import last_number
+from motet.types import SamplingParams
 
 _RESULT = re.compile(r'"result"\s*:\s*"?(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')
 _MAX_TOKENS = 512
@@ -24,7 +26,7 @@ class VerdictError(ValueError):
 
 
 async def ask(
-    link: HostLink, tenant: str, directory: Path | None, judge: Judge, item: Mapping[str, Any], output: str
+    engine: EngineClient, tenant: str, directory: Path | None, judge: Judge, item: Mapping[str, Any], output: str
 ) -> tuple[float, int]:
     """The score of an answer by the judge whose adapter is in `directory` (None: the base), and the tokens that it took.
 
@@ -38,23 +40,16 @@ async def ask(
     messages = prompt(judge, item, output)
     sampling = judge.sampling_params or JudgeSampling()
     seed = zlib.crc32(repr(messages).encode()) if sampling.seed is None else sampling.seed
-    answered = await whole(
-        link,
-        {
-            "tenant": tenant,
-            "adapter": None if directory is None else str(directory),
-            "messages": messages,
-            "n": 1,
-            "seed": seed,
-            "stream": False,
-            "logprobs": False,
-            "sampling": {
-                "temperature": sampling.temperature or 0.0,
-                "top_p": sampling.top_p or 1.0,
-                "max_tokens": sampling.max_tokens or _MAX_TOKENS,
-            },
-        },
+    params = SamplingParams(
+        temperature=sampling.temperature or 0.0,
+        top_p=sampling.top_p or 1.0,
+        max_tokens=sampling.max_tokens or _MAX_TOKENS,
     )
+    adapter = None if directory is None else str(directory)
+    question = Complete(
+        tenant, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params, messages=messages
+    )
+    answered = await whole(engine, question)
     return verdict(judge, answered.choices[0].text), answered.prompt_tokens + answered.tokens
 
 
@@ -65,10 +60,7 @@ def prompt(judge: Judge, item: Mapping[str, Any], output: str) -> list[dict[str,
         UnfilledError: a variable has no value, or the messages are too long together.
     """
     messages = [
-        {
-            "role": "system" if one.role == "developer" else one.role,
-            "content": fill(one.content, item, output),
-        }
+        {"role": "system" if one.role == "developer" else one.role, "content": fill(one.content, item, output)}
         for one in judge.input
     ]
     if (size := sum(len(one["content"]) for one in messages)) > MOST_FILLED:

@@ -43,20 +43,13 @@ class ScoringUnits:
         self._store = store
 
     def ask(self, job_id: str, key: str, step: int, work: Mapping[str, Any]) -> list[Any] | None:
-        """Scores of a piece of work where they are known; else it waits for a worker from now on.
-
-        Args:
-            job_id: whose rollouts they are.
-            key: `key_of(work)`.
-            step: steps that the job has done.
-            work: `reward`, `problem`, `completions`.
-        """
+        """Scores of a piece of work where they are known; else it waits for a worker. `step`: steps that the job has done."""
         with self._store.transaction() as session:
-            found = session.execute(
+            row = session.execute(
                 select(ScoringUnit.scores).where(ScoringUnit.job_id == job_id, ScoringUnit.key == key)
             ).first()
-        if found is not None:
-            return None if found.scores is None else list(found.scores)
+        if row is not None:
+            return None if row.scores is None else list(row.scores)
         unit = ScoringUnit(job_id=job_id, key=key, step=step, work=dict(work), completions=len(work["completions"]))
         try:
             with self._store.transaction() as session:
@@ -84,8 +77,8 @@ class ScoringUnits:
                 .values(worker=worker, lease=lease, leased_until=until, handed_out=ScoringUnit.handed_out + 1)
                 .execution_options(synchronize_session=False)
             )
-            found = session.scalars(select(ScoringUnit).where(ScoringUnit.lease == lease).order_by(ScoringUnit.id))
-            return [Leased(unit.key, unit.work or {}, unit.handed_out) for unit in found]
+            units = session.scalars(select(ScoringUnit).where(ScoringUnit.lease == lease).order_by(ScoringUnit.id))
+            return [Leased(unit.key, unit.work or {}, unit.handed_out) for unit in units]
 
     def give_back(self, job_id: str, worker: str) -> None:
         """End a worker's leases, so that others can have them at once."""

@@ -7,7 +7,6 @@ an end, and the job says so; a job that is asked to pause meanwhile rests at onc
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from motet.config import JobConfig, RewardConfig
 from motet.errors import ScorerAway
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
+from motet.service.events import EventBus, within
 from motet.service.rewards.units import Leased, ScoringUnits, key_of
 from motet.tasks.reward_elsewhere import Score, from_wire
 from motet.types import JobState
@@ -30,20 +30,16 @@ _LEASES_END_SECONDS = 5.0  # how soon it is noticed, at the latest, that somebod
 class RewardWorkers:
     """What waits for workers, of all jobs. Lives in one event loop."""
 
-    def __init__(self, store: Store, lease_seconds: float) -> None:
+    def __init__(self, store: Store, bus: EventBus, lease_seconds: float) -> None:
         """`lease_seconds`: how long a worker that says nothing more keeps what it was handed."""
         self.lease_seconds = lease_seconds
-        self._store, self.units = store, ScoringUnits(store)
+        self._store, self._bus, self.units = store, bus, ScoringUnits(store)
         self._waiting: defaultdict[str, dict[str, list[asyncio.Future[list[Any]]]]] = defaultdict(dict)
-        self._news: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._seen: defaultdict[str, dict[str, float]] = defaultdict(dict)
         self._pruned: dict[str, int] = {}
         self._resting: set[str] = set()
-        self._closing = self._leaving = False
+        self._closing = False
         self._looking: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    # --- the engine's side --------------------------------------------------------------------------------------------------
 
     async def ask(
         self, job: StoredJob, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
@@ -65,7 +61,7 @@ class RewardWorkers:
             await self._prune(job)
             known = await asyncio.to_thread(self.units.ask, job.id, key, job.step, work)
             if known is None:
-                self._tell(job.id)
+                self._bus.publish(_topic(job.id))
                 known = await answer
             return from_wire(known, len(completions))
         finally:
@@ -77,7 +73,7 @@ class RewardWorkers:
                 self._resting.discard(job.id)
 
     def rest(self, job_id: str, wanted: bool) -> None:
-        """Hear whether a job is to rest as soon as nobody scores for it."""
+        """Let a job rest as soon as nobody scores for it, or no longer."""
         if wanted and job_id in self._waiting:
             self._resting.add(job_id)
         else:
@@ -104,40 +100,27 @@ class RewardWorkers:
         return len(seen)
 
     def ended(self, job_id: str) -> None:
-        """Forget what was asked for a job that has ended; those that wait for work hear of it. From any thread."""
+        """Forget what was asked for a job that has ended; those that wait for work are woken. From any thread."""
         self.units.forget(job_id)
         self._pruned.pop(job_id, None)
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._tell, job_id)
-
-    # --- the workers' side --------------------------------------------------------------------------------------------------
+        self._bus.publish(_topic(job_id))
 
     async def lease(
         self, job_id: str, worker: str, most: int, seconds: float, gone: Callable[[], Awaitable[bool]]
     ) -> list[Leased]:
-        """Work for a worker, or nothing when none comes in some time; what it holds is renewed.
-
-        Args:
-            job_id: the job.
-            worker: the worker's own name for itself.
-            most: how many units it can take; 0 only renews.
-            seconds: how long to wait for the first.
-            gone: whether whoever asked has hung up.
-        """
-        deadline, self._loop = time.monotonic() + seconds, asyncio.get_running_loop()
+        """Work for a worker, or nothing when none comes in some seconds; what it holds is renewed. `gone`: it has hung up."""
+        deadline = time.monotonic() + seconds
         while True:
             self._seen[job_id][worker] = time.monotonic()
-            news = self._news[job_id]
+            more = self._bus.next(_topic(job_id))
             if await gone():  # what is handed to nobody would lie until its lease ends
                 self._seen[job_id].pop(worker, None)
                 return []
-            found = await asyncio.to_thread(self.units.lease, job_id, worker, most, self.lease_seconds)
+            leased = await asyncio.to_thread(self.units.lease, job_id, worker, most, self.lease_seconds)
             left = deadline - time.monotonic()
-            if found or most < 1 or left <= 0 or self._leaving or (await self.state(job_id)).final:
-                return found
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left, _LEASES_END_SECONDS, self.lease_seconds / 2)):
-                    await news.wait()
+            if leased or most < 1 or left <= 0 or self._bus.closed or (await self.state(job_id)).final:
+                return leased
+            await within(more, min(left, _LEASES_END_SECONDS, self.lease_seconds / 2))
 
     async def state(self, job_id: str) -> JobState:
         """Where a job stands; one that is gone was cancelled."""
@@ -152,7 +135,7 @@ class RewardWorkers:
         """A worker that goes: others can have what it held at once."""
         self._seen[job_id].pop(worker, None)
         await asyncio.to_thread(self.units.give_back, job_id, worker)
-        self._tell(job_id)
+        self._bus.publish(_topic(job_id))
 
     async def settle(self, job_id: str, results: Mapping[str, Sequence[Any]]) -> list[str]:
         """Keep scores by the key of their unit, and pass them on; the keys of those that were the first for theirs."""
@@ -164,11 +147,6 @@ class RewardWorkers:
                     if not answer.done():
                         answer.set_result(list(scores))
         return counted
-
-    # --- rest ---------------------------------------------------------------------------------------------------------------
-
-    def _tell(self, job_id: str) -> None:
-        self._news.pop(job_id, asyncio.Event()).set()
 
     async def _look(self) -> None:
         """Let jobs rest that are to pause and for which nobody scores."""
@@ -183,12 +161,6 @@ class RewardWorkers:
                 if not answer.done():
                     answer.set_exception(ScorerAway("nobody scores, and the job is to rest"))
 
-    def hush(self) -> None:
-        """Let workers go that wait for work."""
-        self._leaving = True
-        for job_id in list(self._news):
-            self._tell(job_id)
-
     def close(self) -> None:
         """Let every job that waits rest; the next start asks again."""
         self._closing = True
@@ -196,4 +168,8 @@ class RewardWorkers:
             self._looking.cancel()
         for job_id in list(self._waiting):
             self._send_away(job_id)
-        self.hush()
+
+
+def _topic(job_id: str) -> str:
+    """Of work for the reward workers of a job."""
+    return f"scoring {job_id}"

@@ -7,18 +7,30 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated
 
 from fastapi import APIRouter, Query, UploadFile
 from fastapi import File as FormFile
 from fastapi.responses import Response, StreamingResponse
 
 from motet.errors import DataError
+from motet.service.adapters.adapters import Adapters as AdaptersPart
 from motet.service.adapters.archive import pack_into, unpack_apart
 from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
-from motet.service.desk import Desk
-from motet.service.http.asking import Asker, AtDesk, NamedJob, Refusal
+from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import Examine, Examined, Unfit
+from motet.service.errors import Refusal
+from motet.service.http.depends import (
+    AdaptersDep,
+    Asker,
+    EngineDep,
+    NamedJob,
+    QuotasDep,
+    SettingsDep,
+    StorageDep,
+    StoreDep,
+)
 from motet.service.schemas import Version, Versions
 from motet.service.schemas.adapters import Adapter, Adapters
 from motet.types import ADAPTER_FILES
@@ -29,9 +41,9 @@ _PIECE = 2**20
 
 
 @router.get("/jobs/{job}/versions")
-def list_versions(desk: AtDesk, job: NamedJob) -> Versions:
+def list_versions(storage: StorageDep, job: NamedJob) -> Versions:
     """The versions that are kept."""
-    directory, best, latest = desk.directory(job.id), desk.version(job, "best"), desk.version(job, "latest")
+    directory, best, latest = storage.job(job.id), storage.version(job.id, "best"), storage.version(job.id, "latest")
     return Versions(
         data=[
             Version(
@@ -47,19 +59,23 @@ def list_versions(desk: AtDesk, job: NamedJob) -> Versions:
 
 
 @router.get("/jobs/{job}/versions/{version}/download", response_class=Response)
-def download_version(desk: AtDesk, job: NamedJob, version: str) -> Response:
+def download_version(storage: StorageDep, job: NamedJob, version: str) -> Response:
     """A version (a number, `best` or `latest`) as a .tar.gz of a PEFT directory."""
-    found = desk.version(job, version)
-    if found is None:
-        kept = ", ".join(map(str, desk.directory(job.id).versions())) or "none yet"
+    saved = storage.version(job.id, version)
+    if saved is None:
+        kept = ", ".join(map(str, storage.job(job.id).versions())) or "none yet"
         raise Refusal(404, f"version {version!r} of job {job.name!r} is not there; kept are {kept}")
-    return _packed(desk, found[1], f"{job.name}-v{found[0]}")
+    return _packed(storage.directory, saved[1], f"{job.name}-v{saved[0]}")
 
 
 @router.post("/adapters", status_code=201)
 async def upload(
     who: Asker,
-    desk: AtDesk,
+    settings: SettingsDep,
+    store: StoreDep,
+    adapters: AdaptersDep,
+    quotas: QuotasDep,
+    engine: EngineDep,
     file: Annotated[UploadFile, FormFile(description="A .tar.gz or .zip of a PEFT directory.")],
     name: Annotated[
         str | None, Query(pattern=NAME, description="Unique among the tenant's adapters and jobs; the id without one.")
@@ -67,64 +83,64 @@ async def upload(
 ) -> Adapter:
     """Upload an adapter to start jobs from and to talk to. It is checked against the base before it is taken."""
     adapter_id = new_id("adapter")
-    directory = desk.adapters.path(adapter_id)
+    directory = adapters.path(adapter_id)
     directory.mkdir(parents=True)
     try:
-        size = await _unpacked(desk, file, directory)
-        await asyncio.to_thread(desk.limits.room, who.tenant_id, size)  # before the engine is troubled
-        shape = await _examined(desk, directory)
+        size = await _unpacked(file, directory, int(settings.config.max_adapter_mb * 2**20))
+        await asyncio.to_thread(quotas.check_storage, who.tenant_id, size)  # before the engine is troubled
+        shape = await _examined(engine, directory)
         adapter = UploadedAdapter(
-            id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape["rank"],
-            alpha=shape["alpha"], target_modules=shape["target_modules"],
+            id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape.rank,
+            alpha=shape.alpha, target_modules=shape.target_modules,
         )  # fmt: skip
-        with_room = desk.steward.storing(who.tenant_id, size)
-        await asyncio.to_thread(with_room(desk.adapters.add), who, adapter)
+        with_room = quotas.storing(who.tenant_id, size)
+        await asyncio.to_thread(with_room(adapters.add), who, adapter)
     except BaseException:  # also when the client has gone
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    await asyncio.to_thread(desk.store.audit, who, "upload adapter", adapter_id)
-    return _shown(adapter)
+    await asyncio.to_thread(store.audit, who, "upload adapter", adapter_id)
+    return Adapter.model_validate(adapter)
 
 
 @router.get("/adapters")
-def list_adapters(who: Asker, desk: AtDesk) -> Adapters:
+def list_adapters(who: Asker, adapters: AdaptersDep) -> Adapters:
     """The adapters that the tenant uploaded."""
-    return Adapters(data=[_shown(one) for one in desk.adapters.all(who)])
+    return Adapters(data=[Adapter.model_validate(one) for one in adapters.all(who)])
 
 
 @router.get("/adapters/{adapter:path}/download", response_class=Response)
-def download(who: Asker, desk: AtDesk, adapter: str) -> Response:
+def download(who: Asker, storage: StorageDep, adapters: AdaptersDep, adapter: str) -> Response:
     """An adapter as a .tar.gz of a PEFT directory: an uploaded one, `job@version`, or `tenant/job@version` of a share."""
-    found = desk.adapters.find(who, adapter)
-    if found is None:
+    resolved = adapters.find(who, adapter)
+    if resolved is None:
         raise Refusal(404, f"there is no adapter {adapter!r}")
-    return _packed(desk, found.path, found.name)
+    return _packed(storage.directory, resolved.path, resolved.name)
 
 
 @router.get("/adapters/{adapter}")
-def show(who: Asker, desk: AtDesk, adapter: str) -> Adapter:
+def show(who: Asker, adapters: AdaptersDep, adapter: str) -> Adapter:
     """An uploaded adapter, by id or name."""
-    return _shown(_uploaded(desk, who, adapter))
+    return Adapter.model_validate(_uploaded(adapters, who, adapter))
 
 
 @router.delete("/adapters/{adapter}", status_code=204)
-def delete(who: Asker, desk: AtDesk, adapter: str) -> None:
+def delete(who: Asker, store: StoreDep, adapters: AdaptersDep, adapter: str) -> None:
     """Remove an uploaded adapter; jobs that started from it go on."""
-    found = _uploaded(desk, who, adapter)
-    desk.adapters.remove(found)
-    desk.store.audit(who, "delete adapter", found.id)
+    uploaded = _uploaded(adapters, who, adapter)
+    adapters.remove(uploaded)
+    store.audit(who, "delete adapter", uploaded.id)
 
 
-def _uploaded(desk: Desk, who: Principal, name: str) -> UploadedAdapter:
-    found = desk.adapters.uploaded(who, name)
-    if found is None:
+def _uploaded(adapters: AdaptersPart, who: Principal, name: str) -> UploadedAdapter:
+    uploaded = adapters.uploaded(who, name)
+    if uploaded is None:
         raise Refusal(404, f"there is no uploaded adapter {name!r}")
-    return found
+    return uploaded
 
 
-async def _unpacked(desk: Desk, file: UploadFile, directory: Path) -> int:
+async def _unpacked(file: UploadFile, directory: Path, limit: int) -> int:
     """The archive's two files in the directory; gives their bytes."""
-    archive, limit = directory / "archive", int(desk.settings.config.max_adapter_mb * 2**20)
+    archive = directory / "archive"
 
     def work() -> int:
         with archive.open("wb") as target:
@@ -142,27 +158,18 @@ async def _unpacked(desk: Desk, file: UploadFile, directory: Path) -> int:
         ) from error
 
 
-async def _examined(desk: Desk, directory: Path) -> dict[str, Any]:
+async def _examined(engine: EngineClient, directory: Path) -> Examined:
     """Rank, alpha and modules, as the engine's process reads them, which knows the base."""
-    told: dict[str, Any] = {}
-    async for message in desk.link.ask("examine", directory=str(directory)):
-        told |= message
-    if "wrong" in told:
-        raise Refusal(400, str(told["wrong"]).replace(f"{directory}/", "").replace(str(directory), "the adapter"))
-    found: dict[str, Any] = told["found"]
-    return found
+    (answer,) = [answer async for answer in engine.ask(Examine(str(directory)))]
+    if isinstance(answer, Examined):
+        return answer
+    reason = answer.reason if isinstance(answer, Unfit) else ""
+    raise Refusal(400, reason.replace(f"{directory}/", "").replace(str(directory), "the adapter"))
 
 
-def _shown(one: UploadedAdapter) -> Adapter:
-    return Adapter(
-        id=one.id, name=one.name, rank=one.rank, alpha=one.alpha, target_modules=one.target_modules,
-        bytes=one.bytes, created=one.created,
-    )  # fmt: skip
-
-
-def _packed(desk: Desk, directory: Path, name: str) -> Response:
+def _packed(scratch: Path, directory: Path, name: str) -> Response:
     """A download; it lies in a file without a name meanwhile, of which nothing is left whatever happens."""
-    file = tempfile.TemporaryFile(dir=desk.settings.directory)  # noqa: SIM115 -- `_pieces` closes it
+    file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 -- `_pieces` closes it
     try:
         pack_into(file, directory, name)
     except BaseException:

@@ -1,29 +1,122 @@
-"""Completions of plain prompts, as the `openai` package's `completions.create` asks for them. No chat template is applied."""
+"""Completions as the `openai` package asks for them: of conversations, and of plain prompts, to which no template is applied.
+
+The base answers, or any saved version, also while it trains.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import Field
+from fastapi.responses import JSONResponse, Response
+from msgspec.structs import replace
+from pydantic import BaseModel, Field
 
 from motet.service.database.tables import new_id
-from motet.service.desk import Desk
-from motet.service.engine.answers import Piece, begin, pieces, usage, whole
-from motet.service.http.asking import Asker, AtDesk, Refusal
-from motet.service.http.completing import MOST_SEQUENCES, STREAMED, Sampled, Text, adapter_of, with_its_end
+from motet.service.engine.answers import whole
+from motet.service.engine.messages import Tokens
+from motet.service.errors import Refusal
+from motet.service.http.depends import AdaptersDep, Asker, EngineDep, StorageDep, StoreDep
+from motet.service.http.sampling import MOST_SEQUENCES, STREAMED, ModelNamesDep, Sampled, Text, streamed, usage
+from motet.service.routes.shares import SharesDep
+from motet.service.schemas import Model, Models
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 _MAX_TOKENS = 16
+_CHAT_TOKENS = 512
 _MOST_PROMPTS = 16
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=200_000, fail_fast=True)]
 Prompts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
 PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
+
+
+class Part(BaseModel):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(BaseModel):
+    """One turn."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[Part], Field(max_length=1000, fail_fast=True)]
+
+    def plain(self) -> dict[str, str]:
+        """As the engine takes it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(Sampled):
+    """A conversation to go on with."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1000, fail_fast=True)
+    max_completion_tokens: int | None = Field(None, ge=1, le=100_000)
+    logprobs: bool | None = None
+    top_logprobs: Literal[0] | None = None
+
+
+@router.get("/models")
+def models(who: Asker, store: StoreDep, storage: StorageDep, adapters: AdaptersDep, shares: SharesDep) -> Models:
+    """The base, the versions of the asker's jobs, uploaded adapters, and what others share."""
+    data = [Model(id=adapters.base)]
+    for job in store.jobs(who, limit=200):
+        names = storage.version_names(job.id)
+        data.extend(Model(id=f"{job.name}@{name}", created=int(job.created)) for name in names)
+    data.extend(Model(id=one.name, created=int(one.created)) for one in adapters.all(who))
+    data.extend(Model(id=name) for name in shares.received_models(who))
+    return Models(data=data)
+
+
+@router.post("/chat/completions", response_model=None, responses=STREAMED)
+async def chat(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: ChatRequest) -> Response:
+    """Go on with a conversation."""
+    adapter = await names.directory(who, wanted.model)
+    limit = wanted.max_completion_tokens or wanted.max_tokens or _CHAT_TOKENS
+    question = wanted.question(who, adapter, limit, logprobs=bool(wanted.logprobs))
+    question = replace(question, messages=[message.plain() for message in wanted.messages])
+    head: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "chat.completion"}
+    head |= {"created": int(time.time()), "model": wanted.model}
+    if wanted.stream:
+        return await streamed(
+            engine, question, {**head, "object": "chat.completion.chunk"}, _Deltas().choice, wanted.tells_usage
+        )
+    answer = await whole(engine, question)
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": _chat_logprobs(choice.tokens, choice.logprobs) if wanted.logprobs else None,
+            "finish_reason": choice.reason,
+        }
+        for index, choice in enumerate(answer.choices)
+    ]
+    return JSONResponse({**head, "choices": choices, "usage": usage(answer.prompt_tokens, answer.tokens)})
+
+
+class _Deltas:
+    """Tokens as a stream of a conversation has them: the first of each choice names the role."""
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+
+    def choice(self, tokens: Tokens) -> dict[str, Any]:
+        delta = {"content": tokens.chunk.text, **({} if tokens.chunk.index in self._begun else {"role": "assistant"})}
+        self._begun.add(tokens.chunk.index)
+        return {
+            "delta": delta,
+            "logprobs": _chat_logprobs(tokens.texts, tokens.chunk.logprobs.tolist()) if tokens.texts else None,
+        }
+
+
+def _chat_logprobs(tokens: list[str], logprobs: list[float]) -> dict[str, Any]:
+    pairs = zip(tokens, logprobs, strict=False)
+    content = [{"token": text, "logprob": one, "bytes": list(text.encode()), "top_logprobs": []} for text, one in pairs]
+    return {"content": content, "refusal": None}
 
 
 class CompletionRequest(Sampled):
@@ -44,66 +137,51 @@ class CompletionRequest(Sampled):
 
 
 @router.post("/completions", response_model=None, responses=STREAMED)
-async def complete(who: Asker, desk: AtDesk, wanted: CompletionRequest) -> Response:
+async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: CompletionRequest) -> Response:
     """Go on with prompts. Choice i · n + k is the k-th completion of prompt i."""
     question = wanted.question(
         who,
-        await adapter_of(desk, who, wanted.model),
+        await names.directory(who, wanted.model),
         wanted.max_tokens or _MAX_TOKENS,
         logprobs=wanted.logprobs is not None,
     )
-    questions = [{**question, "prompt": prompt} for prompt in wanted.prompts()]
-    if (asked := len(questions) * question["n"]) > MOST_SEQUENCES:
+    questions = [replace(question, prompt=prompt) for prompt in wanted.prompts()]
+    if (asked := len(questions) * question.n) > MOST_SEQUENCES:
         raise Refusal(
             400,
-            f"n: {len(questions)} prompts with n {question['n']} are {asked} completions; a request may have {MOST_SEQUENCES}",
+            f"n: {len(questions)} prompts with n {question.n} are {asked} completions; a request may have {MOST_SEQUENCES}",
             "n",
         )
+    head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": wanted.model}
     if wanted.stream:
         if len(questions) > 1:
             raise Refusal(400, "prompt: one prompt can be streamed at a time; leave `stream` out for several", "prompt")
-        lines = with_its_end(await _stream(desk, questions[0], wanted))
-        return StreamingResponse(lines, media_type="text/event-stream")
-    return JSONResponse(await _whole(desk, questions, wanted))
+        return await streamed(engine, questions[0], head, _Texts().choice, wanted.tells_usage)
+    answers = await asyncio.gather(*(whole(engine, question) for question in questions))
+    choices = [
+        {
+            "index": index,
+            "text": one.text,
+            "logprobs": _logprobs(one.tokens, one.logprobs, 0) if wanted.logprobs is not None else None,
+            "finish_reason": one.reason,
+        }
+        for index, one in enumerate(choice for answer in answers for choice in answer.choices)
+    ]
+    used = usage(sum(one.prompt_tokens for one in answers), sum(one.tokens for one in answers))
+    return JSONResponse({**head, "choices": choices, "usage": used})
 
 
-def _head(wanted: CompletionRequest) -> dict[str, Any]:
-    return {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": wanted.model}
+class _Texts:
+    """Tokens as a stream of a text has them: their offsets go on within each choice."""
 
+    def __init__(self) -> None:
+        self._offsets: dict[int, int] = {}
 
-async def _whole(desk: Desk, questions: Sequence[dict[str, Any]], wanted: CompletionRequest) -> dict[str, Any]:
-    answered = await asyncio.gather(*(whole(desk.link, question) for question in questions))
-    choices = [choice for one in answered for choice in one.choices]
-    told = [_logprobs(one.tokens, one.logprobs, 0) if wanted.logprobs is not None else None for one in choices]
-    return {
-        **_head(wanted),
-        "choices": [
-            {"index": index, "text": one.text, "logprobs": logprobs, "finish_reason": one.reason}
-            for index, (one, logprobs) in enumerate(zip(choices, told, strict=True))
-        ],
-        "usage": usage(sum(one.prompt_tokens for one in answered), sum(one.tokens for one in answered)),
-    }
-
-
-async def _stream(desk: Desk, question: dict[str, Any], wanted: CompletionRequest) -> AsyncIterator[str]:
-    prompt_tokens, answer = await begin(desk.link, question)
-    return _lines(pieces(answer), prompt_tokens, wanted)
-
-
-async def _lines(found: AsyncIterator[Piece], prompt_tokens: int, wanted: CompletionRequest) -> AsyncIterator[str]:
-    head = _head(wanted)
-    offsets: dict[int, int] = {}
-    tokens = 0
-    async for piece in found:
-        tokens += piece.n_tokens
-        offset = offsets.get(piece.index, 0)
-        offsets[piece.index] = offset + sum(map(len, piece.tokens))
-        told = _logprobs(piece.tokens, piece.logprobs, offset) if piece.tokens else None
-        choice = {"index": piece.index, "text": piece.text, "logprobs": told, "finish_reason": piece.reason}
-        yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
-    if wanted.tells_usage:
-        yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage(prompt_tokens, tokens)})}\n\n"
-    yield "data: [DONE]\n\n"
+    def choice(self, tokens: Tokens) -> dict[str, Any]:
+        offset = self._offsets.get(tokens.chunk.index, 0)
+        self._offsets[tokens.chunk.index] = offset + sum(map(len, tokens.texts))
+        logprobs = _logprobs(tokens.texts, tokens.chunk.logprobs.tolist(), offset) if tokens.texts else None
+        return {"text": tokens.chunk.text, "logprobs": logprobs}
 
 
 def _logprobs(tokens: list[str], logprobs: list[float], offset: int) -> dict[str, Any]:
@@ -112,5 +190,5 @@ def _logprobs(tokens: list[str], logprobs: list[float], offset: int) -> dict[str
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
-    told = [logprob for _, logprob in zip(tokens, logprobs, strict=False)]
-    return {"tokens": tokens, "token_logprobs": told, "top_logprobs": None, "text_offset": offsets}
+    of_tokens = [logprob for _, logprob in zip(tokens, logprobs, strict=False)]
+    return {"tokens": tokens, "token_logprobs": of_tokens, "top_logprobs": None, "text_offset": offsets}

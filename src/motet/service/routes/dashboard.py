@@ -15,7 +15,8 @@ from importlib import resources
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from motet.service.http.asking import AtDesk, Refusal
+from motet.service.errors import Refusal
+from motet.service.http.depends import SettingsDep
 
 router = APIRouter(include_in_schema=False)
 _FOLDER = "dashboard"
@@ -42,9 +43,9 @@ def page(request: Request) -> Response:
 
 
 @router.get("/dashboard/service.json")
-def service(desk: AtDesk) -> JSONResponse:
+def service(settings: SettingsDep) -> JSONResponse:
     """Whether the page has to ask for a key."""
-    return JSONResponse({"keys": not desk.settings.open_to_all}, headers={**_HEADERS, "Cache-Control": "no-store"})
+    return JSONResponse({"keys": not settings.open_to_all}, headers={**_HEADERS, "Cache-Control": "no-store"})
 
 
 @router.get("/dashboard/{name}")

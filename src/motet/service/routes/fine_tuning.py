@@ -1,18 +1,34 @@
-"""Fine-tuning jobs as the `openai` package makes and watches them. They are Motet jobs: all other routes know them too."""
+"""Fine-tuning jobs as the `openai` package makes and watches them, and graders tried out before.
+
+They are Motet jobs: all other routes know them too.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 
 from motet.config import JobConfig
 from motet.errors import ConfigError, StoreError
 from motet.service.database.tables import Event, FineTuning, StoredJob
-from motet.service.desk import Desk
-from motet.service.http.asking import Asker, AtDesk, Refusal
-from motet.service.jobs import fine_tuning
+from motet.service.engine.messages import Action
+from motet.service.errors import Refusal
+from motet.service.http.depends import (
+    Asker,
+    EngineDep,
+    FineTuningsDep,
+    GradingDep,
+    QuotasDep,
+    ReadThreadsDep,
+    StorageDep,
+    StoreDep,
+    SubmissionsDep,
+)
+from motet.service.rewards.grading import Graded
 from motet.service.schemas.fine_tuning import (
     Checkpoint,
     Checkpoints,
@@ -22,32 +38,88 @@ from motet.service.schemas.fine_tuning import (
     FineTuningJob,
     FineTuningJobs,
     FineTuningRequest,
+    GraderAsked,
+    GraderErrors,
+    GraderMetadata,
+    GraderResult,
+    GraderRun,
+    GraderValid,
 )
+from motet.tasks.graders.shapes import Multi, judges
 from motet.types import JobState
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
+router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"])
 Limit = Annotated[int, Query(ge=1, le=200)]
 _EVENT = "ftevent-"
 _CHECKPOINT = "ftckpt-"
 Made = tuple[StoredJob, FineTuning]
 
 
-def made_of(job: str, who: Asker, desk: AtDesk) -> Made:
-    """The job that a path names, among the asker's that were made here."""
-    found = fine_tuning.find(desk.store, who, job)
-    if found is None:
+def _named(job: str, who: Asker, fine_tunings: FineTuningsDep) -> Made:
+    made = fine_tunings.find(who, job)
+    if made is None:
         raise Refusal(404, f"there is no fine-tuning job {job!r}")
-    return found
+    return made
 
 
-NamedMade = Annotated[Made, Depends(made_of)]
+NamedMade = Annotated[Made, Depends(_named)]
+"""The job that a path names, among the asker's that were made here."""
 
 
-@router.post("")
+class FineTuningAnswers:
+    """Jobs as they are answered."""
+
+    def __init__(self, engine: EngineDep, storage: StorageDep) -> None:
+        self._engine, self._storage = engine, storage
+
+    def __call__(self, made: Made) -> FineTuningJob:
+        """The answer for one job."""
+        job, asked = made[0], made[1].request
+        state, progress = JobState(job.state), self._engine.progress.get(job.id)
+        left = None if progress is None else progress["seconds_left"]
+        method = asked["method"]
+        given = {name: value for name, value in (method["reinforcement"].get("hyperparameters") or {}).items() if value}
+        common = {name: given.get(name, "auto") for name in ("n_epochs", "batch_size", "learning_rate_multiplier")}
+        tokens = None
+        directory = self._storage.job(job.id)
+        if state.final and directory.versions() and (committed := directory.newest()) is not None:
+            tokens = committed.tokens_trained
+        return FineTuningJob(
+            id=job.id,
+            created_at=int(job.created),
+            finished_at=None if job.ended is None else int(job.ended),
+            estimated_finish=None if left is None else int(time.time() + left),
+            model=asked["model"],
+            fine_tuned_model=f"{job.name}@best" if state is JobState.SUCCEEDED else None,
+            organization_id=job.tenant_id,
+            status=job.state,
+            error=FineTuningError(code="job_failed", message=job.message) if state is JobState.FAILED else None,
+            training_file=asked["training_file"],
+            validation_file=asked.get("validation_file"),
+            hyperparameters=common,
+            method={
+                "type": "reinforcement",
+                "reinforcement": {**method["reinforcement"], "hyperparameters": {**common, **given}},
+            },
+            trained_tokens=tokens,
+            seed=JobConfig.model_validate(job.spec).effective_seed,
+            suffix=asked.get("suffix"),
+            metadata=asked.get("metadata"),
+        )
+
+
+Shown = Annotated[FineTuningAnswers, Depends()]
+
+
+@router.post("/jobs")
 async def create(
     request: Request,
     who: Asker,
-    desk: AtDesk,
+    store: StoreDep,
+    submissions: SubmissionsDep,
+    fine_tunings: FineTuningsDep,
+    threads: ReadThreadsDep,
+    shown: Shown,
     asked: FineTuningRequest,
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> FineTuningJob:
@@ -55,23 +127,24 @@ async def create(
     body: dict[str, Any] = await request.json()
 
     def make() -> FineTuningJob:
-        tree = fine_tuning.job_of(desk, who, asked)
+        tree = fine_tunings.job_of(who, asked)
         try:
-            job = desk.submit(who, tree, idempotency_key)
+            job = submissions.submit(who, tree, idempotency_key)
         except ConfigError as error:
             raise Refusal(400, str(error)) from error
-        fine_tuning.keep(desk.store, job.id, body)
-        desk.store.audit(who, "submit", job.id)
-        return _shown(desk, (job, FineTuning(job_id=job.id, request=body)))
+        fine_tunings.keep(job.id, body)
+        store.audit(who, "submit", job.id)
+        return shown((job, FineTuning(job_id=job.id, request=body)))
 
-    return await desk.reading.run(who.key_id, make)
+    return await threads.run(who.key_id, make)
 
 
-@router.get("")
+@router.get("/jobs")
 def list_jobs(
     request: Request,
     who: Asker,
-    desk: AtDesk,
+    fine_tunings: FineTuningsDep,
+    shown: Shown,
     after: Annotated[str | None, Query(max_length=100, description="The last id of the page before.")] = None,
     limit: Limit = 20,
 ) -> FineTuningJobs:
@@ -81,44 +154,46 @@ def list_jobs(
         for name, value in request.query_params.items()
         if name.startswith("metadata[")
     }
-    found = fine_tuning.page(desk.store, who, after, limit + 1, wanted)
-    return FineTuningJobs(data=[_shown(desk, one) for one in found[:limit]], has_more=len(found) > limit)
+    page = fine_tunings.page(who, after, limit + 1, wanted)
+    return FineTuningJobs(data=[shown(one) for one in page[:limit]], has_more=len(page) > limit)
 
 
-@router.get("/{job}")
-def retrieve(desk: AtDesk, made: NamedMade) -> FineTuningJob:
+@router.get("/jobs/{job}")
+def retrieve(shown: Shown, made: NamedMade) -> FineTuningJob:
     """One job."""
-    return _shown(desk, made)
+    return shown(made)
 
 
-@router.post("/{job}/{word}")
-def steer(who: Asker, desk: AtDesk, made: NamedMade, word: Literal["pause", "resume", "cancel"]) -> FineTuningJob:
+@router.post("/jobs/{job}/{word}")
+def steer(
+    who: Asker, store: StoreDep, submissions: SubmissionsDep, shown: Shown, made: NamedMade, word: Action
+) -> FineTuningJob:
     """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
     job, asked = made
     try:
-        desk.steer(job, word)
+        submissions.steer(job, word)
     except StoreError as error:
         raise Refusal(400, str(error)) from error
-    desk.store.audit(who, word, job.id)
-    return _shown(desk, (desk.store.job(who, job.id) or job, asked))
+    store.audit(who, word, job.id)
+    return shown((store.job(who, job.id) or job, asked))
 
 
-@router.get("/{job}/events")
+@router.get("/jobs/{job}/events")
 def events(
-    desk: AtDesk,
+    fine_tunings: FineTuningsDep,
     made: NamedMade,
     after: Annotated[str | None, Query(pattern=rf"^{_EVENT}\d{{1,15}}$")] = None,
     limit: Limit = 20,
 ) -> FineTuningEvents:
     """What happened to a job, newest first."""
     before = None if after is None else int(after.removeprefix(_EVENT))
-    found = fine_tuning.events(desk.store, made[0].id, before, limit + 1)
-    return FineTuningEvents(data=[_told(made[0], one) for one in found[:limit]], has_more=len(found) > limit)
+    entries = fine_tunings.events(made[0].id, before, limit + 1)
+    return FineTuningEvents(data=[_event(made[0], one) for one in entries[:limit]], has_more=len(entries) > limit)
 
 
-@router.get("/{job}/checkpoints")
+@router.get("/jobs/{job}/checkpoints")
 def checkpoints(
-    desk: AtDesk,
+    storage: StorageDep,
     made: NamedMade,
     after: Annotated[str | None, Query(pattern=rf"^{_CHECKPOINT}[0-9a-f]{{1,40}}-\d{{1,9}}$")] = None,
     limit: Limit = 10,
@@ -126,51 +201,50 @@ def checkpoints(
     """The versions of the adapter that are kept, newest first."""
     job = made[0]
     before = None if after is None else int(after.rpartition("-")[2])
-    directory = desk.directory(job.id)
+    directory = storage.job(job.id)
     numbers = [one for one in reversed(directory.versions()) if one > 0 and (before is None or one < before)]
     committed = directory.newest() if numbers else None
     lines = [] if committed is None else directory.read_metrics(committed)
-    data = [_checkpoint(desk, job, number, lines) for number in numbers[:limit]]
+    data = [_checkpoint(directory.version(number), job, number, lines) for number in numbers[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return Checkpoints(data=data, has_more=len(numbers) > limit, first_id=first, last_id=last)
 
 
-def _shown(desk: Desk, made: Made) -> FineTuningJob:
-    job, asked = made[0], made[1].request
-    state, progress = JobState(job.state), desk.link.progress.get(job.id)
-    left = None if progress is None else progress["seconds_left"]
-    method = asked["method"]
-    given = {name: value for name, value in (method["reinforcement"].get("hyperparameters") or {}).items() if value}
-    told = {name: given.get(name, "auto") for name in ("n_epochs", "batch_size", "learning_rate_multiplier")}
-    tokens = None
-    directory = desk.directory(job.id)
-    if state.final and directory.versions() and (committed := directory.newest()) is not None:
-        tokens = committed.tokens_trained
-    return FineTuningJob(
-        id=job.id,
-        created_at=int(job.created),
-        finished_at=None if job.ended is None else int(job.ended),
-        estimated_finish=None if left is None else int(time.time() + left),
-        model=asked["model"],
-        fine_tuned_model=f"{job.name}@best" if state is JobState.SUCCEEDED else None,
-        organization_id=job.tenant_id,
-        status=job.state,
-        error=FineTuningError(code="job_failed", message=job.message) if state is JobState.FAILED else None,
-        training_file=asked["training_file"],
-        validation_file=asked.get("validation_file"),
-        hyperparameters=told,
-        method={
-            "type": "reinforcement",
-            "reinforcement": {**method["reinforcement"], "hyperparameters": {**told, **given}},
-        },
-        trained_tokens=tokens,
-        seed=JobConfig.model_validate(job.spec).effective_seed,
-        suffix=asked.get("suffix"),
-        metadata=asked.get("metadata"),
+@router.post("/alpha/graders/validate")
+def validate(who: Asker, fine_tunings: FineTuningsDep, asked: GraderAsked) -> GraderValid:
+    """Whether a grader can be used here; it is refused with the field otherwise."""
+    fine_tunings.checked_grader(who, asked.grader)
+    return GraderValid(grader=asked.grader)
+
+
+@router.post("/alpha/graders/run")
+async def run(
+    who: Asker, fine_tunings: FineTuningsDep, quotas: QuotasDep, grading: GradingDep, asked: GraderRun
+) -> GraderResult:
+    """Score one sample, as a job would."""
+    grader = await asyncio.to_thread(fine_tunings.checked_grader, who, asked.grader)
+    if judges(grader):
+        await asyncio.to_thread(quotas.check_tokens, who.tenant_id)
+    started = time.monotonic()
+    (graded,) = await grading.grade(who, grader, asked.item or {}, [asked.model_sample])
+    models = [judge.model for judge in judges(grader)]
+    return GraderResult(
+        reward=graded.reward or 0.0,
+        metadata=GraderMetadata(
+            name=grader.name,
+            type=grader.type,
+            errors=_errors(graded),
+            execution_time=time.monotonic() - started,
+            scores=graded.parts,
+            token_usage=sum(graded.tokens.values()) if models else None,
+            sampled_model_name=models[0] if len(set(models)) == 1 else None,
+        ),
+        sub_rewards=graded.parts if isinstance(grader, Multi) else {},
+        model_grader_token_usage_per_model=graded.tokens,
     )
 
 
-def _told(job: StoredJob, entry: Event) -> FineTuningEvent:
+def _event(job: StoredJob, entry: Event) -> FineTuningEvent:
     data = entry.data
     if entry.kind == "step":
         held_out = (data.get("eval") or {}).get("reward")
@@ -197,8 +271,7 @@ def _told(job: StoredJob, entry: Event) -> FineTuningEvent:
     )  # fmt: skip
 
 
-def _checkpoint(desk: Desk, job: StoredJob, number: int, lines: list[dict[str, Any]]) -> Checkpoint:
-    path = desk.directory(job.id).version(number)
+def _checkpoint(path: Path, job: StoredJob, number: int, lines: list[dict[str, Any]]) -> Checkpoint:
     trained: dict[str, Any] = next((line for line in lines if line["step"] == number - 1 and "loss" in line), {})
     evaluated: dict[str, Any] = next(
         (line["eval"] for line in lines if line["step"] == number and line.get("eval")), {}
@@ -220,4 +293,17 @@ def _checkpoint(desk: Desk, job: StoredJob, number: int, lines: list[dict[str, A
         fine_tuning_job_id=job.id,
         step_number=number,
         metrics=metrics,
+    )
+
+
+def _errors(graded: Graded) -> GraderErrors:
+    return GraderErrors(
+        formula_parse_error="formula" in graded.faults,
+        sample_parse_error="sample" in graded.faults,
+        invalid_variable_error="variable" in graded.faults,
+        other_error="other" in graded.faults,
+        model_grader_parse_error="parse" in graded.faults,
+        model_grader_server_error="server" in graded.faults,
+        model_grader_server_error_details=graded.faults.get("server"),
+        details="; ".join(graded.faults.values()) or None,
     )

@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
 from motet.service.database.tables import StoredJob
-from motet.service.http.asking import AtDesk, admin_of, bearer, principal_of
+from motet.service.http.auth import bearer
+from motet.service.http.depends import AccessDep, AdaptersDep, EngineDep, RecorderDep, SettingsDep, StoreDep, admin_only
 from motet.service.schemas import Error, Health
 from motet.types import JobState
 
@@ -24,37 +25,39 @@ def healthy() -> Health:
 
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
-def ready(desk: AtDesk) -> JSONResponse:
+def ready(settings: SettingsDep, store: StoreDep, recorder: RecorderDep, engine: EngineDep) -> JSONResponse:
     """Whether jobs can run: the database answers and the engine has loaded its base."""
-    message = desk.link.failure or ("" if desk.link.ready.is_set() else "the engine is starting")
-    message = (message or desk.unwritten) if desk.store.alive() else "the database does not answer"
-    found = Health(status="unavailable" if message else "ok", base=desk.settings.base, message=message)
-    return JSONResponse(found.model_dump(), 503 if message else 200)
+    message = engine.failure or ("" if engine.ready.is_set() else "the engine is starting")
+    message = (message or recorder.failure) if store.alive() else "the database does not answer"
+    health = Health(status="unavailable" if message else "ok", base=settings.base, message=message)
+    return JSONResponse(health.model_dump(), 503 if message else 200)
 
 
-def measurer(request: Request, desk: AtDesk) -> None:
+def metrics_access(request: Request, settings: SettingsDep, access: AccessDep) -> None:
     """Whoever asks has the token for metrics, or an admin's key."""
-    token = desk.settings.config.metrics_token
+    token = settings.config.metrics_token
     if not token or not hmac.compare_digest(bearer(request).encode(), token.encode()):
-        admin_of(principal_of(request, desk))
+        admin_only(access.principal(request))
 
 
 @router.get("/metrics", response_class=Response, responses={401: {"model": Error}, 403: {"model": Error}})
-def metrics(desk: AtDesk, _: Annotated[None, Depends(measurer)]) -> Response:
+def metrics(
+    store: StoreDep, adapters: AdaptersDep, engine: EngineDep, _: Annotated[None, Depends(metrics_access)]
+) -> Response:
     """Counters for Prometheus; needs the service's metrics token, or an admin's key."""
     registry = CollectorRegistry()
     states = Gauge("motet_jobs", "Jobs by state.", ["state"], registry=registry)
-    counts = desk.store.counts()
+    counts = store.counts()
     for state in JobState:
         states.labels(state.value).set(counts.get(state.value, 0))
     rate = Gauge("motet_tokens_per_second", "Tokens sampled and trained, by job.", ["tenant", "job"], registry=registry)
-    for job_id, progress in desk.link.progress.items():
-        job = desk.adapters.by_id(job_id)
+    for job_id, progress in engine.progress.items():
+        job = adapters.by_id(job_id)
         if isinstance(job, StoredJob):
-            rate.labels(desk.store.tenants.name_of(job.tenant_id), job.name).set(progress["tokens_per_second"])
-    Gauge("motet_engine_ready", "Whether the engine runs.", registry=registry).set(desk.link.ready.is_set())
-    Gauge("motet_engine_starts", "How often the engine was started.", registry=registry).set(desk.link.starts)
+            rate.labels(store.tenants.name_of(job.tenant_id), job.name).set(progress["tokens_per_second"])
+    Gauge("motet_engine_ready", "Whether the engine runs.", registry=registry).set(engine.ready.is_set())
+    Gauge("motet_engine_starts", "How often the engine was started.", registry=registry).set(engine.starts)
     for name in ("decode", "train"):
-        told = Gauge(f"motet_device_{name}_seconds", f"Seconds the device spent on {name}.", registry=registry)
-        told.set(desk.link.device.get(name, 0.0))
+        seconds = Gauge(f"motet_device_{name}_seconds", f"Seconds the device spent on {name}.", registry=registry)
+        seconds.set(engine.device.get(name, 0.0))
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,43 +1,79 @@
-"""Jobs: submit, list, look, steer, watch."""
+"""Jobs: submit, list, look, steer."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Header, Query, Request
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Body, Depends, Header, Query
+from pydantic import Field
 
-from motet.service.database.tables import Event, StoredJob
-from motet.service.database.tenants import Principal
-from motet.service.desk import Desk
-from motet.service.events.stream import ALIVE, PAGE, QUIET_SECONDS, written
-from motet.service.http.asking import Asker, AtDesk, NamedJob, Refusal, known
-from motet.service.jobs.specs import masked
-from motet.service.jobs.starts import When
-from motet.service.schemas import Events, Job, JobEvent, Jobs, Rollouts
+from motet.service.database.tables import StoredJob
+from motet.service.engine.messages import Action
+from motet.service.errors import Refusal
+from motet.service.http.depends import (
+    Asker,
+    CheckThreadsDep,
+    EngineDep,
+    NamedJob,
+    SettingsDep,
+    StorageDep,
+    StoreDep,
+    SubmissionsDep,
+    WorkersDep,
+)
+from motet.service.jobs.queue import StartCondition
+from motet.service.jobs.validation import LONGEST_TEXT, read_jobs
+from motet.service.rewards.workers import WAITS
+from motet.service.schemas import Asked, CheckedJobs, Job, Jobs, Rollouts
 from motet.service.schemas.usage import JobChange
+from motet.tasks.reward_elsewhere import MASK
 from motet.types import JobState
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+router = APIRouter(prefix="/v1", tags=["jobs"])
 
 
-def shown(desk: Desk, who: Principal, job: StoredJob) -> Job:
-    """A job as it is answered."""
-    return Job(
-        id=job.id, name=job.name, tenant=desk.store.tenants.name_of(job.tenant_id) if who.admin else None,
-        state=job.state, message=job.message,
-        step=job.step, steps=job.steps, created=job.created, ended=job.ended, spec=masked(job.spec),
-        reward=job.reward, after=job.after or [], at=job.start_at,
-        progress=desk.progress(job.id),
-    )  # fmt: skip
+class JobText(Asked):
+    """A job file, or a single job, as text."""
+
+    text: str = Field(max_length=LONGEST_TEXT)
 
 
-@router.post("", status_code=201)
+class JobAnswers:
+    """Jobs as they are answered."""
+
+    def __init__(self, who: Asker, store: StoreDep, engine: EngineDep, workers: WorkersDep) -> None:
+        self._who, self._store, self._engine, self._workers = who, store, engine, workers
+
+    def __call__(self, job: StoredJob) -> Job:
+        """The answer for one job."""
+        return Job(
+            id=job.id, name=job.name, tenant=self._store.tenants.name_of(job.tenant_id) if self._who.admin else None,
+            state=job.state, message=job.message,
+            step=job.step, steps=job.steps, created=job.created, ended=job.ended, spec=_masked(job.spec),
+            reward=job.reward, after=job.after or [], at=job.start_at,
+            progress=self._progress(job.id),
+        )  # fmt: skip
+
+    def now(self, job: StoredJob) -> Job:
+        """One that has just been changed."""
+        return self(self._store.job(self._who, job.id) or job)
+
+    def _progress(self, job_id: str) -> dict[str, Any] | None:
+        progress = self._engine.progress.get(job_id)
+        return {**progress, "phase": WAITS} if progress is not None and self._workers.waits(job_id) else progress
+
+
+Shown = Annotated[JobAnswers, Depends()]
+
+
+@router.post("/jobs", status_code=201)
 async def submit(
     who: Asker,
-    desk: AtDesk,
+    submissions: SubmissionsDep,
+    store: StoreDep,
+    threads: CheckThreadsDep,
+    shown: Shown,
     job: Annotated[dict[str, Any], Body(description="A job as it stands in a job file: name, data, reward, …")],
     after: Annotated[
         list[Annotated[str, Query(max_length=100)]] | None,
@@ -51,60 +87,63 @@ async def submit(
     """Submit a job. A repeated request with the same Idempotency-Key gives the same job."""
 
     def take() -> Job:
-        found = desk.submit(who, job, idempotency_key, When(after or (), at))
-        desk.store.audit(who, "submit", found.id)
-        return shown(desk, who, found)
+        submitted = submissions.submit(who, job, idempotency_key, StartCondition(after or (), at))
+        store.audit(who, "submit", submitted.id)
+        return shown(submitted)
 
-    return await desk.checking.run(who.key_id, take)
+    return await threads.run(who.key_id, take)
 
 
-@router.get("")
+@router.get("/jobs")
 def list_jobs(
     who: Asker,
-    desk: AtDesk,
+    store: StoreDep,
+    shown: Shown,
     state: JobState | None = None,
     after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Jobs:
     """Jobs, newest first."""
-    found = desk.store.jobs(who, state=state, before=None if after is None else int(after), limit=limit + 1)
-    page = found[:limit]
-    more = str(page[-1].number) if len(found) > limit else None
-    return Jobs(data=[shown(desk, who, job) for job in page], next=more)
+    jobs = store.jobs(who, state=state, before=None if after is None else int(after), limit=limit + 1)
+    page = jobs[:limit]
+    more = str(page[-1].number) if len(jobs) > limit else None
+    return Jobs(data=[shown(job) for job in page], next=more)
 
 
-@router.get("/{job}")
-def show(who: Asker, desk: AtDesk, job: NamedJob) -> Job:
+@router.get("/jobs/{job}")
+def show(job: NamedJob, shown: Shown) -> Job:
     """One job, by id or name."""
-    return shown(desk, who, job)
+    return shown(job)
 
 
-@router.post("/{job}/{word}", status_code=202)
-def steer(who: Asker, desk: AtDesk, job: NamedJob, word: Literal["pause", "resume", "cancel"]) -> Job:
+@router.post("/jobs/{job}/{word}", status_code=202)
+def steer(who: Asker, submissions: SubmissionsDep, store: StoreDep, shown: Shown, job: NamedJob, word: Action) -> Job:
     """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
-    desk.steer(job, word)
-    desk.store.audit(who, word, job.id)
-    return shown(desk, who, desk.store.job(who, job.id) or job)
+    submissions.steer(job, word)
+    store.audit(who, word, job.id)
+    return shown.now(job)
 
 
-@router.patch("/{job}")
-def change(who: Asker, desk: AtDesk, job: NamedJob, wanted: JobChange) -> Job:
+@router.patch("/jobs/{job}")
+def change(
+    who: Asker, submissions: SubmissionsDep, store: StoreDep, shown: Shown, job: NamedJob, wanted: JobChange
+) -> Job:
     """Give a job that has not ended another budget or priority; it counts from the next step on."""
-    desk.change(job, wanted.model_dump(exclude_unset=True))
-    desk.store.audit(who, "change", job.id)
-    return shown(desk, who, desk.store.job(who, job.id) or job)
+    submissions.change(job, wanted.model_dump(exclude_unset=True))
+    store.audit(who, "change", job.id)
+    return shown.now(job)
 
 
-@router.delete("/{job}", status_code=204)
-def delete(who: Asker, desk: AtDesk, job: NamedJob) -> None:
+@router.delete("/jobs/{job}", status_code=204)
+def delete(who: Asker, submissions: SubmissionsDep, store: StoreDep, job: NamedJob) -> None:
     """Forget a job that has ended, with its versions, rollouts and events."""
-    desk.delete(job)
-    desk.store.audit(who, "delete", job.id)
+    submissions.delete(job)
+    store.audit(who, "delete", job.id)
 
 
-@router.get("/{job}/rollouts")
+@router.get("/jobs/{job}/rollouts")
 def rollouts(
-    desk: AtDesk,
+    storage: StorageDep,
     job: NamedJob,
     step: Annotated[int | None, Query(ge=0, description="Which step; the newest without one.")] = None,
     min_reward: float | None = None,
@@ -117,75 +156,49 @@ def rollouts(
     tokens: Annotated[bool, Query(description="With the text and the logprob of each token.")] = False,
 ) -> Rollouts:
     """What a step sampled, or what an evaluation did, with rewards."""
-    directory, evals = desk.directory(job.id), purpose == "eval"
+    directory, evals = storage.job(job.id), purpose == "eval"
     steps = directory.sampled(evals=evals)
     chosen = steps[-1] if step is None and steps else step
     if chosen is None or chosen not in steps:
         what = f"the evaluation of version {step}" if evals else f"the rollouts of step {step}"
         nothing = "no evaluation is done yet" if evals else "no step is done yet"
         raise Refusal(404, f"{what} of job {job.name!r} is not there" if steps else nothing)
-    found = directory.read_rollouts(chosen, evals=evals)
-    if not tokens:
-        for one in found:
-            one.pop("token_texts", None)
-            one.pop("logprobs", None)
-    if problem is not None:
-        found = [one for one in found if one.get("problem") == problem]
-    low, high = min_reward, max_reward
-    found = [
-        one
-        for one in found
-        if (low is None or (one["reward"] is not None and one["reward"] >= low))
-        and (high is None or (one["reward"] is not None and one["reward"] <= high))
+
+    def fits(rollout: dict[str, Any]) -> bool:
+        reward = rollout["reward"]
+        return (
+            (problem is None or rollout.get("problem") == problem)
+            and (min_reward is None or (reward is not None and reward >= min_reward))
+            and (max_reward is None or (reward is not None and reward <= max_reward))
+        )
+
+    fitting = [one for one in directory.read_rollouts(chosen, evals=evals) if fits(one)][:limit]
+    hidden = () if tokens else ("token_texts", "logprobs")
+    shown = [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
+    return Rollouts(step=chosen, steps=steps, data=shown)
+
+
+@router.post("/check")
+async def check(
+    who: Asker, submissions: SubmissionsDep, settings: SettingsDep, threads: CheckThreadsDep, given: JobText
+) -> CheckedJobs:
+    """Read a job file (YAML or JSON), or a single job, and check its jobs as if they were submitted; nothing is kept."""
+
+    def look() -> CheckedJobs:
+        jobs = read_jobs(given.text, settings.base)
+        for job in jobs:
+            submissions.check(who, job)
+        return CheckedJobs(jobs=jobs)
+
+    return await threads.run(who.key_id, look)
+
+
+def _masked(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A job as it may be shown: values of headers are secrets."""
+    rewards = [
+        {**reward, "args": {**reward["args"], "headers": dict.fromkeys(reward["args"]["headers"], MASK)}}
+        if reward.get("name") == "http" and isinstance(reward.get("args", {}).get("headers"), Mapping)
+        else reward
+        for reward in spec.get("rewards", ())
     ]
-    return Rollouts(step=chosen, steps=steps, data=found[:limit])
-
-
-@router.get("/{job}/events")
-def events(desk: AtDesk, job: NamedJob, after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Events:
-    """Events after one of them, at most 500."""
-    return Events(data=[_event(entry) for entry in desk.store.events(job.id, after, PAGE)])
-
-
-@router.get("/{job}/events/stream", response_class=StreamingResponse)
-async def stream(
-    request: Request,
-    desk: AtDesk,
-    job: NamedJob,
-    after: Annotated[int, Query(ge=0, le=2**53)] = 0,
-    last_event_id: Annotated[str | None, Header(pattern=r"^\d{1,15}$")] = None,
-) -> StreamingResponse:
-    """Events as they happen (server-sent events), from `after` or `Last-Event-ID` on; ends when the job has ended."""
-    start = int(last_event_id) if last_event_id is not None else after
-    return StreamingResponse(_stream(request, desk, job.id, start), media_type="text/event-stream")
-
-
-async def _stream(request: Request, desk: Desk, job_id: str, after: int) -> AsyncIterator[str]:
-    while not (desk.leaving or await request.is_disconnected()):
-        # before looking, so that nothing is missed
-        waiting = asyncio.create_task(desk.news.wait(job_id, QUIET_SECONDS))
-        try:
-            if not await asyncio.to_thread(known, request, desk):  # the key was revoked, or has expired, since it began
-                return
-            found = await asyncio.to_thread(desk.store.events, job_id, after, PAGE)
-            for entry in found:
-                after = entry.id
-                yield written(_event(entry))
-            if found and _ends(found[-1]):
-                return
-            if not found:
-                last = await asyncio.to_thread(desk.store.last_event, job_id)
-                if last is None or (last.id <= after and _ends(last)):
-                    return
-                yield ALIVE
-                await waiting
-        finally:
-            waiting.cancel()
-
-
-def _ends(entry: Event) -> bool:
-    return entry.kind == "state" and JobState(entry.data["state"]).final
-
-
-def _event(entry: Event) -> JobEvent:
-    return JobEvent.model_validate({"id": entry.id, "kind": entry.kind, "time": entry.time, "data": entry.data})
+    return {**spec, "rewards": rewards}

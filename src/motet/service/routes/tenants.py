@@ -1,51 +1,96 @@
-"""Tenants and their limits; for admins. What holds for oneself."""
+"""Tenants, their limits and what they used, as JSON or as a table for a spreadsheet."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+import csv
+import io
+from datetime import date
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse, Response
 
 from motet.config.service import LimitsConfig
-from motet.service.http.asking import Admin, Asker, AtDesk, Refusal
-from motet.service.schemas.usage import TenantInfo, Tenants
-from motet.service.tenants.limits import TenantUse
+from motet.service.database.store import Store
+from motet.service.database.tenants import Principal
+from motet.service.errors import Refusal
+from motet.service.http.depends import Admin, Asker, LedgerDep, QuotasDep, StoreDep
+from motet.service.schemas.usage import By, TenantInfo, Tenants, UsageLine, UsageReport
 
-router = APIRouter(prefix="/v1", tags=["tenants"])
+router = APIRouter(prefix="/v1")
 
 
-@router.get("/tenants")
-def list_tenants(who: Admin, desk: AtDesk) -> Tenants:
+@router.get("/tenants", tags=["tenants"])
+def list_tenants(who: Admin, quotas: QuotasDep) -> Tenants:
     """All tenants, with their limits and what they use of them."""
-    return Tenants(data=[_shown(use) for use in desk.limits.uses()])
+    return Tenants(data=quotas.used())
 
 
-@router.put("/tenants/{tenant}/limits")
-def set_limits(who: Admin, desk: AtDesk, tenant: str, wanted: LimitsConfig) -> TenantInfo:
+@router.put("/tenants/{tenant}/limits", tags=["tenants"])
+def set_limits(who: Admin, store: StoreDep, quotas: QuotasDep, tenant: str, wanted: LimitsConfig) -> TenantInfo:
     """Set a tenant's own limits, all at once, from now on; jobs that are there already stay.
 
     Null is no limit, and the service's default stands for what is left out.
     """
-    known = desk.store.tenants.find(tenant)
+    known = store.tenants.find(tenant)
     if known is None:
         raise Refusal(404, f"there is no tenant {tenant!r}; motet keys create makes one")
-    desk.limits.set(known.id, wanted.model_dump(exclude_unset=True))
-    desk.store.audit(who, "set limits", known.name)
-    return _shown(desk.limits.uses(known.name)[0])
+    quotas.set(known.id, wanted.model_dump(exclude_unset=True))
+    store.audit(who, "set limits", known.name)
+    return quotas.used(known.name)[0]
 
 
-@router.get("/limits")
-def own_limits(who: Asker, desk: AtDesk) -> TenantInfo:
+@router.get("/limits", tags=["tenants"])
+def own_limits(who: Asker, quotas: QuotasDep) -> TenantInfo:
     """What the asker's tenant may use, and what it uses."""
-    return _shown(desk.limits.uses(who.tenant)[0])
+    return quotas.used(who.tenant)[0]
 
 
-def _shown(use: TenantUse) -> TenantInfo:
-    return TenantInfo(
-        id=use.tenant.id,
-        name=use.tenant.name,
-        limits=use.limits,
-        own=list(use.own),
-        running=use.running,
-        waiting=use.waiting,
-        tokens_today=use.tokens_today,
-        stored_bytes=use.stored_bytes,
+@router.get(
+    "/usage",
+    tags=["usage"],
+    response_model=UsageReport,
+    responses={200: {"content": {"text/csv": {}}, "description": "JSON, or CSV."}},
+)
+def usage(
+    who: Asker,
+    store: StoreDep,
+    ledger: LedgerDep,
+    by: Annotated[
+        list[By], Query(max_length=3, description="What gets lines of its own: job (unless given), day, tenant.")
+    ] = ["job"],  # noqa: B006 - FastAPI copies it
+    since: Annotated[date | None, Query(description="The first day (UTC).")] = None,
+    until: Annotated[date | None, Query(description="The last day (UTC).")] = None,
+    tenant: Annotated[
+        str | None, Query(max_length=100, description="Whose, by name; admins see all without it.")
+    ] = None,
+    form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
+) -> Response:
+    """Tokens and device time, of the asker's tenant; of all tenants, and of nobody, for admins."""
+    lines = ledger.report(
+        _whose(store, who, tenant),
+        by,
+        None if since is None else since.isoformat(),
+        None if until is None else until.isoformat(),
     )
+    if form == "csv":
+        return Response(_table(lines), media_type="text/csv")
+    return JSONResponse(UsageReport(data=lines).model_dump())
+
+
+def _whose(store: Store, who: Principal, tenant: str | None) -> str | None:
+    """The id of the tenant whose usage is asked for; None for all."""
+    if tenant is None:
+        return None if who.admin else who.tenant_id
+    known = store.tenants.find(tenant)
+    if known is None or not (who.admin or known.id == who.tenant_id):
+        raise Refusal(404, f"there is no tenant {tenant!r}", "tenant")
+    return known.id
+
+
+def _table(lines: list[UsageLine]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(UsageLine.model_fields), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(line.model_dump() for line in lines)
+    return text.getvalue()

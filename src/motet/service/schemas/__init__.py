@@ -8,9 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Answer(BaseModel):
-    """Base of all answers."""
+    """Base of all answers; made of fields, or of an object that has attributes of the same names."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model_config = ConfigDict(use_attribute_docstrings=True, from_attributes=True)
+
+
+class Asked(BaseModel):
+    """Base of what is asked; a field that is not supported is refused by its name."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class Job(Answer):
@@ -180,10 +186,9 @@ class Keys(Answer):
     data: list[ApiKey]
 
 
-class KeyRequest(BaseModel):
+class KeyRequest(Asked):
     """A key to make."""
 
-    model_config = ConfigDict(extra="forbid")
     tenant: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     name: str = Field("", max_length=100)
     role: Literal["admin", "member"] = "member"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from motet.service.schemas import Answer
+from motet.service.schemas import Answer, Asked
 
 
 class Adapter(Answer):
@@ -29,10 +29,9 @@ class Adapters(Answer):
     data: list[Adapter]
 
 
-class ShareRequest(BaseModel):
+class ShareRequest(Asked):
     """What to share, and with whom."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     name: str = Field(min_length=1, max_length=100)
     """A job, whose versions are shared, or an uploaded adapter; by name or id."""
     tenant: str = Field(min_length=1, max_length=100)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from motet.service.schemas import Answer
+from motet.service.schemas import Answer, Asked
 from motet.tasks.plain_json import check_plain
 from motet.tasks.row_files import UPLOADED
 
@@ -26,12 +26,6 @@ Whole = Annotated[Annotated[int, Field(ge=1, le=1_000_000)] | None, BeforeValida
 Factor = Annotated[Annotated[float, Field(gt=0, le=1000)] | None, BeforeValidator(_auto)]
 Anything = Annotated[Any, AfterValidator(check_plain)]
 Table = Annotated[dict[str, Any], AfterValidator(check_plain)]
-
-
-class Asked(BaseModel):
-    """Base of what is asked; a field that is not supported is refused by its name."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class Hyperparameters(Asked):

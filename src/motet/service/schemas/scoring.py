@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from motet.service.jobs.bounds import MOST
-from motet.service.schemas import Answer
+from motet.service.schemas import Answer, Asked
 
 MOST_UNITS = 256
 """That a worker may hold, and hand in at once."""
+MOST_COMPLETIONS = 1024
+"""Of one problem."""
 
 
-class LeaseRequest(BaseModel):
+class LeaseRequest(Asked):
     """Work that a reward worker asks for."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     worker: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,60}$")
     """The worker's own name for itself, the same in all its requests. What it holds already is renewed."""
     most: int = Field(16, ge=0, le=MOST_UNITS)
@@ -49,10 +49,9 @@ class Lease(Answer):
     """Of the job; a worker is done when it has ended."""
 
 
-class ByChance(BaseModel):
+class ByChance(Asked):
     """There is no score, and the clock or the network is to blame: another run could come out differently."""
 
-    model_config = ConfigDict(extra="forbid")
     chance: str = Field(max_length=4000)
 
 
@@ -60,20 +59,18 @@ Given = Annotated[float, Field(allow_inf_nan=False)] | Annotated[str, Field(max_
 """What a worker says of a completion: a finite number, why there is none, or null where the reward does not apply."""
 
 
-class Result(BaseModel):
+class Result(Asked):
     """What a worker says of one unit."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     id: str = Field(pattern=r"^[!-~]{1,64}$")
-    scores: list[Given] = Field(max_length=MOST["algorithm.group_size"], fail_fast=True)
+    scores: list[Given] = Field(max_length=MOST_COMPLETIONS, fail_fast=True)
     """One for each completion, in order: a finite number, a text that says why there is none, that text as `chance`, or null
     where the reward does not apply."""
 
 
-class Results(BaseModel):
+class Results(Asked):
     """Scores, of several units at once."""
 
-    model_config = ConfigDict(extra="forbid")
     results: list[Result] = Field(max_length=MOST_UNITS, fail_fast=True)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from motet.config.service import LimitsConfig
-from motet.service.schemas import Answer
+from motet.service.schemas import Answer, Asked
 
 By = Literal["job", "day", "tenant"]
 """What gets lines of its own in a report of usage."""
@@ -65,10 +65,9 @@ class Tenants(Answer):
     data: list[TenantInfo]
 
 
-class JobChange(BaseModel):
+class JobChange(Asked):
     """What may be changed of a job that has not ended; what is left out stays."""
 
-    model_config = ConfigDict(extra="forbid")
     budget: Annotated[int, Field(ge=1, le=10**15)] | None = None
     """Tokens after which it pauses; null is none."""
     priority: Annotated[int, Field(ge=-100, le=100)] | Literal["low", "normal", "high"] = 0

@@ -1,43 +1,27 @@
 """The usage ledger: tokens and device time by day, tenant and job, each kept once.
 
 Tokens of a job are counted with the event of its step, in one transaction, and an event is kept once: steps that are done
-again after a crash count once. Device time is told in numbered windows, and a window that was kept is not kept again.
+again after a crash count once. Device time comes in numbered windows, and a window that was kept is not kept again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from motet.runtime.meter import COMPLETIONS, IDLE
-from motet.service.database.store import Store, find_job
+from motet.service.database.store import AWAY, Store, find_job
 from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage, now
-from motet.service.schemas.usage import By
+from motet.service.schemas.usage import By, UsageLine
 
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
-
-
-@dataclass(frozen=True)
-class Used:
-    """One line of a report."""
-
-    day: str | None
-    tenant: str | None
-    """The tenant's name; None where the device was idle."""
-    job: str | None
-    """The job's id; None of completions, and where lines of several jobs are one."""
-    name: str | None
-    tokens_prompt: int
-    tokens_sampled: int
-    tokens_trained: int
-    device_seconds: float
 
 
 def today(seconds: float | None = None) -> str:
@@ -51,8 +35,9 @@ class Ledger:
     def __init__(self, store: Store, day: Callable[[], str] = today) -> None:
         """`day` says which day it is."""
         self._store, self.day = store, day
-
-    # --- writing ----------------------------------------------------------------------------------------------------------
+        self._counting = threading.Lock()
+        self._counted: dict[str, tuple[int, int]] = {}
+        """Tokens of completions that are not written down yet, by tenant id: (read as prompts, sampled)."""
 
     def step(self, job_id: str, data: Mapping[str, Any]) -> Callable[[Session], None]:
         """What a step's event adds, for the transaction that keeps the event."""
@@ -84,14 +69,27 @@ class Ledger:
                 _add(session, self.day(), tenant, job, title, {"microseconds": microseconds[name]})
         return True
 
-    def completions(self, counts: Mapping[str, tuple[int, int]]) -> None:
-        """Add tokens of completions: {tenant id: (read as prompts, sampled)}."""
-        with self._store.transaction() as session:
-            for tenant in sorted(counts):
-                prompt, sampled = counts[tenant]
-                _add(session, self.day(), tenant, "", "", {"tokens_prompt": prompt, "tokens_sampled": sampled})
+    def count_completion(self, tenant_id: str, prompt: int, sampled: int) -> None:
+        """Remember tokens of a completion until `flush` writes them down."""
+        with self._counting:
+            before = self._counted.get(tenant_id, (0, 0))
+            self._counted[tenant_id] = (before[0] + prompt, before[1] + sampled)
 
-    # --- reading ----------------------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Write down what was counted."""
+        with self._counting:
+            counted, self._counted = self._counted, {}
+        if not counted:
+            return
+        try:
+            with self._store.transaction() as session:
+                for tenant in sorted(counted):
+                    prompt, sampled = counted[tenant]
+                    _add(session, self.day(), tenant, "", "", {"tokens_prompt": prompt, "tokens_sampled": sampled})
+        except AWAY:
+            for tenant, counts in counted.items():
+                self.count_completion(tenant, *counts)  # a database that is away for a while comes back
+            raise
 
     def tokens_today(self) -> dict[str, int]:
         """Tokens of this day by tenant id."""
@@ -100,22 +98,15 @@ class Ledger:
             return {str(row[0]): int(row[1]) for row in session.execute(query)}
 
     def tokens_of(self, job_id: str) -> int:
-        """Tokens that a job has sampled and trained so far: what its budget is about."""
+        """Tokens that a job has sampled and trained so far, which its budget bounds."""
         query = select(func.coalesce(func.sum(_TOKENS), 0)).where(Usage.job_id == job_id)
         with self._store.transaction() as session:
             return int(session.scalar(query) or 0)
 
     def report(
         self, tenant_id: str | None, by: Sequence[By] = ("job",), since: str | None = None, until: str | None = None
-    ) -> list[Used]:
-        """Usage in lines.
-
-        Args:
-            tenant_id: whose; None: everybody's, and the time in which the device was idle.
-            by: what gets lines of its own, besides the tenant.
-            since: the first day.
-            until: the last day.
-        """
+    ) -> list[UsageLine]:
+        """Usage in lines, of a tenant, or of everybody and of the device when idle; `since` and `until` are days."""
         columns: list[Any] = [
             Usage.tenant_id,
             *([Usage.day] if "day" in by else ()),
@@ -132,17 +123,23 @@ class Ledger:
             query = query if wanted is None else query.where(wanted)
         with self._store.transaction() as session:
             rows = [row._mapping for row in session.execute(query)]
-        found = [_line(row) for row in rows]
-        return sorted(found, key=lambda one: (one.day or "", one.tenant is None, one.tenant or "", one.job or ""))
+        lines = [_line(row, by) for row in rows]
+        return sorted(lines, key=lambda one: (one.day or "", one.tenant is None, one.tenant or "", one.job or ""))
 
 
-def _line(row: Mapping[Any, Any]) -> Used:
+def _line(row: Mapping[Any, Any], by: Sequence[By]) -> UsageLine:
     job = str(row.get("job_id") or "")
-    return Used(
+    kind: Literal["job", "completions", "idle", "all"] = "job" if job else "completions"
+    if row["name"] is None and not job:
+        kind = "idle"
+    elif "job" not in by:
+        kind = "all"
+    return UsageLine(
         day=row.get("day"),
         tenant=row["name"],
         job=job or None,
         name=row["job_name"] if job else None,
+        kind=kind,
         tokens_prompt=int(row["tokens_prompt"]),
         tokens_sampled=int(row["tokens_sampled"]),
         tokens_trained=int(row["tokens_trained"]),
@@ -180,5 +177,5 @@ def _owners(session: Session, jobs: Sequence[str]) -> dict[str, tuple[str, str, 
     columns = (StoredJob.tenant_id, StoredJob.id, StoredJob.name)
     known = (Usage.tenant_id, Usage.job_id, Usage.job_name)
     before = session.execute(select(*known).where(Usage.job_id.in_(jobs)).distinct()).all()
-    found = session.execute(select(*columns).where(StoredJob.id.in_(jobs))).all()
-    return {str(row[1]): (str(row[0]), str(row[1]), str(row[2])) for row in (*before, *found)}
+    there = session.execute(select(*columns).where(StoredJob.id.in_(jobs))).all()
+    return {str(row[1]): (str(row[0]), str(row[1]), str(row[2])) for row in (*before, *there)}

@@ -1,0 +1,152 @@
+"""A typed channel to a child process: tagged structs, one a line of JSON, over its standard input and output.
+
+The parent holds a `Child`, the child its `Parent`. A child ends when its input does, so also when its parent is killed.
+Dataclasses and numpy arrays may be fields. Floats survive the way bit for bit, NaN too, and text may hold what is not UTF-8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, TypeVar, get_args
+
+import msgspec
+import numpy as np
+
+from motet.errors import EngineError
+
+LONGEST_LINE = 2**26
+"""Bytes of a line: a reader gives up at a longer one."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages; the name of its class is its tag."""
+
+
+Received = TypeVar("Received")
+
+
+def encode(message: Message) -> bytes:
+    """A message as a line.
+
+    Raises:
+        EngineError: it is too long for whoever reads it.
+    """
+    line = json.dumps(msgspec.to_builtins(message, enc_hook=_plain), separators=(",", ":")).encode() + b"\n"
+    if len(line) > LONGEST_LINE:
+        raise EngineError(f"{-(-len(line) // 2**20)} MB, where {LONGEST_LINE >> 20} MB are the most")
+    return line
+
+
+def decode(line: bytes, kinds: Any) -> Any:
+    """The message of a line; `kinds` is the union of the messages that may come.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    return msgspec.convert(json.loads(line), kinds, dec_hook=_array)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise NotImplementedError(f"{type(value).__name__} is no field of a message")
+
+
+def _array(kind: Any, value: Any) -> Any:
+    """An array as its annotation says: `NDArray[np.float32]`."""
+    (dtype,) = get_args(get_args(kind)[1])
+    return np.asarray(value, dtype)
+
+
+class Child(Generic[Received]):
+    """A child process, as its parent sees it. Lives in one event loop."""
+
+    def __init__(self, process: asyncio.subprocess.Process, kinds: Any) -> None:
+        """`kinds` is the union of the messages that it may send."""
+        self._process, self._kinds = process, kinds
+
+    @classmethod
+    async def start(cls, module: str, kinds: Any, log: Path) -> Child[Received]:
+        """Start `python -m module`; what it prints goes to the end of a file."""
+        with log.open("ab") as out:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", module,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=out,
+                start_new_session=True, limit=LONGEST_LINE, env=dict(os.environ),
+            )  # fmt: skip
+        return cls(process, kinds)
+
+    def send(self, message: Message) -> None:
+        """Send one message; to a process that is gone, nothing."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(encode(message))
+
+    async def messages(self) -> AsyncIterator[Received]:
+        """What it sends, until it dies."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            if line.endswith(b"\n"):  # not one that was cut off when the process was killed
+                yield decode(line, self._kinds)
+
+    def close_input(self) -> None:
+        """Let it end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    async def kill(self) -> None:
+        """End it, where it has not ended, and wait for that."""
+        self.close_input()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        await self._process.wait()
+
+
+class Parent(Generic[Received]):
+    """The parent of this process, which has given it its standard streams. Threads may share it."""
+
+    def __init__(self, kinds: Any) -> None:
+        """Take the streams over: nothing that a library prints may pass for a message. `kinds` as in `Child`."""
+        self.lines, self._kinds = sys.stdin.buffer, kinds
+        self._out: BinaryIO = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send one message.
+
+        Raises:
+            EngineError: it is too long; nothing was sent.
+        """
+        line = encode(message)
+        with self._lock:
+            self._out.write(line)
+            self._out.flush()
+
+    def first(self) -> Received | None:
+        """Wait for one message; None where the input has ended."""
+        line = self.lines.readline()
+        message: Received | None = decode(line, self._kinds) if line else None
+        return message
+
+    def queue(self) -> asyncio.Queue[Received | None]:
+        """Messages as they come, read in a thread of their own; None when the input ends."""
+        loop, messages = asyncio.get_running_loop(), asyncio.Queue[Received | None]()
+
+        def read() -> None:
+            try:
+                for line in self.lines:
+                    loop.call_soon_threadsafe(messages.put_nowait, decode(line, self._kinds))
+            finally:  # also when it sent nonsense
+                loop.call_soon_threadsafe(messages.put_nowait, None)
+
+        threading.Thread(target=read, name="motet-messages", daemon=True).start()
+        return messages

@@ -1,0 +1,230 @@
+"""The engine of a service: the jobs that train on its base, and what it sends of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from motet.budgets import Need
+from motet.channel import Parent
+from motet.config import JobConfig, RunConfig
+from motet.hosting.answers import Answers, Send, reason
+from motet.launch import Workshop, assemble, load, services
+from motet.preparing import identity, prepare
+from motet.runtime.job import Job
+from motet.runtime.meter import Meter
+from motet.runtime.opening import open_job
+from motet.runtime.pipeline import Pipeline
+from motet.runtime.progress import JobProgress
+from motet.runtime.rundir import RunDirectory
+from motet.service.engine import messages as m
+from motet.tasks.plain_json import as_json
+from motet.tasks.reward_asking import AskedOfService
+from motet.tasks.reward_elsewhere import ELSEWHERE
+from motet.tasks.reward_installed import Installed
+from motet.tasks.reward_pool import RewardPool
+from motet.tasks.reward_walls import Walls
+from motet.tasks.row_files import OF_A_JOB
+from motet.types import JobState
+
+USUAL = Need(512, 512)
+"""What the KV cache is sized for: jobs come later, and nobody knows their lengths yet."""
+_LOOK_SECONDS = 0.5
+_USAGE_SECONDS = 2.0
+"""Between two messages about who used the device."""
+_IDLE_SECONDS = 30.0
+"""Between two that nobody used it."""
+
+
+class EngineServer:
+    """One base, the jobs that train on it, and the versions that people talk to."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, start: m.Start, parent: Parent[m.ToEngine]) -> None:
+        """Load the base; `start` has the rewards and bounds of the service."""
+        self._config, self._parent = config, parent
+        self.directory = directory
+        self.base = load(config.base, config.engine)
+        self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
+        self._scores = AskedOfService(ask_scores(parent.send))
+        self._shared = services(
+            self.workshop,
+            self.directory,
+            RewardPool(
+                config.engine.reward_processes,
+                dict.fromkeys(ELSEWHERE, self._scores),
+                {name: Installed(**one) for name, one in start.rewards.items()},
+                self._scores.rest,
+                Walls(required=True, exempt=frozenset(start.unwalled)),
+            ),
+        )
+        self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, patience=start.patience_seconds)
+        self._answers = Answers(self.base, self._shared, parent.send)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()
+        self._measured, self._windows = time.monotonic(), 0
+        self._changes: dict[str, m.ChangeJob] = {}
+        """Of jobs that are being prepared: another budget or priority."""
+        self._wanted: dict[str, str] = {}  # of jobs that are being prepared: what was asked for last
+        self._preparing = asyncio.Lock()  # one after another, so that jobs queue in the order they came
+
+    async def serve(self) -> None:
+        """Handle messages until the input ends."""
+        messages = self._parent.queue()
+        async with self.workshop.open():
+            running, watching = asyncio.create_task(self.pipeline.run()), asyncio.create_task(self._watch())
+            for task in (running, watching):  # without them this process is of no use: a new one takes over
+                task.add_done_callback(lambda task: messages.put_nowait(None) if _fault(task) else None)
+            self._parent.send(m.Ready(self.workshop.notes))
+            while (message := await messages.get()) is not None:
+                if isinstance(message, m.Stop):
+                    self.pipeline.stop()
+                    self._begin(self._stopped(running))  # messages go on: a step may wait for scores
+                else:
+                    self.handle(message)
+            for task in (running, watching, *self._tasks):
+                task.cancel()
+            faults = [fault for task in (running, watching) if (fault := _fault(task)) is not None]
+            await asyncio.gather(running, watching, *self._tasks, return_exceptions=True)
+            await self._shared.rewards.close()
+        if faults:
+            raise faults[0]
+
+    async def _stopped(self, running: asyncio.Task[None]) -> None:
+        """Say when every job has saved."""
+        await asyncio.wait([running])
+        self._measure(0.0)
+        self._parent.send(m.Stopped())
+
+    def handle(self, message: m.ToEngine) -> None:
+        """Begin what one message asks."""
+        match message:
+            case m.AddJob():
+                name = str(message.job["name"])
+                if name not in self.pipeline.jobs and name not in self._wanted:  # it comes twice while this starts
+                    self._wanted[name] = message.wanted
+                    self._begin(self._add(name, message))
+                    self.pipeline.rule(message.tenant, message.rule)
+            case m.SteerJob():
+                self._steer(message.job, message.action)
+            case m.SetRule():
+                self.pipeline.rule(message.tenant, message.rule)
+            case m.ChangeJob():
+                self._change(message)
+            case m.ForgetJob():
+                self.pipeline.forget(message.job)
+            case m.Complete():
+                self._answers.hold(message.key, self._begin(self._answers.answer(message)))
+            case m.Examine():
+                self._begin(self._answers.examine(message))
+            case m.Abandon():
+                self._answers.abandon(message.key)
+            case m.Scored():
+                self._scores.hear({"key": message.key, "scores": message.scores, "away": message.away})
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _add(self, name: str, message: m.AddJob) -> None:
+        try:
+            async with self._preparing:
+                job = await asyncio.to_thread(self._prepared, message.job, message.first_step)
+        except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
+            self._wanted.pop(name)
+            self._changes.pop(name, None)
+            failed = {"state": JobState.FAILED.value, "message": reason(error)}
+            self._parent.send(m.JobEvent(name, "state", failed))
+        else:
+            job.tenant = message.tenant
+            self.pipeline.add(job)
+            if (change := self._changes.pop(name, None)) is not None:
+                self._change(change)
+            self._steer(name, self._wanted.pop(name))
+
+    def _prepared(self, tree: Mapping[str, Any], first_step: int) -> Job:
+        job, _ = prepare(JobConfig.model_validate(tree), self.base.info, self.directory, OF_A_JOB)
+        open_job(job.directory, identity(job, self.base.info, self._config), accept_changes=True)
+        for why in self.workshop.inexact:
+            job.note_inexact(why)
+        job.tell = lambda kind, data: self._event(job.name, kind, data)
+        if (committed := job.directory.newest()) is not None:
+            job.progress.step = committed.step
+            tokens = job.directory.read_tokens(committed)
+            for record in job.directory.read_metrics(committed):  # one may have got lost with the last process
+                if int(record["step"]) >= first_step:
+                    job.tell("step", {**record, **tokens.get(int(record["step"]), {})})
+        return job
+
+    def _event(self, job: str, kind: str, data: Mapping[str, Any]) -> None:
+        self._parent.send(m.JobEvent(job, kind, as_json(data)))
+
+    def _change(self, change: m.ChangeJob) -> None:
+        if change.job in self.pipeline.jobs:
+            self.pipeline.change(change.job, budget=change.budget, priority=change.priority)
+        elif change.job in self._wanted:
+            self._changes[change.job] = change
+
+    def _steer(self, name: str, action: str) -> None:
+        if name in self._wanted:
+            self._wanted[name] = action
+        elif name in self.pipeline.jobs and action in ("pause", "resume", "cancel"):
+            getattr(self.pipeline, action)(name)
+
+    async def _watch(self) -> None:
+        """Send how jobs stand now and then, and forget those that have ended."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
+                self.pipeline.forget(job.name)
+            running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
+            busy = self.workshop.device.busy
+            self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
+            jobs = {job.name: as_json(_progress(job.progress)) for job in running}
+            self._parent.send(m.Progress(jobs, {"decode": busy.decode, "train": busy.train}))
+
+    def _measure(self, every: float) -> None:
+        """Read the meter, and send what was used where the last time is so long ago, in seconds."""
+        self._used.update(self._meter.window())
+        if time.monotonic() - self._measured < every or not self._used:
+            return
+        self._measured = time.monotonic()
+        self._windows += 1
+        self._parent.send(m.Usage(self._shared.engine_suffix, self._windows, dict(self._used)))
+        self._used.clear()
+
+
+def ask_scores(send: Send) -> Callable[..., None]:
+    """What `AskedOfService` sends its messages with."""
+
+    def say(**fields: Any) -> None:
+        match fields:
+            case {"score": key}:
+                problem = as_json(fields["problem"])
+                send(m.ScoreRequest(key, fields["job"], fields["reward"], problem, fields["completions"]))
+            case {"unscore": key}:
+                send(m.CancelScore(key))
+            case {"rest": job}:
+                send(m.Rest(job, fields["wanted"]))
+
+    return say
+
+
+def _fault(task: asyncio.Task[None]) -> BaseException | None:
+    """What ended a task that was not to end."""
+    return task.exception() if task.done() and not task.cancelled() else None
+
+
+def _progress(progress: JobProgress) -> dict[str, Any]:
+    return {
+        "phase": progress.phase,
+        "step": progress.step,
+        "rollouts_done": progress.rollouts_done,
+        "rollouts_wanted": progress.rollouts_wanted,
+        "tokens_per_second": round(progress.tokens_per_second, 1),
+        "seconds_left": progress.seconds_left,
+    }

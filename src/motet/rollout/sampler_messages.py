@@ -1,0 +1,112 @@
+"""What passes between a sampling process and its parent."""
+
+from __future__ import annotations
+
+from motet.channel import Message
+from motet.types import AdapterRef, Chunk, GenerateRequest
+
+# --- parent → process -------------------------------------------------------------------------------------------------------
+
+
+class Load(Message, frozen=True):
+    """The first message: the base, as `load_base` takes it."""
+
+    base: str
+    dtype: str
+    block_size: int
+    pack: bool
+    trust_remote_code: bool
+    limits: dict[str, int]
+    """Of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`."""
+    files: str = ""
+    """The directory of the adapters' bytes, which the process removes at its end."""
+
+
+class Generate(Message, frozen=True):
+    """A request; its answers repeat the key, for ids may repeat."""
+
+    key: int
+    request: GenerateRequest
+
+
+class Abort(Message, frozen=True):
+    """End one request, or every request of a job."""
+
+    name: str
+
+
+class Install(Message, frozen=True):
+    """Make a version servable."""
+
+    ref: AdapterRef
+    file: str
+    """Its bytes; deleted once they are read."""
+    rank: int
+    paths: list[str]
+    scaling: float
+
+
+class Unload(Message, frozen=True):
+    """Let go of a version."""
+
+    ref: AdapterRef
+
+
+class Hold(Message, frozen=True):
+    """Rest after the tokens under way."""
+
+
+class Go(Message, frozen=True):
+    """Go on."""
+
+
+ToSampler = Load | Generate | Abort | Install | Unload | Hold | Go
+
+# --- process → parent -------------------------------------------------------------------------------------------------------
+
+
+class Ready(Message, frozen=True):
+    """The base is loaded."""
+
+    fingerprint: str
+
+
+class Failed(Message, frozen=True):
+    """The base cannot be loaded."""
+
+    reason: str
+
+
+class Busy(Message, frozen=True):
+    """What was done since the last time."""
+
+    decode: float
+    """Seconds."""
+    full: float
+    """Seconds with a full batch."""
+    tokens: dict[str, int]
+    """By job."""
+
+
+class Chunks(Message, frozen=True):
+    """Tokens of a request."""
+
+    key: int
+    chunk: Chunk
+
+
+class Refused(Message, frozen=True):
+    """A request can never be served."""
+
+    key: int
+    reason: str
+
+
+class Broken(Message, frozen=True):
+    """A request cannot be served here."""
+
+    key: int
+    reason: str
+
+
+FromSampler = Ready | Failed | Busy | Chunks | Refused | Broken

@@ -1,0 +1,240 @@
+"""The service's client of its engine process: start it, send it jobs and questions, receive what becomes of them.
+
+When the process dies it is started again, and the jobs that have not ended are sent to it in the order they came. One that
+dies right after its start is started again after a while, which grows, for as long as the service runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from motet.channel import Child
+from motet.errors import ConfigError, EngineError
+from motet.service.engine import messages as m
+
+_log = logging.getLogger(__name__)
+
+_QUICK_SECONDS = 10.0
+_LONGEST_WAIT = 60.0
+_STOP_SECONDS = 120.0
+Engine = Child[m.FromEngine]
+
+
+@dataclass(frozen=True)
+class EngineHandlers:
+    """Who handles what the engine sends. Events and usage come in a thread, one after another."""
+
+    open_jobs: Callable[[], list[m.AddJob]]
+    """All jobs that have not ended, for a process that starts."""
+    event: Callable[[m.JobEvent], None]
+    usage: Callable[[m.Usage], None]
+    score: Callable[[m.ScoreRequest], Awaitable[m.Scored]]
+    rest: Callable[[str, bool], None]
+    """Whether a job is to rest as soon as nobody is there who scores for it."""
+    tokens: Callable[[str, int, int], None]
+    """(tenant, read, sampled): tokens of a tenant's completions."""
+
+
+class EngineClient:
+    """The engine's process, as the service sees it."""
+
+    def __init__(self, start: m.Start, log: Path) -> None:
+        """`start` is the first message. What the process prints goes to `log`."""
+        self._start, self._log = start, log
+        self._handlers: EngineHandlers | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine: Engine | None = None
+        self._adopted: Engine | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._scoring: dict[int, asyncio.Task[None]] = {}
+        self._open: dict[int, asyncio.Queue[m.Answer]] = {}
+        self._keys = itertools.count()
+        self._stopped = asyncio.Event()
+        self._closing = asyncio.Event()
+        # of its own: what others wait for in threads, a slow disk or a slow name, does not keep the engine waiting
+        self._handling = ThreadPoolExecutor(1, "motet-events")
+        self._ready_since = math.inf
+        self.ready = asyncio.Event()
+        self.failure = ""
+        """Why there is no engine, for a person."""
+        self.progress: dict[str, dict[str, Any]] = {}
+        self.device: dict[str, float] = {}
+        self.starts = 0
+
+    def adopt(self, engine: Engine) -> None:
+        """Have a process that was started already (`start_engine`) as the first; before `start`."""
+        self._adopted = engine
+
+    def start(self, handlers: EngineHandlers) -> None:
+        """Start the process and keep it running."""
+        self._handlers, self._loop = handlers, asyncio.get_running_loop()
+        self._keeping = asyncio.create_task(self._keep())
+
+    def send(self, *messages: m.ToEngine) -> None:
+        """Send messages, from any thread; a process that is not there learns it when it starts, from `open_jobs`."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._write, *messages)
+
+    async def ask(self, question: m.Question) -> AsyncIterator[m.Answer]:
+        """What answers a question, until it is done.
+
+        Raises:
+            EngineError: it cannot be answered now, and why.
+            ConfigError: it can never be answered, and why.
+        """
+        if not self.ready.is_set():
+            raise EngineError(self.failure or "the engine is starting; try again in a moment")
+        key, answers = next(self._keys), asyncio.Queue[m.Answer]()
+        self._open[key] = answers
+        self._write(replace(question, key=key))
+        done = False
+        try:
+            while not done:
+                answer = await answers.get()
+                done = isinstance(answer, m.Done | m.Refused)
+                if isinstance(answer, m.Refused):
+                    raise (ConfigError if answer.never else EngineError)(answer.reason)
+                if isinstance(question, m.Complete):
+                    self._count(question.tenant, answer)
+                if not done:
+                    yield answer
+        finally:
+            del self._open[key]
+            if not done:
+                self._write(m.Abandon(key))
+
+    def _count(self, tenant: str, answer: m.Answer) -> None:
+        if self._handlers is not None and isinstance(answer, m.PromptRead):
+            self._handlers.tokens(tenant, answer.tokens, 0)
+        elif self._handlers is not None and isinstance(answer, m.Tokens):
+            self._handlers.tokens(tenant, 0, len(answer.chunk.token_ids))
+
+    def refuse(self, reason: str) -> None:
+        """Give up the questions that are open."""
+        for key, answers in self._open.items():
+            answers.put_nowait(m.Refused(key, reason))
+
+    async def stop(self) -> None:
+        """Let every job finish its step and save, then end the process."""
+        self._closing.set()
+        if self.ready.is_set():
+            self._write(m.Stop())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self._stopped.wait()
+        if self._engine is not None:
+            self._engine.close_input()
+        if self._keeping is not None:
+            await self._keeping
+        self._handling.shutdown(wait=False)
+
+    async def _keep(self) -> None:
+        quick = 0
+        while not self._closing.is_set():
+            self._ready_since = math.inf
+            try:
+                await self._run_once()
+            except Exception:  # the database was away when it started, or it sent nonsense
+                _log.exception("the engine could not be kept")
+            finally:
+                await self._clean_up()
+            quick = 0 if time.monotonic() - self._ready_since > _QUICK_SECONDS else quick + 1
+            if not self._closing.is_set():
+                await self._back_off(quick)
+
+    async def _back_off(self, quick: int) -> None:
+        """Before it is started again: not at all the first time, then longer and longer."""
+        seconds = 0.0 if quick <= 1 else min(2.0 ** (quick - 2), _LONGEST_WAIT)
+        if quick > 1 and not self.failure:
+            self.failure = f"the engine ended {quick} times right after it was started; {self._log.name} says why"
+        _log.warning("%s; it is started again in %g s", self.failure or "the engine ended", seconds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+
+    async def _run_once(self) -> None:
+        self.starts += 1
+        self._stopped.clear()
+        self._engine, self._adopted = self._adopted or await start_engine(self._log), None
+        self._engine.send(self._start)
+        async for message in self._engine.messages():
+            await self._handle(message)
+
+    def _write(self, *messages: m.ToEngine) -> None:
+        if self._engine is not None:
+            for message in messages:
+                self._engine.send(message)
+
+    async def _clean_up(self) -> None:
+        """Nothing of a process is left, and whoever waits for its answers learns it."""
+        if self._engine is not None:
+            await self._engine.kill()
+        self.ready.clear()
+        self._stopped.set()
+        self.progress = {}
+        for task in list(self._scoring.values()):  # the next process asks again
+            task.cancel()
+        self.refuse("the engine ended while it answered; try again in a moment")
+
+    async def _handle(self, message: m.FromEngine) -> None:
+        handlers, loop = self._handlers, asyncio.get_running_loop()
+        assert handlers is not None
+        match message:
+            case m.Ready():
+                for note in message.notes:
+                    _log.warning("%s", note)
+                self._write(*await loop.run_in_executor(self._handling, handlers.open_jobs))
+                self.failure, self._ready_since = "", time.monotonic()
+                self.ready.set()
+            case m.Failed():
+                self.failure = message.reason
+            case m.Stopped():
+                self._stopped.set()
+            case m.Progress():
+                self.progress, self.device = message.jobs, message.device
+            case m.ScoreRequest():
+                task = self._scoring[message.key] = asyncio.create_task(self._score(message, handlers))
+                task.add_done_callback(lambda task: self._scored(message.key, task))
+            case m.CancelScore():
+                if (unwanted := self._scoring.get(message.key)) is not None:
+                    unwanted.cancel()
+            case m.Rest():
+                handlers.rest(message.job, message.wanted)
+            case m.JobEvent() | m.Usage():
+                await loop.run_in_executor(self._handling, self._keep_event, message, handlers)
+            case _:
+                if (answers := self._open.get(message.key)) is not None:
+                    answers.put_nowait(message)
+
+    async def _score(self, request: m.ScoreRequest, handlers: EngineHandlers) -> None:
+        self._write(await handlers.score(request))
+
+    def _scored(self, key: int, task: asyncio.Task[None]) -> None:
+        if self._scoring.get(key) is task:
+            del self._scoring[key]
+
+    def _keep_event(self, message: m.JobEvent | m.Usage, handlers: EngineHandlers) -> None:
+        try:
+            if isinstance(message, m.Usage):
+                handlers.usage(message)
+            elif not (self._closing.is_set() and message.data.get("state") in ("paused", "queued")):
+                handlers.event(message)  # else it goes on with the next start
+        except Exception:  # whatever it is, this process has to go on listening
+            _log.exception("an event was not kept: %s", message)
+
+
+async def start_engine(log: Path) -> Engine:
+    """Start the engine's process, which loads what it needs and waits for its first message; what it prints goes to a file."""
+    return await Child.start("motet.hosting", m.FromEngine, log)

@@ -1,0 +1,251 @@
+"""What the service and its engine process send each other.
+
+Questions have a `key`, which their answers repeat; `Done` or `Refused` is the last answer to one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from motet.channel import Message
+from motet.config.service import Largest
+from motet.runtime.slots import Rule
+from motet.types import Chunk, SamplingParams
+
+Action = Literal["pause", "resume", "cancel"]
+
+# --- service → engine -------------------------------------------------------------------------------------------------------
+
+
+class Start(Message, frozen=True):
+    """The first message."""
+
+    base: str
+    run: str
+    """The run directory."""
+    engine: dict[str, Any]
+    """`EngineConfig`."""
+    rollout: dict[str, Any]
+    """`RolloutConfig`."""
+    rewards: dict[str, dict[str, Any]]
+    """The operator's, fields of `Installed` by name."""
+    unwalled: list[str]
+    """Rewards that may run without a wall."""
+    patience_seconds: float
+    largest: Largest
+
+
+class Stop(Message, frozen=True):
+    """Let every job finish its step and save; answered by `Stopped`."""
+
+
+class AddJob(Message, frozen=True):
+    """Take a job up, from its last commit."""
+
+    job: dict[str, Any]
+    """`JobConfig`, with the job's id as its name."""
+    wanted: str
+    """`run`, `pause` or `cancel`."""
+    first_step: int
+    """The first step whose event is to be sent again."""
+    tenant: str
+    rule: Rule
+
+
+class SteerJob(Message, frozen=True):
+    """Pause, resume or cancel a job."""
+
+    job: str
+    action: Action
+
+
+class ChangeJob(Message, frozen=True):
+    """Give a job another budget and priority."""
+
+    job: str
+    budget: int | None
+    priority: int
+
+
+class ForgetJob(Message, frozen=True):
+    """Forget a job that has ended."""
+
+    job: str
+
+
+class SetRule(Message, frozen=True):
+    """What holds for a tenant's jobs from now on."""
+
+    tenant: str
+    rule: Rule
+
+
+class Complete(Message, frozen=True):
+    """A question: complete a conversation, or a prompt as it is. Answered by `PromptRead`, then `Tokens`."""
+
+    tenant: str
+    """Whose tokens the answer costs."""
+    adapter: str | None
+    """The directory of a version, None for the base."""
+    n: int
+    seed: int
+    stream: bool
+    logprobs: bool
+    """Whether each token's text is wanted beside its logprob."""
+    sampling: SamplingParams
+    messages: list[dict[str, str]] = []
+    prompt: str | list[int] | None = None
+    """Text or token ids; None: `messages`, through the chat template."""
+    key: int = 0
+
+
+class Examine(Message, frozen=True):
+    """A question: what an adapter is. Answered by `Examined` or `Unfit`."""
+
+    directory: str
+    key: int = 0
+
+
+class Abandon(Message, frozen=True):
+    """Nobody waits for the answer any more."""
+
+    key: int
+
+
+class Scored(Message, frozen=True):
+    """The answer to a `ScoreRequest`."""
+
+    key: int
+    scores: list[Any] | None = None
+    """As `tasks.reward_elsewhere` writes them."""
+    away: bool = False
+    """Nobody is there who could score, and the job is to rest."""
+
+
+Question = Complete | Examine
+ToEngine = Start | Stop | AddJob | SteerJob | ChangeJob | ForgetJob | SetRule | Complete | Examine | Abandon | Scored
+
+# --- engine → service -------------------------------------------------------------------------------------------------------
+
+
+class Ready(Message, frozen=True):
+    """The base is loaded."""
+
+    notes: list[str]
+    """Such as why results depend on more than the seed."""
+
+
+class Failed(Message, frozen=True):
+    """The base cannot be loaded."""
+
+    reason: str
+
+
+class Stopped(Message, frozen=True):
+    """Every job has saved."""
+
+
+class Progress(Message, frozen=True):
+    """How running jobs stand, by id, and seconds of the device by what it did."""
+
+    jobs: dict[str, dict[str, Any]]
+    device: dict[str, float]
+
+
+class JobEvent(Message, frozen=True):
+    """Something that happened to a job."""
+
+    job: str
+    kind: str
+    """`state` or `step`."""
+    data: dict[str, Any]
+
+
+class Usage(Message, frozen=True):
+    """A window of device time."""
+
+    engine: str
+    """Another one for each start."""
+    window: int
+    """Its number, growing."""
+    microseconds: dict[str, int]
+    """By account: a job, completions of a tenant, or nobody."""
+
+
+class ScoreRequest(Message, frozen=True):
+    """A question of the engine's: scores of completions that no process of their job scores. Answered by `Scored`."""
+
+    key: int
+    job: str
+    reward: dict[str, Any]
+    """`RewardConfig`."""
+    problem: dict[str, Any]
+    """`id`, `messages`, `answer`, `metadata`, `conversational`."""
+    completions: list[str]
+
+
+class CancelScore(Message, frozen=True):
+    """Nobody waits for the scores any more."""
+
+    key: int
+
+
+class Rest(Message, frozen=True):
+    """Whether a job is to rest as soon as nobody is there who scores for it."""
+
+    job: str
+    wanted: bool
+
+
+class PromptRead(Message, frozen=True):
+    """The first answer to `Complete`."""
+
+    key: int
+    tokens: int
+
+
+class Tokens(Message, frozen=True):
+    """Some tokens of one completion."""
+
+    key: int
+    chunk: Chunk
+    texts: list[str]
+    """Of each token, where they were asked for."""
+
+
+class Examined(Message, frozen=True):
+    """An adapter that fits the base."""
+
+    key: int
+    rank: int
+    alpha: float
+    target_modules: list[str]
+
+
+class Unfit(Message, frozen=True):
+    """Why an adapter does not fit the base."""
+
+    key: int
+    reason: str
+
+
+class Done(Message, frozen=True):
+    """A question is answered."""
+
+    key: int
+
+
+class Refused(Message, frozen=True):
+    """A question cannot be answered."""
+
+    key: int
+    reason: str
+    never: bool = False
+    """Whether it never could."""
+
+
+Answer = PromptRead | Tokens | Examined | Unfit | Done | Refused
+FromEngine = (
+    Ready | Failed | Stopped | Progress | JobEvent | Usage | ScoreRequest | CancelScore | Rest
+    | PromptRead | Tokens | Examined | Unfit | Done | Refused
+)  # fmt: skip

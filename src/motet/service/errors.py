@@ -1,0 +1,91 @@
+"""How requests are refused: errors as answers, all of one shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DataError as DatabaseDataError
+from starlette.exceptions import HTTPException
+
+from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetError, RewardError, StoreError
+from motet.service.database.store import AWAY
+
+_log = logging.getLogger(__name__)
+
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    409: "conflict_error", 413: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error",
+    503: "unavailable_error",
+}  # fmt: skip
+_LONGEST = 10_000
+"""Characters of a message: some quote what they were given."""
+_OPENAI = ("/v1/chat/", "/v1/completions", "/v1/fine_tuning/")
+"""Paths where a request that does not fit is a 400, as the `openai` package's users know it."""
+
+
+class Refusal(Exception):
+    """An answer that is not a success."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.headers = status, message, param, headers
+
+
+def handle_errors(app: FastAPI) -> None:
+    """Give every error one shape, with words for a person."""
+
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        return _answer(request, error)
+
+    for kind in (Refusal, HTTPException, RequestValidationError, *AWAY, DatabaseDataError, MotetError, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def _answer(request: Request, error: Exception) -> JSONResponse:
+    match error:
+        case Refusal():
+            return error_body(error.status, error.message, error.param, error.headers)
+        case HTTPException():
+            return error_body(error.status_code, str(error.detail), headers=error.headers)
+        case RequestValidationError():
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"][1:])
+            status = 400 if request.url.path.startswith(_OPENAI) else 422
+            return error_body(status, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
+        case DatabaseDataError():
+            return error_body(422, f"the database cannot keep this: {error.orig}")
+        case _ if isinstance(error, AWAY):
+            _log.error("the database does not answer: %s", getattr(error, "orig", error))
+            return error_body(503, "the database does not answer; try again in a moment")
+        case LimitError():
+            return error_body(error.status, str(error))
+        case ConfigError() | DataError() | RewardError():
+            return error_body(400, str(error))
+        case StoreError():
+            return error_body(409, str(error))
+        case MotetError():
+            return error_body(503 if isinstance(error, EngineError) else 500, str(error))
+    return error_body(500, f"{type(error).__name__}; this is a fault of Motet, its log has the whole story")
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """An error as it is answered."""
+    if len(message) > _LONGEST:
+        message = f"{message[:_LONGEST]}…"
+    detail: dict[str, Any] = {
+        "message": message,
+        "type": TYPES.get(status, "server_error"),
+        "param": param,
+        "code": None,
+    }
+    challenge = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    return JSONResponse({"error": detail}, status, {**challenge, **(headers or {})})

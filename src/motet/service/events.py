@@ -1,0 +1,161 @@
+"""Events of jobs: who waits for them is woken, and whoever is behind reads them from memory or from the database."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Integer, cast, func, select
+
+from motet.service.database.store import Store
+from motet.service.database.tables import Event, StoredJob
+from motet.service.database.tenants import Principal
+from motet.service.schemas import JobEvent, TenantEvent
+
+ANY_JOB = ""
+"""The topic of whatever happens to a job; each job's id is a topic too."""
+WAITING_JOBS = "waiting jobs"
+"""The topic of whatever may let a job start that waits for others."""
+
+
+class EventBus:
+    """Wakes those who wait for a topic. Any thread may publish; those who wait are in one event loop."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._next: dict[str, asyncio.Event] = {}
+        self.published = 0
+        """How often something happened to any job."""
+        self.closed = False
+        """Whether the service stops: nobody is to wait for anything any more."""
+
+    def next(self, topic: str) -> asyncio.Event:
+        """Set when the topic is published the next time. Whoever takes it before looking misses nothing."""
+        self._loop = asyncio.get_running_loop()
+        return self._next.setdefault(topic, asyncio.Event())
+
+    def publish(self, *topics: str) -> None:
+        """Wake those who wait for one of these topics."""
+        self.published += ANY_JOB in topics
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._wake, topics)
+
+    def close(self) -> None:
+        """Wake everybody, for good."""
+        self.closed = True
+        self._wake(tuple(self._next))
+
+    def _wake(self, topics: Collection[str]) -> None:
+        for topic in topics:
+            if (event := self._next.pop(topic, None)) is not None:
+                event.set()
+
+
+async def within(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, at most so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+def as_sent(event: JobEvent) -> str:
+    """A server-sent event."""
+    # ASCII: some clients end a line at U+2028 too
+    return f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json(ensure_ascii=True)}\n\n"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An event of the log."""
+
+    id: int
+    tenant_id: str
+    text: str
+    """As a server-sent event."""
+
+
+class EventLog:
+    """Events as the database keeps them; the newest of all jobs are read once for everybody. Threads may share it."""
+
+    def __init__(self, store: Store, bus: EventBus, most: int = 1000) -> None:
+        """`most`: events in memory; who is further behind reads the database."""
+        self._store, self._bus, self._most = store, bus, most
+        self._lock = threading.Lock()
+        self._kept: deque[Entry] = deque()
+        self._floor: int | None = None
+        """All events after this one are in memory, up to `_top`."""
+        self._top = 0
+        self._published = -1
+
+    def newest(self) -> int:
+        """The id of the newest event of all."""
+        with self._store.transaction() as session:
+            return session.scalar(select(func.max(Event.id))) or 0
+
+    def since(self, who: Principal, after: int, limit: int) -> list[Entry]:
+        """Events of a tenant's jobs (an admin's: of all) after one of them, in order, about `limit` at most."""
+        with self._lock:
+            published = self._bus.published  # before looking: what comes meanwhile is looked for the next time
+            if published != self._published:
+                self._load()
+                self._published = published
+            floor, kept = self._floor, list(self._kept)
+        if floor is None or after < floor:
+            return self._read(after, limit, None if who.admin else who.tenant_id)
+        return [entry for entry in kept if entry.id > after and (who.admin or entry.tenant_id == who.tenant_id)]
+
+    def steps(self, job_id: str, points: int, fields: Collection[str] = ()) -> tuple[list[dict[str, Any]], int]:
+        """Steps of a job in order, and the id of its newest event: a stream goes on from there.
+
+        Args:
+            job_id: whose.
+            points: about the most steps to give; between them steps are left out evenly. The last one and those that hold
+                an evaluation are always given.
+            fields: of the lines of metrics.jsonl, besides `step`; all of them where none is named.
+        """
+        with self._store.transaction() as session:
+            last = session.scalar(select(func.max(Event.id)).where(Event.job_id == job_id)) or 0
+            query = select(Event.data).where(Event.job_id == job_id, Event.kind == "step", Event.id <= last)
+            lines = list(session.scalars(query.order_by(Event.id)))
+        stride, end = -(-len(lines) // points), len(lines) - 1
+        kept = [line for place, line in enumerate(lines) if place % stride == 0 or place == end or line.get("eval")]
+        if fields:
+            kept = [{name: line[name] for name in ("step", *fields) if name in line} for line in kept]
+        return kept, last
+
+    def first_missing_step(self, job_id: str) -> int:
+        """The first step of a job that is not kept, or not sure to be: the engine has to send it again, and those after it."""
+        number = cast(Event.key, Integer)
+        query = select(func.count(), func.max(number)).where(Event.job_id == job_id, Event.kind == "step")
+        with self._store.transaction() as session:
+            count, last = session.execute(query).one()
+        return int(count) if count and count == last + 1 else 0  # else one of them is missing
+
+    def _load(self) -> None:
+        if self._floor is None:
+            self._floor = self._top = self.newest()
+            return
+        while entries := self._read(self._top, self._most, None):
+            self._kept.extend(entries)
+            self._top = entries[-1].id
+            while len(self._kept) > self._most:
+                self._floor = self._kept.popleft().id
+
+    def _read(self, after: int, limit: int, tenant_id: str | None) -> list[Entry]:
+        query = select(Event, StoredJob.tenant_id).join(StoredJob, StoredJob.id == Event.job_id)
+        query = query.where(Event.id > after).order_by(Event.id).limit(limit)
+        if tenant_id is not None:
+            query = query.where(StoredJob.tenant_id == tenant_id)
+        with self._store.transaction() as session:
+            return [_entry(row[0], str(row[1])) for row in session.execute(query)]
+
+
+def _entry(event: Event, tenant_id: str) -> Entry:
+    fields = {"id": event.id, "job": event.job_id, "kind": event.kind, "time": event.time, "data": event.data}
+    return Entry(event.id, tenant_id, as_sent(TenantEvent.model_validate(fields)))

@@ -1,1 +1,0 @@
-"""What happened, to those who watch."""

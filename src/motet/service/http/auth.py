@@ -1,0 +1,57 @@
+"""Who asks: the key of a request, and what it may do."""
+
+from __future__ import annotations
+
+from fastapi import Request
+
+from motet.service.database.store import AWAY
+from motet.service.database.tenants import Principal, Tenants
+from motet.service.errors import Refusal
+from motet.service.http.throttle import RateLimit
+
+
+def bearer(request: Request) -> str:
+    """The key that a request brings; empty where it brings none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+class Access:
+    """Looks at keys, and counts how often each asks."""
+
+    def __init__(self, tenants: Tenants, rate: RateLimit, open_to_all: bool) -> None:
+        self._tenants, self._rate, self.open_to_all = tenants, rate, open_to_all
+
+    def allows(self, request: Request) -> bool:
+        """Whether a request brings a good key, or needs none."""
+        try:
+            return self.open_to_all or self._tenants.who(bearer(request)) is not None
+        except AWAY:  # whoever answers finds that out too, and says so
+            return True
+
+    def principal(self, request: Request) -> Principal:
+        """Whose key the request brings.
+
+        Raises:
+            Refusal: its key is not good, or asks too often.
+        """
+        if key := bearer(request):
+            who = self._tenants.who(key)
+            if who is not None:
+                self._count(who.key_id)
+                return who
+            if not self.open_to_all:  # else any key will do: clients such as openai's always send one
+                self._count(f"unknown keys from {request.client.host if request.client else 'nowhere'}")
+                raise Refusal(401, "this key is unknown, revoked or expired; `motet keys create` makes one")
+        if self.open_to_all:
+            self._count("none")
+            return Principal(self._tenants.made("local").id, "local", "none", "admin")
+        raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
+
+    def _count(self, key: str) -> None:
+        if seconds := self._rate.wait(key):
+            message = (
+                f"more than {self._rate.requests_per_second:g} requests a second, the most for one key here; try again in "
+                f"{seconds} s"
+            )
+            raise Refusal(429, message, headers={"Retry-After": str(seconds)})

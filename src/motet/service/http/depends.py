@@ -1,0 +1,94 @@
+"""What a route can depend on: one part of the service each, and whoever asks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
+
+from motet.service.adapters.adapters import Adapters
+from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
+from motet.service.database.tenants import Principal
+from motet.service.engine.client import EngineClient
+from motet.service.errors import Refusal
+from motet.service.events import EventBus, EventLog
+from motet.service.http.auth import Access
+from motet.service.http.throttle import CheckThreads, ReadThreads
+from motet.service.jobs.fine_tuning import FineTunings
+from motet.service.jobs.recorder import EventRecorder
+from motet.service.jobs.submissions import Submissions
+from motet.service.rewards.grading import Grading
+from motet.service.rewards.workers import RewardWorkers
+from motet.service.settings import Settings
+from motet.service.storage import Storage
+from motet.service.tenants.ledger import Ledger
+from motet.service.tenants.quotas import Quotas
+
+Part = TypeVar("Part")
+
+
+class Parts:
+    """The parts of a service, each by its type; it lies in `app.state.parts`."""
+
+    def __init__(self, *parts: object) -> None:
+        self._parts: dict[type, Any] = {type(part): part for part in parts}
+
+    def __getitem__(self, kind: type[Part]) -> Part:
+        part: Part = self._parts[kind]
+        return part
+
+
+def _part(kind: type) -> Any:
+    def of_app(request: Request) -> object:
+        return request.app.state.parts[kind]
+
+    return Depends(of_app)
+
+
+AccessDep = Annotated[Access, _part(Access)]
+AdaptersDep = Annotated[Adapters, _part(Adapters)]
+BusDep = Annotated[EventBus, _part(EventBus)]
+CheckThreadsDep = Annotated[CheckThreads, _part(CheckThreads)]
+EngineDep = Annotated[EngineClient, _part(EngineClient)]
+EventLogDep = Annotated[EventLog, _part(EventLog)]
+FineTuningsDep = Annotated[FineTunings, _part(FineTunings)]
+GradingDep = Annotated[Grading, _part(Grading)]
+LedgerDep = Annotated[Ledger, _part(Ledger)]
+QuotasDep = Annotated[Quotas, _part(Quotas)]
+ReadThreadsDep = Annotated[ReadThreads, _part(ReadThreads)]
+RecorderDep = Annotated[EventRecorder, _part(EventRecorder)]
+SettingsDep = Annotated[Settings, _part(Settings)]
+StorageDep = Annotated[Storage, _part(Storage)]
+StoreDep = Annotated[Store, _part(Store)]
+SubmissionsDep = Annotated[Submissions, _part(Submissions)]
+WorkersDep = Annotated[RewardWorkers, _part(RewardWorkers)]
+
+
+def _principal(request: Request, access: AccessDep) -> Principal:
+    return access.principal(request)
+
+
+Asker = Annotated[Principal, Depends(_principal)]
+"""Whose key the request brings."""
+
+
+def admin_only(who: Asker) -> Principal:
+    """The asker, who has to be an admin."""
+    if not who.admin:
+        raise Refusal(403, "this needs an admin's key")
+    return who
+
+
+Admin = Annotated[Principal, Depends(admin_only)]
+
+
+def _named_job(job: str, who: Asker, store: StoreDep) -> StoredJob:
+    stored = store.job(who, job)
+    if stored is None:
+        raise Refusal(404, f"there is no job {job!r}")
+    return stored
+
+
+NamedJob = Annotated[StoredJob, Depends(_named_job)]
+"""The job that a path names, among the asker's."""

@@ -1,0 +1,96 @@
+"""How jobs get from the database to the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from motet.config import JobConfig
+from motet.errors import ConfigError, MotetError
+from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
+from motet.service.database.tenants import Principal
+from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import AddJob
+from motet.service.events import EventLog
+from motet.service.jobs.initial_adapter import InitialAdapters
+from motet.service.jobs.recorder import EventRecorder
+from motet.service.storage import Storage
+from motet.service.tenants.enforcement import QuotaEnforcer
+from motet.types import JobState
+
+UNFIT = (MotetError, OSError, ValueError)
+"""What is raised where a job cannot be taken up as it stands: it fails with the reason, and no other does."""
+
+
+class Handover:
+    """Gives jobs to the engine, with paths for what they name; one whose file or start is gone has failed."""
+
+    def __init__(
+        self,
+        store: Store,
+        storage: Storage,
+        log: EventLog,
+        recorder: EventRecorder,
+        initial: InitialAdapters,
+        enforcer: QuotaEnforcer,
+        engine: EngineClient,
+    ) -> None:
+        self._store, self._storage, self._log, self._recorder = store, storage, log, recorder
+        self._initial, self._enforcer, self._engine = initial, enforcer, engine
+
+    def hand_over(self, job: StoredJob) -> None:
+        """Give a job to the engine."""
+        try:
+            self._engine.send(self.message(job))
+        except UNFIT as error:
+            self._recorder.record_state(job.id, JobState.FAILED, str(error))
+
+    def open_jobs(self) -> list[AddJob]:
+        """The messages of all jobs that an engine which starts has to take up; those that wait for others are left out."""
+        messages = []
+        for job in self._store.open_jobs():
+            if job.waits:
+                continue
+            try:
+                if job.wanted == "cancel":
+                    self._recorder.record_state(job.id, JobState.CANCELLED, f"cancelled after step {job.step}")
+                else:
+                    messages.append(self.message(job))
+            except UNFIT as error:
+                self._recorder.record_state(job.id, JobState.FAILED, str(error))
+        return messages
+
+    def message(self, job: StoredJob) -> AddJob:
+        """What the engine has to know of a job.
+
+        Raises:
+            MotetError, OSError, ValueError: it cannot be taken up as it stands (`UNFIT`).
+        """
+        self._initial.keep(job)
+        tree = self.tree(Principal.member_of(job.tenant_id), JobConfig.model_validate(job.spec), job.id)
+        first_step = self._log.first_missing_step(job.id)
+        return AddJob(tree, job.wanted, first_step, job.tenant_id, self._enforcer.rule_with_job(job))
+
+    def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
+        """The job under its engine-side name, with paths for what it names.
+
+        Raises:
+            ConfigError: a file is not there.
+        """
+        tree = config.model_dump(mode="json")
+        tree["seed"] = config.effective_seed  # of the name that its owner gave it
+        tree["name"] = job_id
+        for field in ("source", "eval_source"):
+            name = tree["data"][field]
+            if name is not None and name.startswith("file-"):
+                tree["data"][field] = str(self._file(who, name, field))
+        if tree["adapter"]["init"] is not None:
+            tree["adapter"]["init"] = str(self._initial.path(job_id))
+        return tree
+
+    def _file(self, who: Principal, name: str, field: str) -> Path:
+        file = self._store.file(who, name)
+        if file is None:
+            raise ConfigError(f"data.{field}: there is no file {name}")
+        return self._storage.upload(file.id, file.filename)

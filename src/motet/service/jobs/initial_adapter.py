@@ -1,0 +1,137 @@
+"""What a job's adapter starts from: a version that is linked into the job's own directory, so that nobody can take it away."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from motet.checksums import check_version
+from motet.config import JobConfig
+from motet.errors import ConfigError
+from motet.service.adapters.adapters import Adapters, Resolved
+from motet.service.database.tables import StoredJob, new_id
+from motet.service.database.tenants import Principal
+from motet.service.storage import Storage
+from motet.types import ADAPTER_CONFIG, ADAPTER_FILES
+
+
+class InitialAdapters:
+    """Looks up `adapter.init` of jobs, and keeps what it means."""
+
+    def __init__(self, storage: Storage, adapters: Adapters) -> None:
+        self._run, self._adapters = storage.run, adapters
+
+    def path(self, job_id: str) -> Path:
+        """The PEFT directory that a job's adapter starts from."""
+        return self._run / job_id / "start"
+
+    def resolve(self, who: Principal, config: JobConfig, awaited: Sequence[str]) -> tuple[str | None, Resolved | None]:
+        """The version that a job names: a reference by ids, and its directory unless an awaited job has still to make it.
+
+        Raises:
+            ConfigError: it is not there for them, or does not fit.
+        """
+        name = config.adapter.init
+        if name is None:
+            return None, None
+        named = self._adapters.named(who, name)
+        if named is not None and named.thing.id in awaited:  # looked up when that job has succeeded
+            return f"{named.thing.id}@{named.version or 'best'}", None
+        source = None if named is None else self._adapters.resolve(named)
+        if source is None:
+            hint = "" if named is None else "; name the job in `after` too, and this one waits for it"
+            raise ConfigError(
+                f"adapter.init: there is no version {name!r}; name one as job@best, job@latest or job@12, an uploaded adapter, "
+                f"or what another tenant shares as tenant/job@best{hint}"
+            )
+        _check_shape(config, name, source.path)
+        return source.reference, source
+
+    @contextmanager
+    def draft(self, source: Resolved | None) -> Iterator[Path]:
+        """A link to what a job starts from, made before the job is there, and gone unless it is moved to the job.
+
+        Raises:
+            ConfigError: that version went away just now.
+        """
+        draft = self._run / f".tmp-{new_id('start')}"
+        try:
+            if source is not None:
+                _link(source.path, draft)
+            yield draft
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def take_draft(self, draft: Path, job_id: str) -> None:
+        """Make a draft what a job starts from."""
+        if draft.exists() and not self.path(job_id).exists():
+            self.path(job_id).parent.mkdir(exist_ok=True)
+            draft.rename(self.path(job_id))
+
+    def keep(self, job: StoredJob) -> None:
+        """Link what a job starts from into its directory, unless it is there, or the job has begun and needs it no more.
+
+        Raises:
+            ConfigError: it is not there any more, or does not fit.
+        """
+        name = job.spec["adapter"]["init"]
+        begun = any((self._run / job.id / "state").glob("[0-9]*"))
+        if name is None or begun or self.path(job.id).exists():
+            return
+        owner = Principal.member_of(job.tenant_id)
+        source = self._adapters.find_by_id(job.starts_from) if job.starts_from else self._adapters.find(owner, name)
+        if source is None:
+            raise ConfigError(
+                f"adapter.init: {name!r} has no such version, or is gone; submit the job with another start"
+            )
+        _check_shape(JobConfig.model_validate(job.spec), name, source.path)
+        self.path(job.id).parent.mkdir(parents=True, exist_ok=True)
+        _link(source.path, self.path(job.id))
+
+
+def _link(source: Path, target: Path) -> None:
+    """The files of an adapter once more, without their bytes where the file system can.
+
+    Raises:
+        ConfigError: they went away just now.
+        AdapterError: they are not what was saved.
+    """
+    check_version(source)
+    draft = target.with_name(f".tmp-{target.name.removeprefix('.tmp-')}-{new_id('link')}")
+    draft.mkdir(parents=True)
+    try:
+        for name in ADAPTER_FILES:
+            try:
+                os.link(source / name, draft / name)
+            except FileNotFoundError:
+                raise
+            except OSError:
+                shutil.copyfile(source / name, draft / name)
+        draft.rename(target)
+    except FileNotFoundError as error:
+        raise ConfigError("adapter.init: that version was removed just now; submit the job again") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _check_shape(config: JobConfig, name: str, path: Path) -> None:
+    """Compare a job's adapter with its start, as far as that can be done without the base.
+
+    Raises:
+        ConfigError: they differ, and which field to set.
+    """
+    try:
+        saved = json.loads((path / ADAPTER_CONFIG).read_text())
+        shape = {"rank": saved["r"], "alpha": saved["lora_alpha"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # the engine looks closer
+    for field, value in shape.items():
+        wanted = getattr(config.adapter, field)
+        if value != wanted:
+            raise ConfigError(
+                f"adapter.init: {name!r} has {field} {value:g}, the job asks for {wanted:g}; set adapter.{field} to {value:g}"
+            )

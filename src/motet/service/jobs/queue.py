@@ -1,0 +1,209 @@
+"""Jobs that wait for other jobs or for a time.
+
+Such a job is unknown to the engine until what it waits for has come; then it is handed over, in the order in which jobs came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import select, update
+
+from motet.config import JobConfig
+from motet.errors import ConfigError, StoreError
+from motet.service.adapters.adapters import Adapters, Resolved
+from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
+from motet.service.database.tenants import Principal
+from motet.service.events import WAITING_JOBS, EventBus, within
+from motet.service.jobs.handover import UNFIT
+from motet.service.jobs.initial_adapter import InitialAdapters
+from motet.types import JobState
+
+_log = logging.getLogger(__name__)
+FURTHEST = 366 * 24 * 3600.0
+"""Seconds that a start may lie ahead."""
+_LOOK_SECONDS = 30.0
+_RETRY_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class StartCondition:
+    """What a job has to wait for."""
+
+    after: Sequence[str] = ()
+    """Names or ids of jobs that have to succeed."""
+    at: float | None = None
+    """Unix seconds before which it does not start."""
+
+
+AT_ONCE = StartCondition()
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """A job's start, as it was looked up for whoever submits it."""
+
+    columns: Mapping[str, Any]
+    """Of the job's row."""
+    source: Resolved | None
+    """What its adapter starts from, where that is there already."""
+
+
+class JobQueue:
+    """Takes jobs in, and holds those back that have to wait."""
+
+    def __init__(
+        self,
+        store: Store,
+        bus: EventBus,
+        adapters: Adapters,
+        initial: InitialAdapters,
+        record_state: Callable[[str, JobState, str], None],
+        hand_over: Callable[[StoredJob], None],
+    ) -> None:
+        """`record_state` keeps a job's new state; `hand_over` gives a job to the engine, or records that it has failed."""
+        self._store, self._bus, self._adapters, self._initial = store, bus, adapters, initial
+        self._record_state, self._hand_over = record_state, hand_over
+        self._lock = threading.Lock()
+
+    def plan(self, who: Principal, config: JobConfig, condition: StartCondition = AT_ONCE) -> StartPlan:
+        """Look up what a job waits for and starts from.
+
+        Raises:
+            ConfigError: something of it is not there for them, or cannot come.
+            StoreError: its name is taken by an uploaded adapter.
+        """
+        member = Principal.member_of(who.tenant_id)
+        if self._adapters.uploaded(member, config.name) is not None:
+            raise StoreError(f"there is an adapter {config.name!r} already; give the job another name")
+        before = [self._awaited(who, name) for name in dict.fromkeys(condition.after)]
+        if condition.at is not None and condition.at > time.time() + FURTHEST:
+            raise ConfigError("at: a start may lie a year ahead at most; give an earlier time")
+        ids = [job.id for job in before]
+        reference, source = self._initial.resolve(who, config, ids)
+        message = self._held_back(ids, condition.at)
+        columns = {
+            "after": ids or None, "start_at": condition.at, "waits": bool(message), "message": message,
+            "starts_from": reference,
+        }  # fmt: skip
+        return StartPlan(columns, source)
+
+    def submit(self, who: Principal, config: JobConfig, idempotency: str | None, plan: StartPlan) -> StoredJob:
+        """Keep a job with what it starts from.
+
+        Raises:
+            StoreError: the tenant has a job of this name.
+            ConfigError: the version it starts from went away just now.
+        """
+        with self._initial.draft(plan.source) as draft:
+            spec = config.model_dump(mode="json")
+            job = self._store.submit(who, config.name, spec, config.steps, idempotency, **plan.columns)
+            self._initial.take_draft(draft, job.id)
+        if job.waits:
+            self._bus.publish(WAITING_JOBS)
+        return job
+
+    def _awaited(self, who: Principal, name: str) -> StoredJob:
+        job = self._store.job(who, name)
+        if job is None:
+            raise ConfigError(f"after: there is no job {name!r}")
+        if JobState(job.state) in (JobState.FAILED, JobState.CANCELLED):
+            raise ConfigError(f"after: job {name!r} has {job.state}; name one that can still succeed")
+        return job
+
+    def steer(self, job: StoredJob, action: str) -> bool:
+        """Pause, resume or cancel a job that waits; False where it does not, and the engine has to be asked."""
+        with self._lock:
+            if not self._waits(job.id):
+                return False
+            state, message = {
+                "pause": (JobState.PAUSED, "paused while it waits to start"),
+                "resume": (JobState.QUEUED, "waits to start"),
+                "cancel": (JobState.CANCELLED, "cancelled before it began"),
+            }[action]
+            self._record_state(job.id, state, message)
+        self._bus.publish(WAITING_JOBS)
+        return True
+
+    async def watch(self) -> None:
+        """Hand jobs over as soon as they may start, until cancelled."""
+        while True:
+            changed = self._bus.next(WAITING_JOBS)  # before looking: nothing is missed
+            try:
+                seconds = await asyncio.to_thread(self.release)
+            except Exception:  # whatever it is, the next look may succeed; without any, no job that waits would start
+                _log.exception("the jobs that wait could not be looked at")
+                seconds = _RETRY_SECONDS
+            await within(changed, seconds)
+
+    def release(self) -> float:
+        """Hand over what need not wait any longer; gives the seconds after which to look again."""
+        at = [_LOOK_SECONDS]
+        for job in self._waiting():
+            try:
+                message = self._held_back(job.after or (), job.start_at)
+                if not message:
+                    self._initial.keep(job)
+            except UNFIT as error:
+                self._end_wait(job, JobState.FAILED, str(error))
+                continue
+            if not message:
+                self._end_wait(job, JobState.QUEUED, "")
+            elif message != job.message:
+                self._store.change_job(job.id, message=message)
+            if message and job.start_at is not None:
+                at.append(max(0.01, job.start_at - time.time()))
+        return min(at)
+
+    def _end_wait(self, job: StoredJob, state: JobState, message: str) -> None:
+        """A job waits no longer: it may start, or it cannot."""
+        with self._lock:
+            still = update(StoredJob).where(
+                StoredJob.id == job.id, StoredJob.waits, StoredJob.state == JobState.QUEUED.value
+            )
+            with self._store.transaction() as session:
+                # one that failed waits again when it is resumed
+                gone = not session.execute(still.values(waits=state is JobState.FAILED)).rowcount  # type: ignore[attr-defined]
+            if gone:  # it was paused, cancelled or removed meanwhile
+                return
+            self._record_state(job.id, state, message)
+            if state is JobState.QUEUED:
+                self._hand_over(job)
+
+    def _held_back(self, after: Sequence[str], at: float | None) -> str:
+        """Why a job cannot start yet, for a person; empty where it can.
+
+        Raises:
+            StoreError: it never can, and why.
+        """
+        names = []
+        for job_id in after:
+            job = self._adapters.by_id(job_id)
+            if not isinstance(job, StoredJob):
+                raise StoreError("a job that this one waits for is gone; submit it anew without it")
+            if job.state in (JobState.FAILED.value, JobState.CANCELLED.value):
+                reason = f": {job.message}" if job.message else ""
+                raise StoreError(f"job {job.name!r}, which this one waits for, has {job.state}{reason}")
+            if job.state != JobState.SUCCEEDED.value:
+                names.append(repr(job.name))
+        reasons = [f"for {', '.join(names)} to succeed"] if names else []
+        if at is not None and at > time.time():
+            reasons.append(f"until {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC")
+        return f"waits {' and '.join(reasons)}" if reasons else ""
+
+    def _waiting(self) -> list[StoredJob]:
+        query = select(StoredJob).where(StoredJob.waits, StoredJob.state == JobState.QUEUED.value)
+        with self._store.transaction() as session:
+            return list(session.scalars(query.order_by(StoredJob.number)))
+
+    def _waits(self, job_id: str) -> bool:
+        with self._store.transaction() as session:
+            return bool(session.scalar(select(StoredJob.waits).where(StoredJob.id == job_id)))

@@ -1,0 +1,79 @@
+"""Writes down what becomes of jobs, and publishes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from motet.service.database.store import AWAY, Store
+from motet.service.database.tables import now
+from motet.service.engine.messages import JobEvent, Usage
+from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
+from motet.service.rewards.workers import RewardWorkers
+from motet.service.storage import Storage
+from motet.service.tenants.ledger import Ledger
+from motet.types import JobState
+
+_RETRY_SECONDS = 0.5
+
+
+class EventRecorder:
+    """Keeps events of jobs, the columns of their rows, and usage."""
+
+    def __init__(self, store: Store, storage: Storage, ledger: Ledger, bus: EventBus, workers: RewardWorkers) -> None:
+        self._store, self._storage, self._ledger, self._bus, self._workers = store, storage, ledger, bus, workers
+        self._closing = False
+        self.failure = ""
+        """Why nothing can be written just now."""
+
+    def record(self, job_id: str, kind: str, data: Mapping[str, Any]) -> None:
+        """Keep what the engine sends about a job; runs in a worker thread, one event after another."""
+        if kind == "step":
+            row: dict[str, Any] = {"step": int(data["step"]) + ("loss" in data)}
+            row |= {"reward": data.get("reward")} if "loss" in data else {}
+            counts = self._ledger.step(job_id, data)
+            self._write(lambda: self._store.add_event(job_id, kind, f"{data['step']}", data, counts, **row))
+            self._bus.publish(job_id, ANY_JOB)
+        else:
+            self.record_state(job_id, JobState(data["state"]), str(data.get("message", "")), data)
+
+    def record_state(self, job_id: str, state: JobState, message: str, data: Mapping[str, Any] = {}) -> None:
+        """Keep a new state of a job, with a message for its owner and more `data` for the event."""
+        shown = {"state": state.value, "message": self._storage.without_places(_storable(message))}
+        key, row = f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
+        self._write(lambda: self._store.add_event(job_id, "state", key, {**data, **shown}, None, **row))
+        self._bus.publish(job_id, ANY_JOB)
+        if state.final:
+            self._bus.publish(WAITING_JOBS)
+            self._write(lambda: self._workers.ended(job_id))
+
+    def record_event(self, event: JobEvent) -> None:
+        """Keep an event as the engine sends it."""
+        self.record(event.job, event.kind, event.data)
+
+    def record_usage(self, usage: Usage) -> None:
+        """Keep who used the device."""
+        self._write(lambda: self._ledger.window(usage.engine, usage.window, usage.microseconds))
+
+    def close(self) -> None:
+        """Wait no longer for a database that is away."""
+        self._closing = True
+
+    def _write(self, write: Callable[[], object]) -> None:
+        """Write it down; while the database is away, or its disk is full, the engine waits with what it sends next."""
+        while True:
+            try:
+                write()
+                self.failure = ""
+                return
+            except AWAY as error:
+                self.failure = f"the database cannot be written: {getattr(error, 'orig', error)}"
+                if self._closing:
+                    raise
+            time.sleep(_RETRY_SECONDS)
+
+
+def _storable(text: str) -> str:
+    """A text without what a database cannot keep: a reason may hold whatever a reward worker wrote."""
+    return text.replace("\0", "").encode("utf-8", "replace").decode()

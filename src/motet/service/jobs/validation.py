@@ -1,0 +1,273 @@
+"""What a tenant may submit: a job's fields and sizes, what it may name of the server's disk and code, and texts that hold jobs.
+
+Texts come from strangers: a few lines of YAML can mean gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet import plain_yaml
+from motet.algorithms.policy_gradient import PolicyGradient
+from motet.algorithms.registry import ALGORITHMS
+from motet.config import DataConfig, JobConfig, RewardConfig
+from motet.config.service import ANY_SIZE, Largest
+from motet.errors import ConfigError
+from motet.jobfile import jobs_of, normal_job, validate
+from motet.service.schemas.scoring import MOST_COMPLETIONS
+from motet.service.settings import Settings
+from motet.tasks.dataset import parts_of
+from motet.tasks.episode import ENVIRONMENTS
+from motet.tasks.graders.shapes import parse
+from motet.tasks.plain_json import check_plain
+from motet.tasks.reward_elsewhere import ELSEWHERE, check
+from motet.tasks.reward_http import Addresses
+from motet.tasks.reward_installed import Installed
+from motet.tasks.reward_loading import SCORER
+from motet.tasks.reward_walls import Walls
+from motet.tasks.rewards import BUILTIN
+from motet.tasks.row_files import OF_A_JOB
+
+GENERATED = ("toy:", "reasoning-gym:")
+HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
+FILE_ENDINGS = re.compile(r"\.(jsonl?|parquet|csv)$", re.IGNORECASE)
+MOST: Mapping[str, int] = {
+    "steps": 1_000_000,
+    "data.size": OF_A_JOB.rows,
+    "data.holdout": 100_000,
+    "sampling.max_tokens": 1_000_000,
+    "algorithm.group_size": MOST_COMPLETIONS,
+    "algorithm.groups_per_step": 16_384,
+    "algorithm.max_off_policy_steps": 1000,
+    "algorithm.updates_per_batch": 1000,
+    "algorithm.rows_per_step": 131_072,
+    "eval.n": 1024,
+    "checkpoint.keep": 10_000,
+}
+"""The largest values of a job's fields here: without bounds, one job could take the memory of all."""
+MOST_ROLLOUTS = 131_072
+"""Of one step, with those that are sampled to be left out."""
+MOST_EVALUATED = 1_048_576
+"""Completions of one evaluation."""
+MOST_TEXT = 100_000
+"""Characters of data.template and of data.system."""
+MOST_LISTED = 64
+"""Rewards of a job, and stop strings."""
+LONGEST_STOP = 200
+"""Characters of a stop string: each is looked for at every token."""
+TEMPLATE_PARAMETERS = frozenset(
+    (
+        "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+        "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+        "return_assistant_tokens_mask", "tokenizer_kwargs", "messages", "self",
+    )
+)  # fmt: skip
+"""What `transformers`' apply_chat_template takes itself; `chat_template` would be a program of the tenant's."""
+_LONGEST_ARGUMENT = 200
+LONGEST_TEXT = 64_000
+"""Characters of a text."""
+MOST_JOBS = 200
+"""That a text means, with its sweeps."""
+MOST_MEANT = 1_000_000
+"""Characters of all those jobs together, each with its share of `defaults`."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the operator of a service lets jobs use."""
+
+    hub: bool
+    """Whether data may come from the hub."""
+    rewards: Mapping[str, Installed]
+    """By the names under which they are installed."""
+    addresses: Addresses
+    """Where rewards may be asked."""
+    walls: Walls
+    """Which rewards have to run behind a wall."""
+    largest: Largest = ANY_SIZE
+    """What the servers have room for."""
+
+    @classmethod
+    def by(cls, settings: Settings) -> Allowed:
+        """What settings say; rewards may be asked of all but private hosts where none are named."""
+        config = settings.config
+        hosts = None if config.reward_hosts is None else tuple(config.reward_hosts)
+        walls = Walls(required=True, exempt=frozenset(config.unwalled))
+        return cls(settings.hub, settings.rewards, Addresses(hosts), walls, config.largest)
+
+
+def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
+    """Check a job that a tenant submits, as it stands in a job file.
+
+    Raises:
+        ConfigError, DataError, RewardError: what is wrong, or not allowed here.
+    """
+    try:
+        json.dumps(check_plain(tree), ensure_ascii=False, allow_nan=False).encode()
+    except ValueError as error:
+        raise ConfigError(f"the job cannot be kept as JSON in UTF-8: {error}") from error
+    job = normal_job(dict(tree))
+    for section, field, known in (("algorithm", "type", ALGORITHMS), ("environment", "name", ENVIRONMENTS)):
+        _check_no_code(job.get(section), f"{section}.{field}", known)
+    config = validate({"base": "small", "run": "x", "jobs": [job]}, "the job").jobs[0]
+    _check_sizes(config)
+    _check_texts(config.data)
+    _check_room(config, allowed.largest)
+    for source in filter(None, (config.data.source, config.data.eval_source)):
+        uploaded = source.startswith("file-")
+        on_hub = (
+            allowed.hub and HUB_NAME.fullmatch(source) and not FILE_ENDINGS.search(source) and not Path(source).exists()
+        )
+        if not uploaded and not source.startswith(GENERATED) and not on_hub:
+            raise ConfigError(
+                f"data.source {source!r} cannot be used here: upload the file and give its id (file-…), or use toy:NAME or "
+                "reasoning-gym:NAME"
+            )
+    for reward in config.rewards:
+        _check_reward(reward, allowed)
+    return config
+
+
+def _check_no_code(section: Any, path: str, known: Collection[str]) -> None:
+    """Refuse a class of the tenant's before anything looks for its file."""
+    name = section.get(path.rpartition(".")[2]) if isinstance(section, dict) else None
+    if isinstance(name, str) and ":" in name:
+        raise ConfigError(
+            f"{path} {name!r} cannot be used here: code does not run on the server. There are {', '.join(known)}"
+        )
+
+
+def _check_room(config: JobConfig, largest: Largest) -> None:
+    for name, wanted, most, setting in (
+        ("adapter.rank", config.adapter.rank, largest.rank, "max_rank"),
+        ("algorithm.max_off_policy_steps", config.algorithm.lag, largest.lag, "max_cpu_loras"),
+    ):
+        if most is not None and wanted > most:
+            raise ConfigError(
+                f"{name}: {wanted} is more than {most}, the most that the servers of this service were started for; whoever "
+                f"runs it sets rollout.launch.{setting}"
+            )
+
+
+def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:
+    installed = allowed.rewards
+    known = [*BUILTIN, SCORER, *ELSEWHERE, *installed]
+    if reward.name not in known:
+        raise ConfigError(
+            f"reward {reward.name!r} cannot be used here: code does not run on the server. There are "
+            f"{', '.join(sorted(known))}; a function of your own is scored on your machine (motet submit --reward FILE)"
+        )
+    check(reward)
+    if reward.wall is False:
+        raise ConfigError(f"reward {reward.name!r}: wall: false is for whoever runs the service to say; leave it out")
+    if reward.name not in ELSEWHERE:
+        allowed.walls.around(reward, installed.get(reward.name))
+    if reward.name in ("grader", "judge"):
+        parse(reward.args, f"reward {reward.name}: args")
+    if reward.name == "http":
+        allowed.addresses.check(str(reward.args["url"]))
+    if reward.name in installed:
+        given = installed[reward.name]
+        odd = sorted(set(reward.args) - set(given.parameters))
+        missing = sorted(name for name, default in given.parameters.items() if not default and name not in reward.args)
+        if odd or missing:
+            what = "has no argument" if odd else "needs the argument"
+            takes = ", ".join(given.parameters) or "none"
+            raise ConfigError(f"reward {reward.name!r} {what} {(odd or missing)[0]!r}; it takes {takes}")
+
+
+def _check_sizes(config: JobConfig) -> None:
+    """Look at numbers and lists.
+
+    Raises:
+        ConfigError: which field is too large, and the most.
+    """
+    for name, most in MOST.items():
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part, None)  # not every algorithm has every field
+        if value is not None and value > most:
+            raise ConfigError(f"{name}: {value} is more than {most}, the most here")
+    algorithm, rollouts = config.algorithm, 0.0
+    if isinstance(algorithm, PolicyGradient):
+        rollouts = algorithm.groups_per_step * algorithm.oversampling * algorithm.over_provision * algorithm.group_size
+    for what, count, most in (
+        ("algorithm: groups_per_step · group_size rollouts of a step", rollouts, MOST_ROLLOUTS),
+        ("data.holdout · eval.n completions of an evaluation", config.data.holdout * config.eval.n, MOST_EVALUATED),
+        ("rewards", len(config.rewards), MOST_LISTED),
+        ("sampling.stop", len(config.sampling.stop), MOST_LISTED),
+        ("characters of a text of sampling.stop", max(map(len, config.sampling.stop), default=0), LONGEST_STOP),
+    ):
+        if count > most:
+            raise ConfigError(f"{what}: {count:.0f} are more than {most}, the most here")
+
+
+def _check_texts(data: DataConfig) -> None:
+    """Look at what makes prompts.
+
+    Raises:
+        ConfigError, DataError: what is too long, or no business of a job's.
+    """
+    for name, text in (("template", data.template), ("system", data.system)):
+        if text is not None and len(text) > MOST_TEXT:
+            raise ConfigError(f"data.{name}: {len(text)} characters are more than {MOST_TEXT}, the most here")
+    if data.template is not None:
+        parts_of(data.template)
+    for name, value in data.chat_template_kwargs.items():
+        if name in TEMPLATE_PARAMETERS:
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}: this is not a variable of the chat template; give those that it has, such "
+                "as enable_thinking"
+            )
+        if not isinstance(value, bool | int | float | str | None) or len(str(value)) > _LONGEST_ARGUMENT:
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name:.80}: give true, false, a number or a text of at most {_LONGEST_ARGUMENT} "
+                "characters"
+            )
+
+
+def read_jobs(text: str, base: str) -> list[dict[str, Any]]:
+    """The jobs that a text holds, with defaults and sweeps applied.
+
+    Raises:
+        ConfigError: it is no YAML, holds no job, more than anybody means, or jobs for another base.
+    """
+    try:
+        tree = check_plain(plain_yaml.read(text, aliases=False))
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"this cannot be read as YAML or JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError("write a job (name, data, reward, …), or a job file with `jobs:`")
+    if "jobs" not in tree:
+        return [tree]
+    if (wanted := tree.get("base", base)) != base:
+        raise ConfigError(f"base is {wanted!r}, but this service trains {base!r}; leave `base` out")
+    _check_meant(tree)
+    config = jobs_of({**tree, "base": base}, "the text")
+    return [job.model_dump(mode="json", exclude_unset=True) for job in config.jobs]
+
+
+def _check_meant(tree: dict[str, Any]) -> None:
+    """Sweeps multiply, and each job has the defaults; refuse those that would be more than anybody means."""
+    total = size = 0
+    shared = len(json.dumps(tree.get("defaults")))
+    for job in map(_table, tree["jobs"] if isinstance(tree["jobs"], list) else []):
+        whole = {**job, "sweep": {**_table(tree.get("sweep")), **_table(job.get("sweep"))}}
+        count = math.prod(len(values) for values in whole["sweep"].values() if isinstance(values, list))
+        total, size = total + count, size + count * (shared + len(json.dumps(whole)))
+    if total > MOST_JOBS:
+        raise ConfigError(f"the text means {total} jobs; at most {MOST_JOBS} at once")
+    if size > MOST_MEANT:
+        raise ConfigError(
+            f"the text means {total} jobs of {size} characters together; at most {MOST_MEANT} at once, so give it in parts"
+        )
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

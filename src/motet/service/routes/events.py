@@ -1,0 +1,150 @@
+"""What happens to jobs: the steps of one for a picture, pages of events, and events as they happen."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi.responses import StreamingResponse
+
+from motet.service.database.tables import Event
+from motet.service.events import ANY_JOB, as_sent, within
+from motet.service.http.depends import AccessDep, Asker, BusDep, EventLogDep, NamedJob, StoreDep
+from motet.service.schemas import Events, JobEvent, Steps
+from motet.types import JobState
+
+router = APIRouter(prefix="/v1", tags=["jobs"])
+_PAGE = 500
+"""Events that are read at a time."""
+_QUIET_SECONDS = 15.0
+"""After these a stream says that it is there; clients take one that does not for dead."""
+_ALIVE = ": still here\n\n"
+_KEY_SECONDS = 30.0
+"""Between two looks at the key of a stream of all jobs."""
+LastEventId = Annotated[str | None, Header(pattern=r"^\d{1,15}$")]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a stream read after the last event that it sent."""
+
+    text: str
+    """As server-sent events."""
+    last: int
+    """The newest of them, or the one before."""
+    ended: bool = False
+    """Whether no more will come."""
+
+
+class Streams:
+    """Streams of events, which end when the service stops, the client goes, or its key is good no more."""
+
+    def __init__(self, request: Request, access: AccessDep, bus: BusDep) -> None:
+        self._request, self._access, self._bus = request, access, bus
+
+    def answer(
+        self, topic: str, read: Callable[[int], Read], after: int, key_seconds: float, head: str = ""
+    ) -> StreamingResponse:
+        """A stream of what `read` gives after an event, again whenever the topic is published."""
+        lines = self._lines(topic, read, after, key_seconds, head)
+        return StreamingResponse(lines, media_type="text/event-stream")
+
+    async def _lines(
+        self, topic: str, read: Callable[[int], Read], after: int, key_seconds: float, head: str
+    ) -> AsyncIterator[str]:
+        checked = sent = time.monotonic() if head else -math.inf
+        if head:
+            yield head
+        while not (self._bus.closed or await self._request.is_disconnected()):
+            published = self._bus.next(topic)  # before looking: nothing is missed
+            if time.monotonic() - checked > key_seconds:
+                checked = time.monotonic()
+                if not await asyncio.to_thread(self._access.allows, self._request):  # revoked or expired since it began
+                    return
+            page = await asyncio.to_thread(read, after)
+            after = page.last
+            if page.text:
+                yield page.text
+            elif not page.ended and time.monotonic() - sent >= _QUIET_SECONDS:
+                yield _ALIVE
+            elif not page.ended:
+                await within(published, _QUIET_SECONDS)
+                continue
+            sent = time.monotonic()
+            if page.ended:
+                return
+
+
+StreamsDep = Annotated[Streams, Depends()]
+
+
+@router.get("/jobs/{job}/events")
+def events(store: StoreDep, job: NamedJob, after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Events:
+    """Events after one of them, at most 500."""
+    return Events(data=[JobEvent.model_validate(entry) for entry in store.events(job.id, after, _PAGE)])
+
+
+@router.get("/jobs/{job}/events/stream", response_class=StreamingResponse)
+async def stream_job(
+    streams: StreamsDep,
+    store: StoreDep,
+    job: NamedJob,
+    after: Annotated[int, Query(ge=0, le=2**53)] = 0,
+    last_event_id: LastEventId = None,
+) -> StreamingResponse:
+    """Events as they happen (server-sent events), from `after` or `Last-Event-ID` on; ends when the job has ended."""
+
+    def read(after: int) -> Read:
+        entries = store.events(job.id, after, _PAGE)
+        if entries:
+            return Read(
+                "".join(as_sent(JobEvent.model_validate(one)) for one in entries), entries[-1].id, _ends(entries[-1])
+            )
+        last = store.last_event(job.id)  # none: the job was deleted
+        return Read("", after, last is None or (last.id <= after and _ends(last)))
+
+    return streams.answer(job.id, read, int(last_event_id) if last_event_id is not None else after, 0.0)
+
+
+@router.get("/jobs/{job}/steps")
+def steps(
+    log: EventLogDep,
+    job: NamedJob,
+    field: Annotated[
+        list[Annotated[str, Query(max_length=100)]] | None, Query(max_length=50, description="All without one.")
+    ] = None,
+    points: Annotated[int, Query(ge=2, le=5000, description="About the most steps to give.")] = 400,
+) -> Steps:
+    """The steps of a job for a picture: lines of metrics.jsonl, thinned evenly; evaluations are all there."""
+    lines, last = log.steps(job.id, points, field or ())
+    return Steps(data=lines, after=last)
+
+
+@router.get("/events/stream", response_class=StreamingResponse)
+async def stream(
+    who: Asker,
+    streams: StreamsDep,
+    log: EventLogDep,
+    after: Annotated[int | None, Query(ge=0, le=2**53, description="From now on without one.")] = None,
+    last_event_id: LastEventId = None,
+) -> StreamingResponse:
+    """Events of all jobs as they happen (server-sent events), from `after` or `Last-Event-ID` on; it does not end."""
+    start = int(last_event_id) if last_event_id is not None else after
+    if start is None:
+        start = await asyncio.to_thread(log.newest)
+
+    def read(after: int) -> Read:
+        entries = log.since(who, after, _PAGE)
+        return Read("".join(one.text for one in entries), entries[-1].id if entries else after)
+
+    # whoever loses the connection at once knows where to go on
+    return streams.answer(ANY_JOB, read, start, _KEY_SECONDS, f"id: {start}\n: from here on\n\n")
+
+
+def _ends(entry: Event) -> bool:
+    return entry.kind == "state" and JobState(entry.data["state"]).final

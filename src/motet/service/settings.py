@@ -1,0 +1,28 @@
+"""How a service is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from motet.config.service import ServiceConfig
+from motet.tasks.reward_installed import Installed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What whoever starts a service says of it."""
+
+    base: str
+    directory: Path
+    """Jobs, uploaded files, logs, and the database unless it has a URL."""
+    database: str = ""
+    """A SQLAlchemy URL; SQLite in the directory without one."""
+    config: ServiceConfig = field(default_factory=ServiceConfig)
+    open_to_all: bool = False
+    """No key is needed: only for a service that this machine alone can reach."""
+    hub: bool = False
+    """Whether jobs may read data from the hub."""
+    rewards: Mapping[str, Installed] = field(default_factory=dict)
+    """The functions of `config.rewards`, looked at: those that jobs may use by name, besides the built-in rewards."""

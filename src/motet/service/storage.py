@@ -1,0 +1,64 @@
+"""Where the files of a service lie."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from motet.errors import ConfigError
+from motet.runtime.checkpoint import JobDirectory
+
+
+class Storage:
+    """The directory of a service: jobs below `run`, uploaded `files` and `adapters`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.run, self.adapters = directory, directory / "run", directory / "adapters"
+
+    def job(self, job_id: str) -> JobDirectory:
+        """The files of a job."""
+        return JobDirectory(self.run / job_id)
+
+    def version(self, job_id: str, wanted: str) -> tuple[int, Path] | None:
+        """A saved version of a job and its PEFT directory; `wanted` is a number, `latest` or `best`."""
+        directory = self.job(job_id)
+        versions = directory.versions()
+        committed = directory.newest() if versions else None
+        if committed is None:
+            return None
+        best = versions[-1] if committed.best_version is None else committed.best_version
+        named = {"latest": versions[-1], "best": best}
+        number = named.get(wanted, next((one for one in versions if str(one) == wanted), None))
+        return None if number not in versions else (number, directory.version(number))
+
+    def version_names(self, job_id: str) -> list[str]:
+        """What the versions of a job can be called: their numbers, then `latest` and `best`."""
+        numbers = [str(number) for number in self.job(job_id).versions()]
+        return [*numbers, "latest", "best"] if numbers else []
+
+    def saved_bytes(self, job_ids: Iterable[str]) -> int:
+        """Bytes of the saved versions of some jobs."""
+        size = 0
+        for directory in map(self.job, job_ids):
+            for number in directory.versions():
+                with contextlib.suppress(FileNotFoundError):  # the engine clears older versions away meanwhile
+                    size += sum(path.stat().st_size for path in directory.version(number).glob("*"))
+        return size
+
+    def upload(self, file_id: str, filename: str) -> Path:
+        """Where an uploaded file of rows lies; its ending says what it is.
+
+        Raises:
+            ConfigError: it has another ending.
+        """
+        ending = Path(filename).suffix.lower()
+        if ending not in (".jsonl", ".parquet"):
+            raise ConfigError(f"{filename!r} must end in .jsonl or .parquet")
+        return self.directory / "files" / f"{file_id}{ending}"
+
+    def without_places(self, text: str) -> str:
+        """A text for tenants, to whom it is no business where things lie on this machine."""
+        for place in ("files", "run", ""):
+            text = text.replace(f"{self.directory / place}/", "")
+        return text

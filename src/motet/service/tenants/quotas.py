@@ -1,0 +1,177 @@
+"""What a tenant may use: the service's defaults, what an admin set for one tenant, and what is checked against them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sqlalchemy import func, select
+
+from motet.config import JobConfig
+from motet.config.service import LimitsConfig
+from motet.errors import LimitError
+from motet.service.database.store import OPEN, Store
+from motet.service.database.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter
+from motet.service.schemas.usage import TenantInfo
+from motet.service.storage import Storage
+from motet.service.tenants.ledger import Ledger
+from motet.types import JobState
+
+_MB = 2**20
+ASK = "an admin raises it with motet tenants limit"
+
+
+class Quotas:
+    """The limits of tenants in the service's database, and their checks.
+
+    A check raises `LimitError`, which says which limit is exceeded, what is used of it, and who can change it.
+    """
+
+    def __init__(self, store: Store, storage: Storage, ledger: Ledger, defaults: LimitsConfig, slots: int) -> None:
+        """`defaults` hold for a tenant unless an admin set something else; `slots` jobs run at once, of all tenants."""
+        self._store, self._storage, self._ledger, self._defaults, self._slots = store, storage, ledger, defaults, slots
+        self._admitting = threading.Lock()
+        self._storing: dict[str, threading.Lock] = {}
+
+    def of(self, tenant_id: str) -> LimitsConfig:
+        """What holds for a tenant."""
+        with self._store.transaction() as session:
+            own = session.get(TenantLimits, tenant_id)
+        return self._with(None if own is None else own.given)
+
+    def all(self) -> dict[str, LimitsConfig]:
+        """What holds for each tenant, by id."""
+        query = select(Tenant.id, TenantLimits.given).outerjoin(TenantLimits, TenantLimits.tenant_id == Tenant.id)
+        with self._store.transaction() as session:
+            return {str(row[0]): self._with(row[1]) for row in session.execute(query)}
+
+    def set(self, tenant_id: str, given: Mapping[str, Any]) -> LimitsConfig:
+        """Set a tenant's own limits, all at once; the defaults stand for what is not given."""
+        with self._store.transaction() as session:
+            session.merge(TenantLimits(tenant_id=tenant_id, given=dict(given)))
+        return self._with(given)
+
+    def _with(self, given: Mapping[str, Any] | None) -> LimitsConfig:
+        known = {name: value for name, value in (given or {}).items() if name in LimitsConfig.model_fields}
+        return LimitsConfig.model_validate({**self._defaults.model_dump(), **known})
+
+    def used(self, name: str | None = None) -> list[TenantInfo]:
+        """All tenants by name, or the one of a name, with what they may use and what they use of it."""
+        query = select(Tenant, TenantLimits.given).outerjoin(TenantLimits, TenantLimits.tenant_id == Tenant.id)
+        query = query if name is None else query.where(Tenant.name == name)
+        with self._store.transaction() as session:
+            rows = [(row[0], row[1]) for row in session.execute(query.order_by(Tenant.name))]
+        tokens = self._ledger.tokens_today()
+        return [
+            TenantInfo(
+                id=tenant.id,
+                name=tenant.name,
+                limits=self._with(given),
+                own=list(given or ()),
+                running=self._jobs(tenant.id, JobState.RUNNING.value),
+                waiting=self._jobs(tenant.id, JobState.QUEUED.value, JobState.PAUSED.value),
+                tokens_today=tokens.get(tenant.id, 0),
+                stored_bytes=self.stored(tenant.id),
+            )
+            for tenant, given in rows
+        ]
+
+    def _jobs(self, tenant_id: str, *states: str) -> int:
+        query = select(func.count()).where(StoredJob.tenant_id == tenant_id, StoredJob.state.in_(states))
+        with self._store.transaction() as session:
+            return int(session.scalar(query) or 0)
+
+    def stored(self, tenant_id: str) -> int:
+        """Bytes of a tenant's uploaded files and adapters, and of the saved versions of its jobs."""
+        with self._store.transaction() as session:
+            files = session.scalar(select(func.sum(StoredFile.bytes)).where(StoredFile.tenant_id == tenant_id))
+            brought = session.scalar(
+                select(func.sum(UploadedAdapter.bytes)).where(UploadedAdapter.tenant_id == tenant_id)
+            )
+            jobs = list(session.scalars(select(StoredJob.id).where(StoredJob.tenant_id == tenant_id)))
+        return int(files or 0) + int(brought or 0) + self._storage.saved_bytes(jobs)
+
+    @contextlib.contextmanager
+    def admitting(self, tenant_id: str, config: JobConfig) -> Iterator[None]:
+        """While a job is put into the queue: one at a time, or two that come together would both take the last place."""
+        with self._admitting:
+            self.check_size(tenant_id, config)
+            self.check_queue(tenant_id)
+            self.check_storage(tenant_id, 0)
+            yield
+
+    @contextlib.contextmanager
+    def storing(self, tenant_id: str, size: int) -> Iterator[None]:
+        """While so many bytes are written down as a tenant's: one upload of it at a time, as in `admitting`."""
+        with self._storing.setdefault(tenant_id, threading.Lock()):
+            self.check_storage(tenant_id, size)
+            yield
+
+    def check_size(self, tenant_id: str, config: JobConfig) -> None:
+        """Let a job be as large as it is, whether or not it could be queued now."""
+        limits = self.of(tenant_id)
+        sizes: list[tuple[str, float, float | None]] = [
+            ("adapter.rank", config.adapter.rank, limits.rank),
+            ("steps", config.steps, limits.steps),
+        ]
+        for reward in config.rewards:
+            for field in ("cpu_seconds", "wall_seconds", "memory_mb"):
+                sizes.append((f"reward {reward.name}.{field}", getattr(reward, field), getattr(limits, field)))
+        for name, wanted, most in sizes:
+            if most is not None and wanted > most:
+                option = name.rpartition(".")[2].replace("_", "-")
+                raise LimitError(
+                    f"{name}: {wanted:g} is more than {most:g}, the most of this tenant; {ASK} --{option}", 403
+                )
+        self.check_priority(tenant_id, config.priority)
+
+    def check_queue(self, tenant_id: str) -> None:
+        """Let one more job run or wait."""
+        limits = self.of(tenant_id)
+        if limits.queued_jobs is None:
+            return
+        at_once = min(limits.running_jobs or self._slots, self._slots)
+        count = self._jobs(tenant_id, *OPEN)  # who runs already may be a matter of milliseconds
+        if count >= limits.queued_jobs + at_once:
+            raise LimitError(
+                f"queued_jobs: {count} jobs of this tenant run or wait; {at_once} may run and {limits.queued_jobs} wait. Let "
+                f"one end, cancel one, or {ASK} --queued-jobs",
+                429,
+            )
+
+    def check_priority(self, tenant_id: str, priority: int) -> None:
+        """Let a job have a priority."""
+        limits = self.of(tenant_id)
+        highest = limits.highest_priority
+        if highest is not None and priority > highest:
+            raise LimitError(
+                f"priority: {priority} is above {limits.priority!r} ({highest}), the highest of this tenant; {ASK} --priority",
+                403,
+            )
+
+    def check_storage(self, tenant_id: str, size: int) -> None:
+        """Let so many bytes be stored."""
+        most = self.of(tenant_id).storage_mb
+        if most is None:
+            return
+        stored = self.stored(tenant_id)
+        if stored + size > most * _MB or stored >= most * _MB:
+            raise LimitError(
+                f"storage_mb: this tenant stores {stored / _MB:.1f} of {most:g} MB"
+                + (f", and {size / _MB:.1f} more do not fit" if size else "")
+                + f"; delete files or jobs that have ended, or {ASK} --storage-mb",
+                403,
+            )
+
+    def check_tokens(self, tenant_id: str) -> None:
+        """Let completions be asked for."""
+        most = self.of(tenant_id).tokens_per_day
+        if most is not None and self._ledger.tokens_today().get(tenant_id, 0) >= most:
+            raise LimitError(f"{spent(most)}; new ones come at 00:00 UTC, or {ASK} --tokens-per-day", 429)
+
+
+def spent(most: int) -> str:
+    """The reason why a tenant has to wait for the next day."""
+    return f"tokens_per_day: the {most} tokens of this tenant for this day are spent"
