@@ -1,7 +1,7 @@
 // One job: where it stands, what can be done with it, and its tabs.
 import {ask, jobPath, request} from "./api.js";
 import {chatTab} from "./chat.js";
-import {curvesTab} from "./curves.js";
+import {columns, jobCurves} from "./curves.js";
 import {add, el, fill, say, sure} from "./dom.js";
 import {rolloutsTab} from "./rollouts.js";
 import {age, bytes, clock, count, FINAL, measured, span} from "./words.js";
@@ -189,15 +189,19 @@ export function jobPage(context, id, tab) {
     if (event.kind !== "step" || event.data.step < (lines.at(-1)?.step ?? -1)) return;
     if (event.data.step === lines.at(-1)?.step) lines.pop();
     lines.push(event.data);
-    if (current === "curves") tabs.curves.update(lines);
+    drawCurves();
+  }
+
+  function drawCurves() {
+    if (current === "curves") tabs.curves.update([{name: job.name, place: 0, series: columns(lines)}]);
   }
 
   function open(key, panel) {
     current = key;
-    tabs[key] ||= {curves: () => curvesTab(), rollouts: () => rolloutsTab(job), chat: () => chatTab(context, job),
+    tabs[key] ||= {curves: () => jobCurves(), rollouts: () => rolloutsTab(job), chat: () => chatTab(context, job),
       configuration: () => configurationTab(context, job), events: () => eventsTab(job, context.live)}[key]();
     fill(panel, tabs[key].node);
-    if (key === "curves") tabs.curves.update(lines);
+    if (key === "curves") drawCurves();
     else Promise.resolve(tabs[key].begin()).catch(error => told(error.message));
   }
 
@@ -214,7 +218,7 @@ export function jobPage(context, id, tab) {
     after = found.after;
     early.forEach(hear);
     early = [];
-    if (current === "curves") tabs.curves.update(lines);
+    drawCurves();
     context.board.soon(); // what happened to it while it was asked for
   }
 

@@ -1,7 +1,7 @@
 // What a job wrote, side by side at two steps.
 import {ask, jobPath} from "./api.js";
 import {choice, el, fill, say} from "./dom.js";
-import {scale, tokens} from "./tokens.js";
+import {rolloutCard, scale} from "./tokens.js";
 import {measured} from "./words.js";
 
 const KINDS = [["eval", "Held-out problems"], ["train", "Training"]];
@@ -11,18 +11,6 @@ function options(select, values, chosen) {
   if (select.dataset.told !== told) fill(select, values.map(([value, text]) => el("option", {value: String(value)}, text)));
   select.dataset.told = told;
   select.value = String(chosen);
-}
-
-function reward(rollout) {
-  const parts = Object.entries(rollout.reward_parts || {});
-  return [el("span", {}, "reward ", el("b", {}, measured(rollout.reward))),
-    parts.length > 1 ? el("span", {}, parts.map(([name, value]) => `${name} ${measured(value)}`).join(" · ")) : null];
-}
-
-function shown(rollout) {
-  const ended = rollout.error ? el("p", {class: "bad small"}, rollout.error)
-    : rollout.finish_reason === "length" ? el("p", {class: "warm small"}, "cut off at max_tokens") : null;
-  return el("article", {class: "rollout"}, el("header", {}, reward(rollout), el("span", {}, `${rollout.tokens ?? 0} tokens`)), tokens(rollout), ended);
 }
 
 function byProblem(list) {
@@ -69,7 +57,7 @@ class Side {
     if (asked !== this.asked) return;
     const scored = found.data.map(one => one.reward).filter(Number.isFinite);
     say(this.mean, scored.length ? `mean reward ${measured(scored.reduce((sum, one) => sum + one, 0) / scored.length)}` : "");
-    fill(this.list, found.data.length ? found.data.map(shown) : el("p", {class: "soft"}, "This problem is not among those of this step."));
+    fill(this.list, found.data.length ? found.data.map(one => rolloutCard(one)) : el("p", {class: "soft"}, "This problem is not among those of this step."));
   }
 }
 
