@@ -22,12 +22,12 @@ def unpack(content: bytes, directory: Path) -> Path:
         ServiceError: it is not the archive of an adapter.
     """
     try:
-        name, found = _read(content)
+        name, files = _read(content)
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise ServiceError(f"what the service sent is not a whole .tar.gz ({error}); try again") from error
     target = directory.expanduser() / name
     target.mkdir(parents=True, exist_ok=True)
-    for file, text in found.items():
+    for file, text in files.items():
         part = target / f".{file}.part"
         part.write_bytes(text)
         os.replace(part, target / file)
@@ -35,15 +35,15 @@ def unpack(content: bytes, directory: Path) -> Path:
 
 
 def _read(content: bytes) -> tuple[str, dict[str, bytes]]:
-    found: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     top = ""
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
         for member in archive:
             name, _, file = member.name.partition("/")
-            if not member.isreg() or file not in ADAPTER_FILES or file in found or top not in ("", name):
+            if not member.isreg() or file not in ADAPTER_FILES or file in files or top not in ("", name):
                 raise ServiceError(f"the service sent an archive with {member.name!r}, which no adapter has")
             top, source = name, archive.extractfile(member)
-            found[file] = source.read() if source is not None else b""
-    if set(found) != set(ADAPTER_FILES) or not _NAME.fullmatch(top):
+            files[file] = source.read() if source is not None else b""
+    if set(files) != set(ADAPTER_FILES) or not _NAME.fullmatch(top):
         raise ServiceError(f"the service sent an archive that is not an adapter's: {top or 'empty'}")
-    return top, found
+    return top, files
