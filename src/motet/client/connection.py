@@ -34,7 +34,7 @@ _QUIET = httpx2.Timeout(45.0, connect=5.0)  # a stream says every fifteen second
 
 
 def path_of(kind: str, name: str) -> str:
-    """Where a thing of the service is found: `jobs`, `adapters`, …"""
+    """Of one of the service's `jobs`, `adapters`, …"""
     return f"/v1/{kind}/{quote(name, safe='')}"
 
 

@@ -36,20 +36,20 @@ def check_service(config: RunConfig, served: str, file: Path) -> None:
 
 def with_uploads(client: Client, job: JobConfig, files: dict[str, str]) -> JobConfig:
     """The job with ids in the place of files and of a PEFT directory, each of which is uploaded once."""
-    found = {}
+    uploaded = {}
     for name in ("source", "eval_source"):
         source = getattr(job.data, name)
         if isinstance(source, str) and source.endswith((".jsonl", ".parquet")):
             if source not in files:
                 files[source] = client.upload(source)
-            found[name] = files[source]
+            uploaded[name] = files[source]
     start = job.adapter.init
     if start is not None and (Path(start) / ADAPTER_CONFIG).is_file():
         if start not in files:
             files[start] = client.push(start).id
         start = files[start]
     adapter = job.adapter.model_copy(update={"init": start})
-    return job.model_copy(update={"data": job.data.model_copy(update=found), "adapter": adapter})
+    return job.model_copy(update={"data": job.data.model_copy(update=uploaded), "adapter": adapter})
 
 
 def follow(url: str | None, key: str | None, jobs: Sequence[Job], rewards: Sequence[str], *, aside: bool) -> int:

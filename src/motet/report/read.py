@@ -89,12 +89,12 @@ class JobRecord:
     @cached_property
     def columns(self) -> Mapping[str, Series]:
         """Fields of metrics.jsonl over steps, those of a table inside as `eval/reward`; a null is a gap."""
-        found: dict[str, list[tuple[float, float]]] = {}
+        points_of: dict[str, list[tuple[float, float]]] = {}
         for line in self.steps:
             if (step := number(line.get("step"))) is not None:
                 for field, value in _numbers_in(line):
-                    found.setdefault(field, []).append((step, value))
-        return {field: Series(*zip(*points, strict=True)) for field, points in found.items()}
+                    points_of.setdefault(field, []).append((step, value))
+        return {field: Series(*zip(*points, strict=True)) for field, points in points_of.items()}
 
     @property
     def evaluations(self) -> Series:
@@ -104,11 +104,11 @@ class JobRecord:
     @property
     def best_version(self) -> int | None:
         """The version with the highest evaluation; the earlier one among equals."""
-        found = self.evaluations
-        if not found.xs:
+        held_out = self.evaluations
+        if not held_out.xs:
             return None
-        best = max(range(len(found.ys)), key=lambda index: (found.ys[index], -index))
-        return int(found.xs[best])
+        best = max(range(len(held_out.ys)), key=lambda index: (held_out.ys[index], -index))
+        return int(held_out.xs[best])
 
     def used(self, start: float) -> Series:
         """Tokens sampled and trained so far, over minutes since `start`."""
@@ -145,7 +145,7 @@ class RunRecord:
 
     def device(self) -> dict[str, Series]:
         """Shares of the time so far, and of the batches that were full, over minutes: all jobs tell of one device."""
-        found: dict[str, list[float | None]] = {"decode": [], "train": [], "idle": [], "occupancy": []}
+        shares: dict[str, list[float | None]] = {"decode": [], "train": [], "idle": [], "occupancy": []}
         for line in self._timings:
             given = line.get("device")
             decode, train, occupancy = (
@@ -154,8 +154,8 @@ class RunRecord:
             )
             idle = None if decode is None or train is None else max(1.0 - decode - train, 0.0)
             for name, value in (("decode", decode), ("train", train), ("idle", idle), ("occupancy", occupancy)):
-                found[name].append(value)
-        return {name: _over_time(self._timings, self.start, values) for name, values in found.items()}
+                shares[name].append(value)
+        return {name: _over_time(self._timings, self.start, values) for name, values in shares.items()}
 
 
 def read_run(path: Path) -> RunRecord:
@@ -164,14 +164,14 @@ def read_run(path: Path) -> RunRecord:
     Raises:
         RunError: there is none.
     """
-    found = [
+    jobs = [
         item for item in sorted(path.glob("*"), key=_natural) if any((item / file).is_file() for file in _JOB_FILES)
     ]
-    if not found:
+    if not jobs:
         raise RunError(
             f"{path} has no jobs: give the directory of a run (`run:` in the job file, runs/default by default)"
         )
-    return RunRecord(path, tuple(read_job(item) for item in found))
+    return RunRecord(path, tuple(read_job(item) for item in jobs))
 
 
 def read_job(path: Path) -> JobRecord:
@@ -229,10 +229,10 @@ def series(points: Iterable[tuple[Any, Any]]) -> Series:
 def number(value: Any) -> float | None:
     """A finite number, or None."""
     try:
-        found = float(value) if isinstance(value, bool | int | float) else math.nan
+        result = float(value) if isinstance(value, bool | int | float) else math.nan
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return result if math.isfinite(result) else None
 
 
 def _numbers_in(table: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -257,10 +257,10 @@ def _over_time(lines: Sequence[Line], start: float, values: Iterable[float | Non
 
 
 def _first_rollouts(lines: Iterable[Line]) -> dict[Any, Line]:
-    found: dict[Any, Line] = {}
+    first: dict[Any, Line] = {}
     for line in lines:
-        found.setdefault(str(line.get("problem")), line)
-    return found
+        first.setdefault(str(line.get("problem")), line)
+    return first
 
 
 def _numbers(directory: Path, pattern: str) -> list[int]:

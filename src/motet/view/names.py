@@ -1,4 +1,4 @@
-"""Names of jobs that can be told apart in little room: what a sweep varies stands in columns of its own. Pure functions."""
+"""Names of jobs that differ in little room: what a sweep varies stands in columns of its own. Pure functions."""
 
 from __future__ import annotations
 

@@ -22,18 +22,18 @@ const PARTS = "reward_parts/", HELD = "eval/";
 
 /** Lines of metrics.jsonl as {field: {x, y}}, the fields of a table inside as "eval/reward"; a null is a gap. */
 export function columns(lines) {
-  const found = {};
+  const byField = {};
   const take = (step, table, prefix) => {
     for (const [name, value] of Object.entries(table)) {
       if (value !== null && typeof value === "object") take(step, value, `${prefix}${name}/`);
       if (value !== null && !Number.isFinite(value)) continue;
-      const series = found[prefix + name] ||= {x: [], y: []};
+      const series = byField[prefix + name] ||= {x: [], y: []};
       series.x.push(step);
       series.y.push(value);
     }
   };
   for (const line of lines) take(line.step, line, "");
-  return found;
+  return byField;
 }
 
 /** What one job's field looks like; nothing where it has no value. */
