@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import motet
-from motet.client import archive, connection
+from motet.client import adapters, connection
 from motet.errors import ConfigError, ServiceError
 from motet.types import ADAPTER_FILES
 from tests.adapter_files import link, tarred
@@ -160,11 +160,11 @@ BAD: dict[str, bytes] = {
 def test_an_archive_that_is_not_an_adapter_is_refused(fault: str, tmp_path: Path) -> None:
     home = tmp_path / "a" / "b" / "home"
     with pytest.raises(ServiceError, match=r"what the service sent is not|the service sent an archive"):
-        archive.unpack(BAD[fault], home)
+        adapters.unpack(BAD[fault], home)
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
 def test_an_adapter_is_unpacked(tmp_path: Path) -> None:
-    found = archive.unpack(tarred(GOOD), tmp_path / "home")
+    found = adapters.unpack(tarred(GOOD), tmp_path / "home")
     assert found == tmp_path / "home" / "sort-v3"
     assert sorted(item.name for item in found.iterdir()) == sorted(ADAPTER_FILES)

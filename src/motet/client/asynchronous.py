@@ -11,8 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from motet.client.administration import Adaptership, Administration
+from motet.client.adapters import AdapterMethods
 from motet.client.connection import Following, path_of
+from motet.client.tenants import TenantMethods
 from motet.errors import ConfigError, DataError, ServiceError
 from motet.service.schemas import (
     CheckedJobs,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from motet.config import JobConfig
 
 
-class AsyncClient(Adaptership, Administration):
+class AsyncClient(AdapterMethods, TenantMethods):
     """A service, asked many things at a time. The methods are those of `Client`."""
 
     async def __aenter__(self) -> Self:

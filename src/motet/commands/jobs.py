@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from motet.commands.options import AsJson, JobFile, Key, Override, ServedJob, Url
-from motet.types import JobState
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -75,6 +74,7 @@ def ls(
     from motet.commands.answers import print_answer, say, table
     from motet.commands.served_jobs import job_cells
     from motet.errors import ConfigError
+    from motet.types import JobState
 
     if state is not None and state not in list(JobState):
         raise ConfigError(f"there is no state {state!r}; there are {', '.join(JobState)}")
@@ -116,6 +116,7 @@ def logs(
     from motet.client import Client
     from motet.commands.answers import INTERRUPTED
     from motet.commands.served_jobs import JobLines
+    from motet.types import JobState
 
     with Client(url, key) as client:
         asked = client.job(job)

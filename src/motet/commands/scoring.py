@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from motet.commands.options import AsJson, Key, Url
-from motet.types import JobState
 
 if TYPE_CHECKING:
     from motet.service.schemas import Job
@@ -30,6 +29,7 @@ def score(
     """Score jobs of a service on this machine until they have ended. After Ctrl-C they wait for the same command again."""
     from motet.client import AsyncClient
     from motet.commands.answers import INTERRUPTED, say
+    from motet.types import JobState
 
     async def work() -> list[Job]:
         async with AsyncClient(url, key) as client:

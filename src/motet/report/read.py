@@ -92,7 +92,7 @@ class JobRecord:
         points_of: dict[str, list[tuple[float, float]]] = {}
         for line in self.steps:
             if (step := number(line.get("step"))) is not None:
-                for field, value in _numbers_in(line):
+                for field, value in numbers_in(line):
                     points_of.setdefault(field, []).append((step, value))
         return {field: Series(*zip(*points, strict=True)) for field, points in points_of.items()}
 
@@ -201,7 +201,12 @@ def read_job(path: Path) -> JobRecord:
 
 def read_lines(path: Path) -> tuple[Line, ...]:
     """The whole lines of a .jsonl file that are JSON objects; a line still being written is left out."""
-    whole, _, _ = _text(path).rpartition("\n")
+    return parse_lines(_text(path))
+
+
+def parse_lines(text: str) -> tuple[Line, ...]:
+    """The same of the text of a file."""
+    whole, _, _ = text.rpartition("\n")
     return tuple(line for text in whole.split("\n") if (line := _object(text)))
 
 
@@ -235,11 +240,11 @@ def number(value: Any) -> float | None:
     return result if math.isfinite(result) else None
 
 
-def _numbers_in(table: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
+def numbers_in(table: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Its numbers by the path of their fields; a null is not a number, and a gap."""
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _numbers_in(value, f"{prefix}{name}/")
+            yield from numbers_in(value, f"{prefix}{name}/")
         elif value is None or number(value) is not None:
             yield prefix + name, math.nan if value is None else float(value)
 
