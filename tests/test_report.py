@@ -115,6 +115,7 @@ def test_fake_lines_have_the_fields_of_the_schema() -> None:
 def test_one_file_that_asks_the_network_for_nothing(page: Page) -> None:
     assert not [(tag, attrs) for tag, attrs in page.elements if {"src", "href", "srcset"} & set(attrs)]
     assert not [tag for tag, _ in page.elements if tag in ("link", "iframe", "object", "embed", "base")]
+    assert "\\u001b" not in page.scripts[0]
     assert len(page.scripts) == 3  # data, plotly.js, ours
     assert not re.search(r"^(import|export) ", page.scripts[2], re.M)
     policy = next(
@@ -156,7 +157,9 @@ def test_samples_compare_the_same_problems(page: Page, run: Path) -> None:
     found = page.job("add")
     assert found["versions"] == [0, 40]
     for side, lines in (("before", first[:8]), ("after", last[:8])):
-        assert [pair[side]["turns"] for pair in found["pairs"]] == [[line["completion"]] for line in lines]
+        assert [pair[side]["turns"] for pair in found["pairs"]] == [
+            [line["completion"].replace("\x1b", "")] for line in lines
+        ]
         assert [pair[side]["reward"] for pair in found["pairs"]] == [line["reward"] for line in lines]
 
 
@@ -356,8 +359,8 @@ def test_picture_is_svg_with_a_line_for_every_job(run: Path) -> None:
     root = ElementTree.fromstring(picture)
     space = "{http://www.w3.org/2000/svg}"
     strokes = [path.get("stroke") for path in root.iter(f"{space}path")]
-    assert strokes.count(COLOURS[0]) == 2  # reward, evaluations
-    assert strokes.count(COLOURS[1]) == 1  # no evaluations
+    assert strokes.count(COLOURS[0]) == 3  # reward raw and smooth, evaluations
+    assert strokes.count(COLOURS[1]) == 2  # no evaluations
     words = [text.text for text in root.iter(f"{space}text")]
     assert {"add", "sort-numbers", "Training reward", "Held-out reward"} <= set(words)
     assert not re.search(r"(?<!xmlns=\")http", picture)

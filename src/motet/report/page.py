@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.report.read import JobRecord, Line, RunRecord, Series, number
-from motet.report.svg import escaped
+from motet.report.svg import escaped, printable
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _SCRIPTS = ("palette.js", "dom.js", "words.js", "charts.js", "curves.js", "tokens.js")
@@ -66,9 +66,9 @@ def _job(job: JobRecord, start: float) -> dict[str, Any]:
     return {
         "name": job.name,
         "state": job.state,
-        "message": job.message,
-        "inexact": "; ".join(job.inexact),
-        "config": job.config_text,
+        "message": printable(job.message),
+        "inexact": printable("; ".join(job.inexact)),
+        "config": printable(job.config_text),
         "base": Path(job.base).name if Path(job.base).is_absolute() else job.base,
         "planned": job.planned,
         "done": job.done,
@@ -111,7 +111,7 @@ def _rollout(line: Line | None) -> dict[str, Any] | None:
 
 
 def _cut(value: Any) -> str:
-    text = "" if value is None else str(value)
+    text = "" if value is None else printable(str(value))
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}… ({len(text) - _MAX_TEXT} more characters)"
 
 

@@ -23,13 +23,19 @@ _PANEL_WIDTH = (_WIDTH - _LEFT - _GAP - _RIGHT) / 2
 _TEXT, _GRID = "#7d8590", "#8b949e"
 _FONT = "font-family=\"system-ui,-apple-system,'Segoe UI',Roboto,sans-serif\""
 _LEGEND_ROW, _CHARACTER = 20, 7.0  # pixels; the width of a character is an estimate
-_POINTS = 60  # of a curve; a longer one is averaged
+_SMOOTH_FROM = 12  # points
+_POINTS = 200  # of a curve; a longer one is averaged
 _STROKES = ("", "6 3", "2 3", "7 3 2 3")
 
 
+def printable(text: str) -> str:
+    """Without the characters that neither HTML nor XML allows."""
+    return _FORBIDDEN.sub("", text)
+
+
 def escaped(text: str) -> str:
-    """For elements and quoted attributes, without the characters that neither HTML nor XML allows."""
-    return html.escape(_FORBIDDEN.sub("", text))
+    """For elements and quoted attributes."""
+    return html.escape(printable(text))
 
 
 def draw_curves(run: RunRecord) -> str:
@@ -56,6 +62,7 @@ def _panel(title: str, x_title: str, jobs: Sequence[Series], left: float, *, mar
         f'<text x="{left}" y="40" font-size="11.5">by {x_title}</text>',
     ]
     curves = [job.thinned(_POINTS) for job in jobs]
+    smooth = [curve if marked or len(curve.xs) < _SMOOTH_FROM else _smoothed(curve) for curve in curves]
     ys = [y for curve in curves for y in curve.known.ys]
     if not ys:
         middle = f'x="{left + _PANEL_WIDTH / 2:.0f}" y="{_TOP + _PANEL_HEIGHT / 2:.0f}" text-anchor="middle"'
@@ -78,21 +85,32 @@ def _panel(title: str, x_title: str, jobs: Sequence[Series], left: float, *, mar
             parts.append(
                 f'<text x="{x:.1f}" y="{bottom + 18:.1f}" text-anchor="middle" font-size="11">{value:g}</text>'
             )
-    for job, curve in enumerate(curves):
-        known = groupby(zip(curve.xs, curve.ys, strict=True), key=lambda point: math.isfinite(point[1]))
-        parts.append(
-            _curve(job, [[place(*point) for point in part] for is_known, part in known if is_known], marked=marked)
-        )
+    for job, (curve, thick) in enumerate(zip(curves, smooth, strict=True)):
+        for points in (curve, thick) if thick is not curve else (curve,):
+            known = groupby(zip(points.xs, points.ys, strict=True), key=lambda point: math.isfinite(point[1]))
+            stretches = [[place(*point) for point in part] for is_known, part in known if is_known]
+            parts.append(_curve(job, stretches, marked=marked, faint=points is not thick))
     return "".join(parts)
 
 
-def _curve(job: int, stretches: Sequence[Sequence[tuple[float, float]]], *, marked: bool) -> str:
+def _smoothed(curve: Series) -> Series:
+    """An exponential mean as the charts have it: it starts at the first value and reaches about a tenth back; gaps stay."""
+    weight = max(2 / (len(curve.ys) / 5 + 1), 0.04)
+    mean, ys = next((y for y in curve.ys if math.isfinite(y)), 0.0), []
+    for y in curve.ys:
+        mean += min(weight, 1.0) * (y - mean) if math.isfinite(y) else 0.0
+        ys.append(mean if math.isfinite(y) else math.nan)
+    return Series(curve.xs, tuple(ys))
+
+
+def _curve(job: int, stretches: Sequence[Sequence[tuple[float, float]]], *, marked: bool, faint: bool) -> str:
     """A line through each stretch between gaps, and dots."""
     if not stretches:
         return ""
     colour = COLOURS[job % len(COLOURS)]
     path = "".join("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in part) for part in stretches)
-    line = f'<path d="{path}" fill="none" stroke="{colour}" stroke-linejoin="round" stroke-width="2.2"{_dashes(job)}/>'
+    stroke = 'stroke-width="1" stroke-opacity=".3"' if faint else f'stroke-width="2.2"{_dashes(job)}'
+    line = f'<path d="{path}" fill="none" stroke="{colour}" stroke-linejoin="round" {stroke}/>'
     dots = [point for part in stretches if marked or len(part) == 1 for point in part]
     return line + "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" fill="{colour}"/>' for x, y in dots)
 
