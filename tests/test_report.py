@@ -74,12 +74,13 @@ def page(run: Path) -> Page:
     return Page(write_report(run).read_text())
 
 
-def shown(report: Path, text: str = "", **settings: Any) -> str:
+def shown(report: Path, text: str = "", modifiers: Any = (), **settings: Any) -> str:
     """What a real browser shows of a report, once it has drawn; it must ask for nothing and tell no error.
 
     Args:
         report: the file.
         text: of a button that is pressed, if any.
+        modifiers: keys that are held meanwhile.
         settings: of the browser's context.
     """
     pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
@@ -92,7 +93,7 @@ def shown(report: Path, text: str = "", **settings: Any) -> str:
         opened.locator("figure .scatterlayer .trace, figure[data-points='0']").first.wait_for()
         opened.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
         if text:
-            opened.get_by_role("button", name=text, exact=True).click()
+            opened.get_by_role("button", name=text, exact=True).click(modifiers=modifiers)
             opened.wait_for_timeout(600)
         assert opened.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, "nothing to scroll sideways"
         assert opened.locator("main img, main script").count() == 0
@@ -196,6 +197,10 @@ def test_a_job_is_hidden_in_all_charts_at_once(run: Path) -> None:
     before, after = points(shown(report)), points(shown(report, "add"))
     assert all(after[title] < before[title] for title in ("Length", "Entropy", "Tokens"))
     assert after["Occupancy"] == before["Occupancy"]
+    assert "parts" not in before
+    alone = points(shown(report, "add", ["Shift"]))
+    assert alone["Length"] == before["Length"] - after["Length"] == 40
+    assert alone["parts"] > 40
 
 
 # --- curves ------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ function drawn(job, field, {plain, joined, crowd}) {
 
 /** All charts: `update(jobs)` as often as one likes; a job is {name, place, series}, `series` as `columns` makes them. */
 export function jobCurves() {
-  const reward = new Chart("Training reward", "mean of each step’s rollouts, thin; smoothed, thick", {size: "large", empty: "the first step is under way"});
+  const reward = new Chart("Training reward", "mean of each step’s rollouts, thin; smoothed, thick", {size: "large", empty: "no step yet"});
   const held = new Chart("Held-out reward", "the same problems at every evaluation", {size: "large", xTitle: "version", empty: "no evaluation yet"});
   const parts = new Chart("Reward parts", "mean of each reward; dotted: held-out", {size: "large", latest: false});
   const small = SMALL.map(([field, title, note, options = {}]) => [new Chart(title, note, options), field, options]);
@@ -55,11 +55,13 @@ export function jobCurves() {
   const node = el("div", {class: "charts"});
   add(node, all.map(([chart]) => chart.node));
 
-  function drawParts({series}) {
+  /** Of a job that is shown alone and whose reward has parts. */
+  function drawParts(jobs) {
+    const series = jobs.length === 1 ? jobs[0].series : {};
     const names = Object.keys(series).filter(field => field.startsWith(PARTS)).map(field => field.slice(PARTS.length));
-    if (names.length < 2) return;
+    node.classList.toggle("parted", names.length > 1);
+    if (names.length < 2) return void parts.node.remove();
     if (parts.node.parentNode !== node) held.node.after(parts.node);
-    node.classList.add("parted");
     const traces = names.flatMap((name, place) => {
       const colour = COLOURS[place % COLOURS.length], kept = series[HELD + PARTS + name];
       return [...curves({name, ...series[PARTS + name], colour, crowd: names.length}),
@@ -70,6 +72,6 @@ export function jobCurves() {
 
   return {node, update(jobs) {
     for (const [chart, field, options] of all) chart.draw(jobs.flatMap(job => drawn(job, field, {...options, crowd: jobs.length})));
-    if (jobs.length === 1) drawParts(jobs[0]);
+    drawParts(jobs);
   }, stop() { for (const chart of [parts, ...all.map(([chart]) => chart)]) chart.close(); }};
 }
