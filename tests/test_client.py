@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import motet
-from motet.client import calls
+from motet.client import connection
 from motet.errors import DataError, ServiceError
 from motet.types import ADAPTER_FILES
 from tests.commands import Motet, job_file, rows_in
@@ -79,7 +79,7 @@ def test_a_job_from_submission_to_deletion(service: Service, tmp_path: Path, mon
         assert client.pull("whole", 2, tmp_path / "home") == adapter, "once more over it"
 
         client.submit(tiny("second"))
-        monkeypatch.setattr(calls, "PAGE", 1)
+        monkeypatch.setattr(connection, "PAGE", 1)
         assert [job.name for job in client.jobs()][-2:] == ["second", "whole"]
         service.becomes("second", "succeeded")
         assert {job.state for job in client.jobs("succeeded")} == {"succeeded"}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import inspect
+import json
+import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import motet
-from motet.client import archive, calls, connection
+from motet.client import adapters, connection
 from motet.errors import ConfigError, ServiceError
 from motet.types import ADAPTER_FILES
 from tests.adapter_files import link, tarred
@@ -24,9 +30,54 @@ def test_both_clients_have_the_same_methods() -> None:
         return {name: list(inspect.signature(each).parameters) for name, each in found if not name.startswith("_")}
 
     assert methods(motet.Client) == methods(motet.AsyncClient)
-    assert set(methods(motet.Client)) >= {name for name in vars(calls.Calls) if not name.startswith("_")}
-    assert str(inspect.signature(motet.Client.job)) == "(self, /, job: 'str') -> 'Job'"
+    assert str(inspect.signature(motet.Client.job)) == "(self, job: 'str') -> 'Job'"
+    assert str(inspect.signature(motet.Client.jobs)).endswith("-> 'Generator[Job, None]'")
     assert str(motet.Client.pause.__doc__).startswith("Let a job finish its step")
+
+
+def test_a_client_that_nobody_closes_does_not_keep_python_from_ending() -> None:
+    work = "import motet; c = motet.Client('http://127.0.0.1:1'); s = c.events('x', follow=True); e = c.jobs()\n"
+    work += "try: next(e)\nexcept motet.MotetError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=30, check=True)
+    assert (done.stdout[:15], done.stderr) == ("nothing answers", "")
+
+
+def test_a_stream_that_is_left_is_closed_and_the_client_goes_on() -> None:
+    """By leaving the loop, and by Ctrl-C while the next line is waited for."""
+    with _events_and_silence() as url, motet.Client(url) as client:
+        for event in client.events("x", follow=True):
+            assert event.id == 1
+            break
+        stream = client.events("x", follow=True)
+        assert next(stream).id == 1
+        threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        assert next(client.events("x", follow=True)).id == 1
+
+
+@contextlib.contextmanager
+def _events_and_silence() -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            event = {"id": 1, "job": "x", "time": 0.0, "kind": "state", "data": {"state": "running"}}
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            ended.wait(20)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    ended = threading.Event()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            ended.set()
+            server.shutdown()
 
 
 def test_following_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +160,11 @@ BAD: dict[str, bytes] = {
 def test_an_archive_that_is_not_an_adapter_is_refused(fault: str, tmp_path: Path) -> None:
     home = tmp_path / "a" / "b" / "home"
     with pytest.raises(ServiceError, match=r"what the service sent is not|the service sent an archive"):
-        archive.unpack(BAD[fault], home)
+        adapters.unpack(BAD[fault], home)
     assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
 def test_an_adapter_is_unpacked(tmp_path: Path) -> None:
-    found = archive.unpack(tarred(GOOD), tmp_path / "home")
+    found = adapters.unpack(tarred(GOOD), tmp_path / "home")
     assert found == tmp_path / "home" / "sort-v3"
     assert sorted(item.name for item in found.iterdir()) == sorted(ADAPTER_FILES)

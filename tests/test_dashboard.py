@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
 from playwright.sync_api import Browser, Page, Route, expect
 
-from motet.report.figures import SMALL
 from tests.browser import CHROMIUM, PATIENCE, browsing, watched
 from tests.service_run import Json, Service, tiny
 
@@ -273,12 +272,12 @@ def test_an_adapter_is_taken_home_and_its_job_forgotten(service: Keyed, page: Pa
 # --- what it learned --------------------------------------------------------------------------------------------------------
 
 
-def test_charts_have_the_names_of_the_report(page: Page) -> None:
+def test_every_chart_of_a_job_is_drawn(page: Page) -> None:
     open_job(page, "ended")
     grows(page, "Reward parts", 2)
-    for field, title, note, _ in SMALL:
-        expect(chart(page, title).locator("figcaption p")).to_have_text(note)
-        assert points(page, title) > 0, field
+    drawn = page.evaluate("[...document.querySelectorAll('figure')].map(one => one.dataset.points)")
+    assert len(drawn) == 16
+    assert "0" not in drawn
     assert points(page, "Held-out reward") == 3
 
 

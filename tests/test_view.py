@@ -16,7 +16,6 @@ from rich.console import Console
 from motet.runtime.progress import JobProgress
 from motet.types import JobState
 from motet.view import LiveView, LogView, View, glyphs_of, make_view, summary_table
-from motet.view.clock import RunClock
 from motet.view.names import ranks, take_apart
 from motet.view.text import (
     ASCII,
@@ -30,6 +29,7 @@ from motet.view.text import (
     sparkline,
     trend,
 )
+from motet.view.view import RunClock
 
 REASON = (
     "97 of 128 rollouts have no reward. The commonest: [red]ValueError[/red]\n\x1b[31mno\x07 number "
@@ -75,7 +75,7 @@ def written(console: Console) -> str:
 def draw(jobs: Sequence[JobProgress], width: int, height: int = 24, encoding: str = "utf-8") -> list[str]:
     console = terminal(width, height, encoding)
     console.print(LiveView(console, "small").frame(jobs))
-    return written(console).rstrip("\n").split("\n")
+    return [line.rstrip() for line in written(console).rstrip("\n").split("\n")]
 
 
 # --- live --------------------------------------------------------------------------------------------------------

@@ -10,12 +10,8 @@ from typing import Annotated
 import typer
 
 from motet import __version__
-from motet.commands.jobs_cli import app as jobs
-from motet.commands.keys_cli import app as keys
+from motet.commands import jobs, keys, scoring, sharing, usage
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
-from motet.commands.scoring_cli import app as scoring
-from motet.commands.sharing_cli import app as sharing
-from motet.commands.usage_cli import app as spending
 from motet.errors import MotetError
 
 EXAMPLE = """\b
@@ -176,14 +172,12 @@ def verify(directory: RunDir) -> None:
 
 
 def _steer(words: list[str], word: str, url: str | None, key: str | None) -> None:
+    from motet.commands import control
+
     if len(words) == 2:
-        from motet.commands.control import send
-
-        typer.echo(send(Path(words[0]), words[1], word))
+        typer.echo(control.send(Path(words[0]), words[1], word))
     elif len(words) == 1:
-        from motet.commands import remote
-
-        remote.steer(remote.Where(url, key), words[0], word)
+        typer.echo(control.steer(url, key, words[0], word))
     else:
         raise typer.BadParameter(f"give a job of the service, or a run directory and a job: motet {word} runs/jobs add")
 
@@ -205,9 +199,10 @@ def resume(
 ) -> None:
     """Let a paused or failed job go on."""
     if budget is not None and len(job) == 1:
-        from motet.commands import remote
+        from motet.client import Client
 
-        remote.change(remote.Where(url, key), job[0], budget=budget)
+        with Client(url, key) as client:
+            client.change(job[0], budget=budget)
     elif budget is not None:
         raise typer.BadParameter("--budget is for jobs of a service; set `budget` in the job file of a run")
     _steer(job, "resume", url, key)
@@ -259,8 +254,8 @@ def serve(
     )
 
 
-for part in (jobs, sharing, spending, scoring, keys):
-    app.add_typer(part)
+for part in (jobs, sharing, usage, scoring, keys):
+    app.add_typer(part.app)
 
 
 def main() -> None:

@@ -7,9 +7,8 @@ export.update()
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +16,9 @@ from types import TracebackType
 from typing import Any
 
 from motet.errors import MotetError, RunError
+from motet.report.read import Line, number, numbers_in, parse_lines, read_lines
 
 _SUFFIX = ".motet"  # ends the name of event files written here, so that a later export replaces those and no others
-_NOT_SCALARS = ("step",)
 
 
 def write_events(run_directory: Path, log_dir: Path) -> int:
@@ -88,15 +87,9 @@ class TensorBoardExport:
             job.writer.close()
 
 
-def scalars(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def scalars(line: Line) -> Iterator[tuple[str, float]]:
     """Every finite number of a line of metrics.jsonl; nested fields are joined by a slash."""
-    for key, value in line.items():
-        if key in _NOT_SCALARS and not prefix:
-            continue
-        if isinstance(value, Mapping):
-            yield from scalars(value, f"{prefix}{key}/")
-        elif isinstance(value, bool | int | float) and math.isfinite(value):
-            yield f"{prefix}{key}", float(value)
+    return ((field, value) for field, value in numbers_in(line) if field != "step" and math.isfinite(value))
 
 
 def _require_tensorboard() -> None:
@@ -123,13 +116,13 @@ def _write_new(job: _JobExport, path: Path) -> int:
         file.seek(job.offset)
         data = file.read()
     whole = data[: data.rfind(b"\n") + 1]
+    job.offset += len(whole)
     if not whole:
         return 0
-    job.offset += len(whole)
     times = _times(path.with_name("timings.jsonl"))
     otherwise = path.stat().st_mtime
     count = 0
-    for line in _objects(whole):
+    for line in parse_lines(whole.decode("utf-8", "replace")):
         step = line.get("step")
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line)]
         if isinstance(step, int) and values:
@@ -142,22 +135,5 @@ def _write_new(job: _JobExport, path: Path) -> int:
 
 def _times(path: Path) -> dict[int, float]:
     """When each step ended."""
-    try:
-        lines = list(_objects(path.read_bytes()))
-    except OSError:
-        return {}
-    return {
-        line["step"]: float(line["time"])
-        for line in lines
-        if isinstance(line.get("step"), int) and isinstance(line.get("time"), int | float)
-    }
-
-
-def _objects(data: bytes) -> Iterator[dict[str, Any]]:
-    for text in data.split(b"\n"):
-        try:
-            value = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
+    lines = ((line.get("step"), number(line.get("time"))) for line in read_lines(path))
+    return {step: time for step, time in lines if isinstance(step, int) and time is not None}

@@ -1,61 +1,45 @@
-"""Where a service is, how it is reached, and what to do when the connection breaks."""
+"""Where a service is, how it is asked, and what to do when the connection breaks."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import Iterator
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit
 
 import httpx2
+from pydantic import BaseModel, ValidationError
 
-from motet.client.calls import path_of
 from motet.errors import ConfigError, ServiceError
-from motet.service.schemas import JobEvent
+from motet.service.schemas import Error, JobEvent
+
+M = TypeVar("M", bound=BaseModel)
 
 DEFAULT_URL = "http://127.0.0.1:8420"
-"""Where `motet serve` listens unless told otherwise."""
+"""Where `motet serve` listens by default."""
 PATIENCE_SECONDS = 600.0
 """How long following a job waits for a service that went away."""
+PAGE = 200
+"""Jobs that are asked for at a time."""
+AWAY = (0, 502, 503, 504)
+"""Statuses of a service that restarts, its proxy included."""
 _MOST_RETRIES = 8
 _LONGEST_WAIT = 30.0
 _TIMEOUT = httpx2.Timeout(120.0, connect=5.0)
 _QUIET = httpx2.Timeout(45.0, connect=5.0)  # a stream says every fifteen seconds that it is there
-AWAY = (0, 502, 503, 504)
-"""Statuses of a service that restarts, its proxy included."""
 
 
-@contextlib.contextmanager
-def told(url: str) -> Iterator[None]:
-    """Failures of the transport as errors for people."""
-    try:
-        yield
-    except httpx2.ConnectError as error:
-        raise ServiceError(
-            f"nothing answers at {url} ({error}); start a service with `motet serve --base small --no-keys`, or set "
-            "MOTET_URL (or --url) to where it runs"
-        ) from error
-    except (httpx2.TransportError, httpx2.StreamError) as error:
-        raise ServiceError(f"the connection to {url} broke off ({error or type(error).__name__}); try again") from error
-
-
-def to_wait(response: httpx2.Response, attempt: int) -> float | None:
-    """Seconds after which a request that came too often is sent again, as the service tells; None where it is not.
-
-    Args:
-        response: what it was answered.
-        attempt: how often it was sent again already.
-    """
-    told = response.headers.get("retry-after", "")
-    if response.status_code != 429 or attempt >= _MOST_RETRIES or not told.isdecimal():
-        return None
-    return float(told) if float(told) <= _LONGEST_WAIT else None
+def path_of(kind: str, name: str) -> str:
+    """Of one of the service's `jobs`, `adapters`, …"""
+    return f"/v1/{kind}/{quote(name, safe='')}"
 
 
 class Connection:
-    """Where a client's service is, and how it is reached."""
+    """A client's service, and requests to it."""
 
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
         """Nothing is asked yet.
@@ -69,24 +53,106 @@ class Connection:
         """
         self.url = (url or os.environ.get("MOTET_URL") or DEFAULT_URL).rstrip("/")
         key = (key or os.environ.get("MOTET_API_KEY") or "").strip()
-        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
+        host = urlsplit(self.url).hostname
+        if urlsplit(self.url).scheme not in ("http", "https") or not host:
             raise ConfigError(f"{self.url!r} is not the address of a service; it looks like {DEFAULT_URL}")
         if not key.isascii() or not key.isprintable():
             raise ConfigError("this is not an API key; one looks like mk-… and has plain letters only")
-        self.options: dict[str, Any] = {
-            "base_url": self.url,
-            "headers": {"Authorization": f"Bearer {key}"} if key else {},
-            "timeout": _TIMEOUT,
-            "trust_env": urlsplit(self.url).hostname not in ("127.0.0.1", "localhost", "::1"),  # no proxy to oneself
-        }
+        self._http = httpx2.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=_TIMEOUT,
+            trust_env=host not in ("127.0.0.1", "localhost", "::1"),  # no proxy to oneself
+        )
+
+    async def _send(self, method: str, path: str, *, also: int = 200, **request: Any) -> httpx2.Response:
+        """A successful response, or one of the status `also`; sent again where the service says that it came too often.
+
+        Raises:
+            ServiceError: the service refuses, and why.
+        """
+        if "params" in request:
+            request["params"] = {name: value for name, value in request["params"].items() if value is not None}
+        for attempt in itertools.count():
+            with _transport_errors(self.url):
+                response = await self._http.request(method, path, **request)
+            if (seconds := _seconds_to_wait(response, attempt)) is None:
+                break
+            await asyncio.sleep(seconds)
+        if not response.is_success and response.status_code != also:
+            raise _refusal(response)
+        return response
+
+    async def _ask(self, model: type[M], method: str, path: str, **request: Any) -> M:
+        """The answer, which has this shape."""
+        response = await self._send(method, path, **request)
+        try:
+            return model.model_validate_json(response.content)
+        except ValidationError as error:
+            raise ServiceError(
+                f"{response.url} does not answer as `motet serve` does; look at the address", response.status_code
+            ) from error
+
+    async def _lines(self, method: str, path: str, **request: Any) -> AsyncGenerator[str, None]:
+        """Lines of an answer as they come."""
+        with _transport_errors(self.url):
+            async with self._http.stream(method, path, **request) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise _refusal(response)
+                async for line in response.aiter_lines():
+                    yield line
+
+    async def _all_pages(self, model: type[Any], path: str, **params: Any) -> AsyncGenerator[Any, None]:
+        """What all pages hold."""
+        after: str | None = None
+        while True:
+            page = await self._ask(model, "GET", path, params={**params, "after": after, "limit": PAGE})
+            for item in page.data:
+                yield item
+            if (after := page.next) is None:
+                return
+
+
+@contextlib.contextmanager
+def _transport_errors(url: str) -> Iterator[None]:
+    """Failures of the transport as errors for people."""
+    try:
+        yield
+    except httpx2.ConnectError as error:
+        raise ServiceError(
+            f"nothing answers at {url} ({error}); start a service with `motet serve --base small --no-keys`, or set "
+            "MOTET_URL (or --url) to where it runs"
+        ) from error
+    except (httpx2.TransportError, httpx2.StreamError) as error:
+        raise ServiceError(f"the connection to {url} broke off ({error or type(error).__name__}); try again") from error
+
+
+def _seconds_to_wait(response: httpx2.Response, attempt: int) -> float | None:
+    """After which a request that came too often is sent again, as the service says; None where it is not."""
+    after = response.headers.get("retry-after", "")
+    if response.status_code != 429 or attempt >= _MOST_RETRIES or not after.isdecimal():
+        return None
+    return float(after) if float(after) <= _LONGEST_WAIT else None
+
+
+def _refusal(response: httpx2.Response) -> ServiceError:
+    """Why the service said no, in its own words."""
+    try:
+        message = Error.model_validate_json(response.content).error.message
+    except ValidationError:
+        message = f"{response.url} answered {response.status_code}: {response.text[:200]}".rstrip(": ")
+    if response.status_code == 401 and "authorization" not in response.request.headers:
+        message = "this service needs an API key: set MOTET_API_KEY, or give --key (from Python: key=…)"
+    return ServiceError(message, response.status_code)
 
 
 class Following:
-    """Where the following of a job stands."""
+    """How far the following of a job's events is."""
 
     def __init__(self, job: str, after: int) -> None:
         self.after = after
-        self._path = f"{path_of(job)}/events/stream"
+        self.path = f"{path_of('jobs', job)}/events/stream"
         self._heard = 0.0
         self._wait = 0.25
         self._refused = 0
@@ -94,10 +160,8 @@ class Following:
 
     @property
     def request(self) -> dict[str, Any]:
-        """Arguments of the transport's `stream`."""
-        return {
-            "method": "GET", "url": self._path, "headers": {"Last-Event-ID": str(self.after)}, "timeout": _QUIET,
-        }  # fmt: skip
+        """Arguments of the stream's request."""
+        return {"headers": {"Last-Event-ID": str(self.after)}, "timeout": _QUIET}
 
     def read(self, line: str) -> JobEvent | None:
         """The event that a line of the stream holds."""

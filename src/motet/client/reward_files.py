@@ -70,11 +70,10 @@ class RewardFiles:
             for one in self._places:
                 if (not place or place == one.short) and one.function in ("", function):
                     name = function if one.call is not None else f"{one.path}:{function}"
-                    found = {"name": name, "function": one.call, "args": asked.args}
-                    return limits.model_copy(update=found)
-        told = ", ".join(f"{one.short}:{one.function}" if one.function else one.short for one in self._places)
+                    return limits.model_copy(update={"name": name, "function": one.call, "args": asked.args})
+        given = ", ".join(f"{one.short}:{one.function}" if one.function else one.short for one in self._places)
         raise RewardError(
-            f"the job is scored by {asked.function!r}, which is not in {told}; name its file: --reward {place or 'rewards.py'}"
+            f"the job is scored by {asked.function!r}, which is not in {given}; name its file: --reward {place or 'rewards.py'}"
         )
 
     def for_service(self, jobs: Sequence[JobConfig]) -> list[JobConfig]:

@@ -15,13 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from motet.client import scoring_calls
-from motet.client.calls import Call, Calls
-from motet.client.connection import AWAY, PATIENCE_SECONDS
+from pydantic import BaseModel
+
+from motet.client.connection import AWAY, PATIENCE_SECONDS, path_of
 from motet.client.reward_files import RewardFiles
 from motet.config import RewardConfig
 from motet.errors import ServiceError
-from motet.service.schemas.scoring import ScoringWork
+from motet.service.schemas import Job
+from motet.service.schemas.scoring import Counted, Lease, ScoringWork
 from motet.tasks.reward_elsewhere import WorkerArgs, to_wire
 from motet.tasks.reward_pool import RewardPool
 from motet.types import JobState
@@ -29,7 +30,7 @@ from motet.types import JobState
 if TYPE_CHECKING:
     from motet.client import AsyncClient
 
-T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
 
 _AT_ONCE = 16
 _WAIT_SECONDS = 20.0
@@ -64,13 +65,13 @@ class RewardWorker:
             ServiceError: the service refuses, or was away for too long.
         """
         try:
-            found = [await self._asked(Calls.job(job)) for job in jobs]
-            for job in found:
+            served = [await self._ask(Job, "GET", path_of("jobs", job)) for job in jobs]
+            for job in served:
                 for reward in job.spec["rewards"]:
                     if reward["name"] == "worker":
                         await self._load(reward)
             async with asyncio.TaskGroup() as group:
-                for job in found:
+                for job in served:
                     group.create_task(self._serve(job.id))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
@@ -86,7 +87,8 @@ class RewardWorker:
                 free = _AT_ONCE - len(held)
                 if not free:
                     await asyncio.wait(held.values(), timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-                lease = await self._asked(scoring_calls.lease(job, self.name, free, wait if free else 0.0))
+                wanted = {"worker": self.name, "most": free, "wait_seconds": wait if free else 0.0}
+                lease = await self._ask(Lease, "POST", f"{path_of('jobs', job)}/scoring/lease", json=wanted)
                 wait = min(_WAIT_SECONDS, lease.seconds / 3)  # asking again renews what is held
                 for unit in lease.units:
                     if unit.id not in held:
@@ -101,12 +103,13 @@ class RewardWorker:
             await asyncio.gather(*held.values(), return_exceptions=True)
             with contextlib.suppress(ServiceError, TimeoutError):
                 async with asyncio.timeout(_LEAVE_SECONDS):
-                    await self._client._ask(scoring_calls.leave(job, self.name))
+                    await self._client._send("DELETE", f"{path_of('jobs', job)}/scoring/workers/{self.name}")
 
     async def _score(self, job: str, unit: ScoringWork) -> None:
         name = await self._load(unit.reward)
         scores = await self._pool.scores(name, unit.problem, unit.completions)
-        await self._asked(scoring_calls.hand_in(job, {unit.id: to_wire(scores)}))
+        results = [{"id": unit.id, "scores": to_wire(scores)}]
+        await self._ask(Counted, "POST", f"{path_of('jobs', job)}/scoring/results", json={"results": results})
         self.scored += len(scores)
 
     async def _load(self, reward: Mapping[str, Any]) -> str:
@@ -116,17 +119,17 @@ class RewardWorker:
         async with self._loading:
             if name not in self._loaded:
                 config = RewardConfig(name="worker", **limits)
-                found = self._files.find(WorkerArgs.model_validate(reward["args"]), config)
-                await self._pool.register(name, [found])
+                asked = WorkerArgs.model_validate(reward["args"])
+                await self._pool.register(name, [self._files.find(asked, config)])
                 self._loaded.add(name)
         return name
 
-    async def _asked(self, call: Call[T]) -> T:
-        """An answer; a service that is away for a while comes back."""
+    async def _ask(self, model: type[M], method: str, path: str, **request: Any) -> M:
+        """The answer; a service that is away for a while comes back."""
         deadline, wait = time.monotonic() + PATIENCE_SECONDS, 0.25
         while True:
             try:
-                return await self._client._ask(call)
+                return await self._client._ask(model, method, path, **request)
             except ServiceError as error:
                 if error.status not in AWAY or time.monotonic() > deadline:
                     raise

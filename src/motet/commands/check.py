@@ -84,7 +84,7 @@ async def _check_all(
     console: Console, jobs: Sequence[Job], workshop: Workshop, shared: Services, rollouts: int, failing: list[str]
 ) -> None:
     """`failing` gets the jobs in which no answer got a reward."""
-    told = []
+    failures = []
     table = Table(
         "job", "train / held out", "reward", "groups with signal", "answer length", "truncated", "a step", "all steps"
     )
@@ -98,13 +98,13 @@ async def _check_all(
                 failing += [job.name] * (failed.total() == len(reasons))
                 if failed:
                     (commonest, _), *_ = failed.most_common(1)
-                    told.append(
+                    failures.append(
                         f"job {job.name}: {failed.total()} of {len(reasons)} answers got no reward: {commonest}"
                     )
     finally:
         await shared.rewards.close()
     console.print(table)
-    for line in told:
+    for line in failures:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
 
@@ -157,8 +157,8 @@ def _show(console: Console, job: Job, group: Group) -> None:
     console.print(prompt, markup=False, highlight=False, soft_wrap=True)
     console.print(f"reference answer: {group.problem.answer!r}", markup=False)
     for rollout in group.rollouts:
-        told = rollout.error or f"{rollout.reward:.3g}"
-        console.print(f"  {told:>6}  {rollout.completion!r}", markup=False, highlight=False, soft_wrap=True)
+        outcome = rollout.error or f"{rollout.reward:.3g}"
+        console.print(f"  {outcome:>6}  {rollout.completion!r}", markup=False, highlight=False, soft_wrap=True)
 
 
 async def _train_seconds(job: Job, shared: Services, sampled: SampledStep) -> float:

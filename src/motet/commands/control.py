@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 from pathlib import Path
 
-from motet.errors import RunError
+from motet.errors import ConfigError, RunError
 from motet.runtime.checkpoint import JobDirectory, replace
 from motet.runtime.controls import CONTROL
 from motet.types import JobState
@@ -31,6 +31,21 @@ def send(directory: Path, job: str, word: str) -> str:
     if state in (JobState.SUCCEEDED, JobState.CANCELLED):
         raise RunError(f"job {job!r} has {state} and stays so; give it another name or run directory to train it again")
     replace(place / CONTROL, word.encode())
+    return f"asked {job} to {word}"
+
+
+def steer(url: str | None, key: str | None, job: str, word: str) -> str:
+    """Pause, resume or cancel a job of a service.
+
+    Raises:
+        ConfigError: this is not the name of a job.
+    """
+    from motet.client import Client
+
+    if "/" in job or (Path(job) / "run.json").is_file():
+        raise ConfigError(f"{job} is a run directory; name a job of it too: motet {word} {job} JOB")
+    with Client(url, key) as client:
+        getattr(client, word)(job)
     return f"asked {job} to {word}"
 
 

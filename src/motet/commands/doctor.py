@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def examine(base_name: str) -> int:
-    """Print what was found; returns 0 when results are exact in every type tried, 1 when not."""
+    """Print the tables; returns 0 when results are exact in every type tried, 1 when not."""
     console = Console()
     config = EngineConfig()
     console.print(_machine())
@@ -76,9 +76,9 @@ def _machine() -> Table:
 def _processor() -> str:
     import torch
 
-    found = torch.backends.cpu.get_cpu_capability()
+    capability = torch.backends.cpu.get_cpu_capability()
     bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
-    return f"{found}{', fast bfloat16' if bf16 else ', bfloat16 is slow here: set engine.dtype to float32'}"
+    return f"{capability}{', fast bfloat16' if bf16 else ', bfloat16 is slow here: set engine.dtype to float32'}"
 
 
 def _decode_rate(base: LoraModel, config: EngineConfig) -> float:

@@ -39,7 +39,7 @@ def run_file(
     console.print(f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …")
     view = make_view(console, config.base)
     last: list[JobProgress] = []
-    told: list[str] = []
+    printed: list[str] = []
 
     def observe(progress: Sequence[JobProgress]) -> None:
         last[:] = progress
@@ -47,7 +47,7 @@ def run_file(
         export.update()
 
     def started(workshop: Workshop, jobs: Sequence[Job]) -> None:
-        _tell(console, workshop.notes, told)
+        _print_notes(console, workshop.notes, printed)
         rates = sorted({f"{job.base_rate:.2g}" for job in jobs if job.config.optimizer.lr == "auto"})
         if rates:
             console.print(f"learning rate (auto): {', '.join(rates)}")
@@ -66,23 +66,23 @@ def run_file(
             )
         finally:
             view.stop()
-    _tell(console, result.notes, told)
+    _print_notes(console, result.notes, printed)
     console.print(summary_table(last, Path(config.run), view.seconds, glyphs_of(console), console.width))
     return _farewell(console, result)
 
 
-def _tell(console: Console, notes: Sequence[str], told: list[str]) -> None:
+def _print_notes(console: Console, notes: Sequence[str], printed: list[str]) -> None:
     """Print the notes that were not printed before."""
     for note in notes:
-        if note not in told:
-            told.append(note)
+        if note not in printed:
+            printed.append(note)
             console.print(f"note: {note}", soft_wrap=True, markup=False)
 
 
 def _farewell(console: Console, result: RunResult) -> int:
     again = shlex.join(["motet", *sys.argv[1:]])
-    told = result.report or "not written, the disk is full"
-    console.print(f"report: {told}", soft_wrap=True, markup=False)
+    report = result.report or "not written, the disk is full"
+    console.print(f"report: {report}", soft_wrap=True, markup=False)
     for job in result.jobs.values():
         if job.spent:
             console.print(f"{job.name} {job.message}", soft_wrap=True, markup=False)

@@ -1,66 +1,64 @@
-"""Being the reward worker of jobs of a service, and the rewards that it has."""
+"""`motet score` and `motet rewards`: being the reward worker of jobs of a service, and the rewards that it has."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import typer
 
-from motet.client import AsyncClient, Client
-from motet.commands.remote import INTERRUPTED, Where, show_json
-from motet.commands.remote_view import table
-from motet.service.schemas import Job
-from motet.service.schemas.scoring import Reward
-from motet.types import JobState
+from motet.commands.options import AsJson, Key, Url
+
+if TYPE_CHECKING:
+    from motet.service.schemas import Job
+
+app = typer.Typer(rich_markup_mode=None)
 
 
-def score(where: Where, names: Sequence[str], rewards: Sequence[str], processes: int) -> int:
-    """Score jobs here until they have ended; the exit code: 0, or 1 where one failed.
-
-    Raises:
-        MotetError: a reward does not load, or the service refuses.
-    """
-    console = Console(emoji=False)
+@app.command(epilog="Example: motet score sort --reward rewards.py")
+def score(
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB", help="Jobs, by name or id.", show_default=False)],
+    reward: Annotated[
+        list[str],
+        typer.Option(metavar="FILE.py[:FUNCTION]", help="Your reward functions; may be given several times."),
+    ],
+    processes: Annotated[int, typer.Option(min=1, help="How many score at a time.")] = 2,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Score jobs of a service on this machine until they have ended. After Ctrl-C they wait for the same command again."""
+    from motet.client import AsyncClient
+    from motet.commands.answers import INTERRUPTED, say
+    from motet.types import JobState
 
     async def work() -> list[Job]:
-        async with AsyncClient(where.url, where.key) as client:
-            jobs = [await client.job(name) for name in names]
-            told = ", ".join(f"{job.name} ({job.state})" for job in jobs)
-            console.print(f"scoring {told} here; Ctrl-C ends it", markup=False, highlight=False, soft_wrap=True)
-            await client.score(*(job.id for job in jobs), reward=rewards, processes=processes)
-            return [await client.job(job.id) for job in jobs]
+        async with AsyncClient(url, key) as client:
+            asked = [await client.job(name) for name in jobs]
+            say(f"scoring {', '.join(f'{job.name} ({job.state})' for job in asked)} here; Ctrl-C ends it")
+            await client.score(*(job.id for job in asked), reward=reward, processes=processes)
+            return [await client.job(job.id) for job in asked]
 
     try:
         ended = asyncio.run(work())
     except KeyboardInterrupt:
-        again = " ".join(["motet score", *names, *(f"--reward {reward}" for reward in rewards)])
-        console.print(f"the service goes on when somebody scores: `{again}`", markup=False, soft_wrap=True)
-        return INTERRUPTED
+        again = " ".join(["motet score", *jobs, *(f"--reward {one}" for one in reward)])
+        say(f"the service goes on when somebody scores: `{again}`")
+        raise typer.Exit(INTERRUPTED) from None
     for job in ended:
-        console.print(
-            f"{job.name} {job.state}{f': {job.message}' if job.message else ''}", markup=False, soft_wrap=True
-        )
-    return 1 if any(job.state == JobState.FAILED for job in ended) else 0
+        say(f"{job.name} {job.state}{f': {job.message}' if job.message else ''}")
+    raise typer.Exit(1 if any(job.state == JobState.FAILED for job in ended) else 0)
 
 
-def list_rewards(where: Where, *, as_json: bool) -> None:
-    """A table of rewards."""
-    with Client(where.url, where.key) as client:
-        found = client.rewards()
-    if as_json:
-        show_json(found)
-    else:
-        Console(emoji=False).print(_table(found))
+@app.command(epilog="Example: motet rewards")
+def rewards(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
+    """Show the rewards that jobs of a service may use: built in, installed there, and scored elsewhere."""
+    from motet.client import Client
+    from motet.commands.answers import print_answer, table
 
-
-def _table(rewards: Sequence[Reward]) -> Table:
-    found = table("reward", "kind", "args", "about", folds=("args", "about"))
-    for reward in rewards:
-        args = ", ".join(
-            name + (f"={default}" if default else " (required)") for name, default in reward.parameters.items()
-        )
-        found.add_row(*map(Text, (reward.name, reward.kind, args, reward.summary)))
-    return found
+    with Client(url, key) as client:
+        known = client.rewards()
+    rows = []
+    for one in known:
+        args = (name + (f"={value}" if value else " (required)") for name, value in one.parameters.items())
+        rows.append((one.name, one.kind, ", ".join(args), one.summary))
+    print_answer(known, as_json, table(rows, "reward, kind, args, about", empty="no rewards", folds=("args", "about")))

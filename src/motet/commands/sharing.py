@@ -1,96 +1,128 @@
-"""What push, adapters, share, unshare, shares and audit do."""
+"""`motet push`, `adapters`, `share`, `unshare`, `shares` and `audit`: adapters of a service, and who may use them."""
 
 from __future__ import annotations
 
 import itertools
-from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
-from rich.text import Text
+import typer
 
-from motet.client import Client
-from motet.commands.remote import Where, show_json
-from motet.commands.remote_view import table
-from motet.service.schemas.adapters import Share
+from motet.commands.options import AsJson, Key, Url
 
-
-def push(where: Where, directory: Path, name: str | None, *, as_json: bool) -> None:
-    """Upload an adapter and print its name."""
-    with Client(where.url, where.key) as client:
-        found = client.push(directory, name)
-    if as_json:
-        show_json(found)
-    else:
-        print(found.name)
+app = typer.Typer(rich_markup_mode=None)
+Shared = Annotated[str, typer.Argument(help="A job or an uploaded adapter, by name or id.", show_default=False)]
 
 
-def list_adapters(where: Where, *, as_json: bool) -> None:
-    """A table of uploaded adapters."""
-    with Client(where.url, where.key) as client:
-        found = client.adapters()
-    if as_json:
-        show_json(found)
-        return
-    right = ("rank", "alpha", "MB")
-    rows = table("name", "id", "rank", "alpha", "MB", "uploaded", folds=("name",), right=right)
-    for one in found:
-        cells = (one.name, one.id, str(one.rank), f"{one.alpha:g}", f"{one.bytes / 2**20:.1f}", _time(one.created))
-        rows.add_row(*map(Text, cells))
-    Console(emoji=False).print(rows if found else "no adapters")
+@app.command(epilog="Example: motet push runs/jobs/sort/versions/v25 --name sort-v25")
+def push(
+    directory: Annotated[Path, typer.Argument(help="A PEFT LoRA directory.", show_default=False)],
+    name: Annotated[str | None, typer.Option(help="What to call it [default: an id that the service makes].")] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Bring an adapter to a service, to start jobs from and to talk to; it is checked there against the base."""
+    from motet.client import Client
+    from motet.commands.answers import print_answer
+
+    with Client(url, key) as client:
+        adapter = client.push(directory, name)
+    print_answer(adapter, as_json, adapter.name)
 
 
-def remove_adapter(where: Where, name: str) -> None:
-    """Remove an uploaded adapter."""
-    with Client(where.url, where.key) as client:
+adapters = typer.Typer(help="Show and remove uploaded adapters.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(adapters, name="adapters", epilog="Example: motet adapters ls")
+
+
+@adapters.command("ls", epilog="Example: motet adapters ls")
+def list_adapters(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
+    """Show the adapters that were uploaded with `motet push`."""
+    from motet.client import Client
+    from motet.commands.answers import minute, print_answer, table
+
+    with Client(url, key) as client:
+        known = client.adapters()
+    rows = [
+        (one.name, one.id, str(one.rank), f"{one.alpha:g}", f"{one.bytes / 2**20:.1f}", minute(one.created))
+        for one in known
+    ]
+    headings = "name, id, >rank, >alpha, >MB, uploaded"
+    print_answer(known, as_json, table(rows, headings, empty="no adapters", folds=("name",)))
+
+
+@adapters.command("rm", epilog="Example: motet adapters rm sort-v25")
+def remove_adapter(
+    name: Annotated[str, typer.Argument(help="Its name or id.", show_default=False)], url: Url = None, key: Key = None
+) -> None:
+    """Remove an uploaded adapter; jobs that started from it go on."""
+    from motet.client import Client
+
+    with Client(url, key) as client:
         client.delete_adapter(name)
-    print(f"{name} is removed")
+    typer.echo(f"{name} is removed")
 
 
-def share(where: Where, name: str, tenant: str, *, as_json: bool) -> None:
-    """Share an adapter and say how the other tenant names it."""
-    with Client(where.url, where.key) as client:
-        found = client.share(name, tenant)
-    if as_json:
-        show_json(found)
-        return
-    whom = "all tenants" if found.tenant == "*" else found.tenant
-    print(f"{found.id}: {whom} can use {found.owner}/{found.name}")
+@app.command(epilog="Example: motet share sort --with team-b")
+def share(
+    name: Shared,
+    tenant: Annotated[str, typer.Option("--with", help="The other tenant's name; * for all.", show_default=False)],
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Let another tenant chat with an adapter, start from it and pull it. Nothing else of the job is seen."""
+    from motet.client import Client
+    from motet.commands.answers import print_answer
+
+    with Client(url, key) as client:
+        made = client.share(name, tenant)
+    whom = "all tenants" if made.tenant == "*" else made.tenant
+    print_answer(made, as_json, f"{made.id}: {whom} can use {made.owner}/{made.name}")
 
 
-def unshare(where: Where, share_id: str) -> None:
-    """End a share."""
-    with Client(where.url, where.key) as client:
+@app.command(epilog="Example: motet unshare share-0123456789abcdef")
+def unshare(
+    share_id: Annotated[str, typer.Argument(help="Its id, as `motet shares` shows it.", show_default=False)],
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """End a share; jobs that started from it go on."""
+    from motet.client import Client
+
+    with Client(url, key) as client:
         client.unshare(share_id)
-    print(f"{share_id} has ended")
+    typer.echo(f"{share_id} has ended")
 
 
-def shares(where: Where, *, as_json: bool) -> None:
-    """A table of what is shared."""
-    with Client(where.url, where.key) as client:
-        found = client.shares()
-    if as_json:
-        show_json(found)
-        return
-    rows = table("adapter", "with", "id", "since", folds=("adapter", "with"))
-    known: dict[str, Share] = {one.id: one for one in (*found.given, *found.received)}
-    for one in known.values():
-        rows.add_row(*map(Text, (f"{one.owner}/{one.name}", one.tenant, one.id, _time(one.created))))
-    Console(emoji=False).print(rows if known else "nothing is shared")
+@app.command(epilog="Example: motet shares")
+def shares(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
+    """Show what you share with others, and what others share with you."""
+    from motet.client import Client
+    from motet.commands.answers import minute, print_answer, table
+
+    with Client(url, key) as client:
+        known = client.shares()
+    by_id = {one.id: one for one in (*known.given, *known.received)}
+    rows = [(f"{one.owner}/{one.name}", one.tenant, one.id, minute(one.created)) for one in by_id.values()]
+    headings = "adapter, with, id, since"
+    print_answer(known, as_json, table(rows, headings, empty="nothing is shared", folds=("adapter", "with")))
 
 
-def audit(where: Where, tenant: str | None, limit: int, *, as_json: bool) -> None:
-    """A table of changes, newest first."""
-    with Client(where.url, where.key) as client:
-        found = list(itertools.islice(client.audit(tenant), limit or None))
-    if as_json:
-        show_json(found)
-        return
-    rows = table("time", "tenant", "key", "what", "of", folds=("tenant", "key", "of"))
-    for one in found:
-        rows.add_row(*map(Text, (_time(one.time), one.tenant, one.key_name or one.key, one.action, one.object)))
-    Console(emoji=False).print(rows if found else "nothing was changed yet")
+@app.command(epilog="Example: motet audit --tenant team-a")
+def audit(
+    tenant: Annotated[str | None, typer.Option(help="Only what this tenant did.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="How many of the newest; 0 shows all.")] = 50,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Show who changed what, newest first; needs an admin's key."""
+    from motet.client import Client
+    from motet.commands.answers import minute, print_answer, table
 
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+    with Client(url, key) as client:
+        changes = list(itertools.islice(client.audit(tenant), limit or None))
+    rows = [(minute(one.time), one.tenant, one.key_name or one.key, one.action, one.object) for one in changes]
+    headings, empty = "time, tenant, key, what, of", "nothing was changed yet"
+    print_answer(changes, as_json, table(rows, headings, empty=empty, folds=("tenant", "key", "of")))

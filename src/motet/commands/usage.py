@@ -1,70 +1,89 @@
-"""What usage and tenants do."""
+"""`motet usage` and `motet tenants`: what a service was used for, and what tenants may use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.text import Text
+import typer
 
-from motet.client import Client
-from motet.commands.remote import Where, show_json
-from motet.commands.remote_view import table
-from motet.config.service import LimitsConfig
-from motet.errors import ConfigError
-from motet.service.schemas.usage import By, TenantInfo, UsageLine
-from motet.view.text import duration_text
+from motet.commands.options import AsJson, Key, Url
 
-Form = Literal["table", "csv", "json"]
+if TYPE_CHECKING:
+    from motet.service.schemas.usage import By, TenantInfo, UsageLine
+
+app = typer.Typer(rich_markup_mode=None)
 
 
-def show(where: Where, by: Sequence[By], since: str | None, until: str | None, tenant: str | None, form: Form) -> None:
-    """Usage as a table, as CSV or as JSON."""
-    with Client(where.url, where.key) as client:
-        if form == "csv":
-            print(client.usage_csv(by, since, until, tenant), end="")
+class _By(StrEnum):
+    """`schemas.usage.By`, in a form that typer takes several of."""
+
+    JOB = "job"
+    DAY = "day"
+    TENANT = "tenant"
+
+
+@app.command(epilog="Example: motet usage --by day --since 2026-03-01 --csv > usage.csv")
+def usage(
+    by: Annotated[
+        list[_By] | None,
+        typer.Option(help="What gets lines of its own; may be given several times.", show_default="job"),
+    ] = None,
+    since: Annotated[str | None, typer.Option(metavar="DAY", help="The first day, e.g. 2026-03-01 (UTC).")] = None,
+    until: Annotated[str | None, typer.Option(metavar="DAY", help="The last day.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Whose; admins see all tenants without it.")] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Show tokens and device time of a service, by job unless --by says otherwise."""
+    from motet.client import Client
+    from motet.commands.answers import print_answer, table
+
+    groups: list[By] = [one.value for one in by or [_By.JOB]]
+    with Client(url, key) as client:
+        if as_csv:
+            typer.echo(client.usage_csv(groups, since, until, tenant), nl=False)
             return
-        found = client.usage(by, since, until, tenant)
-    if form == "json":
-        show_json(found)
-        return
-    Console(emoji=False).print(_usage_table(found) if found else "nothing was used")
-
-
-def _usage_table(lines: Sequence[UsageLine]) -> Any:
+        lines = client.usage(groups, since, until, tenant)
     days = any(line.day for line in lines)
-    counts = ("prompts", "sampled", "trained", "device")
-    rows = table(*(["day"] if days else []), "tenant", "job", *counts, folds=("job", "tenant"), right=counts)
-    for line in lines:
-        what = line.name or {"completions": "(completions)", "idle": "(idle)"}.get(line.kind, "")
-        tokens = (line.tokens_prompt, line.tokens_sampled, line.tokens_trained)
-        cells = (line.tenant or "", what, *(f"{n:,}" for n in tokens), duration_text(line.device_seconds))
-        rows.add_row(*map(Text, ([line.day or ""] if days else []) + list(cells)))
-    return rows
+    rows = [([line.day or ""] if days else []) + _usage_cells(line) for line in lines]
+    headings = ("day, " if days else "") + "tenant, job, >prompts, >sampled, >trained, >device"
+    print_answer(lines, as_json, table(rows, headings, empty="nothing was used", folds=("job", "tenant")))
 
 
-def list_tenants(where: Where, *, as_json: bool) -> None:
-    """A table of tenants."""
-    with Client(where.url, where.key) as client:
-        found = client.tenants()
-    if as_json:
-        show_json(found)
-        return
-    right = ("running", "waiting", "tokens today", "MB", "rank", "steps", "share")
-    rows = table("tenant", *right[:4], *right[4:6], "priority", right[6], folds=("tenant",), right=right)
-    for one in found:
-        rows.add_row(*map(Text, _cells(one)))
-    Console(emoji=False).print(rows if found else "no tenants")
+def _usage_cells(line: UsageLine) -> list[str]:
+    from motet.view.text import duration_text
+
+    what = line.name or {"completions": "(completions)", "idle": "(idle)"}.get(line.kind, "")
+    tokens = (line.tokens_prompt, line.tokens_sampled, line.tokens_trained)
+    return [line.tenant or "", what, *(f"{n:,}" for n in tokens), duration_text(line.device_seconds)]
 
 
-def _cells(one: TenantInfo) -> tuple[str, ...]:
+tenants = typer.Typer(help="Show tenants and set their limits.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(tenants, name="tenants", epilog="Example: motet tenants limit team-a --tokens-per-day 50000000")
+
+
+@tenants.command("ls", epilog="Example: motet tenants ls")
+def list_tenants(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
+    """Show all tenants with their limits and what they use of them; needs an admin's key."""
+    from motet.client import Client
+    from motet.commands.answers import print_answer, table
+
+    with Client(url, key) as client:
+        known = client.tenants()
+    headings = "tenant, >running, >waiting, >tokens today, >MB, >rank, >steps, priority, >share"
+    print_answer(known, as_json, table(map(_tenant_cells, known), headings, empty="no tenants", folds=("tenant",)))
+
+
+def _tenant_cells(one: TenantInfo) -> list[str]:
     limits = one.limits
 
     def of(used: str, most: object) -> str:
         return used if most is None else f"{used}/{most}"
 
-    return (
+    return [
         one.name,
         of(str(one.running), limits.running_jobs),
         of(str(one.waiting), limits.queued_jobs),
@@ -74,36 +93,58 @@ def _cells(one: TenantInfo) -> tuple[str, ...]:
         "" if limits.steps is None else str(limits.steps),
         limits.priority or "",
         f"{limits.share:g}",
-    )
+    ]
 
 
-def set_limits(where: Where, tenant: str, given: Mapping[str, str | None], *, as_json: bool) -> None:
-    """Change some of a tenant's own limits, the others stay.
+@tenants.command("limit", epilog="Example: motet tenants limit team-a --running-jobs 2 --tokens-per-day none")
+def set_limits(
+    tenant: Annotated[str, typer.Argument(help="The tenant's name.", show_default=False)],
+    running_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that run at once; more wait.")] = None,
+    queued_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that wait besides those.")] = None,
+    rank: Annotated[str | None, typer.Option(metavar="N", help="The largest rank.")] = None,
+    steps: Annotated[str | None, typer.Option(metavar="N", help="The most steps of a job.")] = None,
+    tokens_per_day: Annotated[str | None, typer.Option(metavar="N", help="Tokens on one day (UTC).")] = None,
+    storage_mb: Annotated[str | None, typer.Option(metavar="MB", help="Files and saved versions.")] = None,
+    cpu_seconds: Annotated[str | None, typer.Option(metavar="S", help="The most cpu_seconds of a reward.")] = None,
+    wall_seconds: Annotated[str | None, typer.Option(metavar="S", help="The most wall_seconds of a reward.")] = None,
+    memory_mb: Annotated[str | None, typer.Option(metavar="MB", help="The most memory_mb of a reward.")] = None,
+    priority: Annotated[str | None, typer.Option(metavar="CLASS", help="The highest: low, normal or high.")] = None,
+    share: Annotated[str | None, typer.Option(metavar="WEIGHT", help="With twice the share, twice the tokens.")] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Set some limits of a tenant; `none` is no limit, `default` the service's. Needs an admin's key."""
+    from motet.client import Client
+    from motet.commands.answers import print_answer
+    from motet.config.service import LimitsConfig
+    from motet.errors import ConfigError
 
-    Raises:
-        ConfigError: there is no such tenant, or nothing to change.
-    """
+    given = {
+        "running_jobs": running_jobs, "queued_jobs": queued_jobs, "rank": rank, "steps": steps,
+        "tokens_per_day": tokens_per_day, "storage_mb": storage_mb, "priority": priority, "share": share,
+        "cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_mb": memory_mb,
+    }  # fmt: skip
     changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
         raise ConfigError(f"say what to change, such as: motet tenants limit {tenant} --running-jobs 2")
-    with Client(where.url, where.key) as client:
+    with Client(url, key) as client:
         known = next((one for one in client.tenants() if one.name == tenant), None)
         if known is None:
             raise ConfigError(f"there is no tenant {tenant!r}; motet keys create {tenant} makes one")
-        own = {name: getattr(known.limits, name) for name in known.own}
-        for name, value in changes.items():
-            own.pop(name, None)
-            if value != "default":
-                own[name] = None if value == "none" else _value(name, value)
-        found = client.set_limits(tenant, own)
-    if as_json:
-        show_json(found)
-        return
-    told = {name: getattr(found.limits, name) for name in LimitsConfig.model_fields}
-    print(f"{tenant}: " + ", ".join(f"{name} {'none' if most is None else most}" for name, most in told.items()))
+        own = {name: getattr(known.limits, name) for name in known.own if changes.get(name) != "default"}
+        own |= {name: _limit(name, value) for name, value in changes.items() if value != "default"}
+        changed = client.set_limits(tenant, own)
+    limits = {name: getattr(changed.limits, name) for name in LimitsConfig.model_fields}
+    text = ", ".join(f"{name} {'none' if most is None else most}" for name, most in limits.items())
+    print_answer(changed, as_json, f"{tenant}: {text}")
 
 
-def _value(name: str, text: str) -> str | float | int:
+def _limit(name: str, text: str) -> str | float | int | None:
+    from motet.errors import ConfigError
+
+    if text == "none":
+        return None
     if name == "priority":
         return text
     try:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import yaml
 from motet.errors import RunError
 
 Line = Mapping[str, Any]
-MAX_POINTS = 1500
+MAX_POINTS = 600
 """Points of one curve; longer ones are averaged over equal stretches."""
 _JOB_FILES = ("job.yaml", "metrics.jsonl", "status.json")
 
@@ -27,9 +28,6 @@ class Series:
 
     xs: tuple[float, ...] = ()
     ys: tuple[float, ...] = ()
-
-    def __bool__(self) -> bool:
-        return any(map(math.isfinite, self.ys))
 
     @property
     def known(self) -> Series:
@@ -44,31 +42,18 @@ class Series:
         stretches = [slice(start, start + size) for start in range(0, len(self.xs), size)]
         return Series(*(tuple(_mean(values[part]) for part in stretches) for values in (self.xs, self.ys)))
 
-    def smoothed(self) -> Series:
-        """A centred mean over about a tenth of the curve, at least five points, weighted less towards its ends."""
-        known = self.known
-        reach = max(1, len(known.xs) // 40)
-        means = iter(_centred_means(_centred_means(known.ys, reach), reach))
-        return Series(self.xs, tuple(next(means) if math.isfinite(y) else y for y in self.ys))
-
 
 def _mean(values: Sequence[float]) -> float:
     known = [value for value in values if math.isfinite(value)]
     return math.fsum(known) / len(known) if known else math.nan
 
 
-def _centred_means(values: Sequence[float], reach: int) -> tuple[float, ...]:
-    sums = [0.0, *accumulate(values)]
-    windows = ((max(at - reach, 0), min(at + reach + 1, len(values))) for at in range(len(values)))
-    return tuple((sums[end] - sums[start]) / (end - start) for start, end in windows)
-
-
 @dataclass(frozen=True)
 class Pair:
     """The same held-out problem before and after training."""
 
-    prompt: str
-    answer: str
+    prompt: Any
+    answer: Any
     before: Line | None
     after: Line | None
     """Lines of the rollout log; None where that evaluation lacks the problem."""
@@ -79,7 +64,6 @@ class JobRecord:
     """One job's files."""
 
     name: str
-    path: Path
     state: str
     message: str
     inexact: tuple[str, ...]
@@ -102,35 +86,39 @@ class JobRecord:
         """Steps done."""
         return sum("reward" in line for line in self.steps)
 
-    def series(self, field: str) -> Series:
-        """A field of metrics.jsonl over steps, with a gap where a step has no number for it."""
-        points = [
-            (x, number(line[field]))
-            for line in self.steps
-            if field in line and (x := number(line.get("step"))) is not None
-        ]
-        return Series(tuple(x for x, _ in points), tuple(math.nan if y is None else y for _, y in points))
+    @cached_property
+    def columns(self) -> Mapping[str, Series]:
+        """Fields of metrics.jsonl over steps, those of a table inside as `eval/reward`; a null is a gap."""
+        points_of: dict[str, list[tuple[float, float]]] = {}
+        for line in self.steps:
+            if (step := number(line.get("step"))) is not None:
+                for field, value in numbers_in(line):
+                    points_of.setdefault(field, []).append((step, value))
+        return {field: Series(*zip(*points, strict=True)) for field, points in points_of.items()}
 
     @property
     def evaluations(self) -> Series:
         """Held-out reward over versions: the line of a step has the evaluation of the version it starts from."""
-        found = ((line.get("step"), line.get("eval")) for line in self.steps)
-        return series((step, part.get("reward")) for step, part in found if isinstance(part, dict))
+        return self.columns.get("eval/reward", Series()).known
 
     @property
     def best_version(self) -> int | None:
         """The version with the highest evaluation; the earlier one among equals."""
-        found = self.evaluations
-        if not found:
+        held_out = self.evaluations
+        if not held_out.xs:
             return None
-        best = max(range(len(found.ys)), key=lambda index: (found.ys[index], -index))
-        return int(found.xs[best])
+        best = max(range(len(held_out.ys)), key=lambda index: (held_out.ys[index], -index))
+        return int(held_out.xs[best])
+
+    def used(self, start: float) -> Series:
+        """Tokens sampled and trained so far, over minutes since `start`."""
+        lines = [line for line in self.timings if number(line.get("time")) is not None]
+        return _over_time(lines, start, accumulate(map(_tokens, lines)))
 
     @property
     def tokens(self) -> int:
         """Sampled and trained, by the timings."""
-        keys = ("tokens_sampled", "tokens_trained")
-        return sum(int(number(line.get(key)) or 0) for line in self.timings for key in keys)
+        return int(sum(map(_tokens, self.timings)))
 
 
 @dataclass(frozen=True)
@@ -145,6 +133,30 @@ class RunRecord:
         """Name of the directory."""
         return self.path.resolve().name
 
+    @property
+    def start(self) -> float:
+        """When the first step of all ended."""
+        return min((_time(line) for line in self._timings), default=0.0)
+
+    @property
+    def _timings(self) -> list[Line]:
+        lines = [line for job in self.jobs for line in job.timings if number(line.get("time")) is not None]
+        return sorted(lines, key=_time)
+
+    def device(self) -> dict[str, Series]:
+        """Shares of the time so far, and of the batches that were full, over minutes: all jobs tell of one device."""
+        shares: dict[str, list[float | None]] = {"decode": [], "train": [], "idle": [], "occupancy": []}
+        for line in self._timings:
+            given = line.get("device")
+            decode, train, occupancy = (
+                number(given.get(part)) if isinstance(given, dict) else None
+                for part in ("decode", "train", "occupancy")
+            )
+            idle = None if decode is None or train is None else max(1.0 - decode - train, 0.0)
+            for name, value in (("decode", decode), ("train", train), ("idle", idle), ("occupancy", occupancy)):
+                shares[name].append(value)
+        return {name: _over_time(self._timings, self.start, values) for name, values in shares.items()}
+
 
 def read_run(path: Path) -> RunRecord:
     """Read every job of a run directory.
@@ -152,14 +164,14 @@ def read_run(path: Path) -> RunRecord:
     Raises:
         RunError: there is none.
     """
-    found = [
+    jobs = [
         item for item in sorted(path.glob("*"), key=_natural) if any((item / file).is_file() for file in _JOB_FILES)
     ]
-    if not found:
+    if not jobs:
         raise RunError(
             f"{path} has no jobs: give the directory of a run (`run:` in the job file, runs/default by default)"
         )
-    return RunRecord(path, tuple(read_job(item) for item in found))
+    return RunRecord(path, tuple(read_job(item) for item in jobs))
 
 
 def read_job(path: Path) -> JobRecord:
@@ -173,7 +185,6 @@ def read_job(path: Path) -> JobRecord:
     inexact = status.get("inexact")
     return JobRecord(
         name=path.name,
-        path=path,
         state=str(status.get("state") or ("unknown" if steps else "queued")),
         message=str(status.get("message") or ""),
         inexact=tuple(str(reason) for reason in inexact) if isinstance(inexact, list) else (),
@@ -190,7 +201,12 @@ def read_job(path: Path) -> JobRecord:
 
 def read_lines(path: Path) -> tuple[Line, ...]:
     """The whole lines of a .jsonl file that are JSON objects; a line still being written is left out."""
-    whole, _, _ = _text(path).rpartition("\n")
+    return parse_lines(_text(path))
+
+
+def parse_lines(text: str) -> tuple[Line, ...]:
+    """The same of the text of a file."""
+    whole, _, _ = text.rpartition("\n")
     return tuple(line for text in whole.split("\n") if (line := _object(text)))
 
 
@@ -205,8 +221,7 @@ def read_pairs(directory: Path, limit: int = 8) -> tuple[tuple[Pair, ...], tuple
     pairs = []
     for problem in list({**before, **after})[:limit]:
         line = before.get(problem) or after[problem]
-        answer = line.get("answer")
-        pairs.append(Pair(_shown(line.get("prompt")), _shown(answer), before.get(problem), after.get(problem)))
+        pairs.append(Pair(line.get("prompt"), line.get("answer"), before.get(problem), after.get(problem)))
     return tuple(pairs), (first, last)
 
 
@@ -219,21 +234,38 @@ def series(points: Iterable[tuple[Any, Any]]) -> Series:
 def number(value: Any) -> float | None:
     """A finite number, or None."""
     try:
-        found = float(value) if isinstance(value, bool | int | float) else math.nan
+        result = float(value) if isinstance(value, bool | int | float) else math.nan
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return result if math.isfinite(result) else None
+
+
+def numbers_in(table: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Its numbers by the path of their fields; a null is not a number, and a gap."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from numbers_in(value, f"{prefix}{name}/")
+        elif value is None or number(value) is not None:
+            yield prefix + name, math.nan if value is None else float(value)
+
+
+def _time(line: Line) -> float:
+    return number(line.get("time")) or 0.0
+
+
+def _tokens(line: Line) -> float:
+    return sum(number(line.get(key)) or 0.0 for key in ("tokens_sampled", "tokens_trained"))
+
+
+def _over_time(lines: Sequence[Line], start: float, values: Iterable[float | None]) -> Series:
+    return series(((_time(line) - start) / 60, value) for line, value in zip(lines, values, strict=True))
 
 
 def _first_rollouts(lines: Iterable[Line]) -> dict[Any, Line]:
-    found: dict[Any, Line] = {}
+    first: dict[Any, Line] = {}
     for line in lines:
-        found.setdefault(str(line.get("problem")), line)
-    return found
-
-
-def _shown(value: Any) -> str:
-    return "" if value is None else str(value)
+        first.setdefault(str(line.get("problem")), line)
+    return first
 
 
 def _numbers(directory: Path, pattern: str) -> list[int]:

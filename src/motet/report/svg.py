@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import math
+import re
 from collections.abc import Sequence
+from importlib import resources
 from itertools import groupby
 
-from motet.report.escape import shown
-from motet.report.figures import Chart, Curve, colour, learning_charts
-from motet.report.read import RunRecord
+from motet.report.read import RunRecord, Series
+
+COLOURS = tuple(
+    re.findall("#[0-9a-f]{6}", (resources.files("motet.service") / "dashboard/palette.js").read_text("utf-8"))
+)
+"""Of jobs, as everywhere."""
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 _WIDTH, _TOP, _PANEL_HEIGHT = 860, 58, 220
 _LEFT, _GAP, _RIGHT = 44, 56, 12
@@ -16,40 +23,53 @@ _PANEL_WIDTH = (_WIDTH - _LEFT - _GAP - _RIGHT) / 2
 _TEXT, _GRID = "#7d8590", "#8b949e"
 _FONT = "font-family=\"system-ui,-apple-system,'Segoe UI',Roboto,sans-serif\""
 _LEGEND_ROW, _CHARACTER = 20, 7.0  # pixels; the width of a character is an estimate
+_SMOOTH_FROM = 12  # points
+_POINTS = 200  # of a curve; a longer one is averaged
 _STROKES = ("", "6 3", "2 3", "7 3 2 3")
+
+
+def printable(text: str) -> str:
+    """Without the characters that neither HTML nor XML allows."""
+    return _FORBIDDEN.sub("", text)
+
+
+def escaped(text: str) -> str:
+    """For elements and quoted attributes."""
+    return html.escape(printable(text))
 
 
 def draw_curves(run: RunRecord) -> str:
     """Two panels, reward and held-out evaluation, with one legend below."""
     legend, legend_height = _legend([job.name for job in run.jobs], _TOP + _PANEL_HEIGHT + 52)
     height = _TOP + _PANEL_HEIGHT + 42 + legend_height
-    panels = [_panel(chart, _LEFT + place * (_PANEL_WIDTH + _GAP)) for place, chart in enumerate(learning_charts(run))]
-    name = shown(f"Training reward and held-out reward of {len(run.jobs)} jobs")
+    rewards = [job.columns.get("reward", Series()) for job in run.jobs]
+    held_out = [job.evaluations for job in run.jobs]
+    name = escaped(f"Training reward and held-out reward of {len(run.jobs)} jobs")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" '
         f'aria-label="{name}" {_FONT} font-size="12" fill="{_TEXT}"><title>{name}</title>'
-        + "".join(panels)
+        + _panel("Training reward", "step", rewards, _LEFT)
+        + _panel("Held-out reward", "version", held_out, _LEFT + _PANEL_WIDTH + _GAP, marked=True)
         + legend
         + "</svg>\n"
     )
 
 
-def _panel(chart: Chart, left: float) -> str:
-    """Title, axes and curves; `left` is where the axis stands."""
-    smooth = [curve for curve in chart.curves if curve.kind != "raw"]
-    ys = [y for curve in smooth for y in curve.points.known.ys]
-    xs = [x for curve in smooth for x in curve.points.xs]
+def _panel(title: str, x_title: str, jobs: Sequence[Series], left: float, *, marked: bool = False) -> str:
+    """Title, axes and a curve for each job; `left` is where the axis stands, `marked` puts a dot on each point."""
     parts = [
-        f'<text x="{left}" y="22" font-size="15" font-weight="600">{shown(chart.title)}</text>',
-        f'<text x="{left}" y="40" font-size="11.5">by {chart.x_title}</text>',
+        f'<text x="{left}" y="22" font-size="15" font-weight="600">{title}</text>',
+        f'<text x="{left}" y="40" font-size="11.5">by {x_title}</text>',
     ]
+    curves = [job.thinned(_POINTS) for job in jobs]
+    smooth = [curve if marked or len(curve.xs) < _SMOOTH_FROM else _smoothed(curve) for curve in curves]
+    ys = [y for curve in curves for y in curve.known.ys]
     if not ys:
         middle = f'x="{left + _PANEL_WIDTH / 2:.0f}" y="{_TOP + _PANEL_HEIGHT / 2:.0f}" text-anchor="middle"'
         return "".join([*parts, f"<text {middle}>no data yet</text>"])
     y_ticks = ticks(min(ys), max(ys), 5)
-    x_ticks = [x for x in ticks(0, max(xs), 5) if x <= max(xs) and x == round(x)]
     low, high = y_ticks[0], y_ticks[-1]
-    right = max(*xs, 1)
+    right = max(1.0, *(x for job in jobs for x in job.xs))
 
     def place(x: float, y: float) -> tuple[float, float]:
         return left + x / right * _PANEL_WIDTH, _TOP + (high - y) / (high - low) * _PANEL_HEIGHT
@@ -59,33 +79,44 @@ def _panel(chart: Chart, left: float) -> str:
         line = f'x1="{left}" x2="{left + _PANEL_WIDTH:.1f}" y1="{y:.1f}" y2="{y:.1f}"'
         parts.append(f'<line {line} stroke="{_GRID}" stroke-opacity=".28"/>')
         parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end" font-size="11">{value:g}</text>')
-    for value in x_ticks:
-        x, bottom = place(value, low)
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 18:.1f}" text-anchor="middle" font-size="11">{value:g}</text>')
-    for curve in chart.curves:
-        parts.append(_curve(curve, [[place(x, min(max(y, low), high)) for x, y in part] for part in _stretches(curve)]))
+    for value in ticks(0, right, 5):
+        if value <= right and value == round(value):
+            x, bottom = place(value, low)
+            parts.append(
+                f'<text x="{x:.1f}" y="{bottom + 18:.1f}" text-anchor="middle" font-size="11">{value:g}</text>'
+            )
+    for job, (curve, thick) in enumerate(zip(curves, smooth, strict=True)):
+        for points in (curve, thick) if thick is not curve else (curve,):
+            known = groupby(zip(points.xs, points.ys, strict=True), key=lambda point: math.isfinite(point[1]))
+            stretches = [[place(*point) for point in part] for is_known, part in known if is_known]
+            parts.append(_curve(job, stretches, marked=marked, faint=points is not thick))
     return "".join(parts)
 
 
-def _stretches(curve: Curve) -> list[list[tuple[float, float]]]:
-    """The points between gaps."""
-    points = curve.points.thinned(200)
-    parts = groupby(zip(points.xs, points.ys, strict=True), key=lambda point: math.isfinite(point[1]))
-    return [list(part) for known, part in parts if known]
+def _smoothed(curve: Series) -> Series:
+    """An exponential mean as the charts have it: it starts at the first value and reaches about a tenth back; gaps stay."""
+    weight = max(2 / (len(curve.ys) / 5 + 1), 0.04)
+    mean, ys = next((y for y in curve.ys if math.isfinite(y)), 0.0), []
+    for y in curve.ys:
+        mean += min(weight, 1.0) * (y - mean) if math.isfinite(y) else 0.0
+        ys.append(mean if math.isfinite(y) else math.nan)
+    return Series(curve.xs, tuple(ys))
 
 
-def _curve(curve: Curve, stretches: Sequence[Sequence[tuple[float, float]]]) -> str:
-    job = curve.job or 0
+def _curve(job: int, stretches: Sequence[Sequence[tuple[float, float]]], *, marked: bool, faint: bool) -> str:
+    """A line through each stretch between gaps, and dots."""
+    if not stretches:
+        return ""
+    colour = COLOURS[job % len(COLOURS)]
     path = "".join("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in part) for part in stretches)
-    raw = curve.kind == "raw"
-    stroke = 'stroke-width="1" stroke-opacity=".3"' if raw else f'stroke-width="2.2"{_dashes(job)}'
-    drawn = f'<path d="{path}" fill="none" stroke="{colour(job)}" stroke-linejoin="round" {stroke}/>'
-    marked = [point for part in stretches if curve.kind == "markers" or len(part) == 1 for point in part]
-    return drawn + "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" fill="{colour(job)}"/>' for x, y in marked)
+    stroke = 'stroke-width="1" stroke-opacity=".3"' if faint else f'stroke-width="2.2"{_dashes(job)}'
+    line = f'<path d="{path}" fill="none" stroke="{colour}" stroke-linejoin="round" {stroke}/>'
+    dots = [point for part in stretches if marked or len(part) == 1 for point in part]
+    return line + "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.6" fill="{colour}"/>' for x, y in dots)
 
 
 def _dashes(job: int) -> str:
-    stroke = _STROKES[job // 6 % len(_STROKES)]
+    stroke = _STROKES[job // len(COLOURS) % len(_STROKES)]
     return f' stroke-dasharray="{stroke}"' if stroke else ""
 
 
@@ -99,8 +130,8 @@ def _legend(names: Sequence[str], top: float) -> tuple[str, int]:
             x, row = float(_LEFT), row + 1
         y = top + row * _LEGEND_ROW
         parts.append(
-            f'<line x1="{x:.0f}" x2="{x + 18:.0f}" y1="{y}" y2="{y}" stroke="{colour(job)}" stroke-width="3" '
-            f'stroke-linecap="round"{_dashes(job)}/><text x="{x + 25:.0f}" y="{y + 4}">{shown(label)}</text>'
+            f'<line x1="{x:.0f}" x2="{x + 18:.0f}" y1="{y}" y2="{y}" stroke="{COLOURS[job % len(COLOURS)]}" stroke-width="3" '
+            f'stroke-linecap="round"{_dashes(job)}/><text x="{x + 25:.0f}" y="{y + 4}">{escaped(label)}</text>'
         )
         x += width + 12
     return "".join(parts), (row + 1) * _LEGEND_ROW

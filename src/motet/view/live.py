@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from motet.runtime.progress import JobProgress
 from motet.types import JobState, ServerLoad
-from motet.view.clock import RunClock
-from motet.view.lines import job_lines
-from motet.view.text import STATE_STYLES, UNICODE, Glyphs, count_text, duration_text, glyphs_of, shorten
+from motet.view.tables import running_table
+from motet.view.text import STATE_STYLES, UNICODE, Glyphs, count_text, duration_text, shorten
+from motet.view.view import View
 
 _MARGIN = 3  # some terminals wrap when the last column is written, and Ctrl-C writes two characters after the picture
 _ROOM_FOR_BASE = 8
@@ -48,7 +52,7 @@ class Frame:
         height = max(options.height or console.size.height, 4)
         yield self._title(width)
         servers = self._server_lines(width)[: max(height - 3, 0)]
-        yield from self._body(width, height - 1 - len(servers))
+        yield from self._body(console, options, width, height - 1 - len(servers))
         yield from servers
 
     # --- what is shown -----------------------------------------------------------------------------------------------
@@ -61,11 +65,11 @@ class Frame:
             duration_text(self.elapsed) + self._of_about(),
             f"{count_text(self.rate)} tok/s",
         ]
-        told = dot.join(figures)
-        room = width - len("motet  ") - len(told) - len(dot)
+        text = dot.join(figures)
+        room = width - len("motet  ") - len(text) - len(dot)
         if self.base and room >= _ROOM_FOR_BASE:
-            told = shorten(self.glyphs.plain(self.base), room, self.glyphs) + dot + told
-        title = Text("motet", style="bold", no_wrap=True).append(f"  {told}", style="not bold")
+            text = shorten(self.glyphs.plain(self.base), room, self.glyphs) + dot + text
+        title = Text("motet", style="bold", no_wrap=True).append(f"  {text}", style="not bold")
         title.truncate(width)
         return title
 
@@ -75,55 +79,51 @@ class Frame:
         known = [seconds for seconds in left if seconds is not None]
         return f" of ~{duration_text(self.elapsed + max(known))}" if known and len(known) == len(left) else ""
 
-    def _body(self, width: int, height: int) -> Sequence[Text]:
+    def _body(self, console: Console, options: ConsoleOptions, width: int, height: int) -> Iterator[RenderableType]:
         headed = height + 1 >= _ROOM_FOR_HEADINGS
         height -= headed
-        reasons = {job.name: [*self._reason(job, width), *self._warnings(job, width)] for job in self.jobs}
-        if sum(1 + len(lines) for lines in reasons.values()) > height:  # jobs first; the summary has the warnings
-            reasons = {job.name: self._reason(job, width) for job in self.jobs}
-        needed = {job.name: 1 + len(reasons[job.name]) for job in self.jobs}
+        notes = {job.name: [*self._reason(job, width), *self._warnings(job, width)] for job in self.jobs}
+        if sum(1 + len(lines) for lines in notes.values()) > height:  # jobs first; the summary has the warnings
+            notes = {job.name: self._reason(job, width) for job in self.jobs}
         shown = list(self.jobs)
-        if sum(needed.values()) > height:
+        if sum(1 + len(lines) for lines in notes.values()) > height:
             shown.sort(key=lambda job: _ORDER.index(job.state))
-            used, fitting = 1, []  # one line tells about the rest
-            for job in shown:
-                used += needed[job.name]
-                if used > height:
-                    break
-                fitting.append(job)
-            rest, shown = shown[len(fitting) :], fitting
-        else:
-            rest = []
-        headings, *drawn = job_lines(shown, width, self.glyphs) or [Text()]
-        lines = [headings] if headed and drawn else []
-        for job, line in zip(shown, drawn, strict=True):
-            lines.extend([line, *reasons[job.name]])
-        if rest:
-            counts = Counter(job.state for job in rest)
+            used = list(accumulate(1 + len(notes[job.name]) for job in shown))
+            del shown[bisect_right(used, height - 1) :]  # one line tells of the others
+        if shown:
+            table = running_table(shown, width, self.glyphs)
+            headings, *drawn = console.render_lines(table, options.update(width=width, height=None), pad=False)
+            if headed:
+                yield Segments([*headings, Segment.line()])
+            for job, line in zip(shown, drawn, strict=True):
+                yield Segments([*line, Segment.line()])
+                yield from notes[job.name]
+        if len(shown) < len(self.jobs):
+            names = {job.name for job in shown}
+            counts = Counter(job.state for job in self.jobs if job.name not in names)
             states = [f"{counts[state]} {state}" for state in _ORDER if counts[state]]
-            told = ", ".join(states).replace(" ", " more ", 1)
-            lines.append(Text(f"  +{told}", style="bright_black", no_wrap=True))
-        return lines
+            others = ", ".join(states).replace(" ", " more ", 1)
+            yield Text(f"  +{others}", style="bright_black", no_wrap=True)
 
     def _server_lines(self, width: int) -> list[Text]:
-        """What each server does; many are told in sum."""
+        """What each server does; of many, the last in sum."""
         lines = []
         for server in self.servers[:_MAX_SERVERS]:
             state = JobState.RUNNING if server.up else JobState.FAILED
             host = server.url.partition("://")[2]
-            told = (
+            doing = (
                 f"{server.requests:>3} requests  {count_text(server.tokens):>6} tokens  {server.versions} versions"
                 if server.up
                 else f"away: {server.note}"
             )
             line = Text(f"{self.glyphs.states[state]} ", style=STATE_STYLES[state], no_wrap=True)
-            line.append(f"{self.glyphs.plain(host)}  {self.glyphs.plain(told)}", style="bright_black")
+            line.append(f"{self.glyphs.plain(host)}  {self.glyphs.plain(doing)}", style="bright_black")
             line.truncate(width)
             lines.append(line)
         if rest := self.servers[_MAX_SERVERS:]:
             up, tokens = sum(server.up for server in rest), count_text(sum(server.tokens for server in rest))
-            told = f"  +{len(rest)} more servers, {up} of them up, {tokens} tokens"
-            lines.append(Text(told, style="bright_black", no_wrap=True))
+            others = f"  +{len(rest)} more servers, {up} of them up, {tokens} tokens"
+            lines.append(Text(others, style="bright_black", no_wrap=True))
         return lines
 
     def _reason(self, job: JobProgress, width: int) -> list[Text]:
@@ -135,8 +135,8 @@ class Frame:
 
     def _warnings(self, job: JobProgress, width: int) -> list[Text]:
         """What the metrics of a running job warn of."""
-        told = job.signs.warnings.values() if job.state is JobState.RUNNING else ()
-        return [line for warning in told for line in self._folded(f"! {warning}", width, "yellow")]
+        warnings = job.signs.warnings.values() if job.state is JobState.RUNNING else ()
+        return [line for warning in warnings for line in self._folded(f"! {warning}", width, "yellow")]
 
     def _folded(self, message: str, width: int, style: str) -> list[Text]:
         """At most two lines below a job's own."""
@@ -149,33 +149,22 @@ class Frame:
         return [Text("    " + line, style=style, no_wrap=True) for line in lines]
 
 
-class LiveView:
+class LiveView(View):
     """All jobs of a run in a terminal."""
 
-    def __init__(self, console: Console, base: str = "", clock: Callable[[], float] | None = None) -> None:
-        self._glyphs = glyphs_of(console)
+    def __init__(self, console: Console, base: str = "", now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, now)
         self._base = base
-        self._clock = RunClock(clock) if clock else RunClock()
-        self._servers: Callable[[], Sequence[ServerLoad]] = tuple
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """How long each job ran, as far as this view saw."""
-        return self._clock.seconds
-
-    def watch(self, servers: Callable[[], Sequence[ServerLoad]]) -> None:
-        """Show, below the jobs, what these servers do."""
-        self._servers = servers
 
     def start(self) -> None:
         """Begin to draw. Other output through the console appears above."""
-        self._clock.begin()
+        super().start()
         self._live.start()
 
     def update(self, jobs: Sequence[JobProgress]) -> None:
         """Draw how things stand now."""
-        self._clock.see(jobs)
+        self.clock.see(jobs)
         self._live.update(self.frame(jobs), refresh=True)
 
     def tell(self, line: str) -> None:
@@ -188,5 +177,5 @@ class LiveView:
 
     def frame(self, jobs: Sequence[JobProgress]) -> Frame:
         """The picture of these jobs."""
-        clock = self._clock
-        return Frame(tuple(jobs), self._base, clock.elapsed, clock.rate, self._glyphs, self._servers())
+        clock = self.clock
+        return Frame(tuple(jobs), self._base, clock.elapsed, clock.rate, self.glyphs, self.servers())

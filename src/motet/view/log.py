@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
 
 from motet.runtime.progress import JobProgress
-from motet.types import JobState, ServerLoad
-from motet.view.clock import RunClock
-from motet.view.text import Glyphs, count_text, duration_text, evaluation_text, glyphs_of, reward_text
+from motet.types import JobState
+from motet.view.text import Glyphs, count_text, duration_text, evaluation_text, reward_text
+from motet.view.view import View
 
 
 @dataclass
-class _Told:
+class _Printed:
     """What was already printed of one job."""
 
     state: JobState = JobState.QUEUED
@@ -22,66 +23,48 @@ class _Told:
     warnings: set[str] = field(default_factory=set)
 
 
-class LogView:
-    """Writes a line whenever a job has done a step or changed its state."""
+class LogView(View):
+    """Writes a line whenever a job has done a step or changed its state, and when a server comes or goes."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] | None = None) -> None:
-        self._console = console
-        self._glyphs = glyphs_of(console)
-        self._clock = RunClock(clock) if clock else RunClock()
-        self._told: dict[str, _Told] = {}
+    def __init__(self, console: Console, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, now)
+        self._printed: dict[str, _Printed] = {}
         self._last: tuple[JobProgress, ...] = ()
-        self._servers: Callable[[], Sequence[ServerLoad]] = tuple
         self._up: dict[str, bool] = {}
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """How long each job ran, as far as this view saw."""
-        return self._clock.seconds
-
-    def watch(self, servers: Callable[[], Sequence[ServerLoad]]) -> None:
-        """Tell when one of these servers comes or goes."""
-        self._servers = servers
-
-    def start(self) -> None:
-        """Nothing to do: lines come with updates."""
 
     def update(self, jobs: Sequence[JobProgress]) -> None:
         """Print what is new."""
-        self._clock.see(jobs)
+        self.clock.see(jobs)
         self._last = tuple(jobs)
-        for server in self._servers():
+        for server in self.servers():
             if server.up is not self._up.get(server.url, False):
-                self._print(f"server {server.url} {'answers' if server.up else f'is away: {server.note}'}")
+                self.tell(f"server {server.url} {'answers' if server.up else f'is away: {server.note}'}")
             self._up[server.url] = server.up
         width = min(max((len(job.name) for job in jobs), default=0), 24)
         for job in jobs:
             for line in self._news(job):
-                self._print(f"{self._glyphs.plain(job.name):<{width}}  {line}")
-
-    def tell(self, line: str) -> None:
-        """Print a line of its own."""
-        self._print(line)
+                self.tell(f"{self.glyphs.plain(job.name):<{width}}  {line}")
 
     def stop(self) -> None:
         """Print what came since the last update."""
         self.update(self._last)
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    def tell(self, line: str) -> None:
+        """Print a line of its own."""
+        self.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _news(self, job: JobProgress) -> list[str]:
-        told = self._told.setdefault(job.name, _Told())
-        before, told.state = told.state, job.state
+        printed = self._printed.setdefault(job.name, _Printed())
+        before, printed.state = printed.state, job.state
         lines = []
         if job.state is not before and job.state is JobState.RUNNING:
             lines.append(_running(job))
-        fresh = range(told.steps, len(job.rewards))
-        told.steps = len(job.rewards)
-        lines.extend(step_line(job, index, self._glyphs) for index in fresh)
+        fresh = range(printed.steps, len(job.rewards))
+        printed.steps = len(job.rewards)
+        lines.extend(step_line(job, index, self.glyphs) for index in fresh)
         warnings = job.signs.warnings
-        lines.extend(f"warning: {warnings[kind]}" for kind in warnings if kind not in told.warnings)
-        told.warnings |= set(warnings)
+        lines.extend(f"warning: {warnings[kind]}" for kind in warnings if kind not in printed.warnings)
+        printed.warnings |= set(warnings)
         if job.state is not before and job.state is not JobState.RUNNING:
             lines.append(self._ended(job))
         return lines
@@ -89,10 +72,10 @@ class LogView:
     def _ended(self, job: JobProgress) -> str:
         parts = [f"{job.state} after {job.step}/{job.steps} steps" if job.state.final else job.state.value]
         if job.evaluations and job.state.final:
-            parts.append(f"eval {evaluation_text(job.evaluations, self._glyphs, gap='')}")
+            parts.append(f"eval {evaluation_text(job.evaluations, self.glyphs, gap='')}")
         if job.state.final and job.name in self.seconds:
             parts.append(duration_text(self.seconds[job.name]))
-        message = self._glyphs.plain(job.message)
+        message = self.glyphs.plain(job.message)
         return "  ".join(parts) + (f": {message}" if message else "")
 
 

@@ -1,4 +1,4 @@
-"""Names of jobs that can be told apart in little room: what a sweep varies stands in columns of its own. Pure functions."""
+"""Names of jobs that differ in little room: what a sweep varies stands in columns of its own. Pure functions."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def take_apart(names: Sequence[str]) -> Names:
     """Find what a sweep wrote into names."""
     apart = {name: _apart(name) for name in names}
     stems = {name: stem for name, (stem, _) in apart.items()}
-    found = {name: values for name, (_, values) in apart.items()}
+    swept = {name: values for name, (_, values) in apart.items()}
 
     def varies(field: str) -> bool:
         return any(
-            len({found[name].get(field) for name in names if stems[name] == stem}) > 1 for stem in set(stems.values())
+            len({swept[name].get(field) for name in names if stems[name] == stem}) > 1 for stem in set(stems.values())
         )
 
-    fields = tuple(filter(varies, dict.fromkeys(field for values in found.values() for field in values)))
-    return Names(stems, fields, {name: tuple(found[name].get(field, "") for field in fields) for name in names})
+    fields = tuple(filter(varies, dict.fromkeys(field for values in swept.values() for field in values)))
+    return Names(stems, fields, {name: tuple(swept[name].get(field, "") for field in fields) for name in names})
 
 
 def short_value(value: str, glyphs: Glyphs) -> str:

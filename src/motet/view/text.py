@@ -37,8 +37,6 @@ class Glyphs:
 
     blocks: str
     """A sparkline's levels, from low to high."""
-    bar: tuple[str, str]
-    """Done and open part of a progress bar."""
     arrows: tuple[str, str, str]
     """Falling, level, rising."""
     to: str
@@ -47,7 +45,7 @@ class Glyphs:
     """Before a standard error."""
     ellipsis: str
     states: dict[JobState, str]
-    """One character a state, so that states can be told without colour."""
+    """One character a state, so that states differ without colour."""
 
     def plain(self, text: str) -> str:
         """One line without control characters: what users and models wrote must not steer the terminal."""
@@ -60,8 +58,8 @@ def _states(characters: str) -> dict[JobState, str]:
     return dict(zip(JobState, characters, strict=True))
 
 
-UNICODE = Glyphs("▁▂▃▄▅▆▇█", ("━", "─"), ("↘", "→", "↗"), "→", "±", "…", _states("○●‖✓✗–"))
-ASCII = Glyphs("_.-=*#", ("#", "."), ("-", "=", "+"), "->", "+-", "~", _states(".*|+x-"))
+UNICODE = Glyphs("▁▂▃▄▅▆▇█", ("↘", "→", "↗"), "→", "±", "…", _states("○●‖✓✗–"))
+ASCII = Glyphs("_.-=*#", ("-", "=", "+"), "->", "+-", "~", _states(".*|+x-"))
 
 
 def glyphs_of(console: Console) -> Glyphs:

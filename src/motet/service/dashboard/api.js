@@ -26,9 +26,9 @@ export async function request(method, path, options = {}) {
       await new Promise(done => setTimeout(done, 1000 * Math.min(Number(response.headers.get("Retry-After")) || 1, 10)));
       continue;
     }
-    const told = await response.json().then(found => found.error.message, () => `The service answered ${response.status}.`);
-    if (response.status === 401) session.locked(told);
-    throw new Refused(told, response.status);
+    const reason = await response.json().then(answer => answer.error.message, () => `The service answered ${response.status}.`);
+    if (response.status === 401) session.locked(reason);
+    throw new Refused(reason, response.status);
   }
 }
 
@@ -57,7 +57,7 @@ export async function ask(method, path, body, headers) {
 export const jobPath = (id, rest = "") => `v1/jobs/${encodeURIComponent(id)}${rest}`;
 
 /** Server-sent events of a response: {id, event, data} each; a sign of life has no data. */
-export async function* told(response) {
+export async function* streamed(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -74,12 +74,12 @@ export async function* told(response) {
 }
 
 function readEvent(text) {
-  const found = {id: null, event: "message", data: ""};
+  const event = {id: null, event: "message", data: ""};
   for (const line of text.split("\n")) {
     const colon = line.indexOf(": ");
-    if (colon > 0) found[line.slice(0, colon)] = line.slice(colon + 2);
+    if (colon > 0) event[line.slice(0, colon)] = line.slice(colon + 2);
   }
-  return found;
+  return event;
 }
 
 /** Events of all jobs for as long as the page is open; a lost connection is taken up again where it was lost. */
@@ -96,7 +96,7 @@ export class Live {
     return () => this.listeners.delete(heard);
   }
 
-  /** Begin; resolves once events are heard, so that what is asked for afterwards and what is told have no gap between. */
+  /** Begin; resolves once events are heard, so that nothing is missed between what is asked for afterwards and what is heard. */
   start() {
     this.stop();
     const running = this.running = new AbortController();
@@ -141,12 +141,12 @@ export class Live {
     try {
       const response = await request("GET", "v1/events/stream", {headers, signal: attempt.signal});
       alive();
-      for await (const event of told(response)) {
+      for await (const event of streamed(response)) {
         alive();
         if (event.id !== null) this.last = Number(event.id);
         if (!event.data) continue;
-        const found = JSON.parse(event.data);
-        for (const heard of [...this.listeners]) heard(found);
+        const parsed = JSON.parse(event.data);
+        for (const heard of [...this.listeners]) heard(parsed);
       }
     } finally {
       clearTimeout(watch);

@@ -53,14 +53,14 @@ export class Board {
     this.take([...page.data, ...beyond]);
   }
 
-  /** How the jobs that run get on; what else happens to jobs is told by events. */
+  /** How the jobs that run get on; what else happens to jobs comes as events. */
   async look() {
     if (!this.jobs.some(job => job.state === "running")) return;
     const asked = this.asked;
     const {data} = await ask("GET", `v1/jobs?state=running&limit=${PAGE}`);
     if (asked !== this.asked) return;
-    const found = new Map(data.map(job => [job.id, job]));
-    this.take(this.jobs.map(job => found.get(job.id) || job));
+    const progress = new Map(data.map(job => [job.id, job]));
+    this.take(this.jobs.map(job => progress.get(job.id) || job));
   }
 
   /** Load the page of jobs after those that are here. */
@@ -72,7 +72,7 @@ export class Board {
 
   /** Forget one that was deleted. */
   drop(id) {
-    this.asked += 1; // what is on its way was told before
+    this.asked += 1; // what is on its way is older
     this.take(this.jobs.filter(job => job.id !== id));
   }
 

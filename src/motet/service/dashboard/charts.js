@@ -1,9 +1,9 @@
-// Curves, drawn by plotly.js, which is fetched from this service when the first chart is there.
+// Charts, drawn by plotly.js: the report of `motet run` holds it, the dashboard fetches it for the first chart.
 import {el, fill, say} from "./dom.js";
+import {COLOURS} from "./palette.js";
 import {measured} from "./words.js";
 
-// Told apart with any colour vision, on white and on black; the report of `motet run` has the same.
-export const COLOURS = ["#2e6be6", "#ec7000", "#14a085", "#b5246f", "#a486d6", "#7f6a08"];
+const SYMBOLS = [["circle", "●"], ["square", "■"], ["diamond", "◆"], ["triangle-up", "▲"], ["triangle-down", "▼"], ["pentagon", "⬟"]];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const SMOOTH_FROM = 12; // points; shorter curves are drawn as they are
 const EVERY = 400; // milliseconds between drawings
@@ -12,9 +12,10 @@ const touch = window.matchMedia("(pointer: coarse)");
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const escaped = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
-const known = value => value !== null;
+/** Whether a value is no gap. */
+export const known = value => value !== null;
 
-let loading = null;
+let loading = window.Plotly ? Promise.resolve(window.Plotly) : null;
 
 function plotly() {
   loading ||= new Promise((resolve, reject) => {
@@ -26,8 +27,11 @@ function plotly() {
   return loading;
 }
 
-/** The colour and the dash of the n-th job. */
-export const look = place => ({colour: COLOURS[place % COLOURS.length], dash: DASHES[Math.floor(place / COLOURS.length) % DASHES.length]});
+/** The colour, the dash and the mark of the n-th job: the dash and the mark are others when its colour comes again. */
+export function look(place) {
+  const again = Math.floor(place / COLOURS.length), [symbol, glyph] = SYMBOLS[(place + again) % SYMBOLS.length];
+  return {colour: COLOURS[place % COLOURS.length], dash: DASHES[again % DASHES.length], symbol, glyph};
+}
 
 /** An exponential mean that starts at the first value and reaches about a tenth of the curve back; gaps stay. */
 export function smoothed(values) {
@@ -38,7 +42,7 @@ export function smoothed(values) {
 
 /** Curves of some values over steps: thin as measured, thick smoothed, or one line where there are few. A null is a gap. */
 export function curves({name, x, y, colour, dash = "solid", plain = false, crowd = 1}) {
-  const line = {type: "scatter", mode: "lines", x, y, name, colour, line: {color: colour, width: 2, dash}};
+  const line = {type: "scatter", mode: "lines", x, y, name, line: {color: colour, width: 2, dash}};
   const alone = y.map((value, at) => known(value) && !known(y[at - 1] ?? null) && !known(y[at + 1] ?? null));
   if (alone.includes(true)) Object.assign(line, {mode: "lines+markers", marker: {size: alone.map(one => one ? 7 : 0), color: colour}});
   if (plain || x.length < SMOOTH_FROM) return [line];
@@ -50,15 +54,20 @@ export function curves({name, x, y, colour, dash = "solid", plain = false, crowd
 }
 
 /** Values that stand apart, with marks. */
-export const marks = ({name, x, y, colour, dash = "solid"}) => [{
-  type: "scatter", mode: "lines+markers", x, y, name, colour, cliponaxis: false,
-  line: {color: colour, width: 2, dash}, marker: {size: 7, color: colour},
+export const marks = ({name, x, y, colour, dash = "solid", symbol = "circle"}) => [{
+  type: "scatter", mode: "lines+markers", x, y, name, cliponaxis: false,
+  line: {color: colour, width: 2, dash}, marker: {size: 8, symbol, color: colour},
+}];
+
+/** Shares of one whole, one above the other. */
+export const area = ({name, x, y, colour, opacity = "d0"}) => [{
+  type: "scatter", mode: "lines", x, y, name, stackgroup: "all", fillcolor: colour + opacity, line: {width: 0, color: colour},
 }];
 
 /** One picture: `node` goes into the page, `draw(traces)` as often as one likes. */
 export class Chart {
-  constructor(title, note, {size = "", xTitle = "step", share = false, empty = "no data yet", latest = true} = {}) {
-    Object.assign(this, {xTitle, share, traces: [], due: null, drawn: 0});
+  constructor(title, note, {size = "", xTitle = "step", share = false, range = null, empty = "no data yet", latest = true} = {}) {
+    Object.assign(this, {xTitle, share, range, traces: [], due: null, drawn: 0});
     this.latest = latest ? el("span", {class: "latest"}) : null;
     this.plot = el("div", {class: "plot none", data: {empty}});
     this.keys = el("div", {class: "keys below", hidden: true});
@@ -76,11 +85,13 @@ export class Chart {
     const points = traces.reduce((sum, trace) => sum + (trace.hoverinfo === "skip" ? 0 : trace.y.filter(known).length), 0);
     this.node.dataset.points = points;
     this.plot.classList.toggle("none", points === 0);
-    if (this.latest) say(this.latest, points && traces.length < 3 ? this.value(traces[0].y.findLast(known)) : "");
+    const flat = traces.length < 3 ? null : this.flat();
+    const latest = flat !== null ? `${this.value(flat)} throughout` : points && traces.length < 3 ? this.value(traces[0].y.findLast(known)) : "";
+    if (this.latest) say(this.latest, latest);
     this.keys.hidden = keys.length < 2;
-    const told = JSON.stringify(keys);
-    if (this.told !== told) fill(this.keys, keys.map(([colour, name]) => el("span", {}, dot(colour), name)));
-    this.told = told;
+    const drawn = JSON.stringify(keys);
+    if (this.keys.dataset.drawn !== drawn) fill(this.keys, keys.map(([colour, name]) => el("span", {}, dot(colour), name)));
+    this.keys.dataset.drawn = drawn;
     this.soon();
   }
 
@@ -98,7 +109,7 @@ export class Chart {
     if (!library || (!this.drawn && this.node.dataset.points === "0") || !this.node.isConnected || !this.plot.clientWidth) return;
     this.drawn = Date.now();
     const value = this.share ? "%{y:.1%}" : "%{y:.4~g}";
-    const traces = this.traces.map(({name, colour, ...trace}) => ({
+    const traces = this.traces.map(({name, ...trace}) => ({
       ...trace, name: escaped(name), showlegend: false,
       hovertemplate: trace.hoverinfo === "skip" ? null : `${value}<extra>${escaped(name)}</extra>`,
     }));
@@ -106,7 +117,7 @@ export class Chart {
   }
 
   layout() {
-    const soft = css("--soft"), large = /large|wide/.test(this.node.className), flat = this.flat();
+    const soft = css("--soft"), large = /large|wide/.test(this.node.className), flat = this.flat(), range = this.range;
     const axis = {
       color: soft, gridcolor: css("--grid"), zeroline: false, linecolor: css("--line"), tickfont: {size: 11},
       fixedrange: touch.matches, automargin: true, nticks: large ? 7 : 5,
@@ -119,7 +130,7 @@ export class Chart {
       xaxis: {...axis, showgrid: false, showline: true, title: {text: this.xTitle, font: {size: 11}, standoff: 6},
               rangemode: "tozero", unifiedhovertitle: {text: `${this.xTitle} %{x:.6~g}`}},
       yaxis: {...axis, tickformat: this.share ? ".0%" : "", rangemode: large ? "normal" : "tozero",
-              ...(flat === null ? {} : {range: [Math.min(0, 2 * flat), Math.max(flat ? 0 : 1, 2 * flat)]})},
+              ...(range ? {range} : flat === null ? {} : {range: [Math.min(0, 2 * flat), Math.max(flat ? 0 : 1, 2 * flat)]})},
     };
   }
 

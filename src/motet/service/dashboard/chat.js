@@ -1,5 +1,5 @@
 // A conversation with the base, the best and the latest version side by side.
-import {ask, jobPath, request, told} from "./api.js";
+import {ask, jobPath, request, streamed} from "./api.js";
 import {add, el, fill, say} from "./dom.js";
 
 /** One of the three: its own conversation, because answers differ. */
@@ -31,7 +31,7 @@ class Talk {
     try {
       const messages = [...(this.system ? [{role: "system", content: this.system}] : []), ...this.messages];
       const response = await request("POST", "v1/chat/completions", {body: {model, messages, stream: true, ...settings}, signal});
-      for await (const event of told(response)) {
+      for await (const event of streamed(response)) {
         if (!event.data || event.data === "[DONE]") continue;
         written += JSON.parse(event.data).choices[0]?.delta.content || "";
         say(answer, written);
@@ -72,9 +72,9 @@ export function chatTab(context, job) {
 
   async function fromData() {
     try {
-      const found = await ask("GET", jobPath(job.id, "/rollouts?purpose=eval&limit=200"))
+      const answer = await ask("GET", jobPath(job.id, "/rollouts?purpose=eval&limit=200"))
         .catch(() => ask("GET", jobPath(job.id, "/rollouts?limit=200")));
-      const prompts = [...new Set(found.data.map(one => one.prompt).filter(Boolean))];
+      const prompts = [...new Set(answer.data.map(one => one.prompt).filter(Boolean))];
       if (prompts.length) text.value = prompts[place++ % prompts.length];
       text.focus();
     } catch (error) {
@@ -99,8 +99,8 @@ export function chatTab(context, job) {
     stop.disabled = false;
     say(status, "");
     try {
-      const found = await models();
-      const asked = Object.entries(found).filter(([, model]) => model);
+      const known = await models();
+      const asked = Object.entries(known).filter(([, model]) => model);
       text.value = "";
       if (asked.length === 1) say(status, "There is no saved version yet: only the base answers.");
       for (const [name, [, title]] of asked) talks[name].rename(title);
@@ -116,6 +116,6 @@ export function chatTab(context, job) {
   }
 
   stop.addEventListener("click", () => running?.abort());
-  models().then(found => { for (const [name, model] of Object.entries(found)) if (model) talks[name].rename(model[1]); }).catch(() => {});
+  models().then(known => { for (const [name, model] of Object.entries(known)) if (model) talks[name].rename(model[1]); }).catch(() => {});
   return {node: el("div", {}, sides, form), begin() {}, update() {}, stop() { running?.abort(); }};
 }

@@ -1,41 +1,77 @@
-// A job's curves.
-import {Chart, COLOURS, curves, marks} from "./charts.js";
+// The curves of one job, or of all jobs of a run: the dashboard and the report of `motet run` both draw them here.
+import {Chart, curves, known, look, marks} from "./charts.js";
 import {add, el} from "./dom.js";
-import {partNames, SMALL, values} from "./fields.js";
+import {COLOURS} from "./palette.js";
 
-/** The tab: `update(lines)` whenever there are more. */
-export function curvesTab() {
-  const reward = new Chart("Training reward", "mean of each step’s rollouts, thin; smoothed, thick", {size: "large", empty: "the first step is under way"});
+const SMALL = [ // field of metrics.jsonl, title, note, options
+  ["length", "Length", "sampled tokens per rollout"],
+  ["truncated", "Truncated", "share of rollouts that ran into max_tokens", {share: true}],
+  ["no_signal", "Groups without signal", "share of groups whose rewards are all equal", {share: true}],
+  ["distinct", "Distinct answers", "share of a group’s answers that differ", {share: true}],
+  ["entropy", "Entropy", "nats per token"],
+  ["kl_base", "KL to the base", "nats per token, on steps that evaluate", {joined: true}],
+  ["kl_sampler", "KL to the sampler", "nats per token"],
+  ["logprob_gap", "Logprob gap", "largest |trainer − sampler|", {plain: true}],
+  ["grad_norm", "Gradient norm", "before clipping"],
+  ["staleness", "Staleness", "steps that sampling ran ahead", {plain: true}],
+  ["loss", "Loss", "before the update"],
+  ["clip_fraction", "Clipped", "share of tokens whose gradient the clip removed", {share: true}],
+  ["lr", "Learning rate", "of the update", {plain: true}],
+];
+const PARTS = "reward_parts/", HELD = "eval/";
+
+/** Lines of metrics.jsonl as {field: {x, y}}, the fields of a table inside as "eval/reward"; a null is a gap. */
+export function columns(lines) {
+  const byField = {};
+  const take = (step, table, prefix) => {
+    for (const [name, value] of Object.entries(table)) {
+      if (value !== null && typeof value === "object") take(step, value, `${prefix}${name}/`);
+      if (value !== null && !Number.isFinite(value)) continue;
+      const series = byField[prefix + name] ||= {x: [], y: []};
+      series.x.push(step);
+      series.y.push(value);
+    }
+  };
+  for (const line of lines) take(line.step, line, "");
+  return byField;
+}
+
+/** What one job's field looks like; nothing where it has no value. */
+function drawn(job, field, {plain, joined, crowd}) {
+  const {x, y} = job.series[field] || {x: [], y: []}, places = [...y.keys()].filter(place => known(y[place]));
+  if (!places.length) return [];
+  const style = {name: job.name, ...look(job.place)};
+  if (joined) return marks({...style, x: places.map(place => x[place]), y: places.map(place => y[place])});
+  return curves({...style, x, y, plain, crowd});
+}
+
+/** All charts: `update(jobs)` as often as one likes; a job is {name, place, series}, `series` as `columns` makes them. */
+export function jobCurves() {
+  const reward = new Chart("Training reward", "mean of each step’s rollouts, thin; smoothed, thick", {size: "large", empty: "no step yet"});
   const held = new Chart("Held-out reward", "the same problems at every evaluation", {size: "large", xTitle: "version", empty: "no evaluation yet"});
   const parts = new Chart("Reward parts", "mean of each reward; dotted: held-out", {size: "large", latest: false});
-  const small = SMALL.map(([field, title, note, options = {}]) => [field, options, new Chart(title, note, options)]);
+  const small = SMALL.map(([field, title, note, options = {}]) => [new Chart(title, note, options), field, options]);
+  const all = [[reward, "reward", {}], [held, "eval/reward", {joined: true}], ...small];
   const node = el("div", {class: "charts"});
-  add(node, reward.node, held.node, small.map(([, , chart]) => chart.node));
-  const accent = COLOURS[0];
+  add(node, all.map(([chart]) => chart.node));
 
-  function drawParts(lines) {
-    const names = partNames(lines);
-    if (names.length < 2) return;
+  /** Of a job that is shown alone and whose reward has parts. */
+  function drawParts(jobs) {
+    const series = jobs.length === 1 ? jobs[0].series : {};
+    const names = Object.keys(series).filter(field => field.startsWith(PARTS)).map(field => field.slice(PARTS.length));
+    node.classList.toggle("parted", names.length > 1);
+    if (names.length < 2) return void parts.node.remove();
     if (parts.node.parentNode !== node) held.node.after(parts.node);
-    node.classList.add("parted");
     const traces = names.flatMap((name, place) => {
-      const colour = COLOURS[place % COLOURS.length];
-      const trained = values(lines, line => line.reward_parts?.[name]), kept = values(lines, line => line.eval?.reward_parts?.[name]);
-      return [...(trained.x.length ? curves({name, ...trained, colour, crowd: names.length}) : []),
-        ...(kept.x.length ? marks({name: `${name}, held-out`, ...kept, colour, dash: "dot"}) : [])];
+      const colour = COLOURS[place % COLOURS.length], kept = series[HELD + PARTS + name];
+      return [...curves({name, ...series[PARTS + name], colour, crowd: names.length}),
+        ...(kept ? marks({name: `${name}, held-out`, ...kept, colour, dash: "dot"}) : [])];
     });
     parts.draw(traces, names.map((name, place) => [COLOURS[place % COLOURS.length], name]));
   }
 
-  return {node, update(lines) {
-    const one = (chart, read, {plain, joined} = {}) => {
-      const found = values(lines, read, joined);
-      chart.draw(found.x.length ? curves({name: chart.share ? "share" : "value", ...found, colour: accent, plain}) : []);
-    };
-    one(reward, line => line.reward);
-    const kept = values(lines, line => line.eval?.reward);
-    held.draw(kept.x.length ? marks({name: "held-out", ...kept, colour: accent}) : []);
-    drawParts(lines);
-    for (const [field, options, chart] of small) one(chart, line => line[field], options);
-  }, stop() { for (const chart of [reward, held, parts, ...small.map(([, , chart]) => chart)]) chart.close(); }};
+  return {node, update(jobs) {
+    for (const [chart, field, options] of all) chart.draw(jobs.flatMap(job => drawn(job, field, {...options, crowd: jobs.length})));
+    drawParts(jobs);
+  }, stop() { for (const chart of [parts, ...all.map(([chart]) => chart)]) chart.close(); }};
 }

@@ -53,9 +53,9 @@ export function choice(label, options, chosen, changed) {
     const known = new Map(buttons);
     buttons = next.map(([value, text, count]) => {
       const button = known.get(value) || el("button", {type: "button", onclick: () => { group.choose(value); changed(value); }});
-      if (button.dataset.told !== `${text} ${count}`) {
+      if (button.dataset.shown !== `${text} ${count}`) {
         fill(button, text, count === undefined ? null : el("span", {class: "count"}, count));
-        button.dataset.told = `${text} ${count}`;
+        button.dataset.shown = `${text} ${count}`;
       }
       return [value, button];
     });

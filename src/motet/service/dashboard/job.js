@@ -1,7 +1,7 @@
 // One job: where it stands, what can be done with it, and its tabs.
 import {ask, jobPath, request} from "./api.js";
 import {chatTab} from "./chat.js";
-import {curvesTab} from "./curves.js";
+import {columns, jobCurves} from "./curves.js";
 import {add, el, fill, say, sure} from "./dom.js";
 import {rolloutsTab} from "./rollouts.js";
 import {age, bytes, clock, count, FINAL, measured, span} from "./words.js";
@@ -58,7 +58,7 @@ function configurationTab(context, job) {
 }
 
 /** Offer the saved versions, as archives of PEFT directories. */
-async function download(job, told) {
+async function download(job, complain) {
   const {data} = await ask("GET", jobPath(job.id, "/versions"));
   const list = el("ul", {class: "versions"});
   const dialog = el("dialog", {"aria-labelledby": "take"}, el("h2", {id: "take"}, "Take the adapter home"),
@@ -77,7 +77,7 @@ async function download(job, told) {
     };
     add(list, el("li", {}, el("span", {}, `version ${version.version}`, version.best && el("span", {class: "badge"}, "best"),
       version.latest && el("span", {class: "badge"}, "latest"), el("span", {class: "small faint"}, ` ${bytes(version.bytes)}`)),
-    el("button", {type: "button", "aria-label": `Download version ${version.version}`, onclick: () => fetchIt().catch(error => told(error.message))}, "Download")));
+    el("button", {type: "button", "aria-label": `Download version ${version.version}`, onclick: () => fetchIt().catch(error => complain(error.message))}, "Download")));
   }
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);
@@ -85,14 +85,14 @@ async function download(job, told) {
 }
 
 /** Name, state, progress and buttons. */
-function makeHead(context, refreshed, told, leaving) {
+function makeHead(context, refreshed, complain, leaving) {
   const name = el("h1"), state = el("span", {class: "state", role: "status"}), facts = el("p", {class: "facts"}), note = el("p", {class: "note", hidden: true});
   const detail = el("span", {class: "number"}), done = el("i"), bar = el("span", {class: "progress", "aria-hidden": "true"}, done);
   add(facts, state, detail);
   let job = null, waits = null;
   const button = (text, work, kind = "") => el("button", {type: "button", class: kind, onclick: async event => {
     event.target.disabled = true;
-    await work().catch(error => told(error.message));
+    await work().catch(error => complain(error.message));
     event.target.disabled = false;
   }}, text);
   const steer = word => async () => {
@@ -106,7 +106,7 @@ function makeHead(context, refreshed, told, leaving) {
     cancel: button("Cancel", async () => {
       if (await sure(`Cancel ${job.name}?`, "It ends now and cannot be resumed. What it saved stays.", "Cancel the job")) await steer("cancel")();
     }, "danger"),
-    download: button("Download", () => download(job, told)),
+    download: button("Download", () => download(job, complain)),
     remove: button("Delete", async () => {
       if (!await sure(`Delete ${job.name}?`, "Its versions, rollouts and events are removed for good.", "Delete the job")) return;
       leaving(true); // nobody asks for it any more
@@ -117,8 +117,8 @@ function makeHead(context, refreshed, told, leaving) {
   };
   const node = el("div", {}, el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), el("span", {class: "faint"}, " /")),
     el("div", {class: "title"}, name, el("div", {class: "row"}, Object.values(buttons))), facts, bar, note);
-  return {node, update(found) {
-    job = found;
+  return {node, update(now) {
+    job = now;
     say(name, job.name);
     state.className = `state ${job.state}`;
     say(state, job.state);
@@ -168,15 +168,15 @@ function makeTabs(job, chosen, opened) {
 /** The page. */
 export function jobPage(context, id, tab) {
   const node = el("div"), problem = el("p", {class: "problem", role: "alert"});
-  const told = text => say(problem, text);
+  const complain = text => say(problem, text);
   const lines = [], tabs = {};
   let job = null, current = null, after = null, early = [], gone = false;
-  const head = makeHead(context, () => head.update(job), told, value => { gone = value; });
+  const head = makeHead(context, () => head.update(job), complain, value => { gone = value; });
   const page = {node, title: id, stop() { deaf.forEach(stop => stop()); Object.values(tabs).forEach(one => one.stop()); }};
 
-  function take(found) {
+  function take(now) {
     if (gone) return;
-    job = found;
+    job = now;
     head.update(job);
     for (const one of Object.values(tabs)) one.node.isConnected && one !== tabs.curves && one.update();
   }
@@ -185,20 +185,24 @@ export function jobPage(context, id, tab) {
     if (event.job !== job?.id) return;
     if (after === null) return void early.push(event);
     if (event.id <= after) return;
-    told("");
+    complain("");
     if (event.kind !== "step" || event.data.step < (lines.at(-1)?.step ?? -1)) return;
     if (event.data.step === lines.at(-1)?.step) lines.pop();
     lines.push(event.data);
-    if (current === "curves") tabs.curves.update(lines);
+    drawCurves();
+  }
+
+  function drawCurves() {
+    if (current === "curves") tabs.curves.update([{name: job.name, place: 0, series: columns(lines)}]);
   }
 
   function open(key, panel) {
     current = key;
-    tabs[key] ||= {curves: () => curvesTab(), rollouts: () => rolloutsTab(job), chat: () => chatTab(context, job),
+    tabs[key] ||= {curves: () => jobCurves(), rollouts: () => rolloutsTab(job), chat: () => chatTab(context, job),
       configuration: () => configurationTab(context, job), events: () => eventsTab(job, context.live)}[key]();
     fill(panel, tabs[key].node);
-    if (key === "curves") tabs.curves.update(lines);
-    else Promise.resolve(tabs[key].begin()).catch(error => told(error.message));
+    if (key === "curves") drawCurves();
+    else Promise.resolve(tabs[key].begin()).catch(error => complain(error.message));
   }
 
   async function begin() {
@@ -209,19 +213,19 @@ export function jobPage(context, id, tab) {
     fill(node, head.node, problem, list, panel);
     take(job);
     first();
-    const found = await ask("GET", jobPath(job.id, `/steps?points=${POINTS}`));
-    lines.push(...found.data);
-    after = found.after;
+    const answer = await ask("GET", jobPath(job.id, `/steps?points=${POINTS}`));
+    lines.push(...answer.data);
+    after = answer.after;
     early.forEach(hear);
     early = [];
-    if (current === "curves") tabs.curves.update(lines);
+    drawCurves();
     context.board.soon(); // what happened to it while it was asked for
   }
 
   const deaf = [context.live.listen(hear), context.board.listen(jobs => {
-    const found = jobs.find(one => one.id === job?.id);
-    if (found) take(found);
-    else if (job && !gone) ask("GET", jobPath(job.id)).then(take, error => error.status === 404 && told("This job was deleted."));
+    const now = jobs.find(one => one.id === job?.id);
+    if (now) take(now);
+    else if (job && !gone) ask("GET", jobPath(job.id)).then(take, error => error.status === 404 && complain("This job was deleted."));
   })];
   begin().catch(error => fill(node, el("div", {class: "card empty"}, el("h2", {}, error.status === 404 ? "There is no such job" : "This does not work now"),
     el("p", {}, error.message), el("p", {}, el("a", {href: "#/"}, "All jobs")))));

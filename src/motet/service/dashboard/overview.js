@@ -34,9 +34,9 @@ class Rewards {
     this.busy += 1;
     const id = this.waiting.shift(), series = this.series.get(id);
     try {
-      const found = await ask("GET", jobPath(id, `/steps?field=reward&points=${POINTS}`));
-      series.after = found.after;
-      for (const line of found.data) this.put(series, line);
+      const answer = await ask("GET", jobPath(id, `/steps?field=reward&points=${POINTS}`));
+      series.after = answer.after;
+      for (const line of answer.data) this.put(series, line);
       for (const event of series.heard) if (event.id > series.after) this.put(series, event.data);
       this.changed();
     } catch {
@@ -167,7 +167,7 @@ function makeDevice(board) {
     if (Date.now() - asked < USAGE_EVERY) return;
     asked = Date.now();
     const today = new Date().toISOString().slice(0, 10);
-    await ask("GET", `v1/usage?by=job&since=${today}`).then(found => draw(found.data), () => {});
+    await ask("GET", `v1/usage?by=job&since=${today}`).then(answer => draw(answer.data), () => {});
   }};
 }
 

@@ -1,28 +1,16 @@
 // What a job wrote, side by side at two steps.
 import {ask, jobPath} from "./api.js";
 import {choice, el, fill, say} from "./dom.js";
-import {scale, tokens} from "./tokens.js";
+import {rolloutCard, scale} from "./tokens.js";
 import {measured} from "./words.js";
 
 const KINDS = [["eval", "Held-out problems"], ["train", "Training"]];
 
 function options(select, values, chosen) {
-  const told = JSON.stringify(values);
-  if (select.dataset.told !== told) fill(select, values.map(([value, text]) => el("option", {value: String(value)}, text)));
-  select.dataset.told = told;
+  const shown = JSON.stringify(values);
+  if (select.dataset.shown !== shown) fill(select, values.map(([value, text]) => el("option", {value: String(value)}, text)));
+  select.dataset.shown = shown;
   select.value = String(chosen);
-}
-
-function reward(rollout) {
-  const parts = Object.entries(rollout.reward_parts || {});
-  return [el("span", {}, "reward ", el("b", {}, measured(rollout.reward))),
-    parts.length > 1 ? el("span", {}, parts.map(([name, value]) => `${name} ${measured(value)}`).join(" · ")) : null];
-}
-
-function shown(rollout) {
-  const ended = rollout.error ? el("p", {class: "bad small"}, rollout.error)
-    : rollout.finish_reason === "length" ? el("p", {class: "warm small"}, "cut off at max_tokens") : null;
-  return el("article", {class: "rollout"}, el("header", {}, reward(rollout), el("span", {}, `${rollout.tokens ?? 0} tokens`)), tokens(rollout), ended);
 }
 
 function byProblem(list) {
@@ -65,11 +53,11 @@ class Side {
 
   async load(kind, problem) {
     const asked = ++this.asked;
-    const found = await ask("GET", jobPath(this.job, `/rollouts?purpose=${kind}&step=${this.step}&problem=${problem}&tokens=true&limit=100`));
+    const answer = await ask("GET", jobPath(this.job, `/rollouts?purpose=${kind}&step=${this.step}&problem=${problem}&tokens=true&limit=100`));
     if (asked !== this.asked) return;
-    const scored = found.data.map(one => one.reward).filter(Number.isFinite);
+    const scored = answer.data.map(one => one.reward).filter(Number.isFinite);
     say(this.mean, scored.length ? `mean reward ${measured(scored.reduce((sum, one) => sum + one, 0) / scored.length)}` : "");
-    fill(this.list, found.data.length ? found.data.map(shown) : el("p", {class: "soft"}, "This problem is not among those of this step."));
+    fill(this.list, answer.data.length ? answer.data.map(one => rolloutCard(one)) : el("p", {class: "soft"}, "This problem is not among those of this step."));
   }
 }
 
@@ -91,13 +79,13 @@ export function rolloutsTab(job) {
 
   /** Look which steps there are; the two sides begin at the first and the newest. */
   async function follow(anew) {
-    const found = await ask("GET", jobPath(job.id, `/rollouts?purpose=${kind}&limit=1`)).catch(error => error);
-    if (found instanceof Error) {
-      if (!begun && kind === "eval" && found.status === 404) return kinds.choose(kind = "train"), begun = true, follow(true);
-      return nothing(found.status === 404 ? `${found.message[0].toUpperCase()}${found.message.slice(1)}: come back when it is.` : found.message);
+    const answer = await ask("GET", jobPath(job.id, `/rollouts?purpose=${kind}&limit=1`)).catch(error => error);
+    if (answer instanceof Error) {
+      if (!begun && kind === "eval" && answer.status === 404) return kinds.choose(kind = "train"), begun = true, follow(true);
+      return nothing(answer.status === 404 ? `${answer.message[0].toUpperCase()}${answer.message.slice(1)}: come back when it is.` : answer.message);
     }
     begun = true;
-    steps = found.steps;
+    steps = answer.steps;
     if (!anew && sides.every(side => steps.includes(side.step))) return offer(); // what is looked at stays as it is
     if (anew || !steps.includes(sides[0].step)) sides[0].step = steps[0];
     if (anew || !steps.includes(sides[1].step)) sides[1].step = steps.at(-1);

@@ -17,14 +17,14 @@ function once() {
 
 /** The page. */
 export function submitPage(context) {
-  const text = el("textarea", {id: "job", class: "editor", spellcheck: "false", "aria-describedby": "told", value: context.draft || EXAMPLE});
-  const told = el("p", {id: "told", class: "problem", role: "alert"}), fine = el("p", {class: "good", role: "status"});
+  const text = el("textarea", {id: "job", class: "editor", spellcheck: "false", "aria-describedby": "problem", value: context.draft || EXAMPLE});
+  const problem = el("p", {id: "problem", class: "problem", role: "alert"}), fine = el("p", {class: "good", role: "status"});
   const check = el("button", {type: "button", onclick: () => work(false)}, "Check"), send = el("button", {class: "primary"}, "Submit");
-  text.addEventListener("input", () => { text.removeAttribute("aria-invalid"); say(told, ""); say(fine, ""); context.draft = text.value; });
+  text.addEventListener("input", () => { text.removeAttribute("aria-invalid"); say(problem, ""); say(fine, ""); context.draft = text.value; });
 
   async function work(submit) {
     check.disabled = send.disabled = true;
-    say(told, "");
+    say(problem, "");
     say(fine, "");
     const made = [];
     try {
@@ -40,14 +40,14 @@ export function submitPage(context) {
       say(fine, jobs.length === 1 ? `${names} can be submitted.` : `${jobs.length} jobs can be submitted: ${names}.`);
     } catch (error) {
       text.setAttribute("aria-invalid", "true");
-      say(told, (made.length ? `${made.map(job => job.name).join(", ")}: submitted. The next one is refused:\n` : "") + error.message);
+      say(problem, (made.length ? `${made.map(job => job.name).join(", ")}: submitted. The next one is refused:\n` : "") + error.message);
       text.focus();
     }
     check.disabled = send.disabled = false;
   }
 
   const form = el("form", {class: "card stack", onsubmit: event => { event.preventDefault(); work(true); }},
-    el("div", {class: "field"}, el("label", {for: "job"}, "Job, or job file: YAML or JSON"), text), el("div", {class: "outcome"}, told, fine),
+    el("div", {class: "field"}, el("label", {for: "job"}, "Job, or job file: YAML or JSON"), text), el("div", {class: "outcome"}, problem, fine),
     el("div", {class: "row"}, send, check, el("span", {class: "small soft"}, "The text is that of motet run and motet submit.")));
   return {node: el("div", {class: "stack"}, el("h1", {}, "New job"), form), title: "New job", stop() {}};
 }

@@ -1,5 +1,6 @@
-// A rollout token by token: the darker, the less likely the sampler thought it. Hover, or focus and use the arrow keys.
+// A rollout, token by token where they are known: the darker, the less likely the sampler thought it. Hover, or focus and use the arrow keys.
 import {el, say} from "./dom.js";
+import {measured} from "./words.js";
 
 const LEVELS = [0.05, 0.3, 0.8, 1.6, 2.8, 4.5]; // nats; a level each
 
@@ -11,7 +12,7 @@ function visible(text) {
   return text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥");
 }
 
-function told(text, logprob) {
+function described(text, logprob) {
   const shown = `“${text.replaceAll("\n", "⏎")}”`;
   if (logprob === null) return `${shown} was read, not sampled`;
   const share = 100 * Math.exp(logprob);
@@ -23,10 +24,24 @@ export function scale() {
   return el("span", {class: "scale"}, "likely", el("span", {"aria-hidden": "true"}, [0, 1, 2, 3, 4, 5, 6].map(place => el("i", {class: `lp${place}`}))), "unlikely");
 }
 
+function reward({reward: value, reward_parts: parts}, earlier) {
+  const change = [value, earlier?.reward].every(Number.isFinite) ? Math.sign(value - earlier.reward) : 0;
+  const named = Object.entries(parts || {});
+  return [el("span", {}, "reward ", el("b", {class: {1: "good", [-1]: "bad"}[change]}, measured(value), {1: " ▲", [-1]: " ▼"}[change])),
+    named.length > 1 ? el("span", {}, named.map(([name, part]) => `${name} ${measured(part)}`).join(" · ")) : null];
+}
+
+/** A rollout with its reward, and whether that is better or worse than an earlier one's. */
+export function rolloutCard(rollout, earlier = null) {
+  const ended = rollout.error ? el("p", {class: "bad small"}, rollout.error)
+    : rollout.finish_reason === "length" ? el("p", {class: "warm small"}, "cut off at max_tokens") : null;
+  return el("article", {class: "rollout"}, el("header", {}, reward(rollout, earlier), el("span", {}, `${rollout.tokens ?? 0} tokens`)), tokens(rollout), ended);
+}
+
 /** The tokens of a rollout, and a line that says what is under the pointer. */
-export function tokens(rollout) {
+function tokens(rollout) {
   const texts = rollout.token_texts, readout = el("p", {class: "readout", "aria-live": "polite"});
-  if (!texts?.length) return [el("div", {class: "tokens"}, rollout.completion || "(nothing)")];
+  if (!texts?.length) return (rollout.turns || [rollout.completion]).map(text => el("div", {class: "tokens"}, text || "(nothing)"));
   const spans = texts.map((text, place) => {
     const logprob = rollout.logprobs[place];
     return el("span", {class: logprob === null ? "read" : `lp${level(logprob)}`, data: {place}}, visible(text));
@@ -36,7 +51,7 @@ export function tokens(rollout) {
     now?.classList.remove("now");
     now = place === null ? null : spans[place];
     now?.classList.add("now");
-    say(readout, place === null ? "" : told(texts[place], rollout.logprobs[place]));
+    say(readout, place === null ? "" : described(texts[place], rollout.logprobs[place]));
   };
   const node = el("div", {
     class: "tokens", tabindex: 0, role: "group", "aria-label": "Tokens; arrow keys move",

@@ -1,19 +1,23 @@
-"""Times and rates that views measure themselves: snapshots of jobs carry only counts."""
+"""What all views of a run have: the console, the clock, the servers that are watched."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
 
 from motet.runtime.progress import JobProgress
-from motet.types import JobState
+from motet.types import JobState, ServerLoad
+from motet.view.text import glyphs_of
 
 _WINDOW = 15.0  # seconds over which the rate of all jobs is measured
 
 
 class RunClock:
-    """Follows snapshots: how long each job ran, and how fast all of them go now."""
+    """Measures how long each job ran, and how fast all of them go now: snapshots carry only counts."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -48,3 +52,36 @@ class RunClock:
         for job in jobs:
             if job.started and (job.state is JobState.RUNNING or job.name not in self.seconds):
                 self.seconds[job.name] = max(now - job.started, 0.0)
+
+
+class View(ABC):
+    """Shows jobs while they run."""
+
+    def __init__(self, console: Console, now: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.glyphs, self.clock = console, glyphs_of(console), RunClock(now)
+        self.servers: Callable[[], Sequence[ServerLoad]] = tuple
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """How long each job ran, as far as this view saw."""
+        return self.clock.seconds
+
+    def watch(self, servers: Callable[[], Sequence[ServerLoad]]) -> None:
+        """Show, besides jobs, what these servers do."""
+        self.servers = servers
+
+    def start(self) -> None:
+        """Begin to show."""
+        self.clock.begin()
+
+    @abstractmethod
+    def update(self, jobs: Sequence[JobProgress]) -> None:
+        """Show how things stand now."""
+
+    @abstractmethod
+    def tell(self, line: str) -> None:
+        """Say something besides."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Leave the last state on the screen."""

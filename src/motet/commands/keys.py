@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Literal
 
 import typer
@@ -26,17 +27,34 @@ def create_key(
     key: Key = None,
 ) -> None:
     """Make a key and print it, this once; needs an admin's key."""
-    from motet.commands import remote
+    from motet.client import Client
+    from motet.commands.answers import print_answer, say
 
-    remote.create_key(remote.Where(url, key), tenant, name, role, expires_days, as_json=as_json)
+    with Client(url, key) as client:
+        made = client.create_key(tenant, name, role, expires_days)
+    print_answer(made, as_json, made.key)
+    if not as_json:
+        say(f"{made.id}, {role} of {made.tenant}; it is shown this once", aside=True)
 
 
 @keys.command("ls", epilog="Example: motet keys ls")
 def list_keys(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
     """Show all keys, without their texts; needs an admin's key."""
-    from motet.commands import remote
+    from motet.client import Client
+    from motet.commands.answers import day, print_answer, table
 
-    remote.list_keys(remote.Where(url, key), as_json=as_json)
+    with Client(url, key) as client:
+        known = client.keys()
+    rows = []
+    for one in known:
+        state = "in use"
+        if one.revoked is not None:
+            state = "revoked"
+        elif one.expires is not None:
+            state = "expired" if one.expires <= time.time() else f"until {day(one.expires)}"
+        rows.append((one.id, one.tenant, one.name, one.role, day(one.created), state))
+    headings = "id, tenant, name, role, made, state"
+    print_answer(known, as_json, table(rows, headings, empty="no keys", folds=("tenant", "name")))
 
 
 @keys.command("revoke", epilog="Example: motet keys revoke key-0123456789abcdef")
@@ -46,6 +64,8 @@ def revoke_key(
     key: Key = None,
 ) -> None:
     """End a key; it is refused from now on. Needs an admin's key."""
-    from motet.commands import remote
+    from motet.client import Client
 
-    remote.revoke_key(remote.Where(url, key), key_id)
+    with Client(url, key) as client:
+        client.revoke_key(key_id)
+    typer.echo(f"{key_id} is refused from now on")

@@ -1,0 +1,107 @@
+"""What a client asks of a service about adapters, under the name of a job, of an uploaded one or of a share."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import tarfile
+import zlib
+from pathlib import Path
+
+from motet.client.connection import Connection, path_of
+from motet.errors import DataError, ServiceError
+from motet.service.adapters.archive import pack
+from motet.service.schemas.adapters import Adapter, Adapters, Share, Shares
+from motet.types import ADAPTER_FILES
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*")
+
+
+class AdapterMethods(Connection):
+    """Methods of both clients."""
+
+    async def push(self, directory: str | Path, name: str | None = None) -> Adapter:
+        """Bring a PEFT directory to the service; its id or name is a job's `adapter.init` and a model for completions."""
+        packed = await asyncio.to_thread(_packed, Path(directory))
+        files = {"file": ("adapter.tar.gz", packed)}
+        return await self._ask(Adapter, "POST", "/v1/adapters", params={"name": name}, files=files)
+
+    async def pull(self, job: str, version: str | int | None = None, directory: str | Path = ".") -> Path:
+        """Take an adapter home as a PEFT directory below `directory`.
+
+        Args:
+            job: a job, an uploaded adapter, or what another tenant shares: `tenant/job`.
+            version: of a job: a number, `best` or `latest`; the best unless given.
+            directory: where the new directory is put: `<job>-v<version>`, or the name of an uploaded adapter.
+        """
+        name = job if version is None else f"{job}@{version}"
+        response = await self._send("GET", f"{path_of('adapters', name)}/download")
+        return await asyncio.to_thread(unpack, response.content, Path(directory))
+
+    async def adapters(self) -> list[Adapter]:
+        """Uploaded adapters, newest first."""
+        return (await self._ask(Adapters, "GET", "/v1/adapters")).data
+
+    async def adapter(self, name: str) -> Adapter:
+        """An uploaded adapter by its id or name."""
+        return await self._ask(Adapter, "GET", path_of("adapters", name))
+
+    async def delete_adapter(self, name: str) -> None:
+        """Remove an uploaded adapter; jobs that started from it go on."""
+        await self._send("DELETE", path_of("adapters", name))
+
+    async def share(self, name: str, tenant: str) -> Share:
+        """Share a job's versions or an uploaded adapter with a tenant, or with all (`*`)."""
+        return await self._ask(Share, "POST", "/v1/shares", json={"name": name, "tenant": tenant})
+
+    async def shares(self) -> Shares:
+        """What is shared with others, and by others."""
+        return await self._ask(Shares, "GET", "/v1/shares")
+
+    async def unshare(self, share: str) -> None:
+        """End a share by its id."""
+        await self._send("DELETE", path_of("shares", share))
+
+
+def _packed(directory: Path) -> bytes:
+    place = directory.expanduser()
+    for file in ADAPTER_FILES:
+        if not (place / file).is_file():
+            raise DataError(f"{place} has no {file}; give a directory that `peft` or Motet wrote")
+    return pack(place, "adapter")
+
+
+def unpack(content: bytes, directory: Path) -> Path:
+    """Write the adapter in a .tar.gz to a directory below this one: `<job>-v<version>`, or an uploaded adapter's name.
+
+    Raises:
+        ServiceError: it is not the archive of an adapter.
+    """
+    try:
+        name, files = _read(content)
+    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        raise ServiceError(f"what the service sent is not a whole .tar.gz ({error}); try again") from error
+    target = directory.expanduser() / name
+    target.mkdir(parents=True, exist_ok=True)
+    for file, text in files.items():
+        part = target / f".{file}.part"
+        part.write_bytes(text)
+        os.replace(part, target / file)
+    return target
+
+
+def _read(content: bytes) -> tuple[str, dict[str, bytes]]:
+    files: dict[str, bytes] = {}
+    top = ""
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
+        for member in archive:
+            name, _, file = member.name.partition("/")
+            if not member.isreg() or file not in ADAPTER_FILES or file in files or top not in ("", name):
+                raise ServiceError(f"the service sent an archive with {member.name!r}, which no adapter has")
+            top, source = name, archive.extractfile(member)
+            files[file] = source.read() if source is not None else b""
+    if set(files) != set(ADAPTER_FILES) or not _NAME.fullmatch(top):
+        raise ServiceError(f"the service sent an archive that is not an adapter's: {top or 'empty'}")
+    return top, files

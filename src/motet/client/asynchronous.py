@@ -1,0 +1,271 @@
+"""The client whose methods are awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from motet.client.adapters import AdapterMethods
+from motet.client.connection import Following, path_of
+from motet.client.tenants import TenantMethods
+from motet.errors import ConfigError, DataError, ServiceError
+from motet.service.schemas import (
+    CheckedJobs,
+    Events,
+    File,
+    Files,
+    Health,
+    Job,
+    JobEvent,
+    Jobs,
+    Model,
+    Models,
+    Rollouts,
+    Steps,
+    Version,
+    Versions,
+)
+from motet.service.schemas.scoring import Reward, Rewards
+from motet.types import JobState
+
+if TYPE_CHECKING:
+    from motet.client.reward_files import RewardGiven
+    from motet.config import JobConfig
+
+
+class AsyncClient(AdapterMethods, TenantMethods):
+    """A service, asked many things at a time. The methods are those of `Client`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def submit(
+        self,
+        job: JobConfig | Mapping[str, Any],
+        idempotency_key: str | None = None,
+        after: Sequence[str] = (),
+        at: datetime | str | float | None = None,
+    ) -> Job:
+        """Submit a job, as it stands in a job file.
+
+        Args:
+            job: what to train.
+            idempotency_key: the same one gives the same job again.
+            after: jobs, by name or id, that have to succeed before this one starts; it may start from their versions.
+            at: when it may start: a time (2026-12-01T08:00 means the time here), or Unix seconds.
+
+        Raises:
+            ConfigError: `at` is not a time.
+        """
+        tree = dict(job) if isinstance(job, Mapping) else job.model_dump(mode="json", exclude_unset=True)
+        headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+        params = {"after": list(after) or None, "at": _unix_seconds(at)}
+        return await self._ask(Job, "POST", "/v1/jobs", params=params, json=tree, headers=headers)
+
+    async def job(self, job: str) -> Job:
+        """A job by its id or name."""
+        return await self._ask(Job, "GET", path_of("jobs", job))
+
+    async def jobs(self, state: str | None = None) -> AsyncGenerator[Job, None]:
+        """Jobs, newest first: all, or those in a state."""
+        async for job in self._all_pages(Jobs, "/v1/jobs", state=state):
+            yield job
+
+    async def pause(self, job: str) -> Job:
+        """Let a job finish its step, save, and give its slot away."""
+        return await self._ask(Job, "POST", f"{path_of('jobs', job)}/pause")
+
+    async def resume(self, job: str) -> Job:
+        """Let a paused or failed job go on."""
+        return await self._ask(Job, "POST", f"{path_of('jobs', job)}/resume")
+
+    async def cancel(self, job: str) -> Job:
+        """End a job; what it saved stays."""
+        return await self._ask(Job, "POST", f"{path_of('jobs', job)}/cancel")
+
+    async def change(self, /, job: str, **fields: int | str | None) -> Job:
+        """Give a job that has not ended another `budget` (None is none) or `priority` (a number, `low`, `normal`, `high`)."""
+        return await self._ask(Job, "PATCH", path_of("jobs", job), json=fields)
+
+    async def delete(self, job: str) -> None:
+        """Forget a job that has ended, with its versions, rollouts and events."""
+        await self._send("DELETE", path_of("jobs", job))
+
+    async def versions(self, job: str) -> list[Version]:
+        """The saved versions of a job's adapter, oldest first."""
+        return (await self._ask(Versions, "GET", f"{path_of('jobs', job)}/versions")).data
+
+    async def rollouts(
+        self,
+        job: str,
+        step: int | None = None,
+        min_reward: float | None = None,
+        max_reward: float | None = None,
+        limit: int = 100,
+        purpose: Literal["train", "eval"] = "train",
+        problem: int | None = None,
+        tokens: bool = False,
+    ) -> Rollouts:
+        """What a step sampled, with rewards; the newest step unless one is given.
+
+        Args:
+            job: its id or name.
+            step: which step; with `purpose="eval"` the version that was evaluated.
+            min_reward: only rollouts with at least this reward.
+            max_reward: only those with at most this one.
+            limit: how many, in data order.
+            purpose: what training sampled, or an evaluation.
+            problem: only those of this problem.
+            tokens: with the text and the logprob of each token.
+        """
+        params = {
+            "step": step, "min_reward": min_reward, "max_reward": max_reward, "limit": limit, "purpose": purpose,
+            "problem": problem, "tokens": tokens or None,
+        }  # fmt: skip
+        return await self._ask(Rollouts, "GET", f"{path_of('jobs', job)}/rollouts", params=params)
+
+    async def steps(self, job: str, fields: Sequence[str] = (), points: int = 5000) -> list[dict[str, Any]]:
+        """Lines of a job's metrics.jsonl, or some fields of them; where there are more than `points`, thinned evenly."""
+        params = {"field": list(fields), "points": points}
+        return (await self._ask(Steps, "GET", f"{path_of('jobs', job)}/steps", params=params)).data
+
+    async def check(self, text: str) -> list[dict[str, Any]]:
+        """The jobs that a job file, given as text, holds; each could be submitted, and nothing is."""
+        return (await self._ask(CheckedJobs, "POST", "/v1/check", json={"text": text})).jobs
+
+    async def upload(self, path: str | Path) -> str:
+        """Upload rows (.jsonl or .parquet); the id that comes back is a job's `data.source`."""
+        try:
+            file = Path(path).open("rb")  # noqa: ASYNC230, SIM115 - rows are read as they are sent
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        with file:
+            return (await self._ask(File, "POST", "/v1/files", files={"file": (Path(path).name, file)})).id
+
+    async def files(self) -> list[File]:
+        """Uploaded files, newest first."""
+        return (await self._ask(Files, "GET", "/v1/files")).data
+
+    async def delete_file(self, file: str) -> None:
+        """Remove an uploaded file; jobs that name it cannot be taken up again."""
+        await self._send("DELETE", path_of("files", file))
+
+    async def models(self) -> list[Model]:
+        """What completions can be asked of: the base, and `job@version`."""
+        return (await self._ask(Models, "GET", "/v1/models")).data
+
+    async def rewards(self) -> list[Reward]:
+        """Rewards that jobs may use: built in, installed by whoever runs the service, and scored elsewhere."""
+        return (await self._ask(Rewards, "GET", "/v1/rewards")).data
+
+    async def health(self) -> Health:
+        """Whether jobs can run, and over which base."""
+        return await self._ask(Health, "GET", "/readyz", also=503)
+
+    async def chat(
+        self, /, model: str, messages: Sequence[Mapping[str, str]], **sampling: float | str | list[str]
+    ) -> AsyncGenerator[str, None]:
+        """Pieces of an answer to a conversation, as they come.
+
+        Args:
+            model: `job@version`, an adapter's name, or the base's.
+            messages: turns with `role` and `content`.
+            sampling: fields of the route for chat completions: temperature, max_tokens, top_p, seed, stop.
+        """
+        body = {**sampling, "model": model, "messages": [dict(message) for message in messages], "stream": True}
+        async with aclosing(self._lines("POST", "/v1/chat/completions", json=body)) as lines:
+            async for line in lines:
+                yield _piece(line)
+
+    async def events(self, job: str, after: int = 0, *, follow: bool = False) -> AsyncGenerator[JobEvent, None]:
+        """What happened to a job after an event, in order.
+
+        Args:
+            job: its id or name.
+            after: the id of the last event that is known.
+            follow: go on with what happens from now on, until the job has ended; a lost connection is taken up again.
+        """
+        if follow:
+            async with aclosing(self._follow(job, Following(job, after))) as stream:
+                async for event in stream:
+                    yield event
+            return
+        path = f"{path_of('jobs', job)}/events"
+        while page := (await self._ask(Events, "GET", path, params={"after": after})).data:
+            for event in page:
+                yield event
+            after = page[-1].id
+
+    async def _follow(self, job: str, following: Following) -> AsyncGenerator[JobEvent, None]:
+        while True:
+            lost: ServiceError | None = None
+            try:
+                async with aclosing(self._lines("GET", following.path, **following.request)) as lines:
+                    async for line in lines:
+                        if (event := following.read(line)) is not None:
+                            yield event
+                        elif line.startswith(":") and await self._has_ended(job):  # the stream has nothing more
+                            break
+                if await self._has_ended(job):
+                    async for event in self.events(job, following.after):
+                        yield event
+                    return
+            except ServiceError as error:
+                lost = error
+            await asyncio.sleep(following.wait(lost))
+
+    async def _has_ended(self, job: str) -> bool:
+        return JobState((await self.job(job)).state).final
+
+    async def score(self, *jobs: str, reward: RewardGiven | Sequence[RewardGiven], processes: int = 2) -> None:
+        """Be the reward worker of jobs until they have ended: take their rollouts, score them here, hand the scores in.
+
+        Args:
+            jobs: ids or names of jobs with `reward: worker`.
+            reward: the function, or the files with the functions that the jobs name: `rewards.py`, `rewards.py:reward`.
+            processes: how many score at a time.
+
+        Raises:
+            RewardError: the reward does not load, or a job asks for one that is not there.
+            ServiceError: the service refuses, or was away for ten minutes.
+        """
+        from motet.client.reward_files import RewardFiles
+        from motet.client.scoring import RewardWorker
+
+        await RewardWorker(self, RewardFiles(reward), processes).run(jobs)
+
+
+def _unix_seconds(at: datetime | str | float | None) -> float | None:
+    """Of a time; one that names no zone is of this machine's."""
+    if at is None or isinstance(at, int | float):
+        return at
+    try:
+        return (datetime.fromisoformat(at) if isinstance(at, str) else at).timestamp()
+    except (ValueError, OverflowError, OSError) as error:
+        raise ConfigError(f"{at!r} is not a time; write it like 2026-12-01T08:00 or 2026-12-01T08:00+00:00") from error
+
+
+def _piece(line: str) -> str:
+    """The text that a line of a stream adds to the answer; raises ServiceError where the answer ends with an error."""
+    data = line.removeprefix("data:").strip()
+    if not line.startswith("data:") or data == "[DONE]":
+        return ""
+    message = json.loads(data)
+    if "error" in message:
+        raise ServiceError(str(message["error"].get("message", "the answer broke off; try again")))
+    return "".join(choice["delta"].get("content") or "" for choice in message["choices"])

@@ -1,0 +1,130 @@
+"""The client that waits for each answer: the asynchronous one, run in a thread of its own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from anyio.from_thread import start_blocking_portal
+
+from motet.client.asynchronous import AsyncClient
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_END: Any = object()
+
+
+def _waits(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """A method that returns what this one is awaited for."""
+
+    @functools.wraps(method)
+    def wait(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._run(functools.partial(method, self._client, *args, **kwargs))
+
+    return wait
+
+
+def _yields(
+    method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[Client, P], Generator[T, None, None]]:
+    """A method that gives one after another what this one gives."""
+
+    @functools.wraps(method)
+    def iterate(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        items = method(self._client, *args, **kwargs)
+        try:
+            while (item := self._run(functools.partial(_next, items))) is not _END:
+                yield item
+        except GeneratorExit:
+            if self._close.alive:  # else the end of the thread has closed them
+                self._run(items.aclose)
+            raise
+
+    signature = inspect.signature(method)
+    answer = str(signature.return_annotation).removeprefix("Async")
+    iterate.__signature__ = signature.replace(return_annotation=answer)  # type: ignore[attr-defined]
+    return iterate
+
+
+async def _next(items: AsyncGenerator[T, None]) -> T:
+    return await anext(items, _END)
+
+
+class Client:
+    """A service, asked one thing after another."""
+
+    submit = _waits(AsyncClient.submit)
+    job = _waits(AsyncClient.job)
+    jobs = _yields(AsyncClient.jobs)
+    pause = _waits(AsyncClient.pause)
+    resume = _waits(AsyncClient.resume)
+    cancel = _waits(AsyncClient.cancel)
+    change = _waits(AsyncClient.change)
+    delete = _waits(AsyncClient.delete)
+    versions = _waits(AsyncClient.versions)
+    rollouts = _waits(AsyncClient.rollouts)
+    steps = _waits(AsyncClient.steps)
+    events = _yields(AsyncClient.events)
+    check = _waits(AsyncClient.check)
+    upload = _waits(AsyncClient.upload)
+    files = _waits(AsyncClient.files)
+    delete_file = _waits(AsyncClient.delete_file)
+    models = _waits(AsyncClient.models)
+    chat = _yields(AsyncClient.chat)
+    rewards = _waits(AsyncClient.rewards)
+    score = _waits(AsyncClient.score)
+    health = _waits(AsyncClient.health)
+    push = _waits(AsyncClient.push)
+    pull = _waits(AsyncClient.pull)
+    adapters = _waits(AsyncClient.adapters)
+    adapter = _waits(AsyncClient.adapter)
+    delete_adapter = _waits(AsyncClient.delete_adapter)
+    share = _waits(AsyncClient.share)
+    shares = _waits(AsyncClient.shares)
+    unshare = _waits(AsyncClient.unshare)
+    create_key = _waits(AsyncClient.create_key)
+    keys = _waits(AsyncClient.keys)
+    revoke_key = _waits(AsyncClient.revoke_key)
+    usage = _waits(AsyncClient.usage)
+    usage_csv = _waits(AsyncClient.usage_csv)
+    limits = _waits(AsyncClient.limits)
+    tenants = _waits(AsyncClient.tenants)
+    set_limits = _waits(AsyncClient.set_limits)
+    audit = _yields(AsyncClient.audit)
+
+    def __init__(self, url: str | None = None, key: str | None = None) -> None:
+        """Nothing is asked yet; see `AsyncClient`."""
+        self._client = AsyncClient(url, key)
+        self.url = self._client.url
+        opened = ExitStack()
+        self._portal = opened.enter_context(start_blocking_portal())
+        opened.callback(self._portal.call, self._client.close)
+        self._close = weakref.finalize(self, opened.close)  # also where nobody closes it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._close()
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        future = self._portal.start_task_soon(work)
+        try:
+            result: T = future.result()
+        except BaseException:
+            future.cancel()  # after Ctrl-C, what goes on in the thread ends too
+            raise
+        return result

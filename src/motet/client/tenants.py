@@ -1,0 +1,71 @@
+"""What a client asks of a service about tenants: keys, limits, usage, and who changed what."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from datetime import date
+from typing import Any, Literal
+
+from motet.client.connection import Connection, path_of
+from motet.service.schemas import ApiKey, AuditEntries, AuditEntry, Keys, NewKey
+from motet.service.schemas.usage import By, TenantInfo, Tenants, UsageLine, UsageReport
+
+Day = date | str | None
+
+
+class TenantMethods(Connection):
+    """Methods of both clients."""
+
+    async def create_key(
+        self,
+        tenant: str,
+        name: str = "",
+        role: Literal["admin", "member"] = "member",
+        expires_days: float | None = None,
+    ) -> NewKey:
+        """Make a key, and its tenant where there is none of the name; needs an admin's key."""
+        body = {"tenant": tenant, "name": name, "role": role, "expires_days": expires_days}
+        return await self._ask(NewKey, "POST", "/v1/keys", json=body)
+
+    async def keys(self) -> list[ApiKey]:
+        """All keys, oldest first, without their texts; needs an admin's key."""
+        return (await self._ask(Keys, "GET", "/v1/keys")).data
+
+    async def revoke_key(self, key: str) -> None:
+        """End a key by its id; needs an admin's key."""
+        await self._send("DELETE", path_of("keys", key))
+
+    async def usage(
+        self, by: Sequence[By] = ("job",), since: Day = None, until: Day = None, tenant: str | None = None
+    ) -> list[UsageLine]:
+        """Tokens and device time by job, day or tenant, from a day to another (both included, UTC); admins see all tenants."""
+        return (await self._ask(UsageReport, "GET", "/v1/usage", params=_usage_params(by, since, until, tenant))).data
+
+    async def usage_csv(
+        self, by: Sequence[By] = ("job",), since: Day = None, until: Day = None, tenant: str | None = None
+    ) -> str:
+        """The same as a table for a spreadsheet."""
+        params = {**_usage_params(by, since, until, tenant), "format": "csv"}
+        return (await self._send("GET", "/v1/usage", params=params)).content.decode()
+
+    async def limits(self) -> TenantInfo:
+        """What one's own tenant may use, and what it uses."""
+        return await self._ask(TenantInfo, "GET", "/v1/limits")
+
+    async def tenants(self) -> list[TenantInfo]:
+        """All tenants with their limits and use; needs an admin's key."""
+        return (await self._ask(Tenants, "GET", "/v1/tenants")).data
+
+    async def set_limits(self, tenant: str, limits: Mapping[str, Any]) -> TenantInfo:
+        """Set a tenant's own limits, all at once (None is no limit, defaults stand for the rest); needs an admin's key."""
+        return await self._ask(TenantInfo, "PUT", f"{path_of('tenants', tenant)}/limits", json=dict(limits))
+
+    async def audit(self, tenant: str | None = None) -> AsyncGenerator[AuditEntry, None]:
+        """Who changed what, newest first: all, or what one tenant did; needs an admin's key."""
+        async for entry in self._all_pages(AuditEntries, "/v1/audit", tenant=tenant):
+            yield entry
+
+
+def _usage_params(by: Sequence[By], since: Day, until: Day, tenant: str | None) -> dict[str, Any]:
+    first, last = (None if day is None else str(day) for day in (since, until))
+    return {"by": list(by), "tenant": tenant, "since": first, "until": last}

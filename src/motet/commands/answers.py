@@ -1,0 +1,64 @@
+"""What a service answered, as a table or a line for people, or as JSON for other programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+INTERRUPTED = 130
+
+
+def say(text: str | Text | Table, *, aside: bool = False) -> None:
+    """Print text as it is, however long, or a table; on standard error where it is `aside`."""
+    whole = not isinstance(text, Table)
+    Console(emoji=False, stderr=aside).print(text, markup=False, highlight=False, soft_wrap=whole)
+
+
+def print_answer(
+    answer: BaseModel | Mapping[str, Any] | Iterable[BaseModel], as_json: bool, text: str | Text | Table
+) -> None:
+    """JSON, or what people read."""
+    if not as_json:
+        say(text)
+    elif isinstance(answer, BaseModel):
+        print(answer.model_dump_json(indent=2))
+    else:
+        items = answer if isinstance(answer, Mapping) else [one.model_dump(mode="json") for one in answer]
+        print(json.dumps(items, indent=2))
+
+
+def table(rows: Iterable[Sequence[str | Text]], headings: str, *, empty: str, folds: Sequence[str] = ()) -> str | Table:
+    """Rows below headings, or `empty` where there are none.
+
+    Args:
+        rows: cells, as they are.
+        headings: separated by commas; `>` before one sets its column to the right.
+        empty: what is said instead of an empty table.
+        folds: columns that take several lines where there is no room.
+    """
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in headings.split(","):
+        name = heading.strip().removeprefix(">")
+        right = heading.strip().startswith(">")
+        made.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=name not in folds)
+    for row in rows:
+        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return made if made.row_count else empty
+
+
+def day(seconds: float) -> str:
+    """Of a Unix time, here."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d")
+
+
+def minute(seconds: float) -> str:
+    """Of a Unix time, here."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")

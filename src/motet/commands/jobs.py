@@ -1,0 +1,159 @@
+"""`motet submit`, `ls`, `show`, `logs`, `delete` and `pull`: jobs of a service."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from motet.commands.options import AsJson, JobFile, Key, Override, ServedJob, Url
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(epilog="Example: motet submit jobs.yaml --set steps=100 --follow")
+def submit(
+    jobs: JobFile,
+    overrides: Override = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show steps until all jobs have ended.")] = False,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(metavar="JOB", help="Start after this job has succeeded; may be given several times."),
+    ] = None,
+    at: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Start at a time, e.g. 2026-12-01T08:00 (of this machine).")
+    ] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE.py[:FUNCTION]",
+            help="Score on this machine with these functions, until all jobs have ended; may be given several times.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Submit all jobs of a file to a service. Its data files are uploaded; the exit code is 1 where a followed job failed."""
+    from motet.client import Client
+    from motet.client.reward_files import RewardFiles
+    from motet.commands import served_jobs
+    from motet.commands.answers import print_answer, say
+    from motet.jobfile import load_jobs
+
+    config = load_jobs(jobs, overrides or [])
+    to_submit = RewardFiles(reward).for_service(config.jobs) if reward else config.jobs
+    with Client(url, key) as client:
+        served_jobs.check_service(config, client.health().base or "", jobs)
+        files: dict[str, str] = {}
+        submitted = []
+        for job in to_submit:
+            submitted.append(client.submit(served_jobs.with_uploads(client, job, files), after=after or (), at=at))
+            if not as_json:
+                say(f"{submitted[-1].name}  {submitted[-1].id}")
+        try:
+            if follow or reward:
+                raise typer.Exit(served_jobs.follow(url, key, submitted, reward or (), aside=as_json))
+        finally:
+            if as_json:
+                print_answer([client.job(job.id) for job in submitted] if follow or reward else submitted, True, "")
+
+
+@app.command(epilog="Example: motet ls --state running")
+def ls(
+    state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="How many of the newest; 0 shows all.")] = 50,
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Show the jobs of a service, newest first."""
+    from motet.client import Client
+    from motet.commands.answers import print_answer, say, table
+    from motet.commands.served_jobs import job_cells
+    from motet.errors import ConfigError
+    from motet.types import JobState
+
+    if state is not None and state not in list(JobState):
+        raise ConfigError(f"there is no state {state!r}; there are {', '.join(JobState)}")
+    with Client(url, key) as client:
+        newest = client.jobs(state)
+        listed = list(itertools.islice(newest, limit or None))
+        more = bool(limit) and next(newest, None) is not None
+    headings = "job, state, >steps, >reward, >age"
+    print_answer(listed, as_json, table(map(job_cells, listed), headings, empty="no jobs", folds=("job",)))
+    if more and not as_json:
+        say(f"the newest {limit}; --limit 0 shows all")
+
+
+@app.command(epilog="Example: motet show sort")
+def show(job: ServedJob, as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
+    """Show one job of a service and the versions of its adapter."""
+    from motet.client import Client
+    from motet.commands.answers import print_answer
+    from motet.commands.served_jobs import details
+
+    with Client(url, key) as client:
+        asked, versions = client.job(job), client.versions(job)
+        answer = {
+            **asked.model_dump(mode="json"),
+            "versions": [version.model_dump(mode="json") for version in versions],
+        }
+        print_answer(answer, as_json, "" if as_json else details(asked, versions, list(client.events(asked.id))))
+
+
+@app.command(epilog="Example: motet logs sort -f")
+def logs(
+    job: ServedJob,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each event.")] = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Show what happened to a job of a service, a line each. The exit code is 1 where a followed job failed."""
+    from motet.client import Client
+    from motet.commands.answers import INTERRUPTED
+    from motet.commands.served_jobs import JobLines
+    from motet.types import JobState
+
+    with Client(url, key) as client:
+        asked = client.job(job)
+        lines = JobLines([asked])
+        try:
+            for event in client.events(asked.id, follow=follow):
+                if as_json:
+                    print(event.model_dump_json(), flush=True)
+                else:
+                    lines.see(asked, event)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(1 if follow and client.job(asked.id).state == JobState.FAILED else 0)
+
+
+@app.command(epilog="Example: motet delete sort")
+def delete(job: ServedJob, url: Url = None, key: Key = None) -> None:
+    """Forget a job that has ended, with its versions, rollouts and events. It cannot be brought back."""
+    from motet.client import Client
+
+    with Client(url, key) as client:
+        client.delete(job)
+    typer.echo(f"{job} is forgotten, with its files")
+
+
+@app.command(epilog="Example: motet pull sort --version latest --to adapters")
+def pull(
+    job: Annotated[
+        str, typer.Argument(help="A job, an uploaded adapter, or tenant/job of a share.", show_default=False)
+    ],
+    version: Annotated[str | None, typer.Option(help="Of a job: `best`, `latest` or a number [default: best].")] = None,
+    to: Annotated[Path, typer.Option(help="Where to put the directory.")] = Path("."),
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Take an adapter home: the PEFT directory <job>-v<version>, or an uploaded one under its name."""
+    from motet.client import Client
+
+    with Client(url, key) as client:
+        typer.echo(client.pull(job, version, to))

@@ -1,0 +1,169 @@
+"""Jobs of a service for people: what is sent with them, the lines while they run, and everything about one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from motet.client import AsyncClient, Client
+from motet.commands.answers import INTERRUPTED, minute, say
+from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
+from motet.errors import ConfigError
+from motet.runtime.progress import JobProgress
+from motet.service.schemas import Job, JobEvent, Version
+from motet.types import ADAPTER_CONFIG, JobState
+from motet.view import LogView, glyphs_of
+from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, reward_text
+
+
+def check_service(config: RunConfig, served: str, file: Path) -> None:
+    """Refuse jobs that were meant for another base, and say which fields of their file do not count."""
+    same_place = Path(config.base).exists() and Path(config.base).resolve() == Path(served).resolve()
+    if config.base != served and not same_place:
+        raise ConfigError(
+            f"the file's base is {config.base!r}, but this service trains {served!r}; change the file, give "
+            f"--set base={served}, or speak to another service"
+        )
+    if config.engine != EngineConfig() or config.rollout != RolloutConfig():
+        say(f"note: `engine` and `rollout` of {file} do not count here; the service has its own", aside=True)
+
+
+def with_uploads(client: Client, job: JobConfig, files: dict[str, str]) -> JobConfig:
+    """The job with ids in the place of files and of a PEFT directory, each of which is uploaded once."""
+    uploaded = {}
+    for name in ("source", "eval_source"):
+        source = getattr(job.data, name)
+        if isinstance(source, str) and source.endswith((".jsonl", ".parquet")):
+            if source not in files:
+                files[source] = client.upload(source)
+            uploaded[name] = files[source]
+    start = job.adapter.init
+    if start is not None and (Path(start) / ADAPTER_CONFIG).is_file():
+        if start not in files:
+            files[start] = client.push(start).id
+        start = files[start]
+    adapter = job.adapter.model_copy(update={"init": start})
+    return job.model_copy(update={"data": job.data.model_copy(update=uploaded), "adapter": adapter})
+
+
+def follow(url: str | None, key: str | None, jobs: Sequence[Job], rewards: Sequence[str], *, aside: bool) -> int:
+    """Show jobs until all have ended, and score them meanwhile where there are rewards.
+
+    Returns the exit code; with `aside` the lines go to standard error.
+    """
+    lines = JobLines(jobs, aside=aside)
+
+    async def watch(client: AsyncClient, job: Job) -> None:
+        async for event in client.events(job.id, follow=True):
+            lines.see(job, event)
+
+    async def watch_all() -> list[Job]:
+        async with AsyncClient(url, key) as client:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for job in jobs:
+                        group.create_task(watch(client, job))
+                    if rewards:
+                        group.create_task(client.score(*(job.id for job in jobs), reward=rewards))
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from errors  # it has a message for people
+            return [await client.job(job.id) for job in jobs]
+
+    try:
+        ended = asyncio.run(watch_all())
+    except KeyboardInterrupt:
+        again = f"the service goes on; `motet logs {jobs[0].name} -f` follows again"
+        if rewards:
+            names = " ".join([job.name for job in jobs] + [f"--reward {reward}" for reward in rewards])
+            again = f"the service goes on when somebody scores: `motet score {names}`"
+        say(again, aside=aside)
+        return INTERRUPTED
+    return 1 if any(job.state == JobState.FAILED for job in ended) else 0
+
+
+def _take_in(progress: JobProgress, event: JobEvent) -> None:
+    """Bring what is known of a job up to an event."""
+    data = event.data
+    if event.kind == "state":
+        progress.state, progress.message = JobState(data["state"]), str(data.get("message") or "")
+        return
+    if "loss" in data:  # the last line has an evaluation only
+        progress.step = int(data["step"]) + 1
+        reward = data.get("reward")
+        progress.rewards.append(math.nan if reward is None else float(reward))
+    if evaluation := data.get("eval"):
+        reward = evaluation.get("reward")
+        progress.evaluations.append((int(data["version"]), math.nan if reward is None else float(reward)))
+
+
+class JobLines:
+    """The lines that `motet run` writes to a log, made from events."""
+
+    def __init__(self, jobs: Sequence[Job], *, aside: bool = False) -> None:
+        self._view = LogView(Console(emoji=False, stderr=aside))
+        self._progress = {job.id: JobProgress(job.name, job.steps) for job in jobs}
+
+    def see(self, job: Job, event: JobEvent) -> None:
+        """Write what is new."""
+        _take_in(self._progress[job.id], event)
+        self._view.update(list(self._progress.values()))
+
+
+def job_cells(job: Job) -> list[str | Text]:
+    """A job's row: name, state, steps, reward, age."""
+    return [
+        Text(glyphs_of(Console()).plain(job.name), style="bold"),
+        Text(job.state, style=STATE_STYLES[JobState(job.state)]),
+        f"{job.step}/{job.steps}",
+        "" if job.reward is None else reward_text(job.reward),
+        duration_text(time.time() - job.created),
+    ]
+
+
+def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -> Text:
+    """Everything about one job, a line for each thing."""
+    glyphs, progress = glyphs_of(Console()), JobProgress(job.name, job.steps)
+    for event in events:
+        _take_in(progress, event)
+    rewards = progress.rewards[:1] + progress.rewards[1:][-1:]
+    state = f"{job.state}: {job.message}" if job.message else job.state
+    spent = duration_text((job.ended or time.time()) - job.created)
+    lines = {
+        "id": job.id,
+        "state": state,
+        "steps": f"{job.step}/{job.steps}",
+        "now": _now(job),
+        "reward": glyphs.to.join(map(reward_text, rewards)),
+        "held-out": evaluation_text(progress.evaluations, glyphs, gap=""),
+        "data": str(job.spec["data"]["source"]),
+        "rewards": ", ".join(str(reward["name"]) for reward in job.spec["rewards"]),
+        "budget": f"{job.spec['budget']:,} tokens" if job.spec.get("budget") else "",
+        "submitted": f"{minute(job.created)}, {'took' if job.ended else 'since'} {spent}",
+        "versions": ", ".join(_version(version) for version in versions),
+    }
+    shown = Text(glyphs.plain(job.name), style="bold")
+    for name, value in lines.items():
+        if value:
+            style = STATE_STYLES[JobState(job.state)] if name == "state" else ""
+            shown.append(f"\n{name:<10}", style="not bold bright_black")
+            shown.append(glyphs.plain(value), style=f"not bold {style}" if style != "bold red" else style)
+    return shown
+
+
+def _now(job: Job) -> str:
+    if job.progress is None or job.state != JobState.RUNNING:
+        return ""
+    phase, rate = str(job.progress.get("phase") or "starting"), float(job.progress.get("tokens_per_second") or 0)
+    left = duration_text(job.progress.get("seconds_left"))
+    return ", ".join(filter(None, [phase, f"{count_text(rate)} tok/s" if rate else "", f"{left} left" if left else ""]))
+
+
+def _version(version: Version) -> str:
+    marks = [mark for mark, holds in (("best", version.best), ("latest", version.latest)) if holds]
+    return version.model + (f" ({', '.join(marks)})" if marks else "")

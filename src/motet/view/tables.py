@@ -1,0 +1,240 @@
+"""Jobs as tables: a line each while they run, and what became of them. A narrow console goes without some columns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.progress import JobProgress
+from motet.types import JobState
+from motet.view.names import ranks, short_value, take_apart
+from motet.view.text import (
+    RECENT,
+    STATE_STYLES,
+    UNICODE,
+    Glyphs,
+    count_text,
+    duration_text,
+    evaluation_text,
+    finite,
+    phase_text,
+    recent_reward,
+    reward_text,
+    sparkline,
+    trend,
+)
+
+Row = dict[str, Text]
+"""What stands in each column."""
+_LONGEST_NAME, _GOOD_NAME, _LEAST_NAME = 24, 12, 8
+_LONGEST_BAR, _BAR = 24, 6
+_SPARK = 6
+_HEADINGS = {"mark": "", "bar": "", "spark": "", "short": "doing"}
+_RIGHT = ("steps", "reward", "tokens", "left", "gain", "time")
+_NO_ROOM = ("tokens", "doing", "spark", "bar", "left", "short", "held-out")
+"""What a line of a running job goes without, in this order; `short` comes in the place of `doing`."""
+_NO_ROOM_AT_THE_END = ("tokens", "reward", "steps", "time", "state", "gain")
+
+
+def _fitting(rows: Sequence[Row], dispensable: Sequence[str], width: int, gap: int) -> tuple[list[str], int]:
+    """The columns that fit, and what is left over of the width; less than nothing where even those do not."""
+    columns = list(rows[0])
+    for name in ("", *dispensable):
+        columns = [column for column in columns if column != name]
+        shown = [column for column in columns if column != "short" or "doing" not in columns]
+        room = width
+        for column in shown:
+            room -= gap + max(cell_len(_heading(column)), *(row[column].cell_len for row in rows))
+        if room >= 0:
+            break
+    return shown, room
+
+
+def _heading(column: str) -> str:
+    return _HEADINGS.get(column, column.removeprefix("="))
+
+
+def _swept(fields: Sequence[str], values: Sequence[str], glyphs: Glyphs) -> Row:
+    """What a sweep varies has columns of its own."""
+    return {f"={field}": Text(short_value(value, glyphs)) for field, value in zip(fields, values, strict=True)}
+
+
+# --- while they run ----------------------------------------------------------------------------------------------
+
+
+def running_table(jobs: Sequence[JobProgress], width: int, glyphs: Glyphs) -> Table:
+    """The headings and a line for each job; what is left over goes to names, then to the bars."""
+    names = take_apart([job.name for job in jobs])
+    longest = min(max(cell_len(glyphs.plain(stem)) for stem in names.stems.values()), _LONGEST_NAME)
+    least = Text(" " * min(longest, _GOOD_NAME))
+    rows = [
+        {"mark": Text(glyphs.states[job.state], style=STATE_STYLES[job.state]), "job": least}
+        | _swept(names.fields, names.values[job.name], glyphs)
+        | _running_cells(job, glyphs)
+        for job in jobs
+    ]
+    columns, room = _fitting(rows, _NO_ROOM, width + 1, 1)  # nothing stands behind the last column
+    name_width = min(longest, max(least.cell_len + room, _LEAST_NAME))
+    bar_width = min(_LONGEST_BAR, _BAR + max(room - (name_width - least.cell_len), 0))
+    shown = names.shown(name_width, glyphs)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bright_black")
+    for column in columns:
+        table.add_column(_heading(column), justify="right" if column in _RIGHT else "left", no_wrap=True)
+    for job, row in zip(jobs, rows, strict=True):
+        style = STATE_STYLES[job.state]
+        bar = ProgressBar(job.steps or 1, job.step, bar_width, complete_style=style, finished_style=style)
+        cells: dict[str, RenderableType] = {**row, "job": Text(shown[job.name], style="bold"), "bar": bar}
+        table.add_row(*(cells[column] for column in columns))
+    return table
+
+
+def _running_cells(job: JobProgress, glyphs: Glyphs) -> Row:
+    running = job.state is JobState.RUNNING
+    style = STATE_STYLES[job.state]
+    rate = f"{count_text(job.tokens_per_second)}/s" if running and job.tokens else ""
+    return {
+        "bar": Text(" " * _BAR),
+        "steps": Text(f"{job.step}/{job.steps}"),
+        "doing": Text(phase_text(job), style=style),
+        "short": Text(phase_text(job, short=True), style=style),
+        "reward": _reward_now(job, glyphs),
+        "spark": Text(sparkline(job.rewards, _SPARK, glyphs), style="cyan" if running else "bright_black"),
+        "held-out": Text(evaluation_text(job.evaluations, glyphs), style="bold" if len(job.evaluations) > 1 else ""),
+        "tokens": Text(rate),
+        "left": Text(duration_text(job.seconds_left) if running else ""),
+    }
+
+
+def _reward_now(job: JobProgress, glyphs: Glyphs) -> Text:
+    value = recent_reward(job.rewards)
+    if value is None:
+        return Text("n/a" if job.rewards else "")
+    arrow = trend(job.rewards, glyphs)
+    style = {glyphs.arrows[2]: "green", glyphs.arrows[0]: "red"}.get(arrow, "")
+    return Text(f"{reward_text(value)} ").append(arrow, style=style)
+
+
+# --- at the end --------------------------------------------------------------------------------------------------
+
+
+def summary_table(
+    jobs: Sequence[JobProgress],
+    run: Path | None = None,
+    seconds: Mapping[str, float] | None = None,
+    glyphs: Glyphs = UNICODE,
+    width: int = 120,
+) -> Table:
+    """What became of each job; variants of a sweep in the order of their last evaluation.
+
+    Args:
+        jobs: how they stand.
+        run: the run directory; with it the table says where each adapter is.
+        seconds: how long each job ran (`View.seconds`); otherwise until now.
+        glyphs: what the console can write (`glyphs_of(console)`).
+        width: of the console; a narrow one goes without some columns.
+    """
+    names = take_apart([job.name for job in jobs])
+    name_width = 20 if width >= 100 else 12
+    shown = names.shown(name_width, glyphs) if names.fields else {job.name: glyphs.plain(job.name) for job in jobs}
+    places = ranks((job.name, job.evaluations[-1][1] if job.evaluations else None) for job in jobs)
+    stems = list(dict.fromkeys(names.stems.values()))
+    ordered = sorted(jobs, key=lambda job: (stems.index(names.stems[job.name]), places.get(job.name, len(jobs))))
+    least = min(max((cell_len(name) for name in shown.values()), default=0), name_width)
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left"
+    )
+    rows: list[Row] = []
+    for job in ordered:
+        place = {"place": Text(f"{places[job.name]}." if job.name in places else "")} if places else {}
+        where = {} if run is None else {"version": Text(_version(job, run))}
+        figures = _ended_cells(job, seconds or {}, glyphs)
+        rows.append({**place, "job": Text(" " * least), **_swept(names.fields, names.values[job.name], glyphs)})
+        rows[-1] |= figures | where
+    columns = _fitting(rows, _NO_ROOM_AT_THE_END, width, 2)[0] if rows else []
+    for column in columns:
+        right = column in _RIGHT or column == "held-out"
+        fold = {"overflow": "fold", "min_width": least} if column == "job" else {"no_wrap": True}
+        table.add_column(_heading(column), justify="right" if right else "left", **fold)
+    for job, row in zip(ordered, rows, strict=True):
+        row["job"] = Text(shown[job.name], style="bold")
+        table.add_row(*(row[column] for column in columns))
+    if run is not None:
+        table.title = Text(f"Adapters: {run}/<job>/versions/<version>", style="bold", overflow="fold")
+    table.caption = _caption(jobs, glyphs)
+    return table
+
+
+def _caption(jobs: Sequence[JobProgress], glyphs: Glyphs) -> Text | None:
+    """Why jobs failed, and what the metrics of others warn of."""
+    lines = [
+        Text.assemble((f"{job.name} failed: ", "bold red"), glyphs.plain(job.message))
+        for job in jobs
+        if job.state is JobState.FAILED and job.message
+    ]
+    lines += [
+        Text.assemble((f"{job.name}: ", "bold yellow"), glyphs.plain(warning))
+        for job in jobs
+        for warning in job.signs.warnings.values()
+    ]
+    if not lines:
+        return None
+    caption = Text("\n").join(lines)
+    caption.style = "not italic not dim"
+    return caption
+
+
+def _ended_cells(job: JobProgress, seconds: Mapping[str, float], glyphs: Glyphs) -> Row:
+    ran = seconds.get(job.name, time.monotonic() - job.started if job.started else None)
+    evaluations = [value for _, value in job.evaluations]
+    held_out = _change(evaluations, glyphs)
+    if finite(job.errors[-1:]):
+        held_out.append(f" {glyphs.plus_minus}{job.errors[-1]:.2f}", style="bright_black")
+    return {
+        "state": Text(job.state.value, style=STATE_STYLES[job.state]),
+        "steps": Text(f"{job.step}/{job.steps}"),
+        "reward": _change(_ends(job.rewards), glyphs),
+        "held-out": held_out,
+        "gain": _gain(evaluations),
+        "tokens": Text(count_text(job.tokens)),
+        "time": Text(duration_text(ran)),
+    }
+
+
+def _ends(rewards: Sequence[float]) -> list[float]:
+    """Mean of the first and of the last few steps."""
+    known = finite(rewards)
+    width = max(min(RECENT, len(known) // 2), 1)
+    parts = [known[:width], known[-width:]] if len(known) > 1 else [known] if known else []
+    return [sum(part) / len(part) for part in parts]
+
+
+def _change(values: Sequence[float], glyphs: Glyphs) -> Text:
+    if len(values) < 2:
+        return Text(reward_text(values[0]) if values else "")
+    return Text(f"{reward_text(values[0])}{glyphs.to}{reward_text(values[-1])}")
+
+
+def _gain(values: Sequence[float]) -> Text:
+    if len(values) < 2 or len(finite([values[0], values[-1]])) < 2:
+        return Text()
+    gain = values[-1] - values[0]
+    return Text(f"{gain:+.2f}", style="bold green" if gain > 0 else "red" if gain < 0 else "")
+
+
+def _version(job: JobProgress, run: Path) -> str:
+    """The newest version on disk; says which one is the best by evaluation if it is another."""
+    saved = JobDirectory(run / job.name).versions()
+    if not saved:
+        return ""
+    known = [(value, version) for version, value in job.evaluations if version in saved and finite([value])]
+    best = max(known, key=lambda item: (item[0], -item[1]))[1] if known else max(saved)
+    return f"v{max(saved)}" if best == max(saved) else f"v{max(saved)} (best v{best})"
