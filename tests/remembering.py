@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from motet.batch import AdamW, Batch, OptimStats, Sample, Trained
 from motet.config import AdapterConfig
 from motet.model.fake import FakeAdapter, FakePolicy
 from motet.rollout.fake import FakeEngine
 from motet.training.fake import FakeTrainer
-from motet.types import AdamW, AdapterRef, Batch, Chunk, GenerateRequest, OptimStats, Sample, Trained
+from motet.types import AdapterRef, Chunk, GenerateRequest
 from tests.fake_run import metrics
 
 

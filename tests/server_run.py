@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from motet.algorithms import Grpo
+from motet.batch import AdamW, Batch, Sample, Segment
 from motet.config import AdapterConfig
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.protocols import RolloutEngine
@@ -29,7 +30,7 @@ from motet.rollout.server import Bounds, Demand, FileSync, ServerEngine
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
 from motet.training.fake import FakeTrainer
-from motet.types import AdamW, AdapterRef, Batch, GenerateRequest, Sample, SamplingParams, Segment
+from motet.types import AdapterRef, GenerateRequest, SamplingParams
 from tests.protocol_server import ProtocolServer
 
 RUN = "run"

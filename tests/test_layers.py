@@ -20,6 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "types",
+            "batch",
             "model_info",
             "section",
             "config",

@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 
 import pytest
 
+from motet.batch import Batch, Trained
 from motet.config import JobConfig
 from motet.errors import EngineError
 from motet.rollout.fake import FakeEngine
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.tasks.dataset import data_window
 from motet.tasks.reward_pool import RewardPool, Scored, Transcript
-from motet.types import Batch, Chunk, GenerateRequest, JobState, Problem, Trained
+from motet.types import Chunk, GenerateRequest, JobState, Problem
 from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, problems, run_jobs, vowels, weights
 from tests.remembering import RememberingEngine, RememberingTrainer, check_samples, records
 from tests.waiting import until

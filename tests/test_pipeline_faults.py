@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from motet.batch import Batch, Trained
 from motet.config import JobConfig
 from motet.errors import EngineError
 from motet.model.fake import FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
-from motet.types import AdapterRef, Batch, Chunk, GenerateRequest, JobState, Problem, Trained
+from motet.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
 from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
 from tests.waiting import until
 

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from motet.algorithms import Grpo, Gspo, Reinforce
 from motet.algorithms.losses import Loss
 from motet.algorithms.supervised import Supervised
+from motet.batch import AdamW, Batch, Sample, Segment, shared_prompts
 from motet.config import AdapterConfig, EngineConfig
 from motet.errors import AdapterError, BaseModelError
 from motet.launch import load
@@ -26,7 +27,7 @@ from motet.model.lora_model import LoraModel
 from motet.training import torch_trainer
 from motet.training.arena import OPTIMIZER
 from motet.training.torch_trainer import HEAD_ROWS, TorchTrainer
-from motet.types import AdamW, Batch, Sample, SamplingParams, Segment, shared_prompts
+from motet.types import SamplingParams
 from tests import tiny_models as tiny
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.

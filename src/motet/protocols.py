@@ -9,18 +9,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
+from motet.batch import AdamW, Batch, OptimStats, Trained
 from motet.config import AdapterConfig
-from motet.types import (
-    AdamW,
-    AdapterRef,
-    Batch,
-    Chunk,
-    FloatArray,
-    GenerateRequest,
-    IntArray,
-    OptimStats,
-    Trained,
-)
+from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray
 
 
 class RolloutEngine(Protocol):

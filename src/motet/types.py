@@ -1,24 +1,20 @@
 """The nouns of Motet, in the order data takes them.
 
-A `Problem` is sampled into `Rollout`s; the rollouts of one problem form a `Group`; the groups of one step become
-`Sample`s with advantages; samples of several adapters are packed into one `Batch`. All records are frozen and hold numpy
-arrays or plain values, so that they can cross rooms, threads and processes without torch.
+A `Problem` is sampled into `Rollout`s; the rollouts of one problem form a `Group`; what is trained is in `motet.batch`. All
+records are frozen and hold numpy arrays or plain values, so that they can cross rooms, threads and processes without torch.
 
 Legend of array suffixes in comments: T tokens of one sequence (prompt included), N trainable tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from motet.algorithms.losses import Loss
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -274,157 +270,3 @@ class Group:
         """Whether rewards differ, so that centred advantages are not all zero."""
         rewards = {rollout.reward for rollout in self.scored}
         return len(rewards) > 1
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A trainable token sequence. Worked example, prompt of 2 tokens and completion of 3:
-
-    token_ids  [11, 12, 21, 22, 2]
-    loss_mask  [ 0,  0,  1,  1, 1]
-    logprobs   [ 0,  0, -.5, -.1, -.2]   the sampler's
-    advantages [ 0,  0, .7, .7, .7]
-    """
-
-    token_ids: IntArray  # [T]
-    loss_mask: BoolArray  # [T]
-    logprobs: FloatArray  # [T]
-    advantages: FloatArray  # [T]
-    versions: IntArray  # [T]
-    weights: FloatArray | None = None  # [T] or [T, K] factor of each token's loss in the sum; None is all ones
-    targets: IntArray | None = None  # [T] or [T, K] what the tokens before each place predict; None is the token there
-    reference_logprobs: FloatArray | None = None  # [T] of the base, where a loss or a metric asks for it
-    proximal_logprobs: FloatArray | None = (
-        None  # [T] of the policy at the start of the step, for off-policy corrections
-    )
-
-    @property
-    def n_tokens(self) -> int:
-        """Length of the sequence, prompt included."""
-        return len(self.token_ids)
-
-    @property
-    def n_trainable(self) -> int:
-        """Number of tokens that carry a loss."""
-        return int(self.loss_mask.sum())
-
-    @property
-    def n_targets(self) -> int:
-        """Targets of each such token."""
-        return 1 if self.targets is None or self.targets.ndim == 1 else self.targets.shape[1]
-
-
-def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
-    """For each sample the tokens that it need not bring, because the sample before it begins with the same prompt.
-
-    A prompt is what lies before a sample's first trained token. The samples of a group follow one another, so all but the first
-    leave their prompt out.
-    """
-    found = [0] * len(samples)
-    for index in range(1, len(samples)):
-        before, sample = samples[index - 1], samples[index]
-        length = int(np.argmax(sample.loss_mask))
-        same = length == int(np.argmax(before.loss_mask)) and length > 0
-        if same and np.array_equal(before.token_ids[:length], sample.token_ids[:length]):
-            found[index] = length
-    return tuple(found)
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """One step of AdamW; the moments are the trainer's, everything else comes with the step."""
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    """Largest norm of the gradient; larger ones are scaled down to it."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Whole samples of one adapter, in the order they are trained: a micro-batch of one job."""
-
-    adapter: str
-    samples: tuple[Sample, ...]
-    loss: Loss | None = None
-    """What is minimised; only a backward pass needs it."""
-    denominator: float = 1.0
-    """What summed token losses are divided by; a figure of the job's complete step."""
-    temperature: float = 1.0
-    """Of the logprobs."""
-
-    @property
-    def n_tokens(self) -> int:
-        """Packed length, each shared prompt counted once, before padding to whole rows."""
-        return sum(sample.n_tokens for sample in self.samples) - sum(shared_prompts(self.samples))
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Segments of several adapters, trained in one forward and backward pass."""
-
-    segments: tuple[Segment, ...]
-
-    @property
-    def n_tokens(self) -> int:
-        """Packed length, before padding to whole rows."""
-        return sum(segment.n_tokens for segment in self.segments)
-
-
-@dataclass(frozen=True)
-class LossStats:
-    """Sums over the trainable tokens of a segment; sums of segments add up to those of a step."""
-
-    tokens: int = 0
-    loss: float = 0.0
-    """Already divided by the denominator."""
-    entropy: float = 0.0
-    ratio: float = 0.0
-    """Sum of policy / sampler probability ratios."""
-    ratio_max: float = 0.0
-    clipped: float = 0.0
-    """Tokens whose gradient the clip removed."""
-    kl_sampler: float = 0.0
-    """Sum of k3 estimates of KL(sampler ‖ policy)."""
-    kl_base: float = 0.0
-    """Sum of k3 estimates of KL(policy ‖ base), where reference logprobs are there."""
-    kl_base_tokens: int = 0
-    logprob_gap: float = 0.0
-    """Largest |trainer − sampler| logprob."""
-
-    def __add__(self, other: LossStats) -> LossStats:
-        """Combine two segments: sums add, maxima take the larger (a NaN stays)."""
-        return LossStats(
-            tokens=self.tokens + other.tokens,
-            loss=self.loss + other.loss,
-            entropy=self.entropy + other.entropy,
-            ratio=self.ratio + other.ratio,
-            ratio_max=float(np.maximum(self.ratio_max, other.ratio_max)),
-            clipped=self.clipped + other.clipped,
-            kl_sampler=self.kl_sampler + other.kl_sampler,
-            kl_base=self.kl_base + other.kl_base,
-            kl_base_tokens=self.kl_base_tokens + other.kl_base_tokens,
-            logprob_gap=float(np.maximum(self.logprob_gap, other.logprob_gap)),
-        )
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a training pass says of a segment."""
-
-    stats: LossStats
-    logprobs: tuple[FloatArray, ...]  # [T] or [T, K] per sample
-    """Of the targets, by the weights that were in use; 0 where nothing is trained."""
-
-
-@dataclass(frozen=True)
-class OptimStats:
-    """What one optimizer step did."""
-
-    grad_norm: float
-    """Before clipping."""
-    lr: float
-    skipped: bool
-    """The gradient was not finite: weights, moments and AdamW's count are as before."""

@@ -180,7 +180,7 @@ def _samples(args: dict[str, Any]) -> list[Any]:
     """Samples in groups of `group` that have one prompt."""
     import numpy as np
 
-    from motet.types import Sample
+    from motet.batch import Sample
 
     vocabulary, group = base().info.vocab_size, args.get("group", 1)
     prompts = token_ids(args["samples"] // group, args["prompt"], vocabulary)
@@ -201,7 +201,7 @@ def _samples(args: dict[str, Any]) -> list[Any]:
 def batches_of(args: dict[str, Any], names: Sequence[str]) -> list[Any]:
     """Each adapter's samples in micro-batches, and micro-batches of several adapters in one batch, as a run packs them."""
     from motet.algorithms import Reinforce
-    from motet.types import Batch, Segment
+    from motet.batch import Batch, Segment
 
     samples, n = _samples(args), len(names)
     denominator = float(args["samples"] * args["response"])

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from motet.algorithms.packing import cut
+from motet.batch import Sample, Segment, shared_prompts
 from motet.section import Config
-from motet.types import FloatArray, Sample, Segment, shared_prompts
+from motet.types import FloatArray
 
 if TYPE_CHECKING:
     from motet.algorithms.losses import Loss, LossInputs, TokenLosses

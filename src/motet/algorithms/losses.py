@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from motet.types import LossStats
+from motet.batch import LossStats
 
 if TYPE_CHECKING:
     from motet.algorithms.policy_gradient import PolicyGradient

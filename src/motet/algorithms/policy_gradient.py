@@ -10,8 +10,9 @@ from pydantic import Field, model_validator
 
 from motet.algorithms.advantages import AdvantageKind, Reduction, advantages, normalisation, select_groups
 from motet.algorithms.algorithm import Algorithm, StepBatch
+from motet.batch import Sample
 from motet.section import Config
-from motet.types import Branch, FloatArray, Group, Rollout, Sample
+from motet.types import Branch, FloatArray, Group, Rollout
 
 if TYPE_CHECKING:
     from motet.algorithms.losses import LossInputs, TokenLosses

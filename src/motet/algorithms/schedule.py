@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from motet.batch import AdamW
 from motet.config import OptimizerConfig
-from motet.types import AdamW
 
 _WIDTH_POWER = {"llama": 1.5, "qwen": 0.08}
 

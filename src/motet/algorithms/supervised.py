@@ -10,7 +10,8 @@ from pydantic import Field
 
 from motet.algorithms.advantages import normalisation
 from motet.algorithms.algorithm import Algorithm, StepBatch
-from motet.types import IntArray, Sample
+from motet.batch import Sample
+from motet.types import IntArray
 
 if TYPE_CHECKING:
     from motet.algorithms.losses import LossInputs, TokenLosses

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.algorithms.policy_gradient import to_sample
+from motet.batch import Batch, Segment
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.jobfile import load_jobs
 from motet.launch import Workshop, assemble, load, services
@@ -25,7 +26,7 @@ from motet.runtime.metrics import group_metrics
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler, SampledStep
 from motet.runtime.versions import Versions
-from motet.types import Batch, Group, Segment
+from motet.types import Group
 
 PROBLEMS = 4
 """Problems sampled per job."""

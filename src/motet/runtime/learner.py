@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from motet.algorithms.packing import Standing, Waiting, merge
+from motet.batch import Batch, Segment, Trained
 from motet.device import Device
 from motet.errors import DeviceError
 from motet.protocols import Trainer
-from motet.types import Batch, Segment, Trained
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.schedule import adamw
+from motet.batch import LossStats, OptimStats, Segment
 from motet.runtime.sampling import SampledStep
 from motet.runtime.session import Session
-from motet.types import LossStats, OptimStats, Segment
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from motet.batch import LossStats, OptimStats
 from motet.device import BusyTime
 from motet.runtime.sampling import SampledStep
-from motet.types import Group, LossStats, OptimStats, Rollout
+from motet.types import Group, Rollout
 
 if TYPE_CHECKING:
     from motet.runtime.learning import LearnedStep

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from motet.batch import Batch, Sample, Segment
 from motet.errors import ProbeError
 from motet.protocols import RolloutEngine, Trainer
-from motet.types import AdapterRef, Batch, FloatArray, IntArray, Sample, Segment
+from motet.types import AdapterRef, FloatArray, IntArray
 
 PROBE_TOKENS = 32
 CLEAR = 4.0

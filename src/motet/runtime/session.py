@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from motet.batch import AdamW, Batch, OptimStats, Segment, Trained
 from motet.errors import JobFailed
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import timing_record
 from motet.runtime.probe import Probe
 from motet.runtime.versions import Versions
-from motet.types import AdamW, Batch, FloatArray, OptimStats, Segment, Trained
+from motet.types import FloatArray
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.supervised import Supervised
+from motet.batch import Segment
 from motet.runtime.driver import Driver
 from motet.runtime.learning import train
 from motet.runtime.metrics import trained_record
 from motet.runtime.session import Evaluated, FinishedStep
 from motet.tasks.dataset import data_window
-from motet.types import Problem, Segment
+from motet.types import Problem
 
 
 class SupervisedLoop(Driver):

@@ -15,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ from motet.tasks import reward_elsewhere
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_elsewhere import ELSEWHERE, Chance, Elsewhere, Score
 from motet.tasks.reward_installed import Installed, without_folder
-from motet.tasks.reward_link import Reply, RewardLink, hello
+from motet.tasks.reward_link import Reply, hello
 from motet.tasks.reward_walls import Walls
+from motet.tasks.reward_workers import Worker, WorkerGroup
 from motet.tasks.worker_link import ClockLimitError, ProcessDiedError
 from motet.types import Message, Problem
 
@@ -69,39 +69,6 @@ class _Part:
     """Whether it counts for this completion at all."""
 
 
-class _Seat:
-    """A place for one process, which is started by the first call that sits down."""
-
-    link: RewardLink | None = None
-
-
-@dataclass(eq=False)
-class _Lane:
-    """Processes of one job, all behind a wall or none of them."""
-
-    walled: bool
-    hello: bytes
-    log: Path | None
-    rewards: Mapping[int, RewardConfig]
-    """By their places in the job, in the order in which the process has them."""
-    together: Sequence[bool] = ()
-    """Per reward of the process: whether all completions of a problem go into one call."""
-    seats: list[_Seat] = field(default_factory=list)
-    idle: list[_Seat] = field(default_factory=list)
-    waiting: deque[asyncio.Future[_Seat]] = field(default_factory=deque)
-    closed: bool = False
-
-    async def open(self) -> None:
-        """Load the rewards in a first process."""
-        self.seats.append(_Seat())
-        link = self.seats[0].link = await RewardLink.start(self.hello, self.log, walled=self.walled)
-        self.together, self.idle = link.together, list(self.seats)
-
-    def index(self, place: int) -> int:
-        """Where in the process a reward is."""
-        return list(self.rewards).index(place)
-
-
 @dataclass(frozen=True)
 class _Job:
     """One job's rewards."""
@@ -109,11 +76,11 @@ class _Job:
     name: str
     rewards: Sequence[RewardConfig]
     labels: Sequence[str]
-    lanes: Sequence[_Lane]
+    groups: Sequence[WorkerGroup]
 
-    def lane_of(self, place: int) -> _Lane | None:
+    def group_of(self, place: int) -> WorkerGroup | None:
         """Who scores a reward; None where no process does."""
-        return next((lane for lane in self.lanes if place in lane.rewards), None)
+        return next((group for group in self.groups if place in group.rewards), None)
 
 
 class RewardPool:
@@ -151,15 +118,15 @@ class RewardPool:
         await self.unregister(job)
         here = [place for place, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
         walled = {place: self._walls.around(rewards[place], self._known(rewards[place])) for place in here}
-        lanes = []
+        groups = []
         for side in sorted(set(walled.values())):
             own = {place: rewards[place] for place in here if walled[place] is side}
             first_line = hello([self._found(reward) for reward in own.values()], scorer, side)
-            lanes.append(_Lane(side, first_line, log, own))
-        self._jobs[job] = _Job(job, tuple(rewards), _labels(rewards), lanes)
+            groups.append(WorkerGroup(side, first_line, log, own, self._has_room))
+        self._jobs[job] = _Job(job, tuple(rewards), _labels(rewards), groups)
         try:
-            for lane in lanes:
-                await lane.open()
+            for group in groups:
+                await group.open()
         except BaseException as error:
             await self.unregister(job)
             if isinstance(error, ProcessDiedError | ClockLimitError):
@@ -168,12 +135,11 @@ class RewardPool:
 
     async def unregister(self, job: str) -> None:
         """End a job's processes; calls in flight come back as failed. Nothing happens where there is no such job."""
-        lanes = found.lanes if (found := self._jobs.pop(job, None)) else ()
-        for lane in lanes:
-            lane.closed = True
-        for seat in (seat for lane in lanes for seat in lane.seats):
-            if seat.link is not None:
-                await seat.link.kill()
+        groups = found.groups if (found := self._jobs.pop(job, None)) else ()
+        for group in groups:
+            group.closed = True
+        for group in groups:
+            await group.close()
 
     async def close(self) -> None:
         """End all processes and wait until they are gone."""
@@ -217,6 +183,9 @@ class RewardPool:
         parts = await self._column(self._registered(job), 0, problem, [Answer(text) for text in completions])
         return [_score(part) for part in parts]
 
+    def _has_room(self) -> bool:
+        return sum(len(group.workers) for job in self._jobs.values() for group in job.groups) < self._workers
+
     def _registered(self, job: str) -> _Job:
         if job not in self._jobs:
             raise RewardError(f"job {job!r} has no rewards registered: call register first")
@@ -250,10 +219,10 @@ class RewardPool:
 
     async def _column(self, job: _Job, place: int, problem: dict[str, Any], answers: list[Answer]) -> list[_Part]:
         """One reward's parts, one for each completion."""
-        reward, lane = job.rewards[place], job.lane_of(place)
-        if lane is None:
+        reward, group = job.rewards[place], job.group_of(place)
+        if group is None:
             return await self._asked(job, reward, problem, answers)
-        parts = await self._in_process(lane, place, problem, answers)
+        parts = await self._in_process(group, place, problem, answers)
         known = self._known(reward)
         if known is None:
             return parts
@@ -266,40 +235,44 @@ class RewardPool:
         found = await self._elsewhere[reward.name](job.name, reward, problem, [answer.text for answer in answers])
         return [_part(score) for score in found]
 
-    async def _in_process(self, lane: _Lane, place: int, problem: dict[str, Any], answers: list[Answer]) -> list[_Part]:
+    async def _in_process(
+        self, group: WorkerGroup, place: int, problem: dict[str, Any], answers: list[Answer]
+    ) -> list[_Part]:
         """Parts of a reward that a process of the job scores.
 
         A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
         """
-        if lane.together[lane.index(place)] and len(answers) > 1:
-            parts = await self._call(lane, place, problem, answers)
+        if group.together[group.index(place)] and len(answers) > 1:
+            parts = await self._call(group, place, problem, answers)
             if parts is not None:
                 return parts
-        alone = await asyncio.gather(*(self._call(lane, place, problem, [answer], last=True) for answer in answers))
+        alone = await asyncio.gather(*(self._call(group, place, problem, [answer], last=True) for answer in answers))
         return [parts[0] for parts in alone if parts is not None]
 
     async def _call(
-        self, lane: _Lane, place: int, problem: dict[str, Any], answers: list[Answer], last: bool = False
+        self, group: WorkerGroup, place: int, problem: dict[str, Any], answers: list[Answer], last: bool = False
     ) -> list[_Part] | None:
         """One call, or None when a call for several failed as a whole and there is a `last` one to come for each."""
-        seat = await self._sit_down(lane)
+        worker = await group.take()
         try:
-            reply = await self._ask(lane, seat, place, problem, answers)
+            reply = await self._ask(group, worker, place, problem, answers)
         except ClockLimitError as error:
             return [_Part(error=str(error), clock_limited=True)] * len(answers)
         except ProcessDiedError as error:
             return [_Part(error=str(error))] * len(answers) if last else None
         finally:
-            self._stand_up(lane, seat)
+            group.give_back(worker)
         if reply.failed and not last:
             return None
         return [_part(error or value) for value, error in zip(reply.values, reply.errors, strict=True)]
 
-    async def _ask(self, lane: _Lane, seat: _Seat, place: int, problem: dict[str, Any], answers: list[Answer]) -> Reply:
+    async def _ask(
+        self, group: WorkerGroup, worker: Worker, place: int, problem: dict[str, Any], answers: list[Answer]
+    ) -> Reply:
         """A reply that a fresh process would have given too."""
-        reward, n = lane.rewards[place], len(answers)
+        reward, n = group.rewards[place], len(answers)
         request = {
-            "reward": lane.index(place),
+            "reward": group.index(place),
             "problem": problem,
             "completions": [answer.text for answer in answers],
             "transcripts": [[asdict(message) for message in answer.transcript] for answer in answers],
@@ -307,65 +280,26 @@ class RewardPool:
         }
         line = json.dumps({**request, "cpu_seconds": reward.cpu_seconds * n}).encode() + b"\n"
         while True:
-            fresh = seat.link is None or seat.link.calls == 0
+            fresh = worker.link is None or worker.link.calls == 0
             try:
-                if seat.link is None:
-                    seat.link = await self._start(lane)
-                reply = await seat.link.ask(line, n, reward.wall_seconds * n, reward.cpu_seconds * n)
+                if worker.link is None:
+                    worker.link = await group.start()
+                reply = await worker.link.ask(line, n, reward.wall_seconds * n, reward.cpu_seconds * n)
             except ProcessDiedError:
-                seat.link = None
-                if fresh or lane.closed:
+                worker.link = None
+                if fresh or group.closed:
                     raise
                 continue
             except BaseException:  # the clock, or a cancelled caller: a late reply must not meet the next call
-                if seat.link is not None:
-                    await seat.link.kill()
-                seat.link = None
+                if worker.link is not None:
+                    await worker.link.kill()
+                worker.link = None
                 raise
             if reply.replace:
-                await seat.link.kill()
-                seat.link = None
+                await worker.link.kill()
+                worker.link = None
             if reply.replace != "memory" or fresh:
                 return reply
-
-    async def _start(self, lane: _Lane) -> RewardLink:
-        """A new process for a lane that is still there.
-
-        Raises:
-            ProcessDiedError: the job was unregistered, or the rewards no longer load.
-            ClockLimitError: loading took too long.
-        """
-        try:
-            link = await RewardLink.start(lane.hello, lane.log, walled=lane.walled)
-        except RewardError as error:
-            raise ProcessDiedError(f"could not be loaded again: {error}") from error
-        if lane.closed:  # while the process started
-            await link.kill()
-            raise ProcessDiedError("was not called: its job has ended")
-        return link
-
-    async def _sit_down(self, lane: _Lane) -> _Seat:
-        if lane.idle:
-            return lane.idle.pop()
-        if not lane.seats or sum(len(own.seats) for job in self._jobs.values() for own in job.lanes) < self._workers:
-            lane.seats.append(_Seat())
-            return lane.seats[-1]
-        place: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
-        lane.waiting.append(place)
-        try:
-            return await place
-        except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self._stand_up(lane, place.result())
-            raise
-
-    def _stand_up(self, lane: _Lane, seat: _Seat) -> None:
-        while lane.waiting:
-            place = lane.waiting.popleft()
-            if not place.done():
-                place.set_result(seat)
-                return
-        lane.idle.append(seat)
 
 
 def _part(score: Score) -> _Part:

@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from motet.batch import AdamW, OptimStats
 from motet.errors import AdapterError
 from motet.model.lora import AdapterLayout, AdapterWeights
 from motet.model.peft_io import save_tensors
-from motet.types import AdamW, OptimStats
 
 OPTIMIZER = "optimizer.safetensors"
 

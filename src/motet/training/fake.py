@@ -14,6 +14,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from motet.algorithms.policy_gradient import PolicyGradient
+from motet.batch import AdamW, Batch, LossStats, OptimStats, Sample, Segment, Trained
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.fake import (
@@ -26,7 +27,7 @@ from motet.model.fake import (
     write_adapter,
     write_files,
 )
-from motet.types import AdamW, Batch, FloatArray, LossStats, OptimStats, Sample, Segment, Trained
+from motet.types import FloatArray
 
 OPTIMIZER = "optimizer.safetensors"
 

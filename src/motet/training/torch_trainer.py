@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.algorithms.losses import LossInputs, loss_and_stats
+from motet.batch import AdamW, Batch, LossStats, OptimStats, Sample, Segment, Trained, shared_prompts
 from motet.config import AdapterConfig
 from motet.errors import AdapterError, BaseModelError
 from motet.model.attention import Prefix
@@ -29,18 +30,7 @@ from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.training.arena import AdapterArena
-from motet.types import (
-    AdamW,
-    Batch,
-    FloatArray,
-    IntArray,
-    LossStats,
-    OptimStats,
-    Sample,
-    Segment,
-    Trained,
-    shared_prompts,
-)
+from motet.types import FloatArray, IntArray
 
 HEAD_ROWS = 256
 """Rows of logits that are in memory at a time."""

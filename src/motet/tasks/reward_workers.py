@@ -1,0 +1,97 @@
+"""The processes that score one job's rewards: who is free, who waits for one, and a new one where one was lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from motet.config import RewardConfig
+from motet.errors import RewardError
+from motet.tasks.reward_link import RewardLink
+from motet.tasks.worker_link import ProcessDiedError
+
+
+class Worker:
+    """A place for one process, which is started by the first call that needs it."""
+
+    link: RewardLink | None = None
+
+
+@dataclass(eq=False)
+class WorkerGroup:
+    """Processes of one job, all behind a wall or none of them."""
+
+    walled: bool
+    hello: bytes
+    log: Path | None
+    rewards: Mapping[int, RewardConfig]
+    """By their places in the job, in the order in which the process has them."""
+    room: Callable[[], bool]
+    """Whether another process may be started."""
+    together: Sequence[bool] = ()
+    """Per reward of the process: whether all completions of a problem go into one call."""
+    workers: list[Worker] = field(default_factory=list)
+    closed: bool = False
+    _idle: list[Worker] = field(default_factory=list)
+    _waiting: deque[asyncio.Future[Worker]] = field(default_factory=deque)
+
+    async def open(self) -> None:
+        """Load the rewards in a first process."""
+        self.workers.append(Worker())
+        link = self.workers[0].link = await RewardLink.start(self.hello, self.log, walled=self.walled)
+        self.together, self._idle = link.together, list(self.workers)
+
+    async def close(self) -> None:
+        """End the processes; calls in flight come back as failed."""
+        self.closed = True
+        for worker in self.workers:
+            if worker.link is not None:
+                await worker.link.kill()
+
+    def index(self, place: int) -> int:
+        """Where in the process a reward is."""
+        return list(self.rewards).index(place)
+
+    async def start(self) -> RewardLink:
+        """A new process for a group that is still there.
+
+        Raises:
+            ProcessDiedError: the job was unregistered, or the rewards no longer load.
+            ClockLimitError: loading took too long.
+        """
+        try:
+            link = await RewardLink.start(self.hello, self.log, walled=self.walled)
+        except RewardError as error:
+            raise ProcessDiedError(f"could not be loaded again: {error}") from error
+        if self.closed:  # while the process started
+            await link.kill()
+            raise ProcessDiedError("was not called: its job has ended")
+        return link
+
+    async def take(self) -> Worker:
+        """Wait for a free one."""
+        if self._idle:
+            return self._idle.pop()
+        if not self.workers or self.room():
+            self.workers.append(Worker())
+            return self.workers[-1]
+        place: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.give_back(place.result())
+            raise
+
+    def give_back(self, worker: Worker) -> None:
+        """To whoever has waited longest."""
+        while self._waiting:
+            place = self._waiting.popleft()
+            if not place.done():
+                place.set_result(worker)
+                return
+        self._idle.append(worker)
