@@ -182,7 +182,7 @@ class CudaGraphRunner:
         """
         base = self._base
         layouts = _layouts(adapters)
-        if not base.arithmetic.graphs or not all(base.products.fits_table(layout) for layout in layouts):
+        if not all(base.products.fits_table(layout) for layout in layouts):
             return None
         tables = [self._table(layout, adapters) for layout in layouts]
         rows, n_blocks = self._shape(spans)
