@@ -301,7 +301,8 @@ def test_the_page_about_the_architecture_names_what_exists() -> None:
     for name in quoted:
         if match := re.fullmatch(r"([\w/]+\.py)(?:::(\w+))?", name):
             assert (source / match[1]).is_file(), name
-            assert match[2] is None or re.search(rf"^(?:def |class )?{match[2]}\b", code[source / match[1]], re.M), name
+            body = code[source / match[1]]
+            assert match[2] is None or re.search(rf"^(?:async )?(?:def |class )?{match[2]}\b", body, re.M), name
         elif match := re.fullmatch(r"([A-Z]\w+)(?:\.(\w+))?", name):
             holders = [body for body in code.values() if re.search(rf"^(?:class )?{match[1]}\b", body, re.M)]
             assert holders, name

@@ -236,8 +236,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "name of a hidden file": ({"name": ".hidden"}, "must be letters"),
     "name of a parent": ({"name": ".."}, "must be letters"),
     "long name": ({"name": "x" * 101}, "at most 100"),
-    "algorithm": ({"algorithm": "grpoo"}, "algorithm: there is no algorithm 'grpoo': did you mean 'grpo'? Built in are grpo,"),
-    "environment": ({"environment": "game"}, "environment.name: must be single, retry, or file.py:Class for one of your own (got 'game')"),
+    "algorithm": (
+        {"algorithm": "grpoo"},
+        "algorithm: there is no algorithm 'grpoo': did you mean 'grpo'? Built in are grpo,",
+    ),
+    "environment": (
+        {"environment": "game"},
+        "environment.name: must be single, retry, or file.py:Class for one of your",
+    ),
     "group": ({"algorithm": {"group_size": 1}}, "algorithm.group_size: Input should be greater than or equal to 2"),
     "rank": ({"adapter": {"rank": 1000}}, "adapter.rank: Input should be less than or equal to 512"),
     "no reward": ({"reward": []}, "reward: is missing; name one, such as `exact`"),
