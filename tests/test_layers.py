@@ -67,7 +67,7 @@ SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"rewards"}),
     frozenset({"jobs"}),
     frozenset({"http"}),
-    frozenset({"routes"}),
+    frozenset({"routes", "tinker"}),
     frozenset({"app"}),
 )
 SERVICE_LEVEL = {part: level for level, parts in enumerate(SERVICE) for part in parts}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from motet import budgets
+from motet.algorithms.client import ClientDriven
 from motet.algorithms.schedule import auto_learning_rate
 from motet.algorithms.supervised import Supervised
 from motet.config import DataConfig, JobConfig, RunConfig
@@ -134,6 +135,8 @@ def prepare_all(
     known: dict[str, _Read] = {}
     for config in configs:
         try:
+            if isinstance(config.algorithm, ClientDriven):
+                raise ConfigError("algorithm.type client: clients reach a service alone; start `motet serve`")
             found.append(prepare(config, info, directory, known=known))
         except MotetError as error:
             wrong.append(f"job {config.name}: {str(error).removeprefix(f'job {config.name}: ')}")

@@ -9,14 +9,16 @@ are taken against: the sampler, or with `correct_sampler` the policy at the star
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from motet.batch import LossStats
+from motet.batch import LossStats, Sample
+from motet.types import FloatArray
 
 if TYPE_CHECKING:
     from motet.algorithms.policy_gradient import PolicyGradient
@@ -60,7 +62,8 @@ def ppo_clip(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor)
 
     Source: PPO (Schulman et al. 2017, arXiv 1707.06347), eq. 7; two bounds after DAPO (arXiv 2503.14476), eq. 10.
     """
-    return _clipped_surrogate(algorithm, torch.exp(log_ratio_N), inputs.advantages_N)
+    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    return _clipped_surrogate(low, high, torch.exp(log_ratio_N), inputs.advantages_N)
 
 
 def gspo(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
@@ -74,11 +77,11 @@ def gspo(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> 
     zeros_S = log_ratio_N.new_zeros(inputs.n_samples)
     lengths_S = zeros_S.index_add(0, inputs.sample_N, torch.ones_like(log_ratio_N))
     means_S = zeros_S.index_add(0, inputs.sample_N, log_ratio_N) / lengths_S.clamp(min=1)
-    return _clipped_surrogate(algorithm, torch.exp(means_S).index_select(0, inputs.sample_N), inputs.advantages_N)
-
-
-def _clipped_surrogate(algorithm: PolicyGradient, ratio_N: Tensor, advantages_N: Tensor) -> TokenLosses:
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    return _clipped_surrogate(low, high, torch.exp(means_S).index_select(0, inputs.sample_N), inputs.advantages_N)
+
+
+def _clipped_surrogate(low: float, high: float, ratio_N: Tensor, advantages_N: Tensor) -> TokenLosses:
     clipped_N = ((ratio_N < low) & (advantages_N < 0)) | ((ratio_N > high) & (advantages_N > 0))
     surrogate_N = torch.where(clipped_N, ratio_N.detach().clamp(low, high), ratio_N) * advantages_N
     return -surrogate_N, clipped_N
@@ -160,6 +163,54 @@ def policy_losses(algorithm: PolicyGradient, inputs: LossInputs) -> TokenLosses:
 def cross_entropy(inputs: LossInputs) -> TokenLosses:
     """−log π of each target."""
     return -inputs.logprobs_N, _nowhere(inputs.logprobs_N)
+
+
+def client_losses(name: str, settings: Mapping[str, float], inputs: LossInputs) -> TokenLosses:
+    """A loss of `algorithms.client.CLIENT_LOSSES`, with the ratio r = π / sampler and absolute bounds on it.
+
+    Source: the Tinker API's documentation, "Loss functions". `cispo` has no gradient through its weight; `dro` is
+    −(A·log π − β/2 (log r)²).
+    """
+    logprobs_N, advantages_N = inputs.logprobs_N, inputs.advantages_N
+    if name == "cross_entropy":
+        return cross_entropy(inputs)
+    log_ratio_N = logprobs_N - inputs.sampler_logprobs_N
+    if name == "dro":
+        return 0.5 * settings["beta"] * log_ratio_N**2 - logprobs_N * advantages_N, _nowhere(logprobs_N)
+    if name == "importance_sampling":
+        return -torch.exp(log_ratio_N) * advantages_N, _nowhere(logprobs_N)
+    low, high = settings["clip_low_threshold"], settings["clip_high_threshold"]
+    if name == "cispo":
+        ratio_N = torch.exp(log_ratio_N.detach())
+        return -ratio_N.clamp(low, high) * advantages_N * logprobs_N, (ratio_N < low) | (ratio_N > high)
+    return _clipped_surrogate(low, high, torch.exp(log_ratio_N), advantages_N)
+
+
+@torch.no_grad()
+def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[FloatArray]) -> float:
+    """Σ weight · token loss of samples, from logprobs of their targets ([T] or [T, K] each)."""
+
+    def gathered(values: Sequence[FloatArray | None]) -> Tensor:
+        parts = [
+            np.broadcast_to(
+                (np.ones(len(like), np.float32) if one is None else one).reshape(len(like), -1),
+                like.reshape(len(like), -1).shape,
+            )[sample.loss_mask].reshape(-1)
+            for sample, one, like in zip(samples, values, logprobs, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(parts).astype(np.float32))
+
+    logprobs_N = gathered(logprobs)
+    inputs = LossInputs(
+        logprobs_N=logprobs_N,
+        entropy_N=torch.zeros_like(logprobs_N),
+        sampler_logprobs_N=gathered([sample.logprobs for sample in samples]),
+        advantages_N=gathered([sample.advantages for sample in samples]),
+        weights_N=gathered([sample.weights for sample in samples]),
+        sample_N=torch.zeros_like(logprobs_N, dtype=torch.int64),
+        n_samples=len(samples),
+    )
+    return float((loss.token_losses(inputs)[0] * inputs.weights_N).double().sum())
 
 
 def loss_and_stats(loss: Loss, denominator: float, inputs: LossInputs) -> tuple[Tensor, LossStats]:

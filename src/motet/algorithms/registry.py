@@ -9,6 +9,7 @@ from pydantic import GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from motet.algorithms.algorithm import Algorithm
+from motet.algorithms.client import ClientDriven
 from motet.algorithms.dapo import Dapo
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Cispo, DrGrpo, Grpo, Gspo, ImportanceSampling, Ppo, Reinforce, Rloo
@@ -27,6 +28,7 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "importance_sampling": ImportanceSampling,
     "ppo": Ppo,
     "sft": Supervised,
+    "client": ClientDriven,
 }
 """The values of a job's `algorithm.type`."""
 OWN = OwnCode("algorithm", ConfigError, tuple(ALGORITHMS))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from motet.algorithms.client import ClientDriven
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.algorithms.registry import Choice
@@ -276,7 +277,7 @@ class JobConfig(Config):
     """Problems to learn from."""
     rewards: Annotated[list[RewardConfig], Field(fail_fast=True), BeforeValidator(_reward_list)] = []
     """What is learned: one reward, a list, or a mapping of name to weight. `reward` is another name for it. Every algorithm
-    needs one but `sft`, which learns the data's answers."""
+    needs one but `sft`, which learns the data's answers, and `client`."""
     environment: Annotated[EnvironmentConfig, named("name")] = EnvironmentConfig()
     """Who answers the model's turns. A plain string is the name."""
     adapter: AdapterConfig = AdapterConfig()
@@ -323,7 +324,7 @@ class JobConfig(Config):
         if isinstance(self.algorithm, Supervised):
             if self.rewards:
                 raise ValueError("reward: sft learns the data's answers and asks no reward; leave it out")
-        elif not self.rewards and not self.environment.own:
+        elif not self.rewards and not self.environment.own and not isinstance(self.algorithm, ClientDriven):
             raise ValueError("reward: is missing; name one, such as `exact`, or `file.py:function` for your own")
         return self
 

@@ -24,6 +24,7 @@ from motet.service.engine.messages import (
     Examined,
     FromEngine,
     PromptRead,
+    PromptScored,
     Refused,
     Tokens,
     Unfit,
@@ -51,6 +52,8 @@ class Answers:
         self._chat = Chat.plain(info.tokenizer)
         self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
         self._shelf: OrderedDict[str, AdapterRef] = OrderedDict()
+        self._held: Counter[str] = Counter()
+        """Answers that a version of the shelf gives now, by its directory."""
         self._open: dict[int, asyncio.Task[None]] = {}
         self._asking: Counter[str] = Counter()
         """Answers that wait or are given, by account."""
@@ -74,29 +77,35 @@ class Answers:
         key = question.key
         try:
             prompt_ids = await asyncio.to_thread(_prompt_ids, self._chat, question, self._longest)
-            ref = None if question.adapter is None else await self._shelved(Path(question.adapter))
-            self._numbers += 1
-            request = GenerateRequest(
-                f"answer/{self._numbers}",
-                f"{COMPLETIONS}{question.tenant}",
-                prompt_ids,
-                ref,
-                replace(question.sampling, stop_token_ids=self._stops),
-                tuple(seeds.key(question.seed, "chat", index) for index in range(question.n)),
-                stream=question.stream,
-            )
-            self._send(PromptRead(key, len(prompt_ids)))
-            async with self._turn(request.job, question.tenant, question.n):
-                self._scheduler.spend(request.job, len(prompt_ids))
-                async for chunk in self._engine.generate(request):
-                    self._scheduler.spend(request.job, len(chunk.token_ids))
-                    ids = chunk.token_ids.tolist() if question.logprobs else ()
-                    self._send(Tokens(key, chunk, [self._chat.completion_text([token]) for token in ids]))
+            async with self._version(question.adapter) as ref:
+                await self._complete(question, prompt_ids, ref)
             self._send(Done(key))
         except Exception as error:  # whoever asked has to hear of it
             self._send(Refused(key, reason(error), _is_theirs(error)))
         finally:
             self._open.pop(key, None)
+
+    async def _complete(self, question: Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> None:
+        key, given = question.key, question.stop_token_ids
+        self._numbers += 1
+        request = GenerateRequest(
+            f"answer/{self._numbers}",
+            f"{COMPLETIONS}{question.tenant}",
+            prompt_ids,
+            ref,
+            replace(question.sampling, stop_token_ids=self._stops if given is None else tuple(given)),
+            tuple(seeds.key(question.seed, "chat", index) for index in range(question.n)),
+            stream=question.stream,
+        )
+        self._send(PromptRead(key, len(prompt_ids)))
+        async with self._turn(request.job, question.tenant, question.n):
+            self._scheduler.spend(request.job, len(prompt_ids))
+            if question.prompt_logprobs:
+                self._send(PromptScored(key, await self._engine.score(prompt_ids, ref)))
+            async for chunk in self._engine.generate(request):
+                self._scheduler.spend(request.job, len(chunk.token_ids))
+                ids = chunk.token_ids.tolist() if question.logprobs else ()
+                self._send(Tokens(key, chunk, [self._chat.completion_text([token]) for token in ids]))
 
     @contextlib.asynccontextmanager
     async def _turn(self, account: str, tenant: str, rows: int) -> AsyncIterator[None]:
@@ -112,20 +121,31 @@ class Answers:
             if not self._asking[account]:
                 self._scheduler.leave(account)
 
-    async def _shelved(self, directory: Path) -> AdapterRef:
-        """Load a stored version, or find it loaded; the one that was asked for longest ago goes."""
-        name = str(directory)
+    @contextlib.asynccontextmanager
+    async def _version(self, directory: str | None) -> AsyncIterator[AdapterRef | None]:
+        """Hold a stored version while it is asked; None is the base."""
+        if directory is None:
+            yield None
+            return
+        self._held[directory] += 1
+        try:
+            yield await self._shelved(directory)
+        finally:
+            self._held[directory] -= 1
+
+    async def _shelved(self, directory: str) -> AdapterRef:
+        """Load a stored version, or find it loaded; of those that nobody holds, the one asked for longest ago goes."""
         async with self._shelving:  # two who ask for the same version load it once
-            if name not in self._shelf:
+            if directory not in self._shelf:
                 self._numbers += 1
                 ref = AdapterRef(f"shelf.{self._suffix}", self._numbers)
-                await self._engine.load_adapter(ref, directory)
-                self._shelf[name] = ref
-                if len(self._shelf) > SHELF:
-                    _, gone = self._shelf.popitem(last=False)
-                    await self._engine.unload_adapter(gone)
-            self._shelf.move_to_end(name)
-            return self._shelf[name]
+                await self._engine.load_adapter(ref, Path(directory))
+                self._shelf[directory] = ref
+                free = [name for name in self._shelf if not self._held[name]]
+                for name in free[: len(self._shelf) - SHELF]:
+                    await self._engine.unload_adapter(self._shelf.pop(name))
+            self._shelf.move_to_end(directory)
+            return self._shelf[directory]
 
     async def examine(self, question: Examine) -> None:
         """Say what an adapter is, or why it does not fit the base."""

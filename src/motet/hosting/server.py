@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 from motet.budgets import Need
@@ -49,7 +50,7 @@ class EngineServer:
         self.base = load(config.base, config.engine)
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
         self._scores = AskedOfService(ask_scores(parent.send))
-        self._shared = services(
+        shared = services(
             self.workshop,
             self.directory,
             RewardPool(
@@ -60,6 +61,8 @@ class EngineServer:
                 Walls(required=True, exempt=frozenset(start.unwalled)),
             ),
         )
+        info = self.base.info
+        self._shared = replace(shared, positions=info.max_positions, vocabulary=info.vocab_size)
         self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, patience=start.patience_seconds)
         self._answers = Answers(self.base, self._shared, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,6 +116,8 @@ class EngineServer:
                 self.pipeline.rule(message.tenant, message.rule)
             case m.ChangeJob():
                 self._change(message)
+            case m.Nudge():
+                self.pipeline.nudge(message.job)
             case m.ForgetJob():
                 self.pipeline.forget(message.job)
             case m.Complete():
@@ -161,7 +166,7 @@ class EngineServer:
         return job
 
     def _event(self, job: str, kind: str, data: Mapping[str, Any]) -> None:
-        self._parent.send(m.JobEvent(job, kind, as_json(data)))
+        self._parent.send(m.Obeyed(job) if kind == "command" else m.JobEvent(job, kind, as_json(data)))
 
     def _change(self, change: m.ChangeJob) -> None:
         if change.job in self.pipeline.jobs:

@@ -29,7 +29,7 @@ class Driver:
             await self.begin()
             await session.open()
             await self._publish()
-            while session.done.step < job.config.steps:
+            while not self.ended:
                 job.progress.spent = self.spent
                 if self._pause or job.progress.spent:
                     await session.commit()
@@ -76,6 +76,14 @@ class Driver:
     def rest(self) -> None:
         """Wait for no score any longer."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.session.done.step >= self.job.config.steps
+
+    def nudge(self) -> None:
+        """Something may have come that the loop waits for."""
+
     # --- what others ask -----------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
@@ -100,6 +108,8 @@ class Driver:
         return wanted or self.job.evaluates(version) or config.algorithm.lag > 0
 
     async def _publish(self) -> None:
+        if self.session.versions.latest == self.session.done.step:  # nothing was trained: there was a reason to stop
+            return
         await self.session.publish()
         if not self.spent:
             self.published(self.session.done.step)

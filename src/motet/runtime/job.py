@@ -24,7 +24,8 @@ from motet.types import JobState, SamplingParams
 Result = TypeVar("Result")
 
 Tell = Callable[[str, Mapping[str, Any]], None]
-"""Hears of what happens to a job: `state` when it changes, `step` when one is committed or done."""
+"""Hears of what happens to a job: `state` when it changes, `step` when one is committed or done, `command` when one of its
+client's is obeyed."""
 
 
 def _nobody(kind: str, data: Mapping[str, Any]) -> None:
@@ -63,6 +64,10 @@ class Services:
     """Versions that an engine keeps besides those that are needed; 0 keeps all."""
     threads: int = 0
     """Torch threads; 0 where there is no torch."""
+    positions: int = 0
+    """Of the base's longest sequence."""
+    vocabulary: int = 0
+    """Tokens that the base knows."""
 
     async def on_device(self, job: str, call: Callable[[], Result]) -> Result:
         """Run a trainer call of one job in the device's turn; its time is that job's."""

@@ -9,9 +9,11 @@ import asyncio
 import traceback
 from collections.abc import Sequence
 
+from motet.algorithms.client import ClientDriven
 from motet.algorithms.supervised import Supervised
 from motet.errors import DeviceError, MotetError, RunError
 from motet.runtime.checkpoint import disk_error
+from motet.runtime.client_loop import ClientLoop
 from motet.runtime.controls import words
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
@@ -161,6 +163,11 @@ class Pipeline:
         self._services.scheduler.reweigh(name, weight_of(job.config.priority))
         self._changed.set()
 
+    def nudge(self, name: str) -> None:
+        """Something came that a job may wait for."""
+        if name in self._loops:
+            self._loops[name].nudge()
+
     def cancel(self, name: str) -> None:
         """End a job now; what it committed stays on disk."""
         if name in self._tasks:
@@ -279,7 +286,8 @@ class Pipeline:
 
 def driver_of(job: Job) -> type[Driver]:
     """Which loop a job's algorithm is for."""
-    return SupervisedLoop if isinstance(job.config.algorithm, Supervised) else RolloutLoop
+    loops = {ClientDriven: ClientLoop, Supervised: SupervisedLoop}
+    return next((loop for kind, loop in loops.items() if isinstance(job.config.algorithm, kind)), RolloutLoop)
 
 
 def _outcome(job: Job, state: JobState, reason: str, *, gives: bool) -> tuple[JobState, str]:
@@ -293,7 +301,10 @@ def _outcome(job: Job, state: JobState, reason: str, *, gives: bool) -> tuple[Jo
     """
     done = f"after step {job.progress.step}"
     if state is JobState.QUEUED:
-        return state, f"gave its slot away {done} because it waited for scores; goes on when one is free"
+        return (
+            state,
+            f"gave its slot away {done} because it waited for scores or for its client; goes on when one is free",
+        )
     if state is not JobState.PAUSED:
         return state, ""
     if job.progress.spent:

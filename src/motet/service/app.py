@@ -51,10 +51,16 @@ from motet.service.storage import Storage
 from motet.service.tenants.enforcement import QuotaEnforcer
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import Quotas
+from motet.service.tinker import runs, sampling, startup, training
+from motet.service.tinker.checkpoints import Checkpoints
+from motet.service.tinker.futures import Futures
+from motet.service.tinker.models import Models
+from motet.service.tinker.samplers import Samplers
 from motet.tasks.reward_http import HttpRewards
 
 ROUTES = (
     jobs, events, adapters, shares, files, keys, tenants, completions, fine_tuning, dashboard, rewards, health,
+    startup, training, sampling, runs,
 )  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503)
@@ -163,12 +169,16 @@ def _parts(settings: Settings, store: Store) -> Parts:
     submissions = Submissions(allowed, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine)
     checks, reads = CheckThreads(), ReadThreads()
     handlers = EngineHandlers(
-        handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, workers.rest, ledger.count_completion
+        handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, workers.rest, ledger.count_completion,
+        bus.publish,
     )  # fmt: skip
     lifecycle = Lifecycle(
         engine, handlers, bus, queue, enforcer, recorder, workers, grading, ledger, (checks, reads)
     )  # fmt: skip
+    models = Models(settings, store, storage, submissions, quotas, engine)
+    checkpoints = Checkpoints(models)
     return Parts(
+        models, checkpoints, Samplers(models, checkpoints, storage, engine), Futures(models, store, bus),
         settings, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, grading, recorder, handover,
         queue, submissions, checks, reads, lifecycle, FineTunings(store, storage, adapters),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),

@@ -24,8 +24,10 @@ TYPES = {
 }  # fmt: skip
 _LONGEST = 10_000
 """Characters of a message: some quote what they were given."""
-_OPENAI = ("/v1/chat/", "/v1/completions", "/v1/fine_tuning/")
-"""Paths where a request that does not fit is a 400, as the `openai` package's users know it."""
+_TINKER = "/tinker/"
+"""Below it a conflict is a 400: clients would ask again and again after a 409."""
+_BAD_REQUESTS = ("/v1/chat/", "/v1/completions", "/v1/fine_tuning/", _TINKER)
+"""Paths where a request that does not fit is a 400, as users of the packages know it whose protocol it is."""
 
 
 class Refusal(Exception):
@@ -57,7 +59,7 @@ def _answer(request: Request, error: Exception) -> JSONResponse:
         case RequestValidationError():
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"][1:])
-            status = 400 if request.url.path.startswith(_OPENAI) else 422
+            status = 400 if request.url.path.startswith(_BAD_REQUESTS) else 422
             return error_body(status, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
         case DatabaseDataError():
             return error_body(422, f"the database cannot keep this: {error.orig}")
@@ -69,7 +71,7 @@ def _answer(request: Request, error: Exception) -> JSONResponse:
         case ConfigError() | DataError() | RewardError():
             return error_body(400, str(error))
         case StoreError():
-            return error_body(409, str(error))
+            return error_body(400 if request.url.path.startswith(_TINKER) else 409, str(error))
         case MotetError():
             return error_body(503 if isinstance(error, EngineError) else 500, str(error))
     return error_body(500, f"{type(error).__name__}; this is a fault of Motet, its log has the whole story")

@@ -45,6 +45,8 @@ class EngineHandlers:
     """Whether a job is to rest as soon as nobody is there who scores for it."""
     tokens: Callable[[str, int, int], None]
     """(tenant, read, sampled): tokens of a tenant's completions."""
+    obeyed: Callable[[str], None]
+    """A command of a job's client is done."""
 
 
 class EngineClient:
@@ -210,6 +212,8 @@ class EngineClient:
             case m.CancelScore():
                 if (unwanted := self._scoring.get(message.key)) is not None:
                     unwanted.cancel()
+            case m.Obeyed():
+                handlers.obeyed(message.job)
             case m.Rest():
                 handlers.rest(message.job, message.wanted)
             case m.JobEvent() | m.Usage():

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from motet.channel import Message
 from motet.config.service import Largest
 from motet.runtime.slots import Rule
-from motet.types import Chunk, SamplingParams
+from motet.types import Chunk, FloatArray, SamplingParams
 
 Action = Literal["pause", "resume", "cancel"]
 
@@ -73,6 +73,12 @@ class ForgetJob(Message, frozen=True):
     job: str
 
 
+class Nudge(Message, frozen=True):
+    """A client may have asked more of its job: the journal of the job has it."""
+
+    job: str
+
+
 class SetRule(Message, frozen=True):
     """What holds for a tenant's jobs from now on."""
 
@@ -81,7 +87,9 @@ class SetRule(Message, frozen=True):
 
 
 class Complete(Message, frozen=True):
-    """A question: complete a conversation, or a prompt as it is. Answered by `PromptRead`, then `Tokens`."""
+    """A question: complete a conversation, or a prompt as it is. Answered by `PromptRead`, then `PromptScored` where it is
+    wanted, then `Tokens`.
+    """
 
     tenant: str
     """Whose tokens the answer costs."""
@@ -96,6 +104,10 @@ class Complete(Message, frozen=True):
     messages: list[dict[str, str]] = []
     prompt: str | list[int] | None = None
     """Text or token ids; None: `messages`, through the chat template."""
+    stop_token_ids: list[int] | None = None
+    """Token ids that end a completion; None: those of the base."""
+    prompt_logprobs: bool = False
+    """Whether `PromptScored` is wanted too."""
     key: int = 0
 
 
@@ -123,7 +135,9 @@ class Scored(Message, frozen=True):
 
 
 Question = Complete | Examine
-ToEngine = Start | Stop | AddJob | SteerJob | ChangeJob | ForgetJob | SetRule | Complete | Examine | Abandon | Scored
+ToEngine = (
+    Start | Stop | AddJob | SteerJob | ChangeJob | ForgetJob | Nudge | SetRule | Complete | Examine | Abandon | Scored
+)  # fmt: skip
 
 # --- engine → service -------------------------------------------------------------------------------------------------------
 
@@ -159,6 +173,12 @@ class JobEvent(Message, frozen=True):
     kind: str
     """`state` or `step`."""
     data: dict[str, Any]
+
+
+class Obeyed(Message, frozen=True):
+    """A command of a client's is done; its outcome is in the journal of the job."""
+
+    job: str
 
 
 class Usage(Message, frozen=True):
@@ -204,6 +224,13 @@ class PromptRead(Message, frozen=True):
     tokens: int
 
 
+class PromptScored(Message, frozen=True):
+    """Logprobs of the prompt's tokens at temperature 1, the first one's 0."""
+
+    key: int
+    logprobs: FloatArray
+
+
 class Tokens(Message, frozen=True):
     """Some tokens of one completion."""
 
@@ -244,8 +271,8 @@ class Refused(Message, frozen=True):
     """Whether it never could."""
 
 
-Answer = PromptRead | Tokens | Examined | Unfit | Done | Refused
+Answer = PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
 FromEngine = (
-    Ready | Failed | Stopped | Progress | JobEvent | Usage | ScoreRequest | CancelScore | Rest
-    | PromptRead | Tokens | Examined | Unfit | Done | Refused
+    Ready | Failed | Stopped | Progress | JobEvent | Obeyed | Usage | ScoreRequest | CancelScore | Rest
+    | PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
 )  # fmt: skip

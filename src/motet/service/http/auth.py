@@ -9,11 +9,16 @@ from motet.service.database.tenants import Principal, Tenants
 from motet.service.errors import Refusal
 from motet.service.http.throttle import RateLimit
 
+OF_TINKER = "tml-"
+"""The `tinker` package sends only keys that begin so: a key of Motet's comes after it."""
+
 
 def bearer(request: Request) -> str:
-    """The key that a request brings; empty where it brings none."""
+    """The key that a request brings, as a bearer or as the `tinker` package does; empty where it brings none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return request.headers.get("x-api-key", "").strip().removeprefix(OF_TINKER)
 
 
 class Access:

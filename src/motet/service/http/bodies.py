@@ -24,7 +24,10 @@ MOST_SCORES = 8 * 2**20
 """Of what a reward worker hands in."""
 MOST_OF_NOBODY = 2**16
 """Of a request whose key has not been looked at."""
-_PROMPTS = ("/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run")
+MOST_GRADIENT = 32 * 2**20
+"""Of what a client wants a gradient of."""
+_GRADIENT = "/tinker/api/v1/forward_backward"
+_PROMPTS = ("/tinker/api/v1/asample", "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run")
 _SCORES = "/scoring/results"
 _AROUND = 2**16  # what a form has around its file
 _DRAIN_SECONDS = 5.0
@@ -80,6 +83,8 @@ class Bodies:
 
 def _limit(path: str) -> int:
     """Bytes of a body of a path that takes no files."""
+    if path == _GRADIENT:
+        return MOST_GRADIENT
     return MOST_PROMPT if path in _PROMPTS else MOST_SCORES if path.endswith(_SCORES) else MOST
 
 

@@ -1,0 +1,236 @@
+"""A session that a client drives: it obeys the commands of a journal, in order of their numbers.
+
+Each optimizer step is a version and a commit. After a crash, a pause or a lost slot the session goes back to its last commit and
+obeys again what came later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from motet.algorithms.algorithm import StepBatch
+from motet.algorithms.client import ClientLoss
+from motet.batch import AdamW, LossStats, OptimStats
+from motet.errors import AdapterError, ScorerAway
+from motet.runtime.checkpoint import Committed, sync_directory
+from motet.runtime.driver import Driver
+from motet.runtime.job import Job, Services
+from motet.runtime.journal import (
+    AnyCommand,
+    AnyOutcome,
+    Done,
+    Failed,
+    ForwardBackward,
+    Gradient,
+    Journal,
+    Load,
+    Nothing,
+    OptimStep,
+    Save,
+    Tensor,
+    samples_of,
+)
+from motet.runtime.learning import LearnedStep
+from motet.runtime.metrics import trained_record
+from motet.runtime.session import FinishedStep
+
+ABOUT = "checkpoint.json"
+"""What is known of a checkpoint, beside its adapter."""
+SNAPSHOTS = 32
+"""Newest unnamed snapshots of a session that are kept to sample from."""
+
+
+class ClientLoop(Driver):
+    """Trains an adapter as its client says."""
+
+    def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
+        super().__init__(job, services, committed)
+        self._journal = Journal(job.directory.path)
+        self._next = self.session.done.position
+        """The number of the next command."""
+        self._news = asyncio.Event()
+        self._waiting = self._rest = False
+        self._stats, self._samples, self._tokens = LossStats(), 0, 0
+        """Of the gradient that waits for its step."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the client has finished, and everything that it asked is done."""
+        over = self._journal.finished and self._journal.command(self._next) is None
+        return over or super().ended
+
+    async def step(self, step: int) -> None:
+        """Obey commands until one makes the next version, or there is a reason to stop."""
+        while not self._pause and not self.ended:
+            command = await self._command()
+            if command is not None:
+                await self._obey(command)
+            elif self._rest:
+                raise ScorerAway("the client asked for nothing")
+            if self.session.done.step > step:
+                return
+
+    def nudge(self) -> None:
+        """Look at the journal: there may be another command."""
+        self._news.set()
+
+    def pause(self) -> None:
+        """Stop after the command under way."""
+        super().pause()
+        self._news.set()
+
+    @property
+    def waits(self) -> bool:
+        """Whether the client asks for nothing just now."""
+        return self._waiting
+
+    def rest(self) -> None:
+        """Give the slot away: the session goes on with the next one."""
+        self._rest = True
+        self._news.set()
+
+    async def _command(self) -> AnyCommand | None:
+        """The next command; None where it has not come, but something else may have happened."""
+        self._news.clear()  # before looking: nothing is missed
+        command = await asyncio.to_thread(self._journal.command, self._next)
+        if command is None and not self._pause and not self._rest and not self._journal.finished:
+            self._waiting, self.job.progress.phase = True, "waiting for its client"
+            await self._news.wait()
+            self._waiting = False
+        return command
+
+    async def _obey(self, command: AnyCommand) -> None:
+        number = self._next
+        try:
+            match command:
+                case OptimStep():
+                    await self._optim_step(number, command)
+                case Load():
+                    await self._load(number, command)
+                case ForwardBackward():
+                    await self._answer(number, await self._forward_backward(command))
+                case Save():
+                    await self._save(number, command)
+                    await self._answer(number, Done(command.answer))
+                case Nothing():
+                    await self._answer(number, Done(command.answer))
+        except AdapterError as error:
+            await self._answer(number, Failed(str(error)))
+
+    async def _answer(self, number: int, outcome: AnyOutcome) -> None:
+        await asyncio.to_thread(self._journal.answer, number, outcome)
+        self._next = number + 1
+        self.job.tell("command", {"number": number})
+
+    async def _forward_backward(self, command: ForwardBackward) -> AnyOutcome:
+        loss, samples = ClientLoss(command.loss, command.settings), samples_of(command.data)
+        if (reason := self._misfit(command)) is not None:
+            return Failed(reason)
+        batch = StepBatch(samples, 1.0)
+        segments = batch.segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
+        scheduler = self.services.scheduler
+        self.job.progress.phase = "training"
+        with scheduler.working(self.job.name):
+            if command.forward_only:
+                logprobs = await self.session.forward(segments)
+                value = loss.value(samples, logprobs)
+            else:
+                trained = await self.session.forward_backward(segments)
+                logprobs = [values for one in trained for values in one.logprobs]
+                stats = sum((one.stats for one in trained), LossStats())
+                self._stats, self._samples = self._stats + stats, self._samples + len(samples)
+                value = stats.loss
+        scheduler.spend(self.job.name, batch.tokens)
+        self._tokens += batch.tokens
+        metrics = {"loss:sum": value, "tokens:sum": float(sum(sample.n_trainable for sample in samples))}
+        return Gradient([Tensor.of(values[1:]) for values in logprobs], metrics)
+
+    def _misfit(self, command: ForwardBackward) -> str | None:
+        """Why data do not fit the base; None where they do."""
+        positions, vocabulary = self.services.positions, self.services.vocabulary
+        for index, datum in enumerate(command.data):
+            largest = max(int(np.frombuffer(ids, "<i4").max()) for ids in (datum.tokens, datum.targets))
+            if largest >= vocabulary:
+                return f"data[{index}] has the token id {largest}; those of this base go from 0 to {vocabulary - 1}"
+            if datum.length >= positions:
+                return f"data[{index}] has {datum.length} tokens; this base has positions for {positions - 1}"
+        return None
+
+    async def _optim_step(self, number: int, command: OptimStep) -> None:
+        started = time.monotonic()
+        clip = math.inf if command.clip_norm is None else command.clip_norm
+        adamw = AdamW(command.lr, command.betas, command.eps, command.weight_decay, clip)
+        optim = await self.session.optim_step(adamw)
+        metrics = {"grad_norm:mean": optim.grad_norm, "lr:mean": optim.lr, "skipped:sum": float(optim.skipped)}
+        await self._finish(number, Done({"metrics": metrics}), optim, {"train": time.monotonic() - started})
+
+    async def _finish(self, number: int, done: Done, optim: OptimStats | None, seconds: dict[str, float]) -> None:
+        """Record and commit the next version. Its outcome is written first: what is committed is never obeyed again."""
+        learned = LearnedStep(StepBatch((), 1.0), self._stats, optim, self._tokens)
+        step = self.session.done.step
+        finished = FinishedStep(
+            record={"step": step, "version": step, "samples": self._samples, **trained_record(learned)},
+            seconds=seconds,
+            optim=optim,
+            tokens_trained=self._tokens,
+            position=number + 1,
+        )
+        await asyncio.to_thread(self._journal.answer, number, done)
+        await self.session.finish(finished, None, commit=True)
+        self._stats, self._samples, self._tokens, self._next = LossStats(), 0, 0, number + 1
+        await asyncio.to_thread(self._journal.forget, self._next)
+        self.job.tell("command", {"number": number})
+
+    async def _load(self, number: int, command: Load) -> None:
+        """Another start, which is a version of its own: what is sampled from it has to be told from what was before."""
+        source, services = Path(command.directory), self.services
+        await services.on_device(
+            self.job.name,
+            lambda: services.trainer.load_adapter(self.job.name, source, optimizer=command.optimizer),
+        )
+        self._stats, self._samples = LossStats(), 0
+        await self._finish(number, Done(command.answer), None, {"train": 0.0})
+
+    async def _save(self, number: int, command: Save) -> None:
+        trainer, name = self.services.trainer, self.job.name
+        final = self.job.directory.path / "checkpoints" / command.place
+
+        def write() -> None:
+            if _number(final) == number:  # written before a crash, by this very command
+                return
+            draft = final.with_name(f".part-{final.name}")
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            trainer.save_adapter(name, draft, optimizer=command.optimizer)
+            (draft / ABOUT).write_bytes(msgspec.json.encode(command.about))
+            sync_directory(draft)
+            shutil.rmtree(final, ignore_errors=True)
+            draft.rename(final)
+            sync_directory(final.parent)
+            _prune(final.parent)
+
+        await asyncio.to_thread(write)
+
+
+def _number(checkpoint: Path) -> int | None:
+    """The command that saved a checkpoint; None where there is none."""
+    try:
+        found: int = msgspec.json.decode((checkpoint / ABOUT).read_bytes())["number"]
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def _prune(directory: Path) -> None:
+    """Old snapshots that have no name go."""
+    unnamed = [path for path in directory.glob("snapshot-*") if path.name.removeprefix("snapshot-").isdecimal()]
+    unnamed.sort(key=lambda path: int(path.name.removeprefix("snapshot-")))
+    for path in unnamed[:-SNAPSHOTS]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,277 @@
+"""What a client asked of its session, one file a command, and what came of each. The files are the journal: after a crash the
+session goes back to its last commit and obeys again what came later, which ends with the same bytes.
+
+    <job>/commands/
+      model.json         what the client said of its model
+      <number>.cmd       one command; numbers begin at 0 and are obeyed in order, whatever order they come in
+      <number>.out       its outcome
+      finished           there since the client said that no more will come
+
+Whoever writes a file renames it into place when it is whole and synced. A command is written once: who sends it again changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from motet.batch import Sample
+from motet.runtime.checkpoint import sync_directory
+from motet.types import FloatArray
+
+KEPT = 4096
+"""Outcomes of so many commands before the newest commit are kept for a client that asks again."""
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A float32 array."""
+
+    data: bytes
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, values: FloatArray) -> Tensor:
+        """An array as a file keeps it."""
+        return cls(values.astype("<f4").tobytes(), values.shape)
+
+    def array(self) -> FloatArray:
+        """The array again."""
+        return np.frombuffer(self.data, "<f4").reshape(self.shape)
+
+
+class Datum(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence of T tokens, and what each place of it is to predict."""
+
+    tokens: bytes
+    """int32 [T]."""
+    targets: bytes
+    """int32 [T] or [T, K]; those of place t are predicted from the tokens up to t."""
+    n_targets: int
+    """K, or 0 where there is one target of each place."""
+    weights: Tensor | None = None  # [T] or [T, K]
+    logprobs: Tensor | None = None  # [T]
+    advantages: Tensor | None = None  # [T]
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return len(self.tokens) // 4
+
+    def sample(self) -> Sample:
+        """The trainable sequence of T + 1 tokens; its first one is predicted by nothing, its last one predicts nothing."""
+        tokens = np.frombuffer(self.tokens, "<i4")
+        targets = np.frombuffer(self.targets, "<i4").reshape((-1, self.n_targets) if self.n_targets else (-1,))
+        length = len(tokens) + 1
+
+        def shifted(values: Tensor | None) -> FloatArray:
+            if values is None:
+                return np.zeros(length, np.float32)
+            found = values.array()
+            return np.concatenate([np.zeros_like(found[:1]), found])
+
+        return Sample(
+            token_ids=np.append(tokens, np.int32(0)).astype(np.int32),
+            loss_mask=np.arange(length) > 0,
+            logprobs=shifted(self.logprobs),
+            advantages=shifted(self.advantages),
+            versions=np.full(length, -1, np.int32),
+            weights=None if self.weights is None else shifted(self.weights),
+            targets=np.concatenate([np.zeros_like(targets[:1]), targets]).astype(np.int32),
+        )
+
+
+class Command(msgspec.Struct, frozen=True, tag=True):
+    """Base of what a client can ask."""
+
+
+class ForwardBackward(Command, frozen=True):
+    """Add a gradient, or only look at the loss."""
+
+    data: list[Datum]
+    loss: str
+    settings: dict[str, float]
+    forward_only: bool = False
+
+
+class OptimStep(Command, frozen=True):
+    """Make the next version."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
+    """None does not clip."""
+
+
+class Save(Command, frozen=True):
+    """Write the adapter down, with the optimizer's state and a gradient that waits for its step where asked."""
+
+    place: str
+    """Below the job's `checkpoints`."""
+    optimizer: bool
+    about: dict[str, Any] = {}
+    """Kept beside it; its `number` is the command's."""
+    answer: dict[str, Any] = {}
+
+
+class Load(Command, frozen=True):
+    """Go on from an adapter that was saved, as the next version."""
+
+    directory: str
+    optimizer: bool
+    answer: dict[str, Any] = {}
+
+
+class Nothing(Command, frozen=True):
+    """A number that stands for no work: the model's start, or a request that was refused."""
+
+    answer: dict[str, Any] = {}
+
+
+AnyCommand = ForwardBackward | OptimStep | Save | Load | Nothing
+
+
+class Outcome(msgspec.Struct, frozen=True, tag=True):
+    """Base of what comes of a command."""
+
+
+class Gradient(Outcome, frozen=True):
+    """Of `ForwardBackward`."""
+
+    logprobs: list[Tensor]
+    """Of each datum's targets, [T] or [T, K]."""
+    metrics: dict[str, float]
+
+
+class Done(Outcome, frozen=True):
+    """Of every other command."""
+
+    answer: dict[str, Any] = {}
+    """What the client is told."""
+
+
+class Failed(Outcome, frozen=True):
+    """The command changed nothing, and why."""
+
+    reason: str
+
+
+AnyOutcome = Gradient | Done | Failed
+
+
+class JournalError(ValueError):
+    """Another command has this number."""
+
+
+class Journal:
+    """The commands of one session. The client's side and the session's may be different processes."""
+
+    def __init__(self, job: Path) -> None:
+        """`job` is the job's directory."""
+        self.path = job / "commands"
+
+    # --- the client's side ---------------------------------------------------------------------------------------------
+
+    def write(self, number: int, command: AnyCommand) -> None:
+        """Keep a command; the same again changes nothing.
+
+        Raises:
+            JournalError: another has this number.
+        """
+        data = msgspec.msgpack.encode(command)
+        digest = hashlib.sha256(data).digest()
+        known = self._read(number, "sum")
+        if known is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._put(number, "cmd", data)
+            self._put(number, "sum", digest)
+        elif known != digest:
+            raise JournalError(f"request {number} of this model was another one; numbers are used once")
+
+    def outcome(self, number: int) -> AnyOutcome | None:
+        """What came of a command; None where it has not been obeyed yet."""
+        data = self._read(number, "out")
+        return None if data is None else msgspec.msgpack.decode(data, type=AnyOutcome)
+
+    def known(self, number: int) -> bool:
+        """Whether a command of this number ever came."""
+        return self._file(number, "sum").exists() or self._file(number, "cmd").exists()
+
+    def finish(self) -> None:
+        """No more commands will come."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "finished").touch()
+
+    def describe(self, about: dict[str, Any]) -> None:
+        """Keep what the client said of its model."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write(self.path / "model.json", msgspec.json.encode(about))
+
+    def description(self) -> dict[str, Any]:
+        """What `describe` kept; empty before."""
+        try:
+            return msgspec.json.decode((self.path / "model.json").read_bytes(), type=dict[str, Any])
+        except FileNotFoundError:
+            return {}
+
+    # --- the session's side --------------------------------------------------------------------------------------------
+
+    def command(self, number: int) -> AnyCommand | None:
+        """A command; None where it has not come yet."""
+        data = self._read(number, "cmd")
+        return None if data is None else msgspec.msgpack.decode(data, type=AnyCommand)
+
+    def answer(self, number: int, outcome: AnyOutcome) -> None:
+        """Keep what came of a command."""
+        self._put(number, "out", msgspec.msgpack.encode(outcome))
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more commands will come."""
+        return (self.path / "finished").exists()
+
+    def forget(self, before: int) -> None:
+        """Commands before a number are in a commit: their bodies go, and outcomes that nobody can still want."""
+        for number in range(before - 1, -1, -1):
+            if not self._file(number, "cmd").exists():
+                break
+            self._file(number, "cmd").unlink()
+        for number in range(before - KEPT - 1, -1, -1):
+            if not self._file(number, "out").exists():
+                break
+            self._file(number, "out").unlink()
+
+    def _file(self, number: int, kind: str) -> Path:
+        return self.path / f"{number:08d}.{kind}"
+
+    def _read(self, number: int, kind: str) -> bytes | None:
+        try:
+            return self._file(number, kind).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _put(self, number: int, kind: str, data: bytes) -> None:
+        _write(self._file(number, kind), data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    draft = path.with_name(f"{path.name}.part")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    sync_directory(path.parent)
+
+
+def samples_of(data: Sequence[Datum]) -> tuple[Sample, ...]:
+    """Of all data of a command, in order."""
+    return tuple(datum.sample() for datum in data)

@@ -1,0 +1,142 @@
+"""What clients saved of their models: `tinker://<model>/<kind>/<name>`, a directory below the job's `checkpoints`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from motet.runtime.client_loop import ABOUT
+from motet.service.database.tables import StoredJob
+from motet.service.database.tenants import Principal
+from motet.service.errors import Refusal
+from motet.service.tinker.models import Models
+from motet.service.tinker.requests import NAME
+
+WEIGHTS, SAMPLER = "weights", "sampler_weights"
+_TYPES = {WEIGHTS: "training", SAMPLER: "sampler"}
+_SNAPSHOT = re.compile(r"snapshot-\d+")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is there."""
+
+    job: StoredJob
+    kind: str
+    name: str
+    directory: Path
+
+    @property
+    def path(self) -> str:
+        """As clients name it."""
+        return f"tinker://{self.job.idempotency_key}/{self.kind}/{self.name}"
+
+    def about(self) -> dict[str, Any]:
+        """What was said of it when it was saved, or later."""
+        found: dict[str, Any] = msgspec.json.decode((self.directory / ABOUT).read_bytes())
+        return found
+
+    def shown(self) -> dict[str, Any]:
+        """As clients are told of it."""
+        about, files = self.about(), [path for path in self.directory.iterdir() if path.name != ABOUT]
+        return {
+            "checkpoint_id": f"{self.kind}/{self.name}",
+            "checkpoint_type": _TYPES[self.kind],
+            "time": iso((self.directory / ABOUT).stat().st_mtime),
+            "tinker_path": self.path,
+            "size_bytes": sum(path.stat().st_size for path in files),
+            "public": False,
+            "user_metadata": about.get("user_metadata"),
+            "expires_at": None if about.get("expires") is None else iso(about["expires"]),
+        }
+
+
+def iso(seconds: float) -> str:
+    """A time as clients read it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def about_of(number: int, ttl: int | None, metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """What is kept beside a checkpoint that command `number` saves."""
+    return {"number": number, "expires": None if ttl is None else time.time() + ttl, "user_metadata": metadata}
+
+
+class Checkpoints:
+    """Finds them among what a tenant's models saved."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def of(self, job: StoredJob) -> Iterator[Checkpoint]:
+        """Those of a model that have a name, oldest first; what has expired goes away."""
+        found = []
+        for kind in _TYPES:
+            for place in (self._models.directory(job) / "checkpoints" / kind).glob("[!.]*"):
+                if not _SNAPSHOT.fullmatch(place.name) and (one := self._there(job, kind, place.name)):
+                    found.append(one)
+        yield from sorted(found, key=lambda one: (one.directory / ABOUT).stat().st_mtime)
+
+    def find(self, who: Principal, path: str) -> Checkpoint:
+        """The checkpoint of a path.
+
+        Raises:
+            Refusal: there is none.
+        """
+        parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in _TYPES:
+            raise Refusal(400, f"{path!r} is no path of weights; write tinker://<model>/weights/<name>")
+        return self.named(self._models.find(who, parts[0]), parts[1], parts[2])
+
+    def named(self, job: StoredJob, kind: str, name: str) -> Checkpoint:
+        """The checkpoint of a kind and name.
+
+        Raises:
+            Refusal: there is none.
+        """
+        found = self._there(job, kind, name) if kind in _TYPES and re.fullmatch(NAME, name) else None
+        if found is None:
+            raise Refusal(
+                404, f"there is no checkpoint {kind}/{name} of this model; it was never saved, deleted, or has expired"
+            )
+        return found
+
+    def check_free(self, job: StoredJob, kind: str, name: str, number: int, *, overwrite: bool = False) -> None:
+        """Let a command save under a name.
+
+        Raises:
+            Refusal: it is taken, or no name to give.
+        """
+        if _SNAPSHOT.fullmatch(name):
+            raise Refusal(400, f"path: {name!r} is a name of the service's own; give another")
+        there = self._there(job, kind, name)
+        if there is not None and not overwrite and there.about().get("number") != number:
+            raise Refusal(400, f"path: there is a checkpoint {name!r} already; give another name")
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Delete one."""
+        shutil.rmtree(checkpoint.directory, ignore_errors=True)
+
+    def expire(self, checkpoint: Checkpoint, seconds: int | None) -> None:
+        """Let it go so many seconds from now; None keeps it."""
+        about = {**checkpoint.about(), "expires": None if seconds is None else time.time() + seconds}
+        draft = checkpoint.directory / f".part-{ABOUT}"
+        draft.write_bytes(msgspec.json.encode(about))
+        draft.rename(checkpoint.directory / ABOUT)
+
+    def _there(self, job: StoredJob, kind: str, name: str) -> Checkpoint | None:
+        found = Checkpoint(job, kind, name, self._models.directory(job) / "checkpoints" / kind / name)
+        try:
+            expires = found.about().get("expires")
+        except FileNotFoundError:
+            return None
+        if expires is not None and expires < time.time():
+            self.remove(found)
+            return None
+        return found

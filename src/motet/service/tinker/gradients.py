@@ -1,0 +1,83 @@
+"""A request for a gradient, as its session's journal keeps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from motet.algorithms.client import CLIENT_LOSSES
+from motet.runtime.journal import Datum, ForwardBackward, Tensor
+from motet.service.tinker.wire import WireError, dense, tokens_of
+
+MOST_DATA = 4096
+"""Of one request; the client splits what is more."""
+_ELSEWHERE = {
+    "stable_reinforce": "it is not published; use importance_sampling, ppo or cispo",
+    "gspo": "use ppo or cispo, or compute it with forward_backward_custom",
+    "custom": "run it in the client: forward_backward_custom",
+}
+
+
+def command_of(request: Any) -> ForwardBackward:
+    """The command that a request means.
+
+    Raises:
+        WireError: it asks for something that is not there, and what to use.
+    """
+    name = request.loss_fn
+    if name not in CLIENT_LOSSES:
+        known = ", ".join(CLIENT_LOSSES)
+        raise WireError(f"loss_fn {name!r} is not here: {_ELSEWHERE.get(name, f'there are {known}')}")
+    if not 0 < len(request.data) <= MOST_DATA:
+        raise WireError(f"data: {len(request.data)} are not between 1 and {MOST_DATA}")
+    wanted = CLIENT_LOSSES[name].tensors
+    data = [_datum(index, datum, wanted) for index, datum in enumerate(request.data)]
+    return ForwardBackward(data, name, _settings(request, name), bool(request.forward_only))
+
+
+def _settings(request: Any, name: str) -> dict[str, float]:
+    given = {one.key: float(one.value) for one in request.settings}
+    for one in request.settings_v2:
+        if one.value.HasField("text"):
+            raise WireError(f"loss_fn_config.{one.key} is a text; {name} takes numbers")
+        given[one.key] = float(one.value.number)
+    known = CLIENT_LOSSES[name].settings
+    if odd := sorted(set(given) - set(known)):
+        takes = ", ".join(known) or "no settings"
+        raise WireError(f"loss_fn_config.{odd[0]} is nothing that {name} takes; it takes {takes}")
+    found = {key: given.get(key, default) for key, default in known.items()}
+    if missing := [key for key, value in found.items() if value is None]:
+        raise WireError(f"{name} needs loss_fn_config.{missing[0]}")
+    if not all(np.isfinite(list(given.values()))):
+        raise WireError("loss_fn_config has a number that is not finite")
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:
+    where = f"data[{index}]"
+    tokens = tokens_of(datum.model_input)
+    inputs = {one.key: one.value for one in datum.loss_fn_inputs}
+    if odd := sorted(set(inputs) - {"target_tokens", *wanted}):
+        raise WireError(f"{where}: loss_fn_inputs.{odd[0]} is unknown here; give target_tokens, {', '.join(wanted)}")
+    if missing := [name for name in ("target_tokens", *wanted) if name not in inputs and name != "weights"]:
+        raise WireError(f"{where}: loss_fn_inputs.{missing[0]} is missing")
+    targets = dense(inputs["target_tokens"], f"{where}.target_tokens")
+    if not len(tokens) or len(targets) != len(tokens) or not targets.size:
+        raise WireError(f"{where}: {len(tokens)} tokens with {len(targets)} target_tokens; give as many, at least one")
+    if targets.dtype.kind != "i" or min(tokens.min(), targets.min()) < 0 or targets.max() >= 2**31:
+        raise WireError(f"{where}: token ids are whole numbers from 0 on")
+    found: dict[str, Tensor] = {}
+    for name in wanted:
+        if name not in inputs:
+            continue
+        values = dense(inputs[name], f"{where}.{name}").astype(np.float32)
+        if values.shape != (targets.shape if name == "weights" else targets.shape[:1]):
+            raise WireError(f"{where}: {name} has shape {list(values.shape)}, target_tokens {list(targets.shape)}")
+        if not np.isfinite(values).all():
+            raise WireError(f"{where}: {name} has a number that is not finite")
+        found[name] = Tensor.of(values)
+    if "weights" not in wanted and targets.ndim == 2:
+        raise WireError(f"{where}: target_tokens of two dimensions are for cross_entropy")
+    count = targets.shape[1] if targets.ndim == 2 else 0
+    return Datum(tokens.astype("<i4").tobytes(), targets.astype("<i4").tobytes(), count, **found)

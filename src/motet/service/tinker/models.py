@@ -1,0 +1,165 @@
+"""Models that clients train: each is a job, found by the id that its client knows it under."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+
+import motet
+from motet.runtime.journal import AnyCommand, Journal, JournalError, Nothing
+from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob, new_id
+from motet.service.database.tenants import Principal
+from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import Nudge
+from motet.service.errors import Refusal
+from motet.service.jobs.submissions import Submissions
+from motet.service.settings import Settings
+from motet.service.storage import Storage
+from motet.service.tenants.quotas import Quotas
+from motet.service.tinker.requests import Lora
+from motet.types import JobState
+
+SESSION = re.compile(r"session-[0-9a-f]{16}")
+SMALL_BASE = Path(motet.__file__).parent / "assets" / "small-base"
+STEPS = 1_000_000
+ALPHA = 32.0
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
+
+
+class Models:
+    """Makes them, finds them, and writes down what their clients ask."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        storage: Storage,
+        submissions: Submissions,
+        quotas: Quotas,
+        engine: EngineClient,
+    ) -> None:
+        self.base = settings.base
+        self.tokenizer = str(SMALL_BASE) if settings.base == "small" else settings.base
+        """What `transformers.AutoTokenizer` finds it under."""
+        self._store, self._storage, self._submissions = store, storage, submissions
+        self._quotas, self._engine = quotas, engine
+        self._writing = threading.Lock()
+
+    def new_session(self) -> str:
+        """An id under which a client makes models."""
+        return new_id("session")
+
+    @staticmethod
+    def model_id(session_id: str, number: int) -> str:
+        """The id of a session's model of a number, which clients make too.
+
+        Raises:
+            Refusal: it is no session's id.
+        """
+        if not SESSION.fullmatch(session_id):
+            raise Refusal(404, f"there is no session {session_id!r}; create_session makes one")
+        return f"{session_id}:train:{number}"
+
+    def check_base(self, name: str | None) -> None:
+        """Make sure that somebody wants the base that is here.
+
+        Raises:
+            Refusal: they want another.
+        """
+        if name not in (None, self.base, "base", Path(self.base).name):
+            raise Refusal(400, f"base_model {name!r} is not served here; give {self.base!r}")
+
+    def create(self, who: Principal, model_id: str, lora: Lora, first: AnyCommand, about: dict[str, Any]) -> str:
+        """Queue the job of a new model, whose command 0 is `first`; gives the id of its future.
+
+        Raises:
+            MotetError: it cannot be taken, and why.
+        """
+        if not (lora.train_mlp or lora.train_attn):
+            raise Refusal(400, "lora_config: set train_mlp or train_attn; the head has no adapter here")
+        targets = "all-linear"
+        if not (lora.train_mlp and lora.train_attn):
+            targets = _FEED_FORWARD if lora.train_mlp else _ATTENTION  # type: ignore[assignment]
+        session, _, number = model_id.partition(":train:")
+        steps = min(STEPS, self._quotas.of(who.tenant_id).steps or STEPS)
+        tree = {
+            "name": f"tinker-{session.removeprefix('session-')}-{number}",
+            "algorithm": "client",
+            "data": {"source": "toy:add", "size": 1, "holdout": 0, "chat_template": False},
+            "sampling": {"max_tokens": 1},
+            "adapter": {"rank": lora.rank, "alpha": ALPHA, "target_modules": targets},
+            "optimizer": {"max_skipped": 10**7},
+            "steps": steps,
+            "seed": lora.seed,
+        }
+        fresh = self._store.submitted(who, model_id) is None
+        job = self._submissions.submit(who, tree, model_id)
+        if fresh:
+            self._store.audit(who, "job.submit", job.id)
+        journal = self.journal(job)
+        if not journal.known(0):
+            journal.describe({**about, "lora": lora.model_dump(exclude={"type"})})
+        return self.order(job, 0, first)
+
+    def find(self, who: Principal, model_id: str) -> StoredJob:
+        """The job of a model, among the tenant's own.
+
+        Raises:
+            Refusal: there is none.
+        """
+        job = self._store.submitted(who, model_id)
+        if job is None:
+            raise Refusal(404, f"there is no model {model_id!r}")
+        return job
+
+    def of_session(self, who: Principal, session_id: str | None = None) -> list[StoredJob]:
+        """A tenant's models, of one session or of all, newest first."""
+        begin = "session-" if session_id is None else f"{session_id}:train:"
+        query = select(StoredJob).where(
+            StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key.startswith(begin)
+        )
+        with self._store.transaction() as session:
+            return list(session.scalars(query.order_by(StoredJob.number.desc())))
+
+    def directory(self, job: StoredJob) -> Path:
+        """Where its files lie."""
+        return self._storage.job(job.id).path
+
+    def journal(self, job: StoredJob) -> Journal:
+        """What its client asked."""
+        return Journal(self.directory(job))
+
+    def order(self, job: StoredJob, number: int, command: AnyCommand) -> str:
+        """Write a command down, and let the engine know; gives the id of its future.
+
+        Raises:
+            Refusal: the model has ended, or another command has this number.
+        """
+        if JobState(job.state).final and not self.journal(job).known(number):
+            reason = f": {job.message}" if job.message else ""
+            raise Refusal(
+                400, f"this model has {job.state}{reason}; create another, from a checkpoint where there is one"
+            )
+        try:
+            with self._writing:
+                self.journal(job).write(number, command)
+        except JournalError as error:
+            raise Refusal(400, str(error)) from error
+        self._engine.send(Nudge(job.id))
+        return f"{job.idempotency_key}/{number}"
+
+    def refuse(self, job: StoredJob, number: int) -> None:
+        """A request of this number was refused: those after it go on."""
+        if not self.journal(job).known(number):
+            self.order(job, number, Nothing())
+
+    def finish(self, job: StoredJob) -> None:
+        """No more will come for a model: when what was asked is done, its job has succeeded."""
+        self.journal(job).finish()
+        self._engine.send(Nudge(job.id))

@@ -1,0 +1,183 @@
+"""What the routes of the Tinker protocol take as JSON. A field that is not here is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
+Id = Annotated[str, Field(max_length=600)]
+Name = Annotated[str, Field(pattern=NAME)]
+Seq = Annotated[int, Field(ge=1, lt=2**31)]
+Metadata = Annotated[dict[str, Any], Field(max_length=64)]
+Ttl = Annotated[int, Field(ge=1, le=10**9)]
+
+
+class Request(BaseModel):
+    """Base of all."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    type: str | None = None
+
+
+class Anything(BaseModel):
+    """A request of which nothing is read."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class CreateSession(Request):
+    """The start of a client."""
+
+    tags: list[str] = Field([], max_length=100)
+    user_metadata: Metadata | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class Lora(Request):
+    """The shape of an adapter."""
+
+    rank: int = Field(ge=1)
+    seed: int | None = Field(None, ge=0, lt=2**48)
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerKind(Request):
+    """Which optimizer a model has."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(Request):
+    """A new adapter."""
+
+    session_id: Id
+    model_seq_id: int = Field(ge=0)
+    base_model: str = Field(max_length=1000)
+    user_metadata: Metadata | None = None
+    lora_config: Lora | None = None
+    optimizer_config: OptimizerKind = OptimizerKind()
+
+
+class OfModel(Request):
+    """A request that names a model."""
+
+    model_id: Id
+
+
+class Adam(Request):
+    """AdamW's settings for one step."""
+
+    learning_rate: float = Field(1e-4, ge=0, le=1, allow_inf_nan=False)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-12, ge=0, le=1)
+    weight_decay: float = Field(0.0, ge=0, le=1e6)
+    grad_clip_norm: float = Field(0.0, ge=0, allow_inf_nan=False)
+
+
+class Step(OfModel):
+    """An optimizer step."""
+
+    seq_id: Seq
+    adam_params: Adam
+
+
+class SaveWeights(OfModel):
+    """A checkpoint to go on from."""
+
+    seq_id: Seq
+    path: Name
+    ttl_seconds: Ttl | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+
+
+class SaveForSampler(OfModel):
+    """A checkpoint to sample from: of a name, or a session of its own."""
+
+    seq_id: Seq
+    path: Name | None = None
+    sampling_session_seq_id: int | None = Field(None, ge=0)
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: Ttl | None = None
+    user_metadata: Metadata | None = None
+
+
+class LoadWeights(Request):
+    """Go on from a checkpoint: with `model_id` and `seq_id`, or with `session_id` and `model_seq_id` as a new model."""
+
+    model_id: Id | None = None
+    seq_id: Seq | None = None
+    session_id: Id | None = None
+    model_seq_id: int | None = Field(None, ge=0)
+    base_model: str | None = None
+    user_metadata: Metadata | None = None
+    path: Id
+    optimizer: bool
+    optimizer_config: OptimizerKind | None = None
+    weights_access_token: None = None
+
+
+class CreateSampling(Request):
+    """Something to sample from."""
+
+    session_id: Id
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: Id | None = None
+
+
+class TextChunk(Request):
+    """Token ids."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(max_length=200_000)
+
+
+class Prompt(Request):
+    """Pieces of a prompt."""
+
+    chunks: list[TextChunk] = Field(max_length=10_000)
+
+
+class Sampling(Request):
+    """How completions are drawn."""
+
+    max_tokens: int | None = Field(None, ge=1, le=100_000)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[str, Field(max_length=500)] | list[Annotated[str, Field(max_length=500)]] | list[int] | None = None
+    temperature: float = Field(1.0, ge=0, le=1000)
+    top_k: int = Field(-1, ge=-1)
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class Sample(Request):
+    """A prompt to complete."""
+
+    num_samples: int = Field(1, ge=1, le=1024)
+    prompt: Prompt
+    sampling_params: Sampling
+    base_model: str | None = None
+    model_path: Id | None = None
+    sampling_session_id: Id | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Literal[0] = 0
+    topk_sample_logprobs: Literal[0] = 0
+    target_prompt_logprobs: None = None
+    prompt_alt_tokens_k: Literal[0] = 0
+    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    record_stability_info: Literal[False] | None = None
+
+
+class RetrieveFuture(BaseModel):
+    """Which answer is waited for."""
+
+    model_config = ConfigDict(extra="ignore")
+    request_id: Id

@@ -1,0 +1,154 @@
+"""What clients sample from: the base, a checkpoint, a snapshot without a name, or a model as it is trained.
+
+The id of a sampling session says all of it, so nothing has to be remembered:
+<session>:sample:<number>:base · :path-<base64> · :<model>-<command> · :<model>-live
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from motet.errors import EngineError
+from motet.service.database.tenants import Principal
+from motet.service.engine.client import EngineClient
+from motet.service.engine.messages import Complete, PromptScored, Tokens
+from motet.service.errors import Refusal
+from motet.service.storage import Storage
+from motet.service.tinker.checkpoints import SAMPLER, Checkpoints
+from motet.service.tinker.models import Models
+from motet.service.tinker.requests import Sample
+from motet.service.tinker.wire import write_samples
+from motet.types import FinishReason, SamplingParams
+
+_ID = re.compile(r"(session-[0-9a-f]{16}):sample:\d{1,12}:(?:(base)|path-([\w=-]+)|(\d{1,10})-(live|\d{1,10}))")
+_MAX_TOKENS = 1024
+_TRIES = 5
+
+
+def sampler_id(session_id: str, number: int, what: str) -> str:
+    """The id of a sampling session."""
+    return f"{session_id}:sample:{number}:{what}"
+
+
+def path_part(path: str) -> str:
+    """The end of an id, of a checkpoint's path."""
+    return f"path-{base64.urlsafe_b64encode(path.encode()).decode()}"
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What an id means."""
+
+    model_path: str | None
+    directory: Path | None
+    """None is the base."""
+
+
+class Samplers:
+    """Finds what an id means, and samples from it."""
+
+    base = Sampler(None, None)
+
+    def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, engine: EngineClient) -> None:
+        self._models, self._checkpoints, self._storage, self._engine = models, checkpoints, storage, engine
+
+    def find(self, who: Principal, name: str) -> Sampler:
+        """What an id means to somebody.
+
+        Raises:
+            Refusal: there is no such thing for them.
+        """
+        found = _ID.fullmatch(name)
+        if found is None:
+            raise Refusal(404, f"there is no sampling session {name!r}")
+        session, base, path, number, what = found.groups()
+        if base:
+            return Sampler(None, None)
+        if path:
+            try:
+                return self.of_path(who, base64.urlsafe_b64decode(path).decode())
+            except (binascii.Error, UnicodeDecodeError):
+                raise Refusal(404, f"there is no sampling session {name!r}") from None
+        job = self._models.find(who, f"{session}:train:{number}")
+        if what == "live":
+            version = self._storage.version(job.id, "latest")
+            directory = None if version is None else version[1]
+        else:
+            directory = self._models.directory(job) / "checkpoints" / SAMPLER / f"snapshot-{what}"
+        if directory is None or not directory.is_dir():
+            raise Refusal(404, f"the snapshot of {name!r} is gone; save the weights for sampling again")
+        return Sampler(None, directory)
+
+    def of_path(self, who: Principal, path: str) -> Sampler:
+        """What a checkpoint's path means.
+
+        Raises:
+            Refusal: there is no such checkpoint.
+        """
+        return Sampler(path, self._checkpoints.find(who, path).directory)
+
+    async def sample(self, who: Principal, sampler: Sampler, wanted: Sample) -> bytes:
+        """Complete a prompt, as a binary message.
+
+        Raises:
+            EngineError, ConfigError: it cannot be answered, now or ever, and why.
+        """
+        for left in reversed(range(_TRIES)):
+            await self._engine.ready.wait()
+            try:
+                return await self._answer(who, sampler, wanted)
+            except EngineError:
+                if self._engine.ready.is_set() or not left:  # else the engine went away, and another one comes
+                    raise
+        raise AssertionError
+
+    async def _answer(self, who: Principal, sampler: Sampler, wanted: Sample) -> bytes:
+        tokens: dict[int, list[int]] = {index: [] for index in range(wanted.num_samples)}
+        logprobs: dict[int, list[float]] = {index: [] for index in range(wanted.num_samples)}
+        cut, scores = set[int](), None
+        async for answer in self._engine.ask(question(who, sampler, wanted)):
+            if isinstance(answer, PromptScored):
+                scores = answer.logprobs.copy()
+                scores[: 1 if wanted.prompt_logprobs_last_n is None else -wanted.prompt_logprobs_last_n] = np.nan
+            if isinstance(answer, Tokens):
+                chunk = answer.chunk
+                tokens[chunk.index] += chunk.token_ids.tolist()
+                logprobs[chunk.index] += chunk.logprobs.tolist()
+                if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                    raise EngineError(chunk.error or "the sample was ended; sample again")
+                if chunk.finish_reason is FinishReason.LENGTH:
+                    cut.add(chunk.index)
+        return write_samples([(tokens[index], logprobs[index], index in cut) for index in sorted(tokens)], scores)
+
+
+def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
+    """What the engine is asked."""
+    given, stop = wanted.sampling_params, wanted.sampling_params.stop
+    texts = [stop] if isinstance(stop, str) else [one for one in stop or () if isinstance(one, str)]
+    ids = [one for one in stop if isinstance(one, int)] if isinstance(stop, list) and not texts else None
+    sampling = SamplingParams(
+        temperature=given.temperature,
+        max_tokens=given.max_tokens or _MAX_TOKENS,
+        stop=tuple(texts),
+        top_p=given.top_p,
+        top_k=max(given.top_k, 0),
+    )
+    return Complete(
+        who.tenant_id,
+        None if sampler.directory is None else str(sampler.directory),
+        wanted.num_samples,
+        given.seed if given.seed is not None else time.time_ns(),
+        stream=False,
+        logprobs=False,
+        sampling=sampling,
+        prompt=[token for chunk in wanted.prompt.chunks for token in chunk.tokens],
+        stop_token_ids=ids,
+        prompt_logprobs=bool(wanted.prompt_logprobs),
+    )

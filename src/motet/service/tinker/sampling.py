@@ -1,0 +1,63 @@
+"""Sampling sessions, and samples."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from motet.service.errors import Refusal
+from motet.service.http.depends import Asker, QuotasDep
+from motet.service.tinker.models import SESSION
+from motet.service.tinker.parts import FuturesDep, ModelsDep, SamplersDep, new_router
+from motet.service.tinker.requests import CreateSampling, Sample
+from motet.service.tinker.samplers import path_part, sampler_id
+
+router = new_router()
+
+
+@router.post("/create_sampling_session")
+def create_sampling_session(
+    who: Asker, models: ModelsDep, samplers: SamplersDep, wanted: CreateSampling
+) -> dict[str, Any]:
+    """Something to sample from: the base, or a checkpoint."""
+    if not SESSION.fullmatch(wanted.session_id):
+        raise Refusal(404, f"there is no session {wanted.session_id!r}")
+    models.check_base(wanted.base_model)
+    what = "base"
+    if wanted.model_path is not None:
+        samplers.of_path(who, wanted.model_path)
+        what = path_part(wanted.model_path)
+    name = sampler_id(wanted.session_id, wanted.sampling_session_seq_id, what)
+    return {"type": "create_sampling_session", "sampling_session_id": name}
+
+
+@router.get("/samplers/{name}")
+def sampler(who: Asker, models: ModelsDep, samplers: SamplersDep, name: str) -> dict[str, Any]:
+    """What a sampling session samples from."""
+    found = samplers.find(who, name)
+    path = {} if found.model_path is None else {"model_path": found.model_path}
+    return {"sampler_id": name, "base_model": models.base, **path}
+
+
+@router.post("/asample")
+async def asample(
+    who: Asker, models: ModelsDep, quotas: QuotasDep, samplers: SamplersDep, futures: FuturesDep, wanted: Sample
+) -> dict[str, Any]:
+    """Begin to complete a prompt."""
+    length = sum(len(chunk.tokens) for chunk in wanted.prompt.chunks)
+    if not length:
+        raise Refusal(400, "prompt: it has no token")
+    if wanted.prompt_logprobs_last_n is not None and not (
+        wanted.prompt_logprobs and wanted.prompt_logprobs_last_n < length
+    ):
+        raise Refusal(400, "prompt_logprobs_last_n: ask for prompt_logprobs, and for fewer than the prompt has")
+    await asyncio.to_thread(quotas.check_tokens, who.tenant_id)
+    if wanted.sampling_session_id is not None:
+        found = await asyncio.to_thread(samplers.find, who, wanted.sampling_session_id)
+    elif wanted.model_path is not None:
+        found = await asyncio.to_thread(samplers.of_path, who, wanted.model_path)
+    else:
+        models.check_base(wanted.base_model)
+        found = samplers.base
+    name = futures.begin(who, samplers.sample(who, found, wanted))
+    return {"request_id": name, "sample_sequence_ids": [f"{name}-{index}" for index in range(wanted.num_samples)]}

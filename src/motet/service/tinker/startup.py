@@ -1,0 +1,71 @@
+"""How a client begins and ends: what it is to do, its session, and whether it is still there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Response
+
+from motet.service.http.depends import Asker
+from motet.service.tinker.models import SESSION
+from motet.service.tinker.parts import ModelsDep, new_router
+from motet.service.tinker.requests import Anything, CreateSession
+
+router = new_router()
+_HEAD = "the head has no adapter here: train_unembed is taken as false"
+_CHUNK = {"fwdbwd_max_chunk_len": 1024, "fwdbwd_max_chunk_bytes_count": 5_000_000}
+
+
+@router.post("/client/config")
+def client_config(who: Asker, wanted: Anything) -> dict[str, Any]:
+    """How a client is to behave; what is left out is its own default."""
+    return {
+        **_CHUNK,
+        "parallel_fwdbwd_chunks": True,
+        "use_pyqwest_transport": False,
+        "sample_max_concurrent_requests": 512,
+    }
+
+
+@router.post("/client/dynamic_config")
+def dynamic_config(who: Asker, wanted: Anything) -> dict[str, Any]:
+    """The same, asked now and then."""
+    return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 1}
+
+
+@router.get("/healthz")
+def healthz() -> dict[str, str]:
+    """That it answers."""
+    return {"status": "ok"}
+
+
+@router.get("/get_server_capabilities")
+def capabilities(who: Asker, models: ModelsDep) -> dict[str, Any]:
+    """The base."""
+    return {"supported_models": [{"model_name": models.base, "trainable": True, "sampleable": True}]}
+
+
+@router.post("/create_session")
+def create_session(who: Asker, models: ModelsDep, wanted: CreateSession) -> dict[str, Any]:
+    """An id under which models are made."""
+    return {"type": "create_session", "session_id": models.new_session(), "info_message": _HEAD}
+
+
+@router.post("/session_heartbeat")
+def heartbeat(who: Asker, wanted: Anything) -> dict[str, str]:
+    """That a client is there. A model keeps its slot until another has a use for it, heartbeat or not."""
+    return {"type": "session_heartbeat"}
+
+
+@router.post("/telemetry")
+def telemetry(who: Asker, wanted: Anything) -> dict[str, str]:
+    """What a client tells of itself, which nobody keeps."""
+    return {"status": "accepted"}
+
+
+@router.post("/sessions/{session_id}/finish", status_code=204)
+def finish(who: Asker, models: ModelsDep, session_id: str, wanted: Anything) -> Response:
+    """No more will come for the models of a session."""
+    for job in models.of_session(who, session_id) if SESSION.fullmatch(session_id) else ():
+        models.finish(job)
+    return Response(status_code=204)

@@ -1,0 +1,191 @@
+"""Commands of a client: models, gradients, steps and checkpoints. Each is written down, and answered by a future."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from motet.runtime.journal import Load, Nothing, OptimStep, Save
+from motet.service.database.tables import StoredJob
+from motet.service.errors import Refusal
+from motet.service.http.depends import Asker
+from motet.service.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoint, about_of
+from motet.service.tinker.gradients import command_of
+from motet.service.tinker.models import SESSION, Models
+from motet.service.tinker.parts import CheckpointsDep, FuturesDep, ModelsDep, new_router
+from motet.service.tinker.requests import (
+    CreateModel,
+    LoadWeights,
+    Lora,
+    OfModel,
+    RetrieveFuture,
+    SaveForSampler,
+    SaveWeights,
+    Step,
+)
+from motet.service.tinker.samplers import sampler_id
+from motet.service.tinker.wire import CONTENT_TYPE, WireError, read_request
+
+router = new_router()
+
+
+def _promise(request_id: str, **more: Any) -> dict[str, Any]:
+    return {"request_id": request_id, **more}
+
+
+@router.post("/create_model")
+def create_model(who: Asker, models: ModelsDep, wanted: CreateModel) -> dict[str, Any]:
+    """A new adapter."""
+    models.check_base(wanted.base_model)
+    model_id = models.model_id(wanted.session_id, wanted.model_seq_id)
+    answer = {"type": "create_model", "model_id": model_id}
+    about = {"user_metadata": wanted.user_metadata}
+    return _promise(
+        models.create(who, model_id, wanted.lora_config or Lora(rank=32), Nothing(answer), about), model_id=model_id
+    )
+
+
+@router.post("/get_info")
+def get_info(who: Asker, models: ModelsDep, wanted: OfModel) -> dict[str, Any]:
+    """What a model is."""
+    job = models.find(who, wanted.model_id)
+    data = {"arch": "causal-lm", "model_name": models.base, "tokenizer_id": models.tokenizer}
+    rank = job.spec["adapter"]["rank"]
+    return {
+        "type": "get_info", "model_id": wanted.model_id, "model_data": data, "is_lora": True, "lora_rank": rank,
+        "model_name": models.base,
+    }  # fmt: skip
+
+
+@router.post("/unload_model")
+def unload_model(who: Asker, models: ModelsDep, wanted: OfModel) -> dict[str, Any]:
+    """No more will come for a model."""
+    job = models.find(who, wanted.model_id)
+    models.finish(job)
+    return _promise(f"{wanted.model_id}/0", model_id=wanted.model_id)
+
+
+@router.post("/forward_backward")
+async def forward_backward(who: Asker, models: ModelsDep, request: Request) -> dict[str, Any]:
+    """Add a gradient, or with `forward_only` look at the loss."""
+    if request.headers.get("content-type", "").partition(";")[0] != CONTENT_TYPE:
+        raise Refusal(400, f"send {CONTENT_TYPE}: tinker 0.25 and newer do")
+    body = await request.body()
+
+    def order() -> dict[str, Any]:
+        try:
+            read = read_request(body)
+        except WireError as error:
+            raise Refusal(400, str(error)) from error
+        job = models.find(who, read.model_id)
+        if read.seq_id < 1:
+            raise Refusal(400, f"seq_id {read.seq_id} is not from 1 on")
+        try:
+            command = command_of(read)
+        except WireError as error:
+            models.refuse(job, read.seq_id)
+            raise Refusal(400, str(error)) from error
+        return _promise(models.order(job, read.seq_id, command))
+
+    return await asyncio.to_thread(order)
+
+
+@router.post("/optim_step")
+def optim_step(who: Asker, models: ModelsDep, wanted: Step) -> dict[str, Any]:
+    """Make the next version."""
+    adam = wanted.adam_params
+    command = OptimStep(
+        adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.grad_clip_norm or None
+    )
+    return _promise(models.order(models.find(who, wanted.model_id), wanted.seq_id, command))
+
+
+@router.post("/save_weights")
+def save_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wanted: SaveWeights) -> dict[str, Any]:
+    """Save weights, moments and a gradient that waits for its step, to go on from."""
+    job = models.find(who, wanted.model_id)
+    with _refusing(models, job, wanted.seq_id):
+        checkpoints.check_free(job, WEIGHTS, wanted.path, wanted.seq_id, overwrite=wanted.overwrite)
+    about = about_of(wanted.seq_id, wanted.ttl_seconds, wanted.user_metadata)
+    answer = {"type": "save_weights", "path": f"tinker://{wanted.model_id}/{WEIGHTS}/{wanted.path}"}
+    command = Save(f"{WEIGHTS}/{wanted.path}", True, about, answer)
+    return _promise(models.order(job, wanted.seq_id, command))
+
+
+@router.post("/save_weights_for_sampler")
+def save_for_sampler(
+    who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wanted: SaveForSampler
+) -> dict[str, Any]:
+    """Save weights to sample from."""
+    job, number = models.find(who, wanted.model_id), wanted.seq_id
+    answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
+    about = about_of(number, wanted.ttl_seconds, wanted.user_metadata)
+    if wanted.path is not None:
+        with _refusing(models, job, number):
+            checkpoints.check_free(job, SAMPLER, wanted.path, number)
+        answer["path"] = f"tinker://{wanted.model_id}/{SAMPLER}/{wanted.path}"
+        return _promise(models.order(job, number, Save(f"{SAMPLER}/{wanted.path}", False, about, answer)))
+    if wanted.sampling_session_seq_id is None:
+        models.refuse(job, number)
+        raise Refusal(400, "give path or sampling_session_seq_id")
+    session, _, model = wanted.model_id.partition(":train:")
+    what = "live" if wanted.kind == "inflight" else str(number)
+    answer["sampling_session_id"] = sampler_id(session, wanted.sampling_session_seq_id, f"{model}-{what}")
+    command = Nothing(answer) if what == "live" else Save(f"{SAMPLER}/snapshot-{number}", False, about, answer)
+    return _promise(models.order(job, number, command))
+
+
+@router.post("/load_weights")
+def load_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wanted: LoadWeights) -> dict[str, Any]:
+    """Go on from a checkpoint, in a model that is there or in a new one."""
+    if wanted.model_id is not None and wanted.seq_id is not None:
+        job = models.find(who, wanted.model_id)
+        with _refusing(models, job, wanted.seq_id):
+            command = _load(checkpoints.find(who, wanted.path), wanted)
+        return _promise(models.order(job, wanted.seq_id, command))
+    if wanted.session_id is None or wanted.model_seq_id is None or not SESSION.fullmatch(wanted.session_id):
+        raise Refusal(400, "give model_id and seq_id, or session_id and model_seq_id")
+    models.check_base(wanted.base_model)
+    source = checkpoints.find(who, wanted.path)
+    lora = Lora(**models.journal(source.job).description()["lora"])
+    model_id = models.model_id(wanted.session_id, wanted.model_seq_id)
+    about = {"user_metadata": wanted.user_metadata, "from": wanted.path}
+    return _promise(models.create(who, model_id, lora, _load(source, wanted), about), model_id=model_id)
+
+
+def _load(source: Checkpoint, wanted: LoadWeights) -> Load:
+    if wanted.optimizer and source.kind != WEIGHTS:
+        raise Refusal(400, f"path: {wanted.path} was saved to sample from and has no optimizer; load weights/…")
+    return Load(str(source.directory), wanted.optimizer, {"type": "load_weights", "path": wanted.path})
+
+
+class _refusing:
+    """Where a command of a number is refused, the commands after it go on."""
+
+    def __init__(self, models: Models, job: StoredJob, number: int) -> None:
+        self._models, self._job, self._number = models, job, number
+
+    def __enter__(self) -> None:
+        """Nothing to begin."""
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        """Fill the number's place."""
+        if isinstance(error, Refusal):
+            self._models.refuse(self._job, self._number)
+
+
+@router.post("/retrieve_future", response_model=None)
+async def retrieve_future(who: Asker, futures: FuturesDep, wanted: RetrieveFuture) -> Response:
+    """Wait for an answer for a while."""
+    answer = await futures.wait(who, wanted.request_id)
+    return Response(answer, media_type=CONTENT_TYPE) if isinstance(answer, bytes) else JSONResponse(answer)
+
+
+@router.post("/cancel_future")
+def cancel_future(who: Asker, futures: FuturesDep, wanted: RetrieveFuture) -> dict[str, Any]:
+    """Nobody waits for a sample any more."""
+    futures.cancel(who, wanted.request_id)
+    return {}

@@ -1,0 +1,168 @@
+"""The binary messages of the Tinker protocol, from descriptors that are built here.
+
+Fields are known by number and kind alone, so that a map is written as the list of entries that it is on the wire, and what is
+not read (where a token came from) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from google.protobuf import (  # type: ignore[import-untyped]
+    descriptor_pb2,
+    descriptor_pool,
+    message,
+    message_factory,
+)
+
+from motet.runtime.journal import Gradient
+from motet.types import FloatArray
+
+CONTENT_TYPE = "application/x-protobuf"
+SCHEMA = """
+Request model_id:1:string seq_id:2:int32 data:3:*Datum loss_fn:4:string settings:5:*Number forward_only:6:bool settings_v2:7:*Setting
+Number key:1:string value:2:double
+Setting key:1:string value:2:Value
+Value number:1:double text:2:string
+Datum model_input:1:*Chunk loss_fn_inputs:2:*Input
+Chunk encoded_text:1:Text image:2:bytes dmel:3:bytes
+Text tokens:1:bytes
+Input key:1:string value:2:Tensor
+Tensor dense:1:bytes sparse_csr:2:Sparse dtype:3:int32 shape:4:*int64
+Sparse values:1:bytes crow_indices:2:bytes col_indices:3:bytes
+Output loss_fn_output_type:1:string loss_fn_outputs:2:*Record metrics:3:*Number
+Record type_tag:1:string fields:2:*Field num_datums:3:int64
+Field key:1:string value:2:Batched
+Batched data:1:bytes offsets:2:bytes dtype:3:int32 trailing_shape:4:*int64
+Samples sequences:1:*Sequence prompt_logprobs:2:bytes
+Sequence stop_reason:1:int32 tokens:2:bytes logprobs:3:bytes
+"""
+"""A message a line: its name, then name, number and kind of each field; `*` repeats."""
+FLOAT32, INT64, INT32 = 1, 2, 3
+STOP, LENGTH = 0, 1
+_DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
+
+
+class WireError(ValueError):
+    """Bytes that are no message, or one that is not meant; says what is wrong."""
+
+
+def _messages() -> dict[str, Any]:
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="motet/tinker.proto", package="motet.tinker", syntax="proto2")
+    for line in SCHEMA.split("\n")[1:-1]:
+        name, *fields = line.split()
+        described = file.message_type.add(name=name)
+        for one in fields:
+            title, number, kind = one.split(":")
+            label = field.LABEL_REPEATED if kind.startswith("*") else field.LABEL_OPTIONAL
+            kind = kind.removeprefix("*")
+            where = described.field.add(name=title, number=int(number), label=label)
+            if kind[0].isupper():
+                where.type, where.type_name = field.TYPE_MESSAGE, f".motet.tinker.{kind}"
+            else:
+                where.type = getattr(field, f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    names = [described.name for described in file.message_type]
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"motet.tinker.{name}")) for name in names}
+
+
+_KINDS = _messages()
+
+
+def read_request(body: bytes) -> Any:
+    """A request for a gradient.
+
+    Raises:
+        WireError: it is none.
+    """
+    try:
+        return _KINDS["Request"].FromString(body)
+    except (message.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"the body is no ForwardBackwardRequest: {error}") from error
+
+
+def tokens_of(chunks: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The token ids of a model input.
+
+    Raises:
+        WireError: it holds something else.
+    """
+    for chunk in chunks:
+        if chunk.HasField("image") or chunk.HasField("dmel"):
+            raise WireError("model_input has an image or audio; this base reads text: give encoded_text chunks alone")
+    return array_of(b"".join(chunk.encoded_text.tokens for chunk in chunks), INT32, "model_input").astype(np.int32)
+
+
+def array_of(data: bytes, dtype: int, name: str) -> Any:
+    """Numbers of a kind.
+
+    Raises:
+        WireError: the kind is unknown, or the bytes do not fit it.
+    """
+    if dtype not in _DTYPES:
+        raise WireError(f"{name}: dtype {dtype} is unknown; send float32 or int64")
+    found = np.dtype(_DTYPES[dtype])
+    if len(data) % found.itemsize:
+        raise WireError(f"{name}: {len(data)} bytes are no whole numbers of {found.itemsize} bytes")
+    return np.frombuffer(data, found)
+
+
+def dense(tensor: Any, name: str) -> Any:
+    """A tensor, [T] or [T, K], dense.
+
+    Raises:
+        WireError: its parts do not fit each other.
+    """
+    shape = [int(one) for one in tensor.shape]
+    if any(one < 0 for one in shape) or len(shape) > 2:
+        raise WireError(f"{name}: shape {shape} is neither [T] nor [T, K]")
+    if not tensor.HasField("sparse_csr"):
+        found = array_of(tensor.dense, tensor.dtype, name)
+        shape = shape or [len(found)]
+        if int(np.prod(shape)) != len(found):
+            raise WireError(f"{name}: {len(found)} numbers do not fill its shape {shape}")
+        return found.reshape(shape)
+    sparse = tensor.sparse_csr
+    values = array_of(sparse.values, tensor.dtype, name)
+    rows, columns = (array_of(part, INT64, name) for part in (sparse.crow_indices, sparse.col_indices))
+    if len(shape) != 2 or len(rows) != shape[0] + 1 or int(np.prod(shape)) > 2**24 or len(columns) != len(values):
+        raise WireError(f"{name}: sparse parts do not fit its shape {shape}")
+    counts = np.diff(rows)
+    if rows[0] != 0 or (counts < 0).any() or rows[-1] != len(values):
+        raise WireError(f"{name}: its row indices are not those of {len(values)} values")
+    if len(columns) and not (columns.min() >= 0 and columns.max() < shape[1]):
+        raise WireError(f"{name}: a column index is outside its shape {shape}")
+    whole = np.zeros(shape, values.dtype)
+    whole[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return whole
+
+
+def write_gradient(outcome: Gradient) -> bytes:
+    """What came of a request for a gradient: logprobs of each datum."""
+    result = _KINDS["Output"](loss_fn_output_type="ArrayRecord")
+    for one in outcome.logprobs:  # a record each: those of [T] and of [T, K] cannot share one
+        record = result.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
+        field = record.fields.add(key="logprobs")
+        field.value.data, field.value.dtype = one.data, FLOAT32
+        field.value.offsets = np.asarray([0, len(one.data)], "<i8").tobytes()
+        field.value.trailing_shape.extend(one.shape[1:])
+    for name, value in outcome.metrics.items():
+        result.metrics.add(key=name, value=value)
+    return bytes(result.SerializeToString())
+
+
+def write_samples(
+    sequences: Sequence[tuple[Sequence[int], Sequence[float], bool]], prompt_logprobs: FloatArray | None
+) -> bytes:
+    """Completions of a prompt: token ids, their logprobs and whether the length ended it, of each."""
+    result = _KINDS["Samples"]()
+    for tokens, logprobs, cut in sequences:
+        one = result.sequences.add(stop_reason=LENGTH if cut else STOP)
+        one.tokens, one.logprobs = np.asarray(tokens, "<i4").tobytes(), np.asarray(logprobs, "<f4").tobytes()
+    if prompt_logprobs is not None:
+        result.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
+    return bytes(result.SerializeToString())
