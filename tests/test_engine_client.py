@@ -25,7 +25,7 @@ def test_whoever_runs_a_service_reads_what_the_engine_notes_of_its_base(
     async def started() -> EngineClient:
         client = EngineClient(Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE), tmp_path / "engine.log")
         client._handlers = EngineHandlers(
-            list, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None
+            list, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
         )  # fmt: skip
         await client._handle(Ready([note]))
         return client

@@ -292,7 +292,7 @@ def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_lo
 
     client = EngineClient(Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE), tmp_path / "log")
     client._handlers = EngineHandlers(
-        list, lambda event: heard.append(event.job), lambda _: None, score, lambda *_: None, lambda *_: None
+        list, lambda event: heard.append(event.job), lambda _: None, score, lambda *_: None, lambda *_: None, lambda _: None
     )  # fmt: skip
 
     async def work(url: str) -> None:

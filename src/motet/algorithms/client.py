@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 class ClientDriven(Algorithm):
-    """A client says over HTTP what is trained, and when a step is made: docs/tinker.md. Of the data only a prompt is used, to
-    probe each version.
-    """
+    """A client of a service says what is trained, and when a step is made. Of the data only a prompt is used, as a probe."""
 
     type: Literal["client"] = "client"
 

@@ -117,7 +117,8 @@ class EngineServer:
             case m.ChangeJob():
                 self._change(message)
             case m.Nudge():
-                self.pipeline.nudge(message.job)
+                if (job := self.pipeline.jobs.get(message.job)) is not None:
+                    job.news.set()
             case m.ForgetJob():
                 self.pipeline.forget(message.job)
             case m.Complete():

@@ -1,7 +1,7 @@
 """A session that a client drives: it obeys the commands of a journal, in order of their numbers.
 
-Each optimizer step is a version and a commit. After a crash, a pause or a lost slot the session goes back to its last commit and
-obeys again what came later.
+Each optimizer step is a version and a commit. After a crash, a pause or a lost slot the session goes back to its last
+commit and obeys again what came later.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class ClientLoop(Driver):
         self._journal = Journal(job.directory.path)
         self._next = self.session.done.position
         """The number of the next command."""
-        self._news = asyncio.Event()
         self._waiting = self._rest = False
         self._stats, self._samples, self._tokens = LossStats(), 0, 0
         """Of the gradient that waits for its step."""
@@ -77,14 +76,10 @@ class ClientLoop(Driver):
             if self.session.done.step > step:
                 return
 
-    def nudge(self) -> None:
-        """Look at the journal: there may be another command."""
-        self._news.set()
-
     def pause(self) -> None:
         """Stop after the command under way."""
         super().pause()
-        self._news.set()
+        self.job.news.set()
 
     @property
     def waits(self) -> bool:
@@ -94,15 +89,15 @@ class ClientLoop(Driver):
     def rest(self) -> None:
         """Give the slot away: the session goes on with the next one."""
         self._rest = True
-        self._news.set()
+        self.job.news.set()
 
     async def _command(self) -> AnyCommand | None:
         """The next command; None where it has not come, but something else may have happened."""
-        self._news.clear()  # before looking: nothing is missed
+        self.job.news.clear()  # before looking: nothing is missed
         command = await asyncio.to_thread(self._journal.command, self._next)
         if command is None and not self._pause and not self._rest and not self._journal.finished:
             self._waiting, self.job.progress.phase = True, "waiting for its client"
-            await self._news.wait()
+            await self.job.news.wait()
             self._waiting = False
         return command
 

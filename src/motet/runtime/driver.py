@@ -81,9 +81,6 @@ class Driver:
         """Whether there is nothing left to train."""
         return self.session.done.step >= self.job.config.steps
 
-    def nudge(self) -> None:
-        """Something may have come that the loop waits for."""
-
     # --- what others ask -----------------------------------------------------------------------------------------------
 
     def pause(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -99,6 +100,8 @@ class Job:
     starts: int = 0
     """How often the job took a slot in this process: part of engine-side names."""
     tell: Tell = _nobody
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there may be something that the job waits for."""
     tenant: str = ""
     """Whose job it is; a run without a service has one tenant."""
 

@@ -1,5 +1,7 @@
-"""What a client asked of its session, one file a command, and what came of each. The files are the journal: after a crash the
-session goes back to its last commit and obeys again what came later, which ends with the same bytes.
+"""What a client asked of its session, one file a command, and what came of each.
+
+The files are the journal: after a crash the session goes back to its last commit and obeys again what came later, which
+ends with the same bytes.
 
     <job>/commands/
       model.json         what the client said of its model
@@ -7,8 +9,8 @@ session goes back to its last commit and obeys again what came later, which ends
       <number>.out       its outcome
       finished           there since the client said that no more will come
 
-Whoever writes a file renames it into place when it is whole and synced. A command is written once: who sends it again changes
-nothing.
+Whoever writes a file renames it into place when it is whole and synced. A command is written once: who sends it again
+changes nothing.
 """
 
 from __future__ import annotations

@@ -163,11 +163,6 @@ class Pipeline:
         self._services.scheduler.reweigh(name, weight_of(job.config.priority))
         self._changed.set()
 
-    def nudge(self, name: str) -> None:
-        """Something came that a job may wait for."""
-        if name in self._loops:
-            self._loops[name].nudge()
-
     def cancel(self, name: str) -> None:
         """End a job now; what it committed stays on disk."""
         if name in self._tasks:
@@ -286,8 +281,12 @@ class Pipeline:
 
 def driver_of(job: Job) -> type[Driver]:
     """Which loop a job's algorithm is for."""
-    loops = {ClientDriven: ClientLoop, Supervised: SupervisedLoop}
-    return next((loop for kind, loop in loops.items() if isinstance(job.config.algorithm, kind)), RolloutLoop)
+    match job.config.algorithm:
+        case ClientDriven():
+            return ClientLoop
+        case Supervised():
+            return SupervisedLoop
+    return RolloutLoop
 
 
 def _outcome(job: Job, state: JobState, reason: str, *, gives: bool) -> tuple[JobState, str]:

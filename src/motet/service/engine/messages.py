@@ -87,8 +87,9 @@ class SetRule(Message, frozen=True):
 
 
 class Complete(Message, frozen=True):
-    """A question: complete a conversation, or a prompt as it is. Answered by `PromptRead`, then `PromptScored` where it is
-    wanted, then `Tokens`.
+    """A question: complete a conversation, or a prompt as it is.
+
+    Answered by `PromptRead`, then `PromptScored` where it is wanted, then `Tokens`.
     """
 
     tenant: str

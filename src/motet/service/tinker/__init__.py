@@ -1,1 +1,1 @@
-"""The routes that the `tinker` package asks: sessions that a client drives, their futures, their checkpoints and their samples."""
+"""The routes that the `tinker` package asks: models that clients train, their futures, checkpoints and samples."""

@@ -38,7 +38,7 @@ def command_of(request: Any) -> ForwardBackward:
 
 def _settings(request: Any, name: str) -> dict[str, float]:
     given = {one.key: float(one.value) for one in request.settings}
-    for one in request.settings_v2:
+    for one in request.v2:
         if one.value.HasField("text"):
             raise WireError(f"loss_fn_config.{one.key} is a text; {name} takes numbers")
         given[one.key] = float(one.value.number)

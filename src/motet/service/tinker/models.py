@@ -9,7 +9,6 @@ from typing import Any
 
 from sqlalchemy import select
 
-import motet
 from motet.runtime.journal import AnyCommand, Journal, JournalError, Nothing
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, new_id
@@ -25,7 +24,7 @@ from motet.service.tinker.requests import Lora
 from motet.types import JobState
 
 SESSION = re.compile(r"session-[0-9a-f]{16}")
-SMALL_BASE = Path(motet.__file__).parent / "assets" / "small-base"
+SMALL_BASE = Path(__file__).parents[2] / "assets" / "small-base"
 STEPS = 1_000_000
 ALPHA = 32.0
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -18,11 +18,11 @@ from google.protobuf import (  # type: ignore[import-untyped]
 )
 
 from motet.runtime.journal import Gradient
-from motet.types import FloatArray
+from motet.types import FloatArray, IntArray
 
 CONTENT_TYPE = "application/x-protobuf"
 SCHEMA = """
-Request model_id:1:string seq_id:2:int32 data:3:*Datum loss_fn:4:string settings:5:*Number forward_only:6:bool settings_v2:7:*Setting
+Request model_id:1:string seq_id:2:int32 data:3:*Datum loss_fn:4:string settings:5:*Number forward_only:6:bool v2:7:*Setting
 Number key:1:string value:2:double
 Setting key:1:string value:2:Value
 Value number:1:double text:2:string
@@ -85,7 +85,7 @@ def read_request(body: bytes) -> Any:
         raise WireError(f"the body is no ForwardBackwardRequest: {error}") from error
 
 
-def tokens_of(chunks: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
+def tokens_of(chunks: Sequence[Any]) -> IntArray:
     """The token ids of a model input.
 
     Raises:
@@ -94,7 +94,8 @@ def tokens_of(chunks: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
     for chunk in chunks:
         if chunk.HasField("image") or chunk.HasField("dmel"):
             raise WireError("model_input has an image or audio; this base reads text: give encoded_text chunks alone")
-    return array_of(b"".join(chunk.encoded_text.tokens for chunk in chunks), INT32, "model_input").astype(np.int32)
+    found: IntArray = array_of(b"".join(chunk.encoded_text.tokens for chunk in chunks), INT32, "model_input")
+    return found
 
 
 def array_of(data: bytes, dtype: int, name: str) -> Any:

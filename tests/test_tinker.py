@@ -1,0 +1,92 @@
+"""The `tinker` package itself against a service: losses, checkpoints, samples, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.service_run import Service, serving
+from tests.tinker_run import job_of, run_script, tinker_python
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One for the module."""
+    tinker_python()
+    with serving(tmp_path_factory.mktemp("tinker")) as running:
+        yield running
+
+
+def test_the_first_loop_learns_and_sampler_and_trainer_agree(service: Service) -> None:
+    found = run_script(service, "first_loop")
+    assert found["rank"] == 4
+    assert found["before"][:-1] == found["of_base"][1:], "before any step a model is the base"
+    assert found["losses"] == sorted(found["losses"], reverse=True)
+    assert found["losses"][-1] < found["losses"][0]
+    assert set(found["metrics"]) == {"grad_norm:mean", "lr:mean", "skipped:sum"}
+    assert found["sampled"] == found["again"], "a seed gives the same samples"
+    for (tokens, logprobs, reason), trained in zip(found["sampled"], found["trained"], strict=True):
+        assert (len(tokens), reason) == (6, "length")
+        assert logprobs == trained[-6:], "gap 0.0"
+    assert found["scored"][0] is None
+    assert found["scored"][1:] == found["trained"][0]
+    assert service.ended(job_of(found["model"])) == "succeeded", "the client finished"
+    assert [step["state"] for step in [service.job(job_of(found["model"]))]] == ["succeeded"]
+    assert service.steps(job_of(found["model"])) == [0, 1, 2, 3]
+
+
+def test_every_loss_is_the_documented_sum_and_has_its_gradient(service: Service) -> None:
+    found = run_script(service, "losses")
+    assert set(found) == {"importance_sampling", "ppo", "cispo", "dro"}
+    for name, one in found.items():
+        assert one["value"] == pytest.approx(one["formula"], rel=1e-5), name
+        assert one["only"] == pytest.approx(one["formula"], rel=1e-5), name
+        assert one["norms"][0] == pytest.approx(one["norms"][1], rel=1e-4), name
+        np.testing.assert_allclose(*one["after"], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_targets_may_be_soft_and_a_look_leaves_no_gradient(service: Service) -> None:
+    found = run_script(service, "soft_targets")
+    assert found["idle"] == 0.0
+    assert found["look"] == pytest.approx(found["value"], rel=1e-6)
+    np.testing.assert_allclose(np.asarray(found["wide"]).T, found["narrow"], rtol=1e-5)
+
+
+def test_a_state_is_gone_on_from_to_the_bit(service: Service) -> None:
+    found = run_script(service, "checkpoints")
+    straight, resumed, begun = found["finals"]
+    assert straight == resumed == begun
+    names = [job_of(model) for model in found["models"]]
+    assert len({service.weights(name) for name in names}) == 1
+    assert found["same"] != straight
+    assert found["listed"] == ["weights/half", "sampler_weights/out"]
+    assert found["metadata"] == [{"note": "half"}, None]
+    assert found["left"] == ["sampler_weights/out"]
+    assert set(found["models"]) <= set(found["runs"])
+    assert found["base_of_path"] == "small"
+    assert len(found["greedy"]) <= 4
+
+
+REFUSALS = {
+    "loss": ("BadRequestError", "use importance_sampling, ppo or cispo"),
+    "setting": ("BadRequestError", "loss_fn_config.epsilon is nothing that ppo takes; it takes clip_low_threshold"),
+    "beta": ("BadRequestError", "dro needs loss_fn_config.beta"),
+    "input": ("BadRequestError", "loss_fn_inputs.weights is unknown here"),
+    "token": ("RequestFailedError", "has the token id 1000000"),
+    "base": ("BadRequestError", "give 'small'"),
+    "path": ("NotFoundError", "there is no model 'none'"),
+    "taken": ("BadRequestError", "there is a checkpoint 'twice' already"),
+}
+
+
+def test_what_cannot_be_done_is_told_at_once_and_the_next_goes_on(service: Service) -> None:
+    found: dict[str, Any] = run_script(service, "refusals")
+    for name, (kind, message) in REFUSALS.items():
+        told, words, seconds = found[name]
+        assert told == kind, (name, found[name])
+        assert message in words, (name, words)
+        assert seconds < 20, (name, "nothing is asked again and again")
+    assert found["after"]["grad_norm:mean"] > 0
