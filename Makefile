@@ -58,8 +58,12 @@ smollm2: $(VENV)/.installed-reasoning  ## bring SmolLM2-135M-Instruct into the l
 vllm: $(VENV)/.installed-dev  ## make .envs/vllm with a vLLM for CPUs, which tests and benches sample on (a few minutes)
 	@$(BIN)/python -m bench.speed.envs vllm
 
+.PHONY: tinker
+tinker: $(VENV)/.installed-dev  ## make .envs/tinker with the tinker package, which tests drive a service with (a minute or two)
+	@$(BIN)/python -m bench.speed.envs tinker
+
 .PHONY: test
-test: lint vllm  ## lint, then every test that this machine can run, in parallel (WORKERS=2)
+test: lint vllm tinker  ## lint, then every test that this machine can run, in parallel (WORKERS=2)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak

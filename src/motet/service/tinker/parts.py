@@ -17,7 +17,7 @@ PREFIX = "/tinker/api/v1"
 
 def new_router() -> APIRouter:
     """A router below the prefix."""
-    return APIRouter(prefix=PREFIX, tags=["tinker"])
+    return APIRouter(prefix=PREFIX, include_in_schema=False)  # whoever speaks another's protocol has its description
 
 
 def _models(request: Request) -> Models:

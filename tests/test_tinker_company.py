@@ -1,0 +1,80 @@
+"""A client's model beside others, and through kill -9 of either process: the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service_run import Service, serving, tiny
+from tests.tinker_run import Script, job_of, run_script, tinker_python
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[str, bytes]]]:
+    """What the six steps find when nobody else is there, and adapters: the client's, and a job's that ran after it."""
+    tinker_python()
+    with serving(tmp_path_factory.mktemp("alone")) as service:
+        found = run_script(service, "steps")
+        service.submit(tiny("sort", 4))
+        assert service.ended("sort") == "succeeded"
+        yield found, {"client": service.weights(job_of(found["model"])), "sort": service.weights("sort")}
+
+
+def test_company_changes_no_bit_of_a_client_or_of_a_job(
+    alone: tuple[Any, dict[str, bytes]], tmp_path: Path
+) -> None:
+    expected, adapters = alone
+    with serving(tmp_path) as service:
+        others = [tiny("sort", 4), tiny("other", 6, adapter={"rank": 4})]
+        for job in others:
+            service.submit(job)
+        clients = [Script(service, name, "none") for name in ("steps", "first_loop", "steps")]
+        found = [client.found() for client in clients]
+        assert [service.ended(job["name"]) for job in others] == ["succeeded"] * 2
+        for one in (found[0], found[2]):
+            assert one["values"] == expected["values"]
+            assert service.weights(job_of(one["model"])) == adapters["client"]
+        assert service.weights("sort") == adapters["sort"]
+
+
+def _with_kills(service: Service, *, of_engine: bool) -> Any:
+    """The six steps, with a kill in the middle of them."""
+    client = Script(service, "steps", "none", "0.4")
+    service.until(lambda: len(service.ask("GET", "/v1/jobs")["data"]) == 1)
+    (job,) = service.ask("GET", "/v1/jobs")["data"]
+    service.reaches(job["name"], 2)
+    if of_engine:
+        service.engine().kill()
+    else:
+        service.kill()
+        service.start()
+    return client.found()
+
+
+@pytest.mark.parametrize("of_engine", [True, False], ids=["engine", "service"])
+def test_kill_9_changes_no_bit(alone: tuple[Any, dict[str, bytes]], tmp_path: Path, of_engine: bool) -> None:
+    expected, adapters = alone
+    with serving(tmp_path) as service:
+        found = _with_kills(service, of_engine=of_engine)
+        assert found["values"] == expected["values"]
+        assert service.weights(job_of(found["model"])) == adapters["client"]
+        assert service.ended(job_of(found["model"])) == "succeeded"
+        assert service.steps(job_of(found["model"])) == list(range(6))
+
+
+def test_idle_clients_make_room_and_go_on(alone: tuple[Any, dict[str, bytes]], tmp_path: Path) -> None:
+    expected, adapters = alone
+    config = tmp_path / "one.yaml"
+    config.write_text("engine: {samplers: 0, threads: 1, slots: 1}\npatience_seconds: 0.3\n")
+    with serving(tmp_path / "service", "--config", str(config)) as service:
+        client = Script(service, "steps", "none", "1.5")
+        service.until(lambda: len(service.ask("GET", "/v1/jobs")["data"]) == 1)
+        service.submit(tiny("sort", 4))
+        assert service.ended("sort") == "succeeded"
+        found = client.found()
+        assert "queued" in service.states(job_of(found["model"]))[1:], "it gave its slot away"
+        assert found["values"] == expected["values"]
+        assert service.weights(job_of(found["model"])) == adapters["client"]
