@@ -23,9 +23,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[
         yield found, {"client": service.weights(job_of(found["model"])), "sort": service.weights("sort")}
 
 
-def test_company_changes_no_bit_of_a_client_or_of_a_job(
-    alone: tuple[Any, dict[str, bytes]], tmp_path: Path
-) -> None:
+def test_company_changes_no_bit_of_a_client_or_of_a_job(alone: tuple[Any, dict[str, bytes]], tmp_path: Path) -> None:
     expected, adapters = alone
     with serving(tmp_path) as service:
         others = [tiny("sort", 4), tiny("other", 6, adapter={"rank": 4})]

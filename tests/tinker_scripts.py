@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tinker
+import tinker  # type: ignore[import-not-found]
 from tinker import types
 
 TOKENS = [5, 16, 27, 38, 49, 60, 71, 82]
@@ -147,7 +147,9 @@ def soft_targets(service: Any) -> Found:
     both = {"target_tokens": targets, "weights": weights}
     wide = types.Datum(model_input=text(TOKENS[:7]), loss_fn_inputs=both)
     narrow = [
-        types.Datum(model_input=text(TOKENS[:7]), loss_fn_inputs={"target_tokens": targets[:, k], "weights": weights[:, k]})
+        types.Datum(
+            model_input=text(TOKENS[:7]), loss_fn_inputs={"target_tokens": targets[:, k], "weights": weights[:, k]}
+        )
         for k in range(3)
     ]
     look = client.forward([wide], "cross_entropy").result()

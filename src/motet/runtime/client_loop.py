@@ -62,7 +62,7 @@ class ClientLoop(Driver):
     @property
     def ended(self) -> bool:
         """Whether the client has finished, and everything that it asked is done."""
-        over = self._journal.finished and self._journal.command(self._next) is None
+        over = self._journal.finished and self._look() is None
         return over or super().ended
 
     async def step(self, step: int) -> None:
@@ -94,11 +94,17 @@ class ClientLoop(Driver):
     async def _command(self) -> AnyCommand | None:
         """The next command; None where it has not come, but something else may have happened."""
         self.job.news.clear()  # before looking: nothing is missed
-        command = await asyncio.to_thread(self._journal.command, self._next)
+        command = await asyncio.to_thread(self._look)
         if command is None and not self._pause and not self._rest and not self._journal.finished:
             self._waiting, self.job.progress.phase = True, "waiting for its client"
             await self.job.news.wait()
             self._waiting = False
+        return command
+
+    def _look(self) -> AnyCommand | None:
+        """The next command, past those that were dropped when they were done."""
+        while (command := self._journal.command(self._next)) is None and self._journal.outcome(self._next) is not None:
+            self._next += 1
         return command
 
     async def _obey(self, command: AnyCommand) -> None:
@@ -110,7 +116,8 @@ class ClientLoop(Driver):
                 case Load():
                     await self._load(number, command)
                 case ForwardBackward():
-                    await self._answer(number, await self._forward_backward(command))
+                    outcome = await self._forward_backward(command)
+                    await self._answer(number, outcome, keep=not command.forward_only)
                 case Save():
                     await self._save(number, command)
                     await self._answer(number, Done(command.answer))
@@ -119,8 +126,15 @@ class ClientLoop(Driver):
         except AdapterError as error:
             await self._answer(number, Failed(str(error)))
 
-    async def _answer(self, number: int, outcome: AnyOutcome) -> None:
-        await asyncio.to_thread(self._journal.answer, number, outcome)
+    async def _answer(self, number: int, outcome: AnyOutcome, *, keep: bool = False) -> None:
+        """Of a command that makes no version."""
+
+        def write() -> None:
+            self._journal.answer(number, outcome)
+            if not keep:
+                self._journal.drop(number)
+
+        await asyncio.to_thread(write)
         self._next = number + 1
         self.job.tell("command", {"number": number})
 

@@ -6,6 +6,7 @@ ends with the same bytes.
     <job>/commands/
       model.json         what the client said of its model
       <number>.cmd       one command; numbers begin at 0 and are obeyed in order, whatever order they come in
+      <number>.sum       its digest: who sends another under its number hears of it
       <number>.out       its outcome
       finished           there since the client said that no more will come
 
@@ -224,6 +225,10 @@ class Journal:
         except FileNotFoundError:
             return {}
 
+    def waiting_bytes(self) -> int:
+        """Of the commands that wait, and of the gradients that wait for their step."""
+        return sum(path.stat().st_size for path in self.path.glob("*.cmd"))
+
     # --- the session's side --------------------------------------------------------------------------------------------
 
     def command(self, number: int) -> AnyCommand | None:
@@ -240,16 +245,17 @@ class Journal:
         """Whether no more commands will come."""
         return (self.path / "finished").exists()
 
+    def drop(self, number: int) -> None:
+        """A command that changed nothing, or what lies in files, is done: it need never be obeyed again."""
+        self._file(number, "cmd").unlink(missing_ok=True)
+
     def forget(self, before: int) -> None:
         """Commands before a number are in a commit: their bodies go, and outcomes that nobody can still want."""
-        for number in range(before - 1, -1, -1):
-            if not self._file(number, "cmd").exists():
-                break
-            self._file(number, "cmd").unlink()
-        for number in range(before - KEPT - 1, -1, -1):
-            if not self._file(number, "out").exists():
-                break
-            self._file(number, "out").unlink()
+        for path in list(self.path.iterdir()):
+            kind, number = path.suffix, path.stem
+            oldest = {".cmd": before, ".out": before - KEPT, ".sum": before - KEPT}.get(kind, 0)
+            if number.isdecimal() and int(number) < oldest:
+                path.unlink()
 
     def _file(self, number: int, kind: str) -> Path:
         return self.path / f"{number:08d}.{kind}"

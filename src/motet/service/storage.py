@@ -38,12 +38,14 @@ class Storage:
         return [*numbers, "latest", "best"] if numbers else []
 
     def saved_bytes(self, job_ids: Iterable[str]) -> int:
-        """Bytes of the saved versions of some jobs."""
+        """Bytes of the saved versions of some jobs, and of the checkpoints of those that clients drive."""
         size = 0
         for directory in map(self.job, job_ids):
             for number in directory.versions():
                 with contextlib.suppress(FileNotFoundError):  # the engine clears older versions away meanwhile
                     size += sum(path.stat().st_size for path in directory.version(number).glob("*"))
+            with contextlib.suppress(FileNotFoundError):
+                size += sum(path.stat().st_size for path in directory.path.glob("checkpoints/*/*/*"))
         return size
 
     def upload(self, file_id: str, filename: str) -> Path:

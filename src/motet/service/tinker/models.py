@@ -27,6 +27,8 @@ SESSION = re.compile(r"session-[0-9a-f]{16}")
 SMALL_BASE = Path(__file__).parents[2] / "assets" / "small-base"
 STEPS = 1_000_000
 ALPHA = 32.0
+MOST_WAITING = 2**31
+"""Bytes of commands of one model."""
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 
@@ -144,6 +146,10 @@ class Models:
             reason = f": {job.message}" if job.message else ""
             raise Refusal(
                 400, f"this model has {job.state}{reason}; create another, from a checkpoint where there is one"
+            )
+        if self.journal(job).waiting_bytes() > MOST_WAITING:
+            raise Refusal(
+                400, f"{MOST_WAITING >> 30} GB of gradients of this model wait for their step: call optim_step"
             )
         try:
             with self._writing:

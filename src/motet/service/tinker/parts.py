@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 
+from motet.service.errors import Refusal
+from motet.service.http.depends import Asker
 from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.models import Models
 from motet.service.tinker.samplers import Samplers
 
+Body = TypeVar("Body", bound=BaseModel)
 PREFIX = "/tinker/api/v1"
 """A client's `base_url` ends with `/tinker`."""
 
@@ -38,6 +45,27 @@ def _futures(request: Request) -> Futures:
 def _samplers(request: Request) -> Samplers:
     found: Samplers = request.app.state.parts[Samplers]
     return found
+
+
+def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
+    """Reads a command of a model. Where it is refused, its number is used up all the same: those after it go on."""
+
+    async def read(request: Request, who: Asker) -> Body:
+        models = _models(request)
+        try:
+            given = await request.json()
+        except ValueError as error:
+            raise Refusal(400, f"the body is no JSON: {error}") from error
+        try:
+            return kind.model_validate(given)
+        except ValidationError as error:
+            model, number = (given.get(name) if isinstance(given, dict) else None for name in ("model_id", "seq_id"))
+            if isinstance(model, str) and type(number) is int and 0 < number < 2**31:
+                job = await asyncio.to_thread(models.find, who, model)
+                await asyncio.to_thread(models.refuse, job, number)
+            raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
+
+    return read
 
 
 ModelsDep = Annotated[Models, Depends(_models)]

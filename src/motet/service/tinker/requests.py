@@ -70,6 +70,13 @@ class OfModel(Request):
     model_id: Id
 
 
+class Numbered(OfModel):
+    """A command of which nothing else is read."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    seq_id: Seq
+
+
 class Adam(Request):
     """AdamW's settings for one step."""
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse
 
+from motet.errors import LimitError
 from motet.runtime.journal import Load, Nothing, OptimStep, Save
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
-from motet.service.http.depends import Asker
+from motet.service.http.depends import Asker, QuotasDep
 from motet.service.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoint, about_of
 from motet.service.tinker.gradients import command_of
 from motet.service.tinker.models import SESSION, Models
-from motet.service.tinker.parts import CheckpointsDep, FuturesDep, ModelsDep, new_router
+from motet.service.tinker.parts import CheckpointsDep, FuturesDep, ModelsDep, new_router, numbered
 from motet.service.tinker.requests import (
     CreateModel,
     LoadWeights,
     Lora,
+    Numbered,
     OfModel,
     RetrieveFuture,
     SaveForSampler,
@@ -94,7 +96,7 @@ async def forward_backward(who: Asker, models: ModelsDep, request: Request) -> d
 
 
 @router.post("/optim_step")
-def optim_step(who: Asker, models: ModelsDep, wanted: Step) -> dict[str, Any]:
+def optim_step(who: Asker, models: ModelsDep, wanted: Annotated[Step, Depends(numbered(Step))]) -> dict[str, Any]:
     """Make the next version."""
     adam = wanted.adam_params
     command = OptimStep(
@@ -104,11 +106,18 @@ def optim_step(who: Asker, models: ModelsDep, wanted: Step) -> dict[str, Any]:
 
 
 @router.post("/save_weights")
-def save_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wanted: SaveWeights) -> dict[str, Any]:
+def save_weights(
+    who: Asker,
+    models: ModelsDep,
+    quotas: QuotasDep,
+    checkpoints: CheckpointsDep,
+    wanted: Annotated[SaveWeights, Depends(numbered(SaveWeights))],
+) -> dict[str, Any]:
     """Save weights, moments and a gradient that waits for its step, to go on from."""
     job = models.find(who, wanted.model_id)
     with _refusing(models, job, wanted.seq_id):
         checkpoints.check_free(job, WEIGHTS, wanted.path, wanted.seq_id, overwrite=wanted.overwrite)
+        quotas.check_storage(who.tenant_id, 0)
     about = about_of(wanted.seq_id, wanted.ttl_seconds, wanted.user_metadata)
     answer = {"type": "save_weights", "path": f"tinker://{wanted.model_id}/{WEIGHTS}/{wanted.path}"}
     command = Save(f"{WEIGHTS}/{wanted.path}", True, about, answer)
@@ -117,10 +126,16 @@ def save_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wan
 
 @router.post("/save_weights_for_sampler")
 def save_for_sampler(
-    who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wanted: SaveForSampler
+    who: Asker,
+    models: ModelsDep,
+    quotas: QuotasDep,
+    checkpoints: CheckpointsDep,
+    wanted: Annotated[SaveForSampler, Depends(numbered(SaveForSampler))],
 ) -> dict[str, Any]:
     """Save weights to sample from."""
     job, number = models.find(who, wanted.model_id), wanted.seq_id
+    with _refusing(models, job, number):
+        quotas.check_storage(who.tenant_id, 0)
     answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
     about = about_of(number, wanted.ttl_seconds, wanted.user_metadata)
     if wanted.path is not None:
@@ -139,7 +154,12 @@ def save_for_sampler(
 
 
 @router.post("/load_weights")
-def load_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wanted: LoadWeights) -> dict[str, Any]:
+def load_weights(
+    who: Asker,
+    models: ModelsDep,
+    checkpoints: CheckpointsDep,
+    wanted: Annotated[LoadWeights, Depends(numbered(LoadWeights))],
+) -> dict[str, Any]:
     """Go on from a checkpoint, in a model that is there or in a new one."""
     if wanted.model_id is not None and wanted.seq_id is not None:
         job = models.find(who, wanted.model_id)
@@ -173,8 +193,17 @@ class _refusing:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         """Fill the number's place."""
-        if isinstance(error, Refusal):
+        if isinstance(error, Refusal | LimitError):
             self._models.refuse(self._job, self._number)
+
+
+@router.post("/save_weights_external")
+def save_external(who: Asker, models: ModelsDep, wanted: Annotated[Numbered, Depends(numbered(Numbered))]) -> None:
+    """Not here."""
+    models.refuse(models.find(who, wanted.model_id), wanted.seq_id)
+    raise Refusal(
+        400, "weights do not leave for other stores: save_weights_for_sampler, then `motet pull` fetches them"
+    )
 
 
 @router.post("/retrieve_future", response_model=None)

@@ -70,7 +70,7 @@ def _messages() -> dict[str, Any]:
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"motet.tinker.{name}")) for name in names}
 
 
-_KINDS = _messages()
+KINDS = _messages()
 
 
 def read_request(body: bytes) -> Any:
@@ -80,7 +80,7 @@ def read_request(body: bytes) -> Any:
         WireError: it is none.
     """
     try:
-        return _KINDS["Request"].FromString(body)
+        return KINDS["Request"].FromString(body)
     except (message.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"the body is no ForwardBackwardRequest: {error}") from error
 
@@ -144,7 +144,7 @@ def dense(tensor: Any, name: str) -> Any:
 
 def write_gradient(outcome: Gradient) -> bytes:
     """What came of a request for a gradient: logprobs of each datum."""
-    result = _KINDS["Output"](loss_fn_output_type="ArrayRecord")
+    result = KINDS["Output"](loss_fn_output_type="ArrayRecord")
     for one in outcome.logprobs:  # a record each: those of [T] and of [T, K] cannot share one
         record = result.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
         field = record.fields.add(key="logprobs")
@@ -160,7 +160,7 @@ def write_samples(
     sequences: Sequence[tuple[Sequence[int], Sequence[float], bool]], prompt_logprobs: FloatArray | None
 ) -> bytes:
     """Completions of a prompt: token ids, their logprobs and whether the length ended it, of each."""
-    result = _KINDS["Samples"]()
+    result = KINDS["Samples"]()
     for tokens, logprobs, cut in sequences:
         one = result.sequences.add(stop_reason=LENGTH if cut else STOP)
         one.tokens, one.logprobs = np.asarray(tokens, "<i4").tobytes(), np.asarray(logprobs, "<f4").tobytes()
