@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.service_run import Service, serving
-from tests.tinker_run import job_of, run_script, tinker_python
+from tests.tinker_run import ROOT, job_of, run_script, tinker_python
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,50 @@ def test_a_state_is_gone_on_from_to_the_bit(service: Service) -> None:
     assert set(found["models"]) <= set(found["runs"])
     assert found["base_of_path"] == "small"
     assert len(found["greedy"]) <= 4
+
+
+def test_samples_stop_where_they_are_told_and_follow_their_model(service: Service) -> None:
+    found = run_script(service, "samples")
+    (free, reason), second = found["free"]
+    assert (len(free), reason) == (12, "length"), "an empty list stops nothing"
+    assert second == [free, reason], "greedy"
+    assert found["at_token"][0] == [free[: free.index(found["third"]) + 1], "stop"]
+    assert found["at_text"][0][1] == "stop"
+    assert len(found["at_text"][0][0]) <= 4
+    first, other = found["warm"]
+    assert first != other, "each sample has a random number of its own"
+    assert found["before"][1:] == found["base"][1:]
+    assert found["after"][1:] == found["now"] != found["before"][1:]
+    assert found["suffix"] == [None] * 6 + found["base"][6:]
+
+
+def test_parts_of_a_request_are_put_in_order(service: Service) -> None:
+    found = run_script(service, "chunks")
+    assert found["n"] == 1030
+    assert found["value"] == pytest.approx(sum(found["values"]), rel=1e-5)
+    assert found["norms"][0] == pytest.approx(found["norms"][1], rel=2e-3), "up to rounding"
+    assert found["last"] == found["fresh"] != found["alone"]
+
+
+def test_the_page_shows_a_loop_that_runs(service: Service) -> None:
+    (example,) = re.findall(
+        r"^```py\n(.*?)^```", (ROOT / "docs" / "tinker.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    url = {"TINKER_BASE_URL": f"{service.url}/tinker", "TINKER_API_KEY": "tml-none", "TINKER_TELEMETRY": "0"}
+    done = subprocess.run(
+        [tinker_python(), "-c", example],
+        env={**os.environ, **url},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    values = [float(line.split()[1]) for line in lines if line.startswith("loss ")]
+    assert len(values) == 20
+    assert values[-1] < values[0] / 10
+    assert lines[-1].strip() == "A motet."
 
 
 REFUSALS = {

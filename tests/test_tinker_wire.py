@@ -85,6 +85,8 @@ def test_every_route_wants_a_key_and_another_tenants_model_is_not_there(house: H
             assert answer.status_code == 401, (method, path, answer.text)
     assert house.ask("GET", f"{PREFIX}/training_runs/{model}").status_code == 200
     assert house.ask("GET", f"{PREFIX}/training_runs/{model}", "theirs").status_code == 404
+    listed = [house.ask("GET", f"{PREFIX}/training_runs", key).json()["training_runs"] for key in ("ours", "theirs")]
+    assert (model in [run["training_run_id"] for run in listed[0]], listed[1]) == (True, [])
     assert sent(house, request(model).SerializeToString(), "theirs").status_code == 404
     step = {"model_id": model, "seq_id": 1, "adam_params": {}}
     assert house.ask("POST", f"{PREFIX}/optim_step", "theirs", json=step).status_code == 404

@@ -66,8 +66,7 @@ def first_loop(service: Any) -> Found:
         step = client.optim_step(ADAM)
         losses.append(gradient.result().metrics["loss:sum"])
         metrics = step.result().metrics
-    sampler = client.save_weights_and_get_sampling_client()
-    sampler = sampler.result() if hasattr(sampler, "result") else sampler
+    sampler = client.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=6, seed=11, stop=[])
     sampled = sampler.sample(prompt=text(TOKENS), num_samples=3, sampling_params=params).result()
     again = sampler.sample(prompt=text(TOKENS), num_samples=3, sampling_params=params).result()
@@ -212,6 +211,53 @@ def checkpoints(service: Any) -> Found:
         "base_of_path": of_path.get_base_model(),
         "greedy": list(one.sequences[0].tokens),
     }
+
+
+def samples(service: Any) -> Found:
+    """How samples stop, and a sampling session that follows its model."""
+    client = new(service)
+    base = service.create_sampling_client(base_model="small").result()
+
+    def sample(sampler: Any, **params: Any) -> list[Any]:
+        given = types.SamplingParams(**{"max_tokens": 12, "temperature": 0, **params})
+        found = sampler.sample(prompt=text(TOKENS), num_samples=2, sampling_params=given).result()
+        return [[list(one.tokens), one.stop_reason] for one in found.sequences]
+
+    free = sample(base, stop=[])
+    third = free[0][0][2]
+    texts = client.get_tokenizer().decode(free[0][0][:4])
+    live = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    before = live.compute_logprobs(text(TOKENS)).result()
+    client.forward_backward(plain(), "cross_entropy").result()
+    client.optim_step(ADAM).result()
+    after = live.compute_logprobs(text(TOKENS)).result()
+    now = client.forward([datum(TOKENS, weights=np.ones(7))], "cross_entropy").result()
+    suffix = base.sample(
+        prompt=text(TOKENS), num_samples=1, sampling_params=types.SamplingParams(max_tokens=1),
+        include_prompt_logprobs=True, prompt_logprobs_last_n=2,
+    ).result()  # fmt: skip
+    warm = sample(base, stop=[], temperature=1.0, seed=5)
+    return {
+        "free": free, "third": third, "at_token": sample(base, stop=[third]), "at_text": sample(base, stop=[texts[-3:]]),
+        "texts": texts, "before": list(before), "after": list(after), "now": logprobs_of(now)[0], "warm": warm,
+        "suffix": list(suffix.prompt_logprobs), "base": list(base.compute_logprobs(text(TOKENS)).result()),
+    }  # fmt: skip
+
+
+def chunks(service: Any) -> Found:
+    """More data than one request holds: the package sends its parts in another order than they are numbered."""
+    client, other = new(service, rank=2), new(service, rank=2)
+    data = [datum([7, 8 + index % 50, 9], weights=[1.0, 0.5]) for index in range(1030)]
+    whole = client.forward_backward(data, "cross_entropy").result()
+    parts = [other.forward_backward(part, "cross_entropy") for part in (data[:515], data[515:])]
+    values = [one.result().metrics["loss:sum"] for one in parts]
+    norms = [one.optim_step(ADAM).result().metrics["grad_norm:mean"] for one in (client, other)]
+    alone = other.forward(data[1029:], "cross_entropy").result()
+    fresh = new(service, rank=2).forward(data[1029:], "cross_entropy").result()
+    return {
+        "n": len(whole.loss_fn_outputs), "value": whole.metrics["loss:sum"], "values": values, "norms": norms,
+        "last": logprobs_of(whole)[-1], "fresh": logprobs_of(fresh)[0], "alone": logprobs_of(alone)[0],
+    }  # fmt: skip
 
 
 def refusals(service: Any) -> Found:
