@@ -39,11 +39,13 @@ def test_company_changes_no_bit_of_a_client_or_of_a_job(alone: tuple[Any, dict[s
 
 
 def _with_kills(service: Service, *, of_engine: bool) -> Any:
-    """The six steps, with a kill in the middle of them."""
-    client = Script(service, "steps", "none", "0.4")
+    """The six steps, with a kill between a gradient and its step."""
+    client = Script(service, "steps", "none", "0.6")
     service.until(lambda: len(service.ask("GET", "/v1/jobs")["data"]) == 1)
     (job,) = service.ask("GET", "/v1/jobs")["data"]
     service.reaches(job["name"], 2)
+    commands = service.directory / "run" / job["id"] / "commands"
+    service.until(lambda: any(path.with_suffix(".out").exists() for path in commands.glob("*.cmd")))
     if of_engine:
         service.engine().kill()
     else:

@@ -26,6 +26,8 @@ from motet.runtime.journal import (
     Tensor,
 )
 from motet.service.tinker import runs, sampling, startup, training
+from motet.service.tinker.leases import Leases
+from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.wire import CONTENT_TYPE, INT64, KINDS
 from tests.house import House
@@ -68,7 +70,7 @@ OPEN = {"/healthz"}
 def routes() -> list[tuple[str, str]]:
     """Every method and path below the prefix."""
     found = [route for module in (startup, training, sampling, runs) for route in module.router.routes]
-    return [(method, route.path) for route in found if isinstance(route, APIRoute) for method in route.methods]
+    return [(method, route.path) for route in found if isinstance(route, APIRoute) for method in route.methods or ()]
 
 
 def test_every_route_wants_a_key_and_another_tenants_model_is_not_there(house: House) -> None:
@@ -156,6 +158,23 @@ def test_nonsense_is_a_400_and_nothing_else(house: House, data: st.DataObject) -
         body[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
     answer = sent(house, bytes(body))
     assert answer.status_code in (200, 400, 404), answer.text
+
+
+def test_a_client_that_says_nothing_for_a_day_has_finished(house: House) -> None:
+    now = 0.0
+    leases = Leases(house.part(Models), house.store, lambda: now)
+    silent, alive = made(house), made(house)
+    leases.end_silent()
+    for _ in range(25):
+        now += 3600
+        leases.renew(alive.partition(":")[0])
+        leases.end_silent()
+    assert [journal(house, model).finished for model in (silent, alive)] == [True, False]
+
+
+def test_a_job_that_waits_for_a_client_is_not_submitted(house: House) -> None:
+    job = {"name": "mine", "data": "toy:add", "algorithm": "client"}
+    assert "only a client makes such a job" in house.refused(400, "POST", "/v1/jobs", json=job)["message"]
 
 
 def test_commands_are_written_once_and_forgotten_once_committed(tmp_path: Path) -> None:

@@ -288,15 +288,17 @@ def refusals(service: Any) -> Found:
 
 
 def steps(service: Any) -> Found:
-    """Six steps of several gradients each, in no hurry; `Path(sys.argv[5])` may ask for a pause between them."""
-    client = new(service, rank=8)
+    """Six steps of several gradients each; the last argument is a pause, in seconds, between gradients and step."""
+    client, pause = new(service, rank=8), float(sys.argv[5]) if len(sys.argv) > 5 else 0.0
     values = []
     for index in range(6):
         gradients = [client.forward_backward(policy(2 + index % 3), "ppo") for _ in range(2)]
+        if pause:
+            gradients[-1].result()
+            time.sleep(pause)
         step = client.optim_step(ADAM)
         values.append([one.result().metrics["loss:sum"] for one in gradients])
         step.result()
-        time.sleep(float(sys.argv[5]) if len(sys.argv) > 5 else 0.0)
     return {"model": client.model_id, "values": values}
 
 

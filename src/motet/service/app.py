@@ -54,6 +54,7 @@ from motet.service.tenants.quotas import Quotas
 from motet.service.tinker import runs, sampling, startup, training
 from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
+from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
 from motet.service.tinker.samplers import Samplers
 from motet.tasks.reward_http import HttpRewards
@@ -81,17 +82,18 @@ class Lifecycle:
         workers: RewardWorkers,
         grading: Grading,
         ledger: Ledger,
+        leases: Leases,
         threads: tuple[KeyedThreads, ...],
     ) -> None:
         self._engine, self._handlers, self._bus, self._queue = engine, handlers, bus, queue
         self._enforcer, self._recorder, self._workers = enforcer, recorder, workers
-        self._grading, self._ledger, self._threads = grading, ledger, threads
+        self._grading, self._ledger, self._leases, self._threads = grading, ledger, leases, threads
         self._watching: asyncio.Future[Any] | None = None
 
     async def open(self) -> None:
         """Start the engine, and watch over jobs and quotas."""
         self._engine.start(self._handlers)
-        self._watching = asyncio.gather(self._queue.watch(), self._enforcer.watch())
+        self._watching = asyncio.gather(self._queue.watch(), self._enforcer.watch(), self._leases.watch())
 
     def drain(self, seconds: float) -> None:
         """Let everybody go who waits for events or for work; answers under way have so many seconds."""
@@ -172,13 +174,14 @@ def _parts(settings: Settings, store: Store) -> Parts:
         handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, workers.rest, ledger.count_completion,
         bus.publish,
     )  # fmt: skip
-    lifecycle = Lifecycle(
-        engine, handlers, bus, queue, enforcer, recorder, workers, grading, ledger, (checks, reads)
-    )  # fmt: skip
     models = Models(settings, store, storage, submissions, quotas, engine)
+    leases = Leases(models, store)
+    lifecycle = Lifecycle(
+        engine, handlers, bus, queue, enforcer, recorder, workers, grading, ledger, leases, (checks, reads)
+    )  # fmt: skip
     checkpoints = Checkpoints(models)
     return Parts(
-        models, checkpoints, Samplers(models, checkpoints, storage, engine), Futures(models, store, bus),
+        models, leases, checkpoints, Samplers(models, checkpoints, storage, engine), Futures(models, store, bus),
         settings, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, grading, recorder, handover,
         queue, submissions, checks, reads, lifecycle, FineTunings(store, storage, adapters),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),

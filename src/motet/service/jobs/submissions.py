@@ -7,8 +7,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from motet.algorithms.client import ClientDriven
 from motet.config import JobConfig
-from motet.errors import StoreError
+from motet.errors import ConfigError, StoreError
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store, find_job
 from motet.service.database.tables import StoredJob
@@ -48,20 +49,30 @@ class Submissions:
         self._changing = threading.Lock()
 
     def check(
-        self, who: Principal, tree: Mapping[str, Any], condition: StartCondition = AT_ONCE
+        self, who: Principal, tree: Mapping[str, Any], condition: StartCondition = AT_ONCE, *, driven: bool = False
     ) -> tuple[JobConfig, StartPlan]:
-        """A job as it would be taken in, and its start.
+        """A job as it would be taken in, and its start; `driven` is one that a client drives.
 
         Raises:
             MotetError: it cannot be taken, and why.
         """
         config = validated(tree, self._allowed)
+        if isinstance(config.algorithm, ClientDriven) and not driven:
+            raise ConfigError(
+                "algorithm.type client: only a client makes such a job; the page about the Tinker protocol has how"
+            )
         self._quotas.check_size(who.tenant_id, config)
         self._handover.tree(who, config, "job")  # what it names has to be there now
         return config, self._queue.plan(who, config, condition)
 
     def submit(
-        self, who: Principal, tree: Mapping[str, Any], idempotency: str | None, condition: StartCondition = AT_ONCE
+        self,
+        who: Principal,
+        tree: Mapping[str, Any],
+        idempotency: str | None,
+        condition: StartCondition = AT_ONCE,
+        *,
+        driven: bool = False,
     ) -> StoredJob:
         """Check a job, keep it, and hand it to the engine as soon as it may start.
 
@@ -70,7 +81,7 @@ class Submissions:
         """
         if (same := self._store.submitted(who, idempotency)) is not None:
             return same
-        config, plan = self.check(who, tree, condition)
+        config, plan = self.check(who, tree, condition, driven=driven)
         with self._quotas.admitting(who.tenant_id, config):
             job = self._queue.submit(who, config, idempotency, plan)
         if job.state == JobState.QUEUED.value and job.step == 0 and not job.waits:

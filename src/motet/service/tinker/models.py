@@ -100,7 +100,7 @@ class Models:
             "seed": lora.seed,
         }
         fresh = self._store.submitted(who, model_id) is None
-        job = self._submissions.submit(who, tree, model_id)
+        job = self._submissions.submit(who, tree, model_id, driven=True)
         if fresh:
             self._store.audit(who, "job.submit", job.id)
         journal = self.journal(job)

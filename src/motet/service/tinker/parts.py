@@ -14,6 +14,7 @@ from motet.service.errors import Refusal
 from motet.service.http.depends import Asker
 from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
+from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
 from motet.service.tinker.samplers import Samplers
 
@@ -68,6 +69,12 @@ def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
     return read
 
 
+def _leases(request: Request) -> Leases:
+    found: Leases = request.app.state.parts[Leases]
+    return found
+
+
+LeasesDep = Annotated[Leases, Depends(_leases)]
 ModelsDep = Annotated[Models, Depends(_models)]
 CheckpointsDep = Annotated[Checkpoints, Depends(_checkpoints)]
 FuturesDep = Annotated[Futures, Depends(_futures)]

@@ -37,6 +37,12 @@ class CreateSession(Request):
     display_name: str | None = None
 
 
+class Heartbeat(Request):
+    """That a client is there."""
+
+    session_id: Id
+
+
 class Lora(Request):
     """The shape of an adapter."""
 

@@ -8,8 +8,8 @@ from fastapi import Response
 
 from motet.service.http.depends import Asker
 from motet.service.tinker.models import SESSION
-from motet.service.tinker.parts import ModelsDep, new_router
-from motet.service.tinker.requests import Anything, CreateSession
+from motet.service.tinker.parts import LeasesDep, ModelsDep, new_router
+from motet.service.tinker.requests import Anything, CreateSession, Heartbeat
 
 router = new_router()
 _HEAD = "the head has no adapter here: train_unembed is taken as false"
@@ -52,8 +52,9 @@ def create_session(who: Asker, models: ModelsDep, wanted: CreateSession) -> dict
 
 
 @router.post("/session_heartbeat")
-def heartbeat(who: Asker, wanted: Anything) -> dict[str, str]:
+def heartbeat(who: Asker, leases: LeasesDep, wanted: Heartbeat) -> dict[str, str]:
     """That a client is there. A model keeps its slot until another has a use for it, heartbeat or not."""
+    leases.renew(wanted.session_id)
     return {"type": "session_heartbeat"}
 
 

@@ -1,0 +1,49 @@
+"""Clients that are gone: whoever says nothing for long has finished."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from motet.service.database.store import Store
+from motet.service.tinker.models import SESSION, Models
+
+LEASE_SECONDS = 24 * 3600.0
+"""Clients say that they are there every ten seconds."""
+_LOOK_SECONDS = 60.0
+_log = logging.getLogger(__name__)
+
+
+class Leases:
+    """When each session was heard of last. In memory: a service that starts hears of all of them then."""
+
+    def __init__(self, models: Models, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._models, self._store, self._clock = models, store, clock
+        self._seen: dict[str, float] = {}
+
+    def renew(self, session_id: str) -> None:
+        """A client is there."""
+        if session_id in self._seen:  # of those that have a model
+            self._seen[session_id] = self._clock()
+
+    def end_silent(self) -> None:
+        """Finish the models of sessions that were not heard of for too long."""
+        now, seen = self._clock(), dict[str, float]()
+        for job in self._store.open_jobs():
+            session, driven, _ = (job.idempotency_key or "").partition(":train:")
+            if driven and SESSION.fullmatch(session):
+                seen[session] = self._seen.get(session, now)
+                if now - seen[session] > LEASE_SECONDS:
+                    self._models.finish(job)
+        self._seen = seen
+
+    async def watch(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            try:
+                await asyncio.to_thread(self.end_silent)
+            except Exception:  # whatever it is, the next look may succeed
+                _log.exception("the leases of clients could not be looked at")
