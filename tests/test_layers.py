@@ -41,6 +41,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "launch",
+            "verbs",
             "preparing",
             "hosting",
             "servers",
