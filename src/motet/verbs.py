@@ -99,8 +99,13 @@ class Verbs:
     def forward_backward(
         self, batches: Mapping[str, StepBatch], loss: Loss, temperature: float = 1.0
     ) -> dict[str, Trained]:
-        """Add the gradient of each adapter's samples, in one packed pass; sums, and the logprobs of each sample."""
+        """Add the gradient of each adapter's samples, in one packed pass; sums, and the logprobs of each sample.
+
+        An adapter without samples is left out.
+        """
         segments = self._segments(batches, loss, temperature)
+        if not segments:
+            return {}
         trained = self._on_device(lambda: self._workshop.trainer.forward_backward(Batch(segments)))
         return {segment.adapter: one for segment, one in zip(segments, trained, strict=True)}
 
@@ -109,6 +114,8 @@ class Verbs:
     ) -> dict[str, tuple[FloatArray, ...]]:
         """Logprobs of each sample, no gradient; `base=True` leaves the adapters out."""
         segments = self._segments(batches, None, temperature)
+        if not segments:
+            return {}
         logprobs = self._on_device(lambda: self._workshop.trainer.forward(Batch(segments), base=base))
         return {segment.adapter: one for segment, one in zip(segments, logprobs, strict=True)}
 
