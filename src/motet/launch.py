@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from motet.rollout.sampler_link import SamplerLink
     from motet.rollout.server import ServerEngine
     from motet.rollout.spread import SpreadEngine
+    from motet.training.torch_trainer import TorchTrainer
 
 SMALL_MODEL = 500_000_000
 """Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
@@ -154,7 +155,6 @@ def _build_on_servers(base: LoraModel, config: RunConfig, directory: RunDirector
 
     from motet import servers
     from motet.rollout.server import FileSync
-    from motet.training.torch_trainer import TorchTrainer
 
     def turn(training: bool) -> None:
         if base.info.device == "cpu":
@@ -164,7 +164,7 @@ def _build_on_servers(base: LoraModel, config: RunConfig, directory: RunDirector
     slots = config.engine.slots
     wanted = servers.demand(config.jobs, slots) if largest is None else servers.demand_of_any(largest, slots)
     engine = servers.build_servers(base.info, config.rollout, wanted, directory.run_id, directory.path)
-    trainer = TorchTrainer(base, slots=config.engine.slots, recompute=config.engine.recompute)
+    trainer = make_trainer(base, config.engine)
     told = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
         Device(turn),
@@ -180,13 +180,19 @@ def _build_on_servers(base: LoraModel, config: RunConfig, directory: RunDirector
     )
 
 
+def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
+    """The trainer that a configuration asks for."""
+    from motet.training.torch_trainer import TorchTrainer
+
+    return TorchTrainer(base, slots=config.slots, recompute=config.recompute)
+
+
 def build(base: LoraModel, config: EngineConfig, needs: Sequence[budgets.Need], log: Path | None = None) -> Workshop:
     """Engine and trainer on one base and one device; errors of sampling processes go to `log`."""
     import torch
 
     from motet.rollout.embedded import EmbeddedEngine, SameTensors
     from motet.rollout.spread import SpreadEngine
-    from motet.training.torch_trainer import TorchTrainer
 
     base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
     n_samplers = _samplers(base.info, config)
@@ -213,7 +219,7 @@ def build(base: LoraModel, config: EngineConfig, needs: Sequence[budgets.Need], 
     if n_samplers:
         spread = SpreadEngine(here, _start_samplers(n_samplers, base, config, limits, device, log))
     engine = spread or here
-    trainer = TorchTrainer(base, slots=config.slots, recompute=config.recompute)
+    trainer = make_trainer(base, config)
     return Workshop(
         device,
         engine,
