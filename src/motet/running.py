@@ -73,7 +73,7 @@ def run_config(
     accept_changes: bool = False,
     observe: Callable[[Sequence[JobProgress]], None] | None = None,
     started: Callable[[Workshop, Sequence[Job]], None] | None = None,
-    tell: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> RunResult:
     """Run all jobs to their end (or until Ctrl-C, which finishes the steps under way and saves).
 
@@ -84,7 +84,7 @@ def run_config(
         accept_changes: go on in a run directory that was made with another configuration.
         observe: called a few times a second with the progress of all jobs.
         started: called once, before the first step, with what was loaded.
-        tell: called with a line for the person who pressed Ctrl-C.
+        notify: called with a line for the person who pressed Ctrl-C.
 
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
@@ -108,7 +108,7 @@ def run_config(
             if started is not None:
                 started(workshop, jobs)
             slots = 1 if sequential else config.engine.slots
-            interrupt = Interrupt(tell)
+            interrupt = Interrupt(notify)
             interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, observe))
         finally:
             workshop.close()
@@ -261,7 +261,7 @@ def _run_shown(config: RunConfig, *, sequential: bool, accept_changes: bool) -> 
     view.start()
     try:
         return run_config(
-            config, sequential=sequential, accept_changes=accept_changes, observe=view.update, tell=view.tell
+            config, sequential=sequential, accept_changes=accept_changes, observe=view.update, notify=view.tell
         )
     finally:
         view.stop()

@@ -57,7 +57,7 @@ class Bounds:
     wanted: Demand
     tolerance: float
     """Largest mean difference between two replicas' logprobs of one probe."""
-    patience: float
+    wait_seconds: float
     """Seconds to wait for a replica when none is there."""
 
 
@@ -97,7 +97,7 @@ class ServerEngine:
             bounds: what requests have to keep to.
             run: the part of served names that says whose they are.
         """
-        self.fleet = Fleet(replicas, processes, bounds.patience, self._welcome)
+        self.fleet = Fleet(replicas, processes, bounds.wait_seconds, self._welcome)
         self._versions = ServedVersions(files, bounds.tolerance, run)
         self._decode, self._bounds = decode, bounds
         self._owner = f"{run}.{secrets.token_hex(4)}"

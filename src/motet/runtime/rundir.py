@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from motet.errors import RunError
-from motet.runtime.checkpoint import JobDirectory, replace
+from motet.runtime.checkpoint import JobDirectory, replace_file
 
 
 class RunDirectory:
@@ -59,5 +59,5 @@ class RunDirectory:
             run_id, attempt = str(values["run_id"]), int(values["attempt"]) + 1
         except (OSError, ValueError, TypeError, KeyError):
             run_id, attempt = secrets.token_hex(4), 0
-        replace(path, json.dumps({"attempt": attempt, "run_id": run_id}, sort_keys=True).encode())
+        replace_file(path, json.dumps({"attempt": attempt, "run_id": run_id}, sort_keys=True).encode())
         return run_id, attempt
