@@ -20,8 +20,8 @@ from motet.runtime.generation import Generation, PutAside, ended
 from motet.runtime.job import Job, Services
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
-from motet.tasks.environments import Worlds, play
-from motet.tasks.episode import ENVIRONMENTS, Stage
+from motet.tasks.environments import EnvironmentWorkers, run_group
+from motet.tasks.episode import ENVIRONMENTS, GroupContext
 from motet.tasks.reward_pool import Scored
 from motet.types import Chunk, Group, IntArray, Problem, Rollout, SamplingParams
 
@@ -115,7 +115,7 @@ class JobSampler:
         """Positions that an earlier process began."""
         self._aside: list[_Task] = []
         self._scoring: set[asyncio.Task[list[Scored]]] = set()
-        self._worlds: Worlds | None = None
+        self._environment_workers: EnvironmentWorkers | None = None
 
     async def open(self) -> None:
         """Have the rewards and the environment ready.
@@ -126,14 +126,14 @@ class JobSampler:
         job, path = self._job, self._job.directory.path
         await self._services.rewards.register(job.name, job.config.rewards, job.data.scorer, log=path / "rewards.log")
         if job.config.environment.own:
-            self._worlds = Worlds(job.config.environment, path / "environment.log")
-            await self._worlds.open()
+            self._environment_workers = EnvironmentWorkers(job.config.environment, path / "environment.log")
+            await self._environment_workers.open()
 
     async def close(self) -> None:
         """Let them go."""
         await self._services.rewards.unregister(self._job.name)
-        if self._worlds is not None:
-            await self._worlds.close()
+        if self._environment_workers is not None:
+            await self._environment_workers.close()
 
     @property
     def waits(self) -> bool:
@@ -304,8 +304,8 @@ class JobSampler:
             try:
                 seed = seeds.key(purpose.seed, purpose.name, task.step, task.place, problem.id)
                 judged = bool(job.config.rewards)
-                stage = Stage(problem, job.chat, purpose.n, generate, score, seed, judged)
-                task.rollouts = await self._environment(stage)
+                context = GroupContext(problem, job.chat, purpose.n, generate, score, seed, judged)
+                task.rollouts = await self._environment(context)
             except EngineError as error:
                 task.rollouts = tuple(_failed(problem, index, str(error)) for index in range(purpose.n))
             except PutAside:
@@ -317,12 +317,12 @@ class JobSampler:
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts
 
-    async def _environment(self, stage: Stage) -> tuple[Rollout, ...]:
-        worlds = self._worlds
-        if worlds is None:
-            return await ENVIRONMENTS[self._job.config.environment.name](stage)
-        rollouts = await play(worlds, stage)
-        if worlds.clock_limited:
+    async def _environment(self, context: GroupContext) -> tuple[Rollout, ...]:
+        workers = self._environment_workers
+        if workers is None:
+            return await ENVIRONMENTS[self._job.config.environment.name](context)
+        rollouts = await run_group(workers, context)
+        if workers.clock_limited:
             self._job.note_inexact("the environment ran into its wall-clock limit")
         return rollouts
 

@@ -95,14 +95,14 @@ class Chat:
         """The tokens of the longest prompt, or prompt with answer, and whose it is; of equal ones the first."""
         ends = [problem.answer if answered else "" for problem in problems]
         sizes = [_most_tokens(self.prompt_text(one) + end) for one, end in zip(problems, ends, strict=True)]
-        found, place = 0, 0
+        most_tokens, place = 0, 0
         for index in sorted(range(len(problems)), key=lambda index: -sizes[index]):
-            if sizes[index] < found:
+            if sizes[index] < most_tokens:
                 break
             length = len(self.row_ids(problems[index])[0] if answered else self.prompt_ids(problems[index]))
-            if length > found or (length == found and index < place):
-                found, place = length, index
-        return found, problems[place]
+            if length > most_tokens or (length == most_tokens and index < place):
+                most_tokens, place = length, index
+        return most_tokens, problems[place]
 
     def follow_up_ids(
         self, before: Sequence[Message], sampled_ids: IntArray, replies: Sequence[Message], tools: Tools = ()
@@ -124,8 +124,8 @@ class Chat:
         if not self.chat_template:
             return self._encode("\n\n" + "".join(f"{reply.content}\n\n" for reply in replies), special=False)
         turns = (*before, Message("assistant", _PLACEHOLDER), *replies)
-        _, found, tail = self._render(turns, tools).rpartition(_PLACEHOLDER)
-        if not found:
+        _, marker, tail = self._render(turns, tools).rpartition(_PLACEHOLDER)
+        if not marker:
             raise BaseModelError("the chat template leaves out the assistant's text: set environment: single")
         ids = self._encode(tail, special=False)
         last = int(sampled_ids[-1]) if len(sampled_ids) else -1
@@ -255,10 +255,10 @@ def stop_token_ids(tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> tuple[i
     The last is found by rendering an answer and looking at the special token behind it: several models call a token EOS
     that their template never writes.
     """
-    found = {tokenizer.eos_token_id, *eos_token_ids}
+    stops = {tokenizer.eos_token_id, *eos_token_ids}
     if tokenizer.chat_template:
-        found.add(end_of_turn(tokenizer))
-    return tuple(sorted(int(token) for token in found if token is not None))
+        stops.add(end_of_turn(tokenizer))
+    return tuple(sorted(int(token) for token in stops if token is not None))
 
 
 def end_of_turn(tokenizer: Any) -> int | None:

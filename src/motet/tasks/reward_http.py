@@ -25,7 +25,7 @@ import httpx2
 
 from motet.config import RewardConfig
 from motet.errors import RewardError
-from motet.tasks.reward_elsewhere import Chance, HttpArgs, Score, number
+from motet.tasks.reward_elsewhere import Chance, HttpArgs, ScoreOrReason, number
 
 ATTEMPTS = 3
 """How often an address that fails is asked in all."""
@@ -117,8 +117,8 @@ _RESOLVING = ThreadPoolExecutor(64, "motet-names")
 
 async def _resolve(host: str, port: int) -> list[str]:
     asking = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    found = await asyncio.get_running_loop().run_in_executor(_RESOLVING, asking)
-    return [str(one[4][0]).partition("%")[0] for one in found]
+    addresses = await asyncio.get_running_loop().run_in_executor(_RESOLVING, asking)
+    return [str(one[4][0]).partition("%")[0] for one in addresses]
 
 
 class HttpRewards:
@@ -139,23 +139,23 @@ class HttpRewards:
 
     async def __call__(
         self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
-    ) -> list[Score]:
+    ) -> list[ScoreOrReason]:
         """Scores of completions. What goes wrong is a reason."""
         args = HttpArgs.model_validate(reward.args)
         body = json.dumps({"problem": problem, "completions": completions, "args": args.args}).encode()
         gate = self._gates.setdefault(job, asyncio.Semaphore(AT_ONCE))
-        told = f"{httpx2.URL(args.url).host}"
+        host = f"{httpx2.URL(args.url).host}"
         reason: str
         async with gate:
             try:
                 with anyio.fail_after(reward.wall_seconds):
                     return _scores(await self._posted(args, body), len(completions))
             except TimeoutError:
-                reason = Chance(f"{told} gave no whole answer in {reward.wall_seconds:g} s (reward field wall_seconds)")
+                reason = Chance(f"{host} gave no whole answer in {reward.wall_seconds:g} s (reward field wall_seconds)")
             except _Failed as error:
-                reason = Chance(f"{told} {error}, {ATTEMPTS} times")
+                reason = Chance(f"{host} {error}, {ATTEMPTS} times")
             except _Refused as error:
-                reason = f"{told} {error}"
+                reason = f"{host} {error}"
         return [reason] * len(completions)
 
     async def _posted(self, args: HttpArgs, body: bytes) -> bytes:
@@ -251,17 +251,17 @@ async def _read(response: httpx2.Response) -> bytes:
     return bytes(body)
 
 
-def _scores(body: bytes, n: int) -> list[Score]:
+def _scores(body: bytes, n: int) -> list[ScoreOrReason]:
     """Scores of so many completions.
 
     Raises:
         _Refused: the answer is not `{"scores": […]}` with one for each.
     """
     try:
-        found = json.loads(body)
+        reply = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise _Refused(f"answered what is not JSON: {str(error)[:100]}") from error
-    scores = found.get("scores") if isinstance(found, dict) else None
+    scores = reply.get("scores") if isinstance(reply, dict) else None
     if not isinstance(scores, list):
         raise _Refused('must answer {"scores": [one number for each completion]}')
     if len(scores) != n:

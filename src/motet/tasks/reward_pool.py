@@ -24,9 +24,9 @@ from motet.config import RewardConfig
 from motet.errors import RewardError
 from motet.tasks import reward_elsewhere
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_elsewhere import ELSEWHERE, Chance, Elsewhere, Score
+from motet.tasks.reward_elsewhere import ELSEWHERE, Chance, Elsewhere, ScoreOrReason
 from motet.tasks.reward_installed import Installed, without_folder
-from motet.tasks.reward_link import Reply, hello
+from motet.tasks.reward_link import Reply, load_request
 from motet.tasks.reward_walls import Walls
 from motet.tasks.reward_workers import Worker, WorkerGroup
 from motet.tasks.worker_link import ClockLimitError, ProcessDiedError
@@ -121,8 +121,8 @@ class RewardPool:
         groups = []
         for side in sorted(set(walled.values())):
             own = {place: rewards[place] for place in here if walled[place] is side}
-            first_line = hello([self._found(reward) for reward in own.values()], scorer, side)
-            groups.append(WorkerGroup(side, first_line, log, own, self._has_room))
+            first_line = load_request([self._located(reward) for reward in own.values()], scorer, side)
+            groups.append(WorkerGroup(side, first_line, log, own, self._may_start_another))
         self._jobs[job] = _Job(job, tuple(rewards), _labels(rewards), groups)
         try:
             for group in groups:
@@ -135,7 +135,7 @@ class RewardPool:
 
     async def unregister(self, job: str) -> None:
         """End a job's processes; calls in flight come back as failed. Nothing happens where there is no such job."""
-        groups = found.groups if (found := self._jobs.pop(job, None)) else ()
+        groups = registered.groups if (registered := self._jobs.pop(job, None)) else ()
         for group in groups:
             group.closed = True
         for group in groups:
@@ -174,7 +174,7 @@ class RewardPool:
         )
         return [_sum(known, parts) for parts in zip(*columns, strict=True)]
 
-    async def scores(self, job: str, problem: dict[str, Any], completions: Sequence[str]) -> list[Score]:
+    async def scores(self, job: str, problem: dict[str, Any], completions: Sequence[str]) -> list[ScoreOrReason]:
         """What the first reward of a job says of completions of a problem (as plain values), before its weight.
 
         Raises:
@@ -183,7 +183,7 @@ class RewardPool:
         parts = await self._column(self._registered(job), 0, problem, [Answer(text) for text in completions])
         return [_score(part) for part in parts]
 
-    def _has_room(self) -> bool:
+    def _may_start_another(self) -> bool:
         return sum(len(group.workers) for job in self._jobs.values() for group in job.groups) < self._workers
 
     def _registered(self, job: str) -> _Job:
@@ -210,7 +210,7 @@ class RewardPool:
     def _known(self, reward: RewardConfig) -> Installed | None:
         return self._installed.get(reward.name) if reward.function is None else None
 
-    def _found(self, reward: RewardConfig) -> RewardConfig:
+    def _located(self, reward: RewardConfig) -> RewardConfig:
         """The reward with the function that its name stands for, where that was installed."""
         known = self._known(reward)
         if known is None:
@@ -232,8 +232,8 @@ class RewardPool:
         self, job: _Job, reward: RewardConfig, problem: dict[str, Any], answers: list[Answer]
     ) -> list[_Part]:
         """Parts of a reward that is scored elsewhere."""
-        found = await self._elsewhere[reward.name](job.name, reward, problem, [answer.text for answer in answers])
-        return [_part(score) for score in found]
+        scores = await self._elsewhere[reward.name](job.name, reward, problem, [answer.text for answer in answers])
+        return [_part(score) for score in scores]
 
     async def _in_process(
         self, group: WorkerGroup, place: int, problem: dict[str, Any], answers: list[Answer]
@@ -295,20 +295,20 @@ class RewardPool:
                     await worker.link.kill()
                 worker.link = None
                 raise
-            if reply.replace:
+            if reply.exceeded:
                 await worker.link.kill()
                 worker.link = None
-            if reply.replace != "memory" or fresh:
+            if reply.exceeded != "memory" or fresh:
                 return reply
 
 
-def _part(score: Score) -> _Part:
+def _part(score: ScoreOrReason) -> _Part:
     if isinstance(score, str):
         return _Part(error=score, clock_limited=isinstance(score, Chance))
     return _Part(applies=False) if score is None else _Part(score)
 
 
-def _score(part: _Part) -> Score:
+def _score(part: _Part) -> ScoreOrReason:
     if part.error:
         return (Chance if part.clock_limited else str)(part.error)
     return part.value if part.applies else None

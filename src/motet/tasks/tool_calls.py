@@ -12,14 +12,14 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 def tool_calls(text: str) -> tuple[ToolCall, ...]:
     """The calls of one turn, in their order; one that is no JSON is a call of no tool, so that the model hears of it."""
-    return tuple(_call(found) for found in _CALL.findall(text))
+    return tuple(_call(text) for text in _CALL.findall(text))
 
 
 def _call(text: str) -> ToolCall:
     try:
-        found = json.loads(text)
-        arguments = found.get("arguments", {})
+        fields = json.loads(text)
+        arguments = fields.get("arguments", {})
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return ToolCall(str(found["name"]), dict(arguments))
+        return ToolCall(str(fields["name"]), dict(arguments))
     except (ValueError, TypeError, KeyError, AttributeError):
         return ToolCall(text.strip()[:40], {})

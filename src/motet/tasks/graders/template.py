@@ -34,7 +34,7 @@ def variables(text: str) -> list[tuple[str, tuple[str | int, ...]]]:
     Raises:
         ValueError: what stands between braces is no variable; says what would be.
     """
-    found = []
+    names = []
     for inside in _split(text)[1::2]:
         match = _PATH.fullmatch(inside)
         if match is None:
@@ -47,8 +47,8 @@ def variables(text: str) -> list[tuple[str, tuple[str | int, ...]]]:
             raise ValueError(
                 f"{{{{{inside}}}}} is not supported: of a sample there are output_text and output_json (and its fields)"
             )
-        found.append((match[1], path))
-    return found
+        names.append((match[1], path))
+    return names
 
 
 def fill(text: str, item: Mapping[str, Any], output: str) -> str:
