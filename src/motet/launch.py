@@ -165,7 +165,7 @@ def _build_on_servers(base: LoraModel, config: RunConfig, directory: RunDirector
     wanted = servers.demand(config.jobs, slots) if largest is None else servers.demand_of_any(largest, slots)
     engine = servers.build_servers(base.info, config.rollout, wanted, directory.run_id, directory.path)
     trainer = TorchTrainer(base, slots=config.engine.slots, recompute=config.engine.recompute)
-    told = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
+    caveat = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
         Device(turn),
         engine,
@@ -176,7 +176,7 @@ def _build_on_servers(base: LoraModel, config: RunConfig, directory: RunDirector
         probe_tolerance=servers.tolerance(config.rollout, base.info),
         keep_versions=config.rollout.keep_versions,
         servers=engine,
-        inexact=(told,),
+        inexact=(caveat,),
     )
 
 

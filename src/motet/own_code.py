@@ -43,13 +43,13 @@ class OwnCode:
                 "your own is `file.py:name` or `module:name`"
             )
         module = self.load_file(place) if place.endswith(".py") else self._load_module(place)
-        found = functools.reduce(lambda value, part: getattr(value, part, None), attribute.split("."), module)
-        if found is None:
+        target = functools.reduce(lambda value, part: getattr(value, part, None), attribute.split("."), module)
+        if target is None:
             names = [item for item, value in vars(module).items() if callable(value) and not item.startswith("_")]
             near = difflib.get_close_matches(attribute, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(names) or 'nothing to call'}"
             raise self.error(f"{self.kind} {name!r}: {place} has no {attribute!r}{hint}")
-        return found
+        return target
 
     def load_file(self, place: str) -> Any:
         """The module that a file makes.

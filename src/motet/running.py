@@ -96,8 +96,8 @@ def run_config(
         prepared = prepare_all(config.jobs, base.info, directory)
         jobs = [job for job, _ in prepared]
         for job in jobs:
-            told = identity(job, base.info, config)
-            open_job(job.directory, told, accept_changes=accept_changes, accept_damage=accept_changes)
+            described = identity(job, base.info, config)
+            open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes)
             _take_up(job)
         workshop = assemble(base, config, [need for _, need in prepared], directory)
         workshop.notes += _left_out(jobs)
@@ -123,10 +123,10 @@ def _take_up(job: Job) -> None:
         return
     job.progress.step = committed.step
     job.progress.take_up(job.directory.read_metrics(committed))
-    found = job.directory.read_status().get("state")
-    if found == JobState.CANCELLED or (found == JobState.SUCCEEDED and committed.step >= job.config.steps):
-        job.progress.state = JobState(found)
-        job.progress.message = "done before" if found == JobState.SUCCEEDED else "cancelled before"
+    state = job.directory.read_status().get("state")
+    if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and committed.step >= job.config.steps):
+        job.progress.state = JobState(state)
+        job.progress.message = "done before" if state == JobState.SUCCEEDED else "cancelled before"
 
 
 async def _run_jobs(
@@ -160,12 +160,13 @@ async def _run_jobs(
 
 def _left_out(jobs: Sequence[Job]) -> list[str]:
     """Which rows were left out; what is so for several jobs is said once."""
-    found: dict[str, list[str]] = {}
+    jobs_by_note: dict[str, list[str]] = {}
     for job in jobs:
         for note in job.data.notes:
-            found.setdefault(note, []).append(job.name)
+            jobs_by_note.setdefault(note, []).append(job.name)
     return [
-        f"{f'job {names[0]}' if len(names) == 1 else f'{len(names)} jobs'}: {note}" for note, names in found.items()
+        f"{f'job {names[0]}' if len(names) == 1 else f'{len(names)} jobs'}: {note}"
+        for note, names in jobs_by_note.items()
     ]
 
 

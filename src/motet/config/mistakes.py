@@ -74,29 +74,33 @@ def explain(error: ValidationError, root: type[Config], tree: Mapping[str, Any])
         root: the whole configuration.
         tree: what was written.
     """
-    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    by_field: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(_field_of(root, item), []).append(item)
-    lines = [_line(root, tree, place, items) for place, items in list(found.items())[:MOST_MISTAKES]]
-    return [f"{len(found)} mistake{'' if len(found) == 1 else 's'}:", *lines, *["  …"] * (len(found) > MOST_MISTAKES)]
+        by_field.setdefault(_field_of(root, item), []).append(item)
+    lines = [_line(root, tree, place, items) for place, items in list(by_field.items())[:MOST_MISTAKES]]
+    return [
+        f"{len(by_field)} mistake{'' if len(by_field) == 1 else 's'}:",
+        *lines,
+        *["  …"] * (len(by_field) > MOST_MISTAKES),
+    ]
 
 
 def no_such_field(name: str, model: type[Config]) -> str:
     """What to say of a field that a section does not have."""
-    told = "there is no such field; "
+    message = "there is no such field; "
     if name in OTHERS_WORDS:
-        return f"{told}it is {OTHERS_WORDS[name]}"
+        return f"{message}it is {OTHERS_WORDS[name]}"
     fields = sorted((*model.model_fields, *_ALSO_WRITTEN.get(model, ())))
     places = [path for path in FIELDS if path.rpartition(".")[2] == name]
     if model is RunConfig and name in JobConfig.model_fields:
-        told += "it stands in a job, or in defaults for all jobs. There are "
+        message += "it stands in a job, or in defaults for all jobs. There are "
     elif places:
-        told += f"it stands in {' or '.join(places[:_MOST_PLACES])}. There are "
+        message += f"it stands in {' or '.join(places[:_MOST_PLACES])}. There are "
     elif near := difflib.get_close_matches(name, fields, n=1, cutoff=0.7):
-        told += f"did you mean {near[0]}? There are "
+        message += f"did you mean {near[0]}? There are "
     else:
-        told += "there are "
-    return told + ", ".join(fields)
+        message += "there are "
+    return message + ", ".join(fields)
 
 
 def _line(

@@ -84,7 +84,7 @@ class Decoder:
         """Admit and prefill what fits, then decode one token for every running sequence."""
         fresh = self._admit()
         self._settle(fresh)
-        running = self._make_room()
+        running = self._grow_or_preempt()
         if running:
             inputs = [
                 NewTokens(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks) for item in running
@@ -196,7 +196,7 @@ class Decoder:
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> list[Sequence]:
+    def _grow_or_preempt(self) -> list[Sequence]:
         """Give every running sequence a block for its next token, oldest first; the youngest give way."""
         kept: list[Sequence] = []
         queue = deque(self._running)

@@ -49,9 +49,9 @@ class ModelRunner:
         """
         if self.base.arithmetic.graphs and all(len(new.token_ids) == 1 for new in inputs):
             spans = [Span(new.start, 1, new.blocks) for new in inputs]
-            found = self._graphs.logits([new.token_ids[0] for new in inputs], spans, [new.weights for new in inputs])
-            if found is not None:
-                return found
+            replayed = self._graphs.logits([new.token_ids[0] for new in inputs], spans, [new.weights for new in inputs])
+            if replayed is not None:
+                return replayed
         return self._logits(inputs)
 
     def _logits(self, inputs: Seq[NewTokens]) -> Tensor:

@@ -244,7 +244,7 @@ class ServerEngine:
     def _trouble(self, replica: Replica, adapter: AdapterRef | None, error: ServerGone | ServerRefused) -> None:
         """Do what a failed request asks for; raises what will not get better."""
         if isinstance(error, ServerRefused) and error.status < 500 and error.status not in _BUSY:
-            if adapter is None or not replica.dialect.unknown(error.status, error.told):
+            if adapter is None or not replica.dialect.unknown(error.status, error.detail):
                 raise error
             replica.loaded.discard(adapter.served_name)  # it is handed over again
         else:
@@ -310,8 +310,10 @@ class ServerEngine:
             raise EngineError(f"{where} has an empty prompt or no seeds")
         if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self._bounds.vocabulary:
             raise EngineError(f"{where} has a token id outside the base's vocabulary of {self._bounds.vocabulary}")
-        told = [replica.facts.max_positions for replica in self.fleet.replicas]
-        longest = min(self._bounds.max_positions, *(positions for positions in told if positions is not None), 1 << 30)
+        limits = [replica.facts.max_positions for replica in self.fleet.replicas]
+        longest = min(
+            self._bounds.max_positions, *(positions for positions in limits if positions is not None), 1 << 30
+        )
         if n_prompt + n_new > longest:
             raise EngineError(
                 f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed the {longest} positions of the server; "

@@ -40,7 +40,7 @@ class SpreadEngine:
         """Completions under way in each place, by adapter."""
         self._waiting: deque[_Waiting] = deque()
         for link in links:
-            link.on_ready = self._place_more
+            link.on_ready = self._start_waiting_soon
 
     @property
     def capacity(self) -> int:
@@ -71,17 +71,17 @@ class SpreadEngine:
                 if chunk.finish_reason is not None:
                     left.discard(chunk.index)
                     opened[adapter] -= 1
-                    self._place()
+                    self._start_waiting()
                 yield chunk
         finally:
             opened[adapter] -= len(left)
-            self._place()
+            self._start_waiting()
 
     async def _turn(self, request: GenerateRequest) -> int | None:
         """Wait for a place with a free row, behind those that came before; its rows are counted there from then on."""
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
-        self._place()
+        self._start_waiting()
         try:
             return await waiting.turn
         except asyncio.CancelledError:
@@ -89,12 +89,12 @@ class SpreadEngine:
                 self._waiting.remove(waiting)
             elif not waiting.turn.cancelled() and (place := waiting.turn.result()) is not None:
                 self._open[place][_adapter(request)] -= len(request.seeds)
-                self._place()
+                self._start_waiting()
             raise
 
-    def _place(self) -> None:
+    def _start_waiting(self) -> None:
         """Give those who wait a place, as far as there are free rows."""
-        while self._waiting and self._with_room():
+        while self._waiting and self._with_free_rows():
             waiting = self._waiting.popleft()
             if waiting.turn.done():
                 continue
@@ -102,10 +102,10 @@ class SpreadEngine:
             self._open[place][_adapter(waiting.request)] += len(waiting.request.seeds)
             waiting.turn.set_result(place)
 
-    def _place_more(self) -> None:
+    def _start_waiting_soon(self) -> None:
         """The same from another thread: a process has become ready."""
         with contextlib.suppress(IndexError, RuntimeError):  # nobody waits, or their loop has ended
-            self._waiting[0].turn.get_loop().call_soon_threadsafe(self._place)
+            self._waiting[0].turn.get_loop().call_soon_threadsafe(self._start_waiting)
 
     async def _there(self, request: GenerateRequest, place: int) -> AsyncIterator[Chunk]:
         """Sample in a process; what it leaves undone when it dies is sampled here, with the same bits."""
@@ -123,7 +123,7 @@ class SpreadEngine:
         async for chunk in self.here.generate(rest):
             yield replace(chunk, index=left[chunk.index])
 
-    def _with_room(self) -> list[int]:
+    def _with_free_rows(self) -> list[int]:
         return [place for place in self._places() if self._open[place].total() < self.here.capacity]
 
     def _choose(self, request: GenerateRequest) -> int:
@@ -131,7 +131,7 @@ class SpreadEngine:
 
         Near a tie it is one that has the adapter's weights at hand already.
         """
-        places = self._with_room()
+        places = self._with_free_rows()
         loads = {place: self._open[place].total() for place in places}
         least = min(loads.values())
         adapter = _adapter(request)
