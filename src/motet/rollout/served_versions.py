@@ -65,7 +65,7 @@ class ServedVersions:
             raise EngineError(f"version {ref.version} of adapter {ref.name!r} is loaded already")
 
         def staged() -> None:
-            with self._files.stage(ref) as directory:
+            with self._files.write_draft(ref) as directory:
                 write(directory)
 
         writing = asyncio.create_task(asyncio.to_thread(staged))

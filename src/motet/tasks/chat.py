@@ -22,7 +22,9 @@ from motet.types import BoolArray, IntArray, Message, Problem
 _PLACEHOLDER = "7sampled7text7"
 _PART_OF_A_LETTER = "\ufffd"
 _MOST_PAIRS = 2**15
-_TOOLS_TOLD = 'You may call tools, by <tool_call>{"name": …, "arguments": {…}}</tool_call>. The tools, as JSON schemas:'
+_TOOLS_INTRODUCTION = (
+    'You may call tools, by <tool_call>{"name": …, "arguments": {…}}</tool_call>. The tools, as JSON schemas:'
+)
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -152,7 +154,7 @@ class Chat:
             return messages
         listed = "\n".join(json.dumps(tool) for tool in tools)
         system, rest = ("", messages) if messages[0].role != "system" else (messages[0].content + "\n\n", messages[1:])
-        return (Message("system", f"{system}{_TOOLS_TOLD}\n<tools>\n{listed}\n</tools>"), *rest)
+        return (Message("system", f"{system}{_TOOLS_INTRODUCTION}\n<tools>\n{listed}\n</tools>"), *rest)
 
     @cached_property
     def tool_role(self) -> str:
