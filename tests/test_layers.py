@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "own_code",
         }
     ),
-    frozenset({"protocols", "channel", "jobfile", "device", "budgets", "allocator", "barriers", "stops"}),
+    frozenset({"protocols", "channel", "jobfile", "device", "budgets", "allocator", "stops"}),
     frozenset({"tasks", "model"}),
     frozenset({"rollout", "training"}),
     frozenset({"runtime"}),

@@ -116,7 +116,7 @@ class Device:
             self._held = True
 
     def go(self) -> None:
-        """Take up work again."""
+        """Resume after `hold`."""
         with self._wake:
             self._held = False
             self._wake.notify()

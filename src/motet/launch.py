@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from motet import budgets
 from motet.allocator import keep_freed_memory
-from motet.barriers import spin_briefly
 from motet.config import EngineConfig, RunConfig
 from motet.config.service import Largest
 from motet.device import Device
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from motet.rollout.server import ServerEngine
     from motet.rollout.spread import SpreadEngine
 
+_SPINS = "2000"
+"""Turns of libgomp's waiting loop, some ten microseconds."""
 SMALL_MODEL = 500_000_000
 """Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
 
@@ -87,10 +89,20 @@ class Workshop:
             self.spread.close()
 
 
+def _spin_briefly() -> None:
+    """Let OpenMP's threads sleep soon at a barrier, unless the environment says how they wait; before torch is imported.
+
+    Where another process takes a core, a thread that spins burns the time slice that its partner needs: with GNU OpenMP's
+    default, training on two busy cores took up to ten times as long. A short spin costs nothing measurable on a quiet machine.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
+
 def warm_up() -> None:
     """Import what loading a base needs, which takes most of its time."""
     keep_freed_memory()
-    spin_briefly()
+    _spin_briefly()
     importlib.import_module("motet.model.load")
     importlib.import_module("transformers.modeling_utils")  # with most of the library
 
@@ -102,7 +114,7 @@ def load(base: str, config: EngineConfig) -> LoraModel:
         BaseModelError: with the reason.
     """
     keep_freed_memory()
-    spin_briefly()
+    _spin_briefly()
     with ThreadPoolExecutor(1) as passing:
         loaded = passing.submit(_load, base, config).result()
     _one_thread()

@@ -65,15 +65,15 @@ class RewardFiles:
         Raises:
             RewardError: its function is not among those that may be called.
         """
-        module, _, function = (asked.function or self.default()).rpartition(":")
+        file, _, function = (asked.function or self.default()).rpartition(":")
         if function.isidentifier() and not function.startswith("_"):
             for one in self._modules:
-                if (not module or module == one.short) and one.function in ("", function):
+                if (not file or file == one.short) and one.function in ("", function):
                     name = function if one.call is not None else f"{one.path}:{function}"
                     return limits.model_copy(update={"name": name, "function": one.call, "args": asked.args})
         given = ", ".join(f"{one.short}:{one.function}" if one.function else one.short for one in self._modules)
         raise RewardError(
-            f"the job is scored by {asked.function!r}, which is not in {given}; name its file: --reward {module or 'rewards.py'}"
+            f"the job is scored by {asked.function!r}, which is not in {given}; name its file: --reward {file or 'rewards.py'}"
         )
 
     def for_service(self, jobs: Sequence[JobConfig]) -> list[JobConfig]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from motet.errors import ConfigError, RunError
 from motet.runtime.checkpoint import JobDirectory, replace_file
-from motet.runtime.control_files import CONTROL
+from motet.runtime.rundir import CONTROL
 from motet.types import JobState
 
 

@@ -61,11 +61,11 @@ class Answers:
         self._numbers = 0
 
     def hold(self, key: int, task: asyncio.Task[None]) -> None:
-        """Remember who works on an answer."""
+        """Keep the task of an answer, so that `abandon` can cancel it."""
         self._open[key] = task
 
     def abandon(self, key: int) -> None:
-        """End an answer that nobody waits for."""
+        """Cancel the task of an answer that nobody waits for."""
         if task := self._open.pop(key, None):
             task.cancel()
 

@@ -118,7 +118,7 @@ class TableRouting:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What `values` are for."""
+        """Device memory that a replay reads; `values` are copied into it first."""
         return self._order_T, self._inverse_T, self._ends_S
 
     def values(self, slots_T: Sequence[int]) -> tuple[Tensor, ...]:

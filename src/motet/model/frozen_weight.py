@@ -97,7 +97,7 @@ class FrozenWeight(nn.Module):
         return out_TN.view(*x.shape[:-1], weight_KN.shape[1])
 
     def pack(self) -> None:
-        """Make the second copy."""
+        """Make the second copy, in the layout of oneDNN."""
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _ROWS_TRIED[1])
 
     def unpack(self) -> None:

@@ -194,7 +194,7 @@ class PaddedProducts:
         return [torch.mm(left_MK[first:last].t(), right_MN[first:last]) for first, last in spans]
 
     def fits_table(self, layout: AdapterLayout) -> bool:
-        """They do not."""
+        """Never: padding depends on how many rows each adapter has."""
         return False
 
 
@@ -210,14 +210,14 @@ class GroupedProducts:
         """By identity, because a base makes each layout once and to compare layouts takes long; with it, so that it stays."""
 
     def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
-        """Grouped where the layout fits."""
+        """`Grouped` where the layout fits the table, else `Tiled`."""
         if self.fits_table(layout):
             return list(lengths), Grouped(ends(lengths, self._device))
         rooms = [round_up(length, self._tile or 1) for length in lengths]
         return rooms, Tiled.of(rooms, self._tile)
 
     def stack(self, adapters: Sequence[AdapterWeights]) -> dict[str, LoraMatrices]:
-        """In one copy."""
+        """One copy for all layers: the flat weights, then views."""
         if len(adapters) == 1:
             return _alone(adapters[0])
         return adapters[0].layout.matrices(torch.stack([weights.flat for weights in adapters]))

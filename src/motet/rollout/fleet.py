@@ -46,7 +46,7 @@ class Fleet:
 
     @property
     def up(self) -> list[Replica]:
-        """Those that answer."""
+        """The replicas that answer now."""
         return [replica for replica in self.replicas if replica.up]
 
     async def choose(self, last: Container[str] = ()) -> Replica:

@@ -45,7 +45,7 @@ class Clocks:
 
 @dataclass
 class Replica:
-    """One server."""
+    """One server: its connections, whether it is up, and the adapters that it has."""
 
     url: str
     dialect: Dialect
@@ -66,7 +66,7 @@ class Replica:
         self._waiting: set[anyio.CancelScope] = set()
 
     def load_now(self) -> ServerLoad:
-        """What it is doing."""
+        """Requests and tokens under way, and how many adapters are loaded."""
         return ServerLoad(self.url, self.up, self.requests, self.tokens, len(self.loaded), self.note)
 
     # --- whether it is there ----------------------------------------------------------------------------------------------

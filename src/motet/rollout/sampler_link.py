@@ -76,7 +76,7 @@ class SamplerLink:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     # --- to the process ---------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class SamplerLink:
         self._rest(held=True)
 
     def go(self) -> None:
-        """Let it go on."""
+        """Resume after `hold`."""
         self._rest(held=False)
 
     def _rest(self, *, held: bool) -> None:

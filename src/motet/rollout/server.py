@@ -109,7 +109,7 @@ class ServerEngine:
         return self._bounds.rows * len(self.fleet.replicas)
 
     def loads(self) -> list[ServerLoad]:
-        """What each replica is doing."""
+        """The load of each replica, for metrics and views."""
         return [replica.load_now() for replica in self.fleet.replicas]
 
     async def ready(self) -> None:

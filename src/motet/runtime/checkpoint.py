@@ -78,7 +78,7 @@ def dump_line(record: Mapping[str, Any]) -> bytes:
 
 
 class JobDirectory:
-    """Files of one job."""
+    """The directory of one job: its logs, its commits, its versions and its status."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,7 +94,7 @@ class JobDirectory:
 
     @property
     def log_names(self) -> frozenset[str]:
-        """Their names."""
+        """The file names of `logs`."""
         return frozenset(path.name for path in self.logs)
 
     # --- opening -----------------------------------------------------------------------------------------------------

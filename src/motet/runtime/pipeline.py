@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from motet.algorithms.supervised import Supervised
 from motet.errors import DeviceError, MotetError, RunError
 from motet.runtime.checkpoint import disk_error
-from motet.runtime.control_files import read_commands
 from motet.runtime.disk_gate import DiskSpaceGate, is_full
 from motet.runtime.driver import Driver
 from motet.runtime.idle_slots import MAX_IDLE, IdleSlotTimeouts
 from motet.runtime.job import Job, Services
 from motet.runtime.rollout_loop import RolloutLoop
+from motet.runtime.rundir import read_commands
 from motet.runtime.scheduler import weight_of
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.runtime.supervised_loop import SupervisedLoop
@@ -279,7 +279,7 @@ class Pipeline:
 
 
 def driver_of(job: Job) -> type[Driver]:
-    """Which loop a job's algorithm is for."""
+    """`SupervisedLoop` for rows with answers, `RolloutLoop` for everything else."""
     return SupervisedLoop if isinstance(job.config.algorithm, Supervised) else RolloutLoop
 
 

@@ -130,7 +130,7 @@ class JobSampler:
             await self._environment_workers.open()
 
     async def close(self) -> None:
-        """Let them go."""
+        """End the processes of the job's rewards and environment."""
         await self._services.rewards.unregister(self._job.name)
         if self._environment_workers is not None:
             await self._environment_workers.close()

@@ -90,7 +90,7 @@ class FairScheduler:
         """The most weighted tokens per share that a tenant had consumed when a job of it was let in."""
 
     def join(self, job: str, weight: float, tenant: str = "") -> None:
-        """Open an account."""
+        """Open an account for a job; of its tenant too, where that has none."""
         self._accounts[job] = Account(tenant, weight)
         if tenant not in self._tenants:
             self._tenants[tenant] = TenantAccount(self._shares.get(tenant, 1.0))

@@ -122,6 +122,6 @@ def _rule(claim: Claim, rules: Mapping[str, Rule]) -> Rule:
 
 
 def _may_have_another(tenant: str, held: Mapping[str, int], rules: Mapping[str, Rule]) -> bool:
-    """Whether a tenant may have one more slot."""
+    """Whether a tenant is neither on hold nor at its limit of slots."""
     rule = rules.get(tenant, FREE)
     return not rule.hold and (rule.running is None or held[tenant] < rule.running)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,11 +22,12 @@ from motet.config import EnvironmentConfig
 from motet.errors import EngineError, EnvironmentFault
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext, answered, extended, whole
-from motet.tasks.tool_calls import tool_calls
 from motet.tasks.worker_link import LOAD_SECONDS, ClockLimitError, ProcessDiedError, WorkerLink, import_path, valid
 from motet.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 
 _NAMES = itertools.count()
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+"""How most chat templates have a model write it: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class _Worker(WorkerLink):
 
 @dataclass(eq=False)
 class _WorkerSlot:
-    """Where a process is, or will be: after a death the next one plays again what its episodes had done."""
+    """Holds a process, or none yet: after a death the next one repeats the calls that its episodes had made."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     worker: _Worker | None = None
@@ -237,7 +239,7 @@ async def _run_episode(
     chat, tools, (read, chunk), anew = context.chat, workers.info.tools, first, False
     for turn in range(1, workers.config.max_turns + 1):
         cut_off = chunk.finish_reason is FinishReason.LENGTH
-        calls = tool_calls(chunk.text) if tools and not cut_off else ()
+        calls = _tool_calls(chunk.text) if tools and not cut_off else ()
         rollout = extended(rollout, read, chunk, anew=anew, calls=calls)
         if rollout.error:
             break
@@ -257,6 +259,21 @@ async def _run_episode(
         except EngineError as error:  # so many turns may be too long for this rollout and not for the others
             return replace(rollout, error=str(error))
     return await _with_own_rewards(workers, rollout, episode)
+
+
+def _tool_calls(text: str) -> tuple[ToolCall, ...]:
+    """The calls of one turn, in their order; one that is no JSON is a call of no tool, so that the model hears of it."""
+    return tuple(map(_tool_call, _TOOL_CALL.findall(text)))
+
+
+def _tool_call(text: str) -> ToolCall:
+    try:
+        fields = json.loads(text)
+        arguments = fields.get("arguments", {})
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return ToolCall(str(fields["name"]), dict(arguments))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return ToolCall(text.strip()[:40], {})
 
 
 async def _replies(

@@ -72,7 +72,7 @@ class WorkerGroup:
         return link
 
     async def take(self) -> Worker:
-        """Wait for a free one."""
+        """A free worker; a new one where another may be started, else whichever comes free."""
         if self._idle:
             return self._idle.pop()
         if not self.workers or self.may_start_another():
@@ -88,7 +88,7 @@ class WorkerGroup:
             raise
 
     def give_back(self, worker: Worker) -> None:
-        """To whoever has waited longest."""
+        """Hand a worker to whoever has waited longest."""
         while self._waiting:
             free_worker = self._waiting.popleft()
             if not free_worker.done():

@@ -66,7 +66,7 @@ class TritonPass:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What `values` are for."""
+        """Device memory that a replay reads; `values` are copied into it first."""
         return self.metadata.tensors
 
     def values(self, spans: Sequence[Span]) -> tuple[Tensor, ...]:
