@@ -253,9 +253,9 @@ def _resolve_files(job: Tree, directory: Path) -> None:
 
 def _full_path(name: str, directory: Path) -> str:
     """The file or directory that a name means, beside the job file first; the name itself where it is none."""
-    for place in (directory / name, Path(name)):
-        if place.exists():
-            return str(place.resolve())
+    for candidate in (directory / name, Path(name)):
+        if candidate.exists():
+            return str(candidate.resolve())
     return name
 
 

@@ -118,8 +118,8 @@ class Decoder:
         if inputs:
             logits_NV = self.runner.logits(inputs)
             self.prefills += len(inputs)
-            for place, prompt in enumerate(opened):
-                prompt.logits = logits_NV[len(resumed) + place : len(resumed) + place + 1].clone()
+            for offset, prompt in enumerate(opened):
+                prompt.logits = logits_NV[len(resumed) + offset : len(resumed) + offset + 1].clone()
             self.runner.sample(resumed, logits_NV[: len(resumed)])
         return [*resumed, *([] if self._preempted else self._fork())]
 

@@ -246,8 +246,8 @@ class _Writing:
 
     def _stop(self) -> int | None:
         text = FakeTokenizer().decode(self._tokens)
-        places = [text.find(stop) for stop in self._sampling.stop]
-        return min((place for place in places if place >= 0), default=None)
+        starts = [text.find(stop) for stop in self._sampling.stop]
+        return min((start for start in starts if start >= 0), default=None)
 
 
 def _truncated(probabilities: Vector, sampling: SamplingParams) -> Vector:

@@ -181,7 +181,7 @@ class SamplerLink:
         except OSError as error:
             self._dismiss(f"a sampling process cannot be handed an adapter ({error}); sampling goes on without it")
             return None
-        paths = [place.path for place in weights.layout.places]
+        paths = [linear.path for linear in weights.layout.places]
         return m.Install(ref, str(path), weights.layout.rank, paths, weights.scaling)
 
     def _dismiss(self, note: str) -> None:

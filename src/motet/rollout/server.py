@@ -204,7 +204,7 @@ class ServerEngine:
         """Ask until the completion is whole."""
         request, failures = opened.request, 0
         while completion.finish is None:
-            replica, mark = await self._place(opened), completion.mark()
+            replica, mark = await self._choose_replica(opened), completion.mark()
             failure: EngineError
             try:
                 await self._read(replica, completion, failures, chunks)
@@ -250,7 +250,7 @@ class ServerEngine:
         else:
             self.fleet.doubt(replica)
 
-    async def _place(self, opened: _Open) -> Replica:
+    async def _choose_replica(self, opened: _Open) -> Replica:
         if opened.replica is None or not opened.replica.up:
             chosen = await self.fleet.choose(opened.failed)
             if opened.replica is None or not opened.replica.up:  # another completion of the request may have chosen

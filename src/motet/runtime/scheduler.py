@@ -54,7 +54,7 @@ def next_job(waiting: Mapping[str, Standing]) -> str:
         waiting: the standing of each job that waits; at least one.
     """
 
-    def place(job: str) -> tuple[float, str, float, str]:
+    def order(job: str) -> tuple[float, str, float, str]:
         standing = waiting[job]
         return (
             standing.tenant_consumed / standing.share,
@@ -63,7 +63,7 @@ def next_job(waiting: Mapping[str, Standing]) -> str:
             job,
         )
 
-    return min(waiting, key=place)
+    return min(waiting, key=order)
 
 
 def weight_of(priority: int) -> float:

@@ -64,7 +64,7 @@ class Addresses:
         """
         if self.anywhere:
             return
-        host, port = _place(url)
+        host, port = _host_and_port(url)
         if self.hosts is not None:
             if not self.lists(host, port):
                 raise RewardError(
@@ -88,7 +88,7 @@ def _listed(hosts: Sequence[str]) -> str:
     return ", ".join(hosts) or "none"
 
 
-def _place(url: str) -> tuple[str, int]:
+def _host_and_port(url: str) -> tuple[str, int]:
     """Host and port of a URL; the host in small letters, without a final dot."""
     parsed = httpx2.URL(url)
     return parsed.host.lower().rstrip("."), parsed.port or (443 if parsed.scheme == "https" else 80)
@@ -179,10 +179,10 @@ class HttpRewards:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **args.headers}
         extensions: dict[str, Any] = {}
         if not self._addresses.anywhere:
-            places = await self._checked(args.url)
+            addresses = await self._checked(args.url)
             headers["Host"] = url.netloc.decode("ascii")
             extensions["sni_hostname"] = url.raw_host.decode("ascii")
-            url = url.copy_with(host=places[(attempt - 1) % len(places)])
+            url = url.copy_with(host=addresses[(attempt - 1) % len(addresses)])
         if self._trust is None:
             self._trust = await asyncio.to_thread(httpx2.create_ssl_context)
         # A client for each call: a kept connection could meet another name at the same address.
@@ -212,7 +212,7 @@ class HttpRewards:
             _Refused: the service does not ask there.
             _Failed: the name could not be resolved.
         """
-        host, port = _place(url)
+        host, port = _host_and_port(url)
         listed = self._addresses.hosts is not None
         if listed and not self._addresses.lists(host, port):
             raise _Refused(f"is not among the hosts that this service asks: {_listed(self._addresses.hosts or ())}")

@@ -78,9 +78,9 @@ class _Job:
     labels: Sequence[str]
     groups: Sequence[WorkerGroup]
 
-    def group_of(self, place: int) -> WorkerGroup | None:
+    def group_of(self, index: int) -> WorkerGroup | None:
         """Who scores a reward; None where no process does."""
-        return next((group for group in self.groups if place in group.rewards), None)
+        return next((group for group in self.groups if index in group.rewards), None)
 
 
 class RewardPool:
@@ -116,11 +116,11 @@ class RewardPool:
             RewardError: a reward cannot be found, loaded, or called with its arguments; says what to do.
         """
         await self.unregister(job)
-        here = [place for place, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
-        walled = {place: self._walls.around(rewards[place], self._known(rewards[place])) for place in here}
+        here = [index for index, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
+        walled = {index: self._walls.around(rewards[index], self._known(rewards[index])) for index in here}
         groups = []
         for side in sorted(set(walled.values())):
-            own = {place: rewards[place] for place in here if walled[place] is side}
+            own = {index: rewards[index] for index in here if walled[index] is side}
             first_line = load_request([self._located(reward) for reward in own.values()], scorer, side)
             groups.append(WorkerGroup(side, first_line, log, own, self._may_start_another))
         self._jobs[job] = _Job(job, tuple(rewards), _labels(rewards), groups)
@@ -170,7 +170,7 @@ class RewardPool:
         seen = transcripts or [()] * len(completions)
         answers = [Answer(*one) for one in zip(completions, seen, strict=True)]
         columns = await asyncio.gather(
-            *(self._column(known, place, given, answers) for place in range(len(known.rewards)))
+            *(self._column(known, index, given, answers) for index in range(len(known.rewards)))
         )
         return [_sum(known, parts) for parts in zip(*columns, strict=True)]
 
@@ -217,12 +217,12 @@ class RewardPool:
             return reward
         return reward.model_copy(update={"name": known.target, "args": {**known.args, **reward.args}})
 
-    async def _column(self, job: _Job, place: int, problem: dict[str, Any], answers: list[Answer]) -> list[_Part]:
+    async def _column(self, job: _Job, index: int, problem: dict[str, Any], answers: list[Answer]) -> list[_Part]:
         """One reward's parts, one for each completion."""
-        reward, group = job.rewards[place], job.group_of(place)
+        reward, group = job.rewards[index], job.group_of(index)
         if group is None:
             return await self._asked(job, reward, problem, answers)
-        parts = await self._in_process(group, place, problem, answers)
+        parts = await self._in_process(group, index, problem, answers)
         known = self._known(reward)
         if known is None:
             return parts
@@ -236,26 +236,26 @@ class RewardPool:
         return [_part(score) for score in scores]
 
     async def _in_process(
-        self, group: WorkerGroup, place: int, problem: dict[str, Any], answers: list[Answer]
+        self, group: WorkerGroup, index: int, problem: dict[str, Any], answers: list[Answer]
     ) -> list[_Part]:
         """Parts of a reward that a process of the job scores.
 
         A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
         """
-        if group.together[group.index(place)] and len(answers) > 1:
-            parts = await self._call(group, place, problem, answers)
+        if group.together[group.index(index)] and len(answers) > 1:
+            parts = await self._call(group, index, problem, answers)
             if parts is not None:
                 return parts
-        alone = await asyncio.gather(*(self._call(group, place, problem, [answer], last=True) for answer in answers))
+        alone = await asyncio.gather(*(self._call(group, index, problem, [answer], last=True) for answer in answers))
         return [parts[0] for parts in alone if parts is not None]
 
     async def _call(
-        self, group: WorkerGroup, place: int, problem: dict[str, Any], answers: list[Answer], last: bool = False
+        self, group: WorkerGroup, index: int, problem: dict[str, Any], answers: list[Answer], last: bool = False
     ) -> list[_Part] | None:
         """One call, or None when a call for several failed as a whole and there is a `last` one to come for each."""
         worker = await group.take()
         try:
-            reply = await self._ask(group, worker, place, problem, answers)
+            reply = await self._ask(group, worker, index, problem, answers)
         except ClockLimitError as error:
             return [_Part(error=str(error), clock_limited=True)] * len(answers)
         except ProcessDiedError as error:
@@ -267,12 +267,12 @@ class RewardPool:
         return [_part(error or value) for value, error in zip(reply.values, reply.errors, strict=True)]
 
     async def _ask(
-        self, group: WorkerGroup, worker: Worker, place: int, problem: dict[str, Any], answers: list[Answer]
+        self, group: WorkerGroup, worker: Worker, index: int, problem: dict[str, Any], answers: list[Answer]
     ) -> Reply:
         """A reply that a fresh process would have given too."""
-        reward, n = group.rewards[place], len(answers)
+        reward, n = group.rewards[index], len(answers)
         request = {
-            "reward": group.index(place),
+            "reward": group.index(index),
             "problem": problem,
             "completions": [answer.text for answer in answers],
             "transcripts": [[asdict(message) for message in answer.transcript] for answer in answers],

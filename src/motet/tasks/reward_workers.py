@@ -51,9 +51,9 @@ class WorkerGroup:
             if worker.link is not None:
                 await worker.link.kill()
 
-    def index(self, place: int) -> int:
+    def index(self, reward: int) -> int:
         """Where in the process a reward is."""
-        return list(self.rewards).index(place)
+        return list(self.rewards).index(reward)
 
     async def start(self) -> RewardLink:
         """A new process for a group that is still there.

@@ -100,7 +100,7 @@ class Judge(Shape):
 
     def templates(self) -> Iterator[tuple[str, str]]:
         """(field, template) of each text that is filled in."""
-        yield from ((f"input.{place}.content", message.content) for place, message in enumerate(self.input))
+        yield from ((f"input.{index}.content", message.content) for index, message in enumerate(self.input))
 
 
 class ScoreModel(Judge):
@@ -184,10 +184,10 @@ def parse(value: Any, where: str = "grader") -> Grader:
         grader: Grader = KINDS[kind].model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        place, message = ".".join([where, *map(str, first["loc"])]), first["msg"].removeprefix("Value error, ")
+        field_path, message = ".".join([where, *map(str, first["loc"])]), first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             message = "this field is not supported"
-        raise GraderError(place, message) from error
+        raise GraderError(field_path, message) from error
     _check(grader, where)
     return grader
 
@@ -205,19 +205,19 @@ def _below(graders: Any, where: str) -> Any:
 
 def _check(grader: Grader, where: str) -> None:
     """What pydantic cannot see: metrics, formulas and variables."""
-    place = where
+    field_path = where
     try:
         if isinstance(grader, TextSimilarity):
-            place = f"{where}.evaluation_metric"
+            field_path = f"{where}.evaluation_metric"
             similarity.check_metric(grader.evaluation_metric)
         if isinstance(grader, Multi):
-            place = f"{where}.calculate_output"
+            field_path = f"{where}.calculate_output"
             formula.parse(grader.calculate_output, grader.graders)
         for field, text in grader.templates():
-            place = f"{where}.{field}"
+            field_path = f"{where}.{field}"
             template.variables(text)
     except ValueError as error:
-        raise GraderError(place, str(error)) from error
+        raise GraderError(field_path, str(error)) from error
 
 
 def judges(grader: Grader) -> list[Judge]:
