@@ -17,7 +17,7 @@ import trustme
 from motet.config import RewardConfig
 from motet.errors import RewardError
 from motet.tasks import reward_elsewhere
-from motet.tasks.reward_elsewhere import MASK, Chance, Score
+from motet.tasks.reward_elsewhere import MASK, Chance, ScoreOrReason
 from motet.tasks.reward_http import Addresses, HttpRewards, is_public
 from motet.tasks.reward_pool import RewardPool, Scored
 from motet.types import Message, Problem
@@ -34,7 +34,7 @@ def server() -> Iterator[Scorer]:
         yield found
 
 
-def asked(url: str, addresses: Addresses | None = None, **fields: Any) -> list[Score]:
+def asked(url: str, addresses: Addresses | None = None, **fields: Any) -> list[ScoreOrReason]:
     """What an address says of `TEXTS`."""
     args = {"url": url, **fields.pop("args", {})}
     rewards = HttpRewards(addresses or Addresses(anywhere=True), **fields.pop("how", {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from motet import budgets
 from motet.allocator import keep_freed_memory
-from motet.barriers import spin_briefly
 from motet.config import EngineConfig, RunConfig
 from motet.config.service import Largest
 from motet.device import Device
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from motet.rollout.spread import SpreadEngine
     from motet.training.torch_trainer import TorchTrainer
 
+_SPINS = "2000"
+"""Turns of libgomp's waiting loop, some ten microseconds."""
 SMALL_MODEL = 500_000_000
 """Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
 
@@ -88,10 +90,20 @@ class Workshop:
             self.spread.close()
 
 
+def _spin_briefly() -> None:
+    """Let OpenMP's threads sleep soon at a barrier, unless the environment says how they wait; before torch is imported.
+
+    Where another process takes a core, a thread that spins burns the time slice that its partner needs: with GNU OpenMP's
+    default, training on two busy cores took up to ten times as long. A short spin costs nothing measurable on a quiet machine.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
+
 def warm_up() -> None:
     """Import what loading a base needs, which takes most of its time."""
     keep_freed_memory()
-    spin_briefly()
+    _spin_briefly()
     importlib.import_module("motet.model.load")
     importlib.import_module("transformers.modeling_utils")  # with most of the library
 
@@ -103,7 +115,7 @@ def load(base: str, config: EngineConfig) -> LoraModel:
         BaseModelError: with the reason.
     """
     keep_freed_memory()
-    spin_briefly()
+    _spin_briefly()
     with ThreadPoolExecutor(1) as passing:
         loaded = passing.submit(_load, base, config).result()
     _one_thread()
@@ -165,7 +177,7 @@ def _build_on_servers(base: LoraModel, config: RunConfig, directory: RunDirector
     wanted = servers.demand(config.jobs, slots) if largest is None else servers.demand_of_any(largest, slots)
     engine = servers.build_servers(base.info, config.rollout, wanted, directory.run_id, directory.path)
     trainer = make_trainer(base, config.engine)
-    told = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
+    caveat = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
         Device(turn),
         engine,
@@ -176,7 +188,7 @@ def _build_on_servers(base: LoraModel, config: RunConfig, directory: RunDirector
         probe_tolerance=servers.tolerance(config.rollout, base.info),
         keep_versions=config.rollout.keep_versions,
         servers=engine,
-        inexact=(told,),
+        inexact=(caveat,),
     )
 
 

@@ -150,10 +150,10 @@ class Verbs:
     ) -> dict[str, list[Group]]:
         asked = [(name, problem) for name, given in problems.items() for problem in given]
         groups = await asyncio.gather(*(self._group(name, problem, n, seed, params) for name, problem in asked))
-        found: dict[str, list[Group]] = {name: [] for name in problems}
+        grouped: dict[str, list[Group]] = {name: [] for name in problems}
         for (name, _), group in zip(asked, groups, strict=True):
-            found[name].append(group)
-        return found
+            grouped[name].append(group)
+        return grouped
 
     async def _group(self, name: str, problem: Problem, n: int, seed: int, params: SamplingParams) -> Group:
         prompt, version = self._chat.prompt_ids(problem), self._versions[name]

@@ -46,7 +46,7 @@ def load() -> dict[str, Any]:
     """Load the base and put engine and trainer on it."""
     places = links(workshop())
     notes = [*base().info.notes, *(link.note for link in places if link.note)]
-    facts = {"exact": not base().info.inexact, "notes": notes, "sampling processes": 1 + sum(link.ready for link in places)}
+    facts = {"exact": base().info.exact, "notes": notes, "sampling processes": 1 + sum(link.ready for link in places)}
     return {"versions": versions("motet", "torch", "transformers"), **facts}
 
 
