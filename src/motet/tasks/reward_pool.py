@@ -48,6 +48,7 @@ class Scored:
 
 
 Transcript = Sequence[Message]
+_ALWAYS = ("role", "content")
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class RewardPool:
             RewardError: the job is not registered.
             ScorerAway: nobody is there to score, and the job is to rest.
         """
-        known, given = self._registered(job), asdict(problem)
+        known, given = self._registered(job), {**asdict(problem), "messages": as_given(problem.messages)}
         seen = transcripts or [()] * len(completions)
         answers = [Answer(*one) for one in zip(completions, seen, strict=True)]
         columns = await asyncio.gather(
@@ -275,7 +276,7 @@ class RewardPool:
             "reward": group.index(index),
             "problem": problem,
             "completions": [answer.text for answer in answers],
-            "transcripts": [[asdict(message) for message in answer.transcript] for answer in answers],
+            "transcripts": [as_given(answer.transcript) for answer in answers],
             "memory_mb": reward.memory_mb,
         }
         line = json.dumps({**request, "cpu_seconds": reward.cpu_seconds * n}).encode() + b"\n"
@@ -300,6 +301,11 @@ class RewardPool:
                 worker.link = None
             if reply.exceeded != "memory" or fresh:
                 return reply
+
+
+def as_given(messages: Transcript) -> list[dict[str, Any]]:
+    """Messages as rewards get them: what most of them do not have, tool calls and names, is left out where it is empty."""
+    return [{key: value for key, value in asdict(message).items() if value or key in _ALWAYS} for message in messages]
 
 
 def _part(score: ScoreOrReason) -> _Part:
