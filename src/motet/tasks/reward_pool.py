@@ -167,7 +167,7 @@ class RewardPool:
             RewardError: the job is not registered.
             ScorerAway: nobody is there to score, and the job is to rest.
         """
-        known, given = self._registered(job), {**asdict(problem), "messages": as_given(problem.messages)}
+        known, given = self._registered(job), problem_as_given(problem)
         seen = transcripts or [()] * len(completions)
         answers = [Answer(*one) for one in zip(completions, seen, strict=True)]
         columns = await asyncio.gather(
@@ -306,6 +306,11 @@ class RewardPool:
 def as_given(messages: Transcript) -> list[dict[str, Any]]:
     """Messages as rewards get them: what most of them do not have, tool calls and names, is left out where it is empty."""
     return [{key: value for key, value in asdict(message).items() if value or key in _ALWAYS} for message in messages]
+
+
+def problem_as_given(problem: Problem) -> dict[str, Any]:
+    """A problem as rewards get it, in plain values."""
+    return {**asdict(problem), "messages": as_given(problem.messages)}
 
 
 def _part(score: ScoreOrReason) -> _Part:
