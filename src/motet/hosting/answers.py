@@ -35,7 +35,7 @@ from motet.types import AdapterRef, GenerateRequest, IntArray, Message, Problem
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
 
-SHELF = 8
+CACHED_VERSIONS = 8
 """Stored versions that stay loaded for people to talk to."""
 
 Send = Callable[[FromEngine], None]
@@ -51,24 +51,24 @@ class Answers:
         info = base.info
         self._chat = Chat.plain(info.tokenizer)
         self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
-        self._shelf: OrderedDict[str, AdapterRef] = OrderedDict()
+        self._adapter_cache: OrderedDict[str, AdapterRef] = OrderedDict()
         self._held: Counter[str] = Counter()
-        """Answers that a version of the shelf gives now, by its directory."""
+        """Answers that a version of the cache gives now, by its directory."""
         self._open: dict[int, asyncio.Task[None]] = {}
         self._asking: Counter[str] = Counter()
         """Answers that wait or are given, by account."""
-        self._shelving = asyncio.Lock()
+        self._caching = asyncio.Lock()
         self._examining = asyncio.Lock()  # one at a time: each is half a gigabyte or so
         self._longest = info.max_positions * max(map(len, info.tokenizer.get_vocab()))
         """Characters that as many of the longest tokens have as a prompt may have tokens."""
         self._numbers = 0
 
     def hold(self, key: int, task: asyncio.Task[None]) -> None:
-        """Remember who works on an answer."""
+        """Keep the task of an answer, so that `abandon` can cancel it."""
         self._open[key] = task
 
     def abandon(self, key: int) -> None:
-        """End an answer that nobody waits for."""
+        """Cancel the task of an answer that nobody waits for."""
         if task := self._open.pop(key, None):
             task.cancel()
 
@@ -129,23 +129,23 @@ class Answers:
             return
         self._held[directory] += 1
         try:
-            yield await self._shelved(directory)
+            yield await self._cached(directory)
         finally:
             self._held[directory] -= 1
 
-    async def _shelved(self, directory: str) -> AdapterRef:
+    async def _cached(self, directory: str) -> AdapterRef:
         """Load a stored version, or find it loaded; of those that nobody holds, the one asked for longest ago goes."""
-        async with self._shelving:  # two who ask for the same version load it once
-            if directory not in self._shelf:
+        async with self._caching:  # two who ask for the same version load it once
+            if directory not in self._adapter_cache:
                 self._numbers += 1
-                ref = AdapterRef(f"shelf.{self._suffix}", self._numbers)
+                ref = AdapterRef(f"stored.{self._suffix}", self._numbers)
                 await self._engine.load_adapter(ref, Path(directory))
-                self._shelf[directory] = ref
-                free = [name for name in self._shelf if not self._held[name]]
-                for name in free[: len(self._shelf) - SHELF]:
-                    await self._engine.unload_adapter(self._shelf.pop(name))
-            self._shelf.move_to_end(directory)
-            return self._shelf[directory]
+                self._adapter_cache[directory] = ref
+                free = [name for name in self._adapter_cache if not self._held[name]]
+                for name in free[: len(self._adapter_cache) - CACHED_VERSIONS]:
+                    await self._engine.unload_adapter(self._adapter_cache.pop(name))
+            self._adapter_cache.move_to_end(directory)
+            return self._adapter_cache[directory]
 
     async def examine(self, question: Examine) -> None:
         """Say what an adapter is, or why it does not fit the base."""

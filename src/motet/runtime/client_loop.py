@@ -136,7 +136,7 @@ class ClientLoop(Driver):
 
         await asyncio.to_thread(write)
         self._next = number + 1
-        self.job.tell("command", {"number": number})
+        self.job.observer("command", {"number": number})
 
     async def _forward_backward(self, command: ForwardBackward) -> AnyOutcome:
         loss, samples = ClientLoss(command.loss, command.settings), samples_of(command.data)
@@ -195,7 +195,7 @@ class ClientLoop(Driver):
         await self.session.finish(finished, None, commit=True)
         self._stats, self._samples, self._tokens, self._next = LossStats(), 0, 0, number + 1
         await asyncio.to_thread(self._journal.forget, self._next)
-        self.job.tell("command", {"number": number})
+        self.job.observer("command", {"number": number})
 
     async def _load(self, number: int, command: Load) -> None:
         """Another start, which is a version of its own: what is sampled from it has to be told from what was before."""
