@@ -231,10 +231,10 @@ class ClientLoop(Driver):
 def _number(checkpoint: Path) -> int | None:
     """The command that saved a checkpoint; None where there is none."""
     try:
-        found: int = msgspec.json.decode((checkpoint / ABOUT).read_bytes())["number"]
+        number: int = msgspec.json.decode((checkpoint / ABOUT).read_bytes())["number"]
     except FileNotFoundError:
         return None
-    return found
+    return number
 
 
 def _prune(directory: Path) -> None:

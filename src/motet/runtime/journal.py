@@ -76,8 +76,8 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
         def shifted(values: Tensor | None) -> FloatArray:
             if values is None:
                 return np.zeros(length, np.float32)
-            found = values.array()
-            return np.concatenate([np.zeros_like(found[:1]), found])
+            own = values.array()
+            return np.concatenate([np.zeros_like(own[:1]), own])
 
         return Sample(
             token_ids=np.append(tokens, np.int32(0)).astype(np.int32),
