@@ -152,7 +152,7 @@ class JobSampler:
         await self._versions.wait_for(version)
         width, over = round(algorithm.groups_per_step * algorithm.oversampling), algorithm.over_provision
         job.progress.phase, job.progress.rollouts_done = "sampling", 0
-        job.progress.rollouts_wanted = width * algorithm.group_size
+        job.progress.rollouts_wanted = (width if over > 1 else algorithm.groups_per_step) * algorithm.group_size
         purpose = _Purpose(
             "train", job.seed, algorithm.group_size, job.sampling(), algorithm.in_flight == "continue", over > 1
         )
@@ -183,6 +183,7 @@ class JobSampler:
             if missing <= 0:
                 break
             first = len(sampled.groups)
+            self._job.progress.rollouts_wanted += min(missing, len(problems) - first) * purpose.n
             more = await self._all(problems[first : first + missing], step, version, purpose, first)
             sampled = sampled.with_more(more)
         return sampled

@@ -36,6 +36,7 @@ class Reply:
 class _Loaded:
     error: str = ""
     together: tuple[bool, ...] = ()
+    sees_all: tuple[bool, ...] = ()
 
 
 _REPLY, _LOADED = TypeAdapter(Reply), TypeAdapter(_Loaded)
@@ -86,6 +87,8 @@ class RewardLink(WorkerLink):
         """Calls that were answered."""
         self.together: tuple[bool, ...] = ()
         """Per reward: whether it takes all completions of a problem in one call."""
+        self.sees_all: tuple[bool, ...] = ()
+        """Per reward: whether it takes the whole conversation too."""
 
     @classmethod
     async def start(cls, first_line: bytes, log: Path | None, *, walled: bool = False) -> RewardLink:
@@ -104,7 +107,7 @@ class RewardLink(WorkerLink):
         if reply.error:
             await link.kill()
             raise RewardError(reply.error)
-        link.together = reply.together
+        link.together, link.sees_all = reply.together, reply.sees_all
         return link
 
     async def ask(self, line: bytes, n: int, wall_seconds: float, cpu_seconds: float) -> Reply:

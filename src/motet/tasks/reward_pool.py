@@ -276,9 +276,12 @@ class RewardPool:
             "reward": group.index(index),
             "problem": problem,
             "completions": [answer.text for answer in answers],
-            "transcripts": [as_given(answer.transcript) for answer in answers],
             "memory_mb": reward.memory_mb,
         }
+        if group.sees_all[
+            group.index(index)
+        ]:  # most rewards judge the answer alone: a conversation would be sent for nothing
+            request["transcripts"] = [as_given(answer.transcript) for answer in answers]
         line = json.dumps({**request, "cpu_seconds": reward.cpu_seconds * n}).encode() + b"\n"
         while True:
             fresh = worker.link is None or worker.link.calls == 0

@@ -190,7 +190,8 @@ def serve(read: Read, write: Write) -> None:
     except (RewardError, WallError) as error:
         write({"error": str(error)})
         return
-    write({"together": [reward.batched or reward.is_async for reward in rewards]})
+    together = [reward.batched or reward.is_async for reward in rewards]
+    write({"together": together, "sees_all": [reward.sees_all for reward in rewards]})
     limits = Limits()
     while line := read():
         write(answer_call(rewards, limits, json.loads(line)))

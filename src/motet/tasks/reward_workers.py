@@ -33,6 +33,8 @@ class WorkerGroup:
     """Whether another process may be started."""
     together: Sequence[bool] = ()
     """Per reward of the process: whether all completions of a problem go into one call."""
+    sees_all: Sequence[bool] = ()
+    """Per reward of the process: whether the whole conversation goes with them."""
     workers: list[Worker] = field(default_factory=list)
     closed: bool = False
     _idle: list[Worker] = field(default_factory=list)
@@ -42,7 +44,7 @@ class WorkerGroup:
         """Load the rewards in a first process."""
         self.workers.append(Worker())
         link = self.workers[0].link = await RewardLink.start(self.first_line, self.log, walled=self.walled)
-        self.together, self._idle = link.together, list(self.workers)
+        self.together, self.sees_all, self._idle = link.together, link.sees_all, list(self.workers)
 
     async def close(self) -> None:
         """End the processes; calls in flight come back as failed."""
