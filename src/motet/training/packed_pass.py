@@ -51,6 +51,8 @@ class PackedPass:
         A batch without segments is a pass of padding.
         """
         self._base, self._batch = base, batch
+        self.in_step = False
+        """Whether every gather of `train` was made, so that other ranks do not wait for this one."""
         self._plan = _Plan.of(batch, base, share=share)
         self._rows = [
             _TrainableRows.of(segment, places, base.device)
@@ -73,13 +75,14 @@ class PackedPass:
                     for segment, (start, stop), rows in zip(self._batch.segments, spans, self._rows, strict=True)
                 ]
             except Exception:
-                _in_step(base, hidden_TD)
+                self._keep_step(hidden_TD)
                 raise
             with _one_order(base.device):
                 if found:
                     torch.autograd.backward([loss for loss, _, _ in found])
+                    self.in_step = True
                 else:
-                    _in_step(base, hidden_TD)
+                    self._keep_step(hidden_TD)
         if base.device.type == "cuda":  # or whoever waits next would be charged for it
             torch.cuda.synchronize(base.device)
         return tuple(
@@ -108,6 +111,12 @@ class PackedPass:
         attention = self._base.attention.packed(plan.lengths, plan.prefixes)
         return self._base.hidden(plan.token_ids_T, plan.positions_T, attention)
 
+    def _keep_step(self, hidden_TD: Tensor) -> None:
+        """Where the base lies in shards, gather what other ranks do in a backward pass, with nothing to learn."""
+        if self._base.shards is not None:
+            (hidden_TD.float().sum() * 0).backward()
+            self.in_step = True
+
     def _segment_loss(
         self, segment: Segment, hidden_TD: Tensor, rows: _TrainableRows
     ) -> tuple[Tensor, LossStats, Tensor]:
@@ -127,12 +136,6 @@ class PackedPass:
         )
         with _one_order(self._base.device):
             return *loss_and_stats(segment.loss, segment.denominator, inputs), logprobs_N.detach()
-
-
-def _in_step(base: LoraModel, hidden_TD: Tensor) -> None:
-    """Where a base lies in shards, every rank gathers what the others do in a backward pass, also with nothing to learn."""
-    if base.shards is not None:
-        (hidden_TD.float().sum() * 0).backward()
 
 
 @contextlib.contextmanager

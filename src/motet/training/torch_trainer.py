@@ -11,7 +11,7 @@ import torch
 from motet.batch import AdamW, Batch, OptimStats, Trained
 from motet.config import AdapterConfig
 from motet.errors import AdapterError, BaseModelError
-from motet.model.lora import AdapterWeights, initial_weights
+from motet.model.lora import AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.training.arena import AdapterArena
@@ -68,6 +68,10 @@ class TorchTrainer:
         for arena in arenas:
             arena.pending = True
         return found
+
+    def add_gradient(self, name: str, parts: dict[str, LoraMatrices]) -> None:
+        """Add what somebody else made of a segment, unscaled, as `forward_backward` adds it."""
+        self._arena(name).add(parts)
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
