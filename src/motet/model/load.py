@@ -67,7 +67,7 @@ def load_base(
     arithmetic: Arithmetic | None = None,
     shards: Shards | None = None,
 ) -> LoraModel:
-    """Load, wrap and prove a base model; `arithmetic` overrides what suits the device, with `shards` this is one rank of several.
+    """Load, wrap and prove a base model; with `shards`, as one rank of several. `arithmetic` overrides what suits the device.
 
     Raises:
         BaseModelError: it cannot be found or loaded, or failed the proof; says why and what can be used instead.
@@ -98,6 +98,15 @@ def _add_in_full_precision() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_tf32 = False
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a base that lies elsewhere."""
+    import transformers
+
+    source, gguf = find_base(name)
+    options = {} if gguf is None else {"gguf_file": gguf}
+    return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
 
 
 def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:

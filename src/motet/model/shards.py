@@ -65,7 +65,8 @@ class Shards:
 def _layers(decoder: nn.Module) -> list[nn.Module]:
     """The decoder's layers: of the lists of modules that it has, the one that holds the most weights."""
     lists = [found for found in decoder.modules() if isinstance(found, nn.ModuleList)]
-    return list(max(lists, key=lambda found: sum(weight.numel() for weight in found.parameters())))
+    layers: nn.Module = max(lists, key=lambda found: sum(weight.numel() for weight in found.parameters()))
+    return list(layers.children())
 
 
 def own_bytes(base: LoraModel) -> int:

@@ -50,7 +50,7 @@ class AdapterArena:
         self.weights = self._compute_copy()
 
     def add(self, parts: dict[str, LoraMatrices]) -> None:
-        """Add the gradient of a segment, that of A without alpha / rank, as `motet.model.routing` adds it: scaled in the sum."""
+        """Add the gradient of a segment, that of A without alpha / rank: it is scaled within the sum, as in a backward pass."""
         for leader, own in self.gradient_matrices.items():
             own.a.add_(parts[leader].a, alpha=self.scaling)
             for (_, sums), (_, part) in zip(own.bs, parts[leader].bs, strict=True):

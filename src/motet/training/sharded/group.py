@@ -5,6 +5,7 @@ A rank that dies ends the group, because the others would wait for it for ever: 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -111,7 +112,7 @@ class RankGroup:
             RankGone: a rank ended.
         """
         self.n_ranks = join.n_ranks
-        self.on_death: Callable[[RankGone], None] = lambda error: None
+        self.on_death: Callable[[RankGone], object] = _nobody
         """Called once, in another thread, before anybody who waits is told."""
         self.death: RankGone | None = None
         self._log = log
@@ -155,6 +156,28 @@ class RankGroup:
         """The same for one message to every rank."""
         return self.ask(dict.fromkeys(range(self.n_ranks), message))
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """End the block, run by the current task, as soon as a rank ends.
+
+        Raises:
+            RankGone: one did.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self.on_death = lambda error: loop.call_soon_threadsafe(task.cancel)
+        try:
+            if self.death is not None:
+                raise self.death
+            yield
+        except asyncio.CancelledError:
+            if self.death is None:
+                raise
+            task.uncancel()
+            raise self.death from None
+        finally:
+            self.on_death = _nobody
+
     def close(self) -> None:
         """End all processes."""
         self._closing = True
@@ -177,6 +200,10 @@ class RankGroup:
                     other.process.kill()
         if self.death is not None:
             self._ranks[rank].fail(self.death)
+
+
+def _nobody(error: RankGone) -> None:
+    """Nobody has to know."""
 
 
 def _status(status: int) -> str:

@@ -23,9 +23,9 @@ class Join(Message, frozen=True):
     threads: int
     slots: int
     recompute: bool
-    rank: int
     n_ranks: int
-    meeting: str
+    rank: int = 0
+    meeting: str = ""
     """A file that does not exist yet, where the ranks find each other."""
     kind: str = "cpu"
     """Of the ranks' devices."""
