@@ -65,8 +65,8 @@ class EngineConfig(Config):
     def _shards_lie_on_cpus(self) -> EngineConfig:
         if self.shard > 1 and self.device.startswith("cuda"):
             raise ValueError(
-                f"shard is {self.shard} and device {self.device}, but bases in shards run on CPUs alone: set device to cpu, or shard "
-                "to 1"
+                f"shard is {self.shard} and device {self.device}, but bases in shards run on CPUs alone: "
+                "set device to cpu, or shard to 1"
             )
         return self
 
