@@ -36,4 +36,7 @@ class ShardedBase:
 
 
 def _told(info: ModelInfo, group: RankGroup) -> ModelInfo:
-    return replace(info, notes=(*info.notes, f"trained over {group.n_ranks} processes, a part of the base in each"))
+    share = max(one.own_bytes for one in group.joined) / 2**20
+    return replace(
+        info, notes=(*info.notes, f"trained over {group.n_ranks} processes, {share:.0f} MiB of the base in each")
+    )

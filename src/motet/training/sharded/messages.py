@@ -116,6 +116,8 @@ class Joined(Message, frozen=True):
     facts: dict[str, Any]
     """Fields of `ModelInfo`, without the tokenizer."""
     fingerprint: str
+    own_bytes: int
+    """Of the weights that lie on this rank."""
 
 
 class Done(Message, frozen=True):

@@ -23,7 +23,7 @@ from motet.channel import Parent
 from motet.config import AdapterConfig
 from motet.errors import MotetError
 from motet.model.load import load_base
-from motet.model.shards import Shards
+from motet.model.shards import Shards, own_bytes
 from motet.training.sharded import messages as m
 from motet.training.sharded.rank_trainer import InStep, RankTrainer
 
@@ -63,7 +63,7 @@ def joined(trainer: RankTrainer) -> m.Joined:
     info = trainer.base.info
     facts = asdict(replace(info, tokenizer=None))  # type: ignore[arg-type]
     del facts["tokenizer"]
-    return m.Joined(facts, trainer.base.fingerprint())
+    return m.Joined(facts, trainer.base.fingerprint(), own_bytes(trainer.base))
 
 
 def answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
