@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -146,7 +147,7 @@ def test_what_one_device_refuses_is_refused_in_the_same_words(
             lambda trainer=trainer: trainer.save_adapter("z", tmp_path, optimizer=True),
             lambda trainer=trainer: trainer.add_adapter("a", SHAPES["a"], 0),
             lambda trainer=trainer: trainer.add_adapter("d", SHAPES["a"], 0),
-            lambda trainer=trainer: trainer.save_adapter("a", tmp_path / "absent", optimizer=True),
+            lambda trainer=trainer: trainer.save_adapter("a", tmp_path / "absent", optimizer=False),
         ]
         words = []
         for place, call in enumerate(calls):
@@ -154,7 +155,7 @@ def test_what_one_device_refuses_is_refused_in_the_same_words(
                 add_all(trainer)
             with pytest.raises((AdapterError, OSError)) as caught:
                 call()
-            words.append(f"{type(caught.value).__name__} {caught.value}")
+            words.append(f"{type(caught.value).__name__} {re.sub(r'tmp[0-9A-Za-z]+', 'tmp', str(caught.value))}")
         said.append(words)
         for name in SHAPES:
             trainer.remove_adapter(name)
@@ -166,7 +167,7 @@ def spoilt(what: str) -> Segment:
     if what == "token":
         sample = dataclasses.replace(good.samples[0], token_ids=np.full_like(good.samples[0].token_ids, 10**6))
         return dataclasses.replace(good, samples=(sample,))
-    return dataclasses.replace(good, loss=Grpo(kl={"coef": 0.1}))  # type: ignore[arg-type]  # needs what no sample has
+    return dataclasses.replace(good, loss=Grpo(kl={"coef": 0.1}))  # needs what no sample has
 
 
 @pytest.mark.parametrize("what", ["token", "loss"])

@@ -213,7 +213,7 @@ def _status(status: int) -> str:
 def _error(refused: m.Refused) -> Exception:
     """The exception that a rank told of."""
     if refused.kind == "OSError":
-        return OSError(refused.number, refused.reason)
+        return OSError(refused.number, refused.reason, refused.path)
     kind = getattr(errors, refused.kind, None)
     if isinstance(kind, type) and issubclass(kind, MotetError) and kind.__init__ is MotetError.__init__:
         return kind(refused.reason)

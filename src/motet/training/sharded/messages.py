@@ -153,6 +153,8 @@ class Refused(Message, frozen=True):
     reason: str
     number: int = 0
     """Of an OSError."""
+    path: str | None = None
+    """The file, of an OSError."""
 
 
 FromRank = Joined | Done | Ran | Stepped | Refused

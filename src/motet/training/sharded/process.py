@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.registry import Choice
-from motet.allocator import keep_freed_memory
+from motet.allocator import give_back_freed_memory
 from motet.batch import Batch, Segment
 from motet.channel import Parent
 from motet.config import AdapterConfig
@@ -119,13 +119,15 @@ def _batch(parts: tuple[m.Part, ...]) -> Batch:
 def _refused(error: BaseException | None) -> m.Refused:
     if error is None:
         return m.Refused("", "another rank refused it")
-    number = error.errno or 0 if isinstance(error, OSError) else 0
-    return m.Refused("OSError" if isinstance(error, OSError) else type(error).__name__, str(error), number)
+    if isinstance(error, OSError):
+        path = None if error.filename is None else str(error.filename)
+        return m.Refused("OSError", error.strerror or str(error), error.errno or 0, path)
+    return m.Refused(type(error).__name__, str(error))
 
 
 def main() -> None:
     """Entry point of the process."""
-    keep_freed_memory()
+    give_back_freed_memory()
     parent = Parent[m.ToRank](m.ToRank)
     first = parent.first()
     if not isinstance(first, m.Join):
