@@ -43,6 +43,6 @@ def _lie():
     """Answer in the process's name, and leave nothing behind that could answer again."""
     for descriptor in range(3, 20):
         try:
-            os.write(descriptor, b'{"values": [9.0, 9.0], "errors": ["", ""], "failed": false, "replace": ""}\n')
+            os.write(descriptor, b'{"values": [9.0, 9.0], "errors": ["", ""], "failed": false, "exceeded": ""}\n')
         except OSError:
             continue

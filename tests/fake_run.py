@@ -128,7 +128,7 @@ class Setting:
     """Of jobs, by name."""
     rules: Mapping[str, Rule] = field(default_factory=dict)
     """Of tenants."""
-    patience: float | None = None
+    max_idle: float | None = None
     """Seconds after which jobs that only wait for scores lose their slots; the pipeline then stays when its jobs have ended."""
     late: frozenset[str] = frozenset()
     """Jobs that the pipeline does not get at first."""
@@ -178,8 +178,8 @@ async def _run(
     )
     made = [make_job(config, directory, setting) for config in configs]
     taken = [one for one in made if one.name not in setting.late]
-    stays = setting.patience is not None
-    pipeline = Pipeline(taken, services, setting.slots, stays=stays, patience=setting.patience or 0.0)
+    stays = setting.max_idle is not None
+    pipeline = Pipeline(taken, services, setting.slots, stays=stays, max_idle=setting.max_idle or 0.0)
     for tenant, rule in setting.rules.items():
         pipeline.rule(tenant, rule)
     run = FakeRun(pipeline, {one.name: one for one in made}, services, engine, trainer)

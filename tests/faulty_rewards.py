@@ -51,7 +51,7 @@ def misbehave(problem, completion):
         if os.fork() == 0:
             return 99.0  # the child comes back, too
     elif completion == "print":
-        print('{"values": [99.0], "errors": [""], "failed": false, "replace": ""}', flush=True)
+        print('{"values": [99.0], "errors": [""], "failed": false, "exceeded": ""}', flush=True)
         os.write(1, b'{"values": [99.0]}\n')
         print("{}", file=sys.__stdout__)
         print("x" * 10**6)

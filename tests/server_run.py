@@ -37,7 +37,9 @@ RUN = "run"
 CLOCKS = Clocks(connect=1.0, health=1.0, load=2.0, request=5.0, retry=0.01, look=0.02)
 IMPATIENT = replace(CLOCKS, health=0.15)
 """For servers that hang; a machine that is busy may drain others too."""
-BOUNDS = Bounds(rows=8, vocabulary=VOCABULARY, max_positions=4096, wanted=Demand(1, 2, 4), tolerance=1e-6, patience=3.0)
+BOUNDS = Bounds(
+    rows=8, vocabulary=VOCABULARY, max_positions=4096, wanted=Demand(1, 2, 4), tolerance=1e-6, wait_seconds=3.0
+)
 PROMPT = tuple(FakeTokenizer().encode("ab? "))
 PROBE = np.array(FakeTokenizer().encode("a probe of many letters"), np.int32)
 

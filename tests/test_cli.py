@@ -115,7 +115,7 @@ def test_a_bad_job_file_is_exit_code_2_and_a_message(tmp_path: Path) -> None:
     for command in ("run", "check"):
         code, out, err = motet_says(tmp_path, command, "jobs.yaml")
         assert code == 2
-        assert err.startswith("motet: jobs.yaml has 2 mistakes:\n  job add: ")
+        assert err.startswith("motet: jobs.yaml has 1 mistake:\n  job add: ")
         assert "job add: rewrd: there is no such field; did you mean reward? There are adapter" in err
         assert "Traceback" not in out + err
     code, _, err = motet_says(tmp_path, "run", "nowhere.yaml")

@@ -275,7 +275,9 @@ def test_an_adapter_is_taken_home_and_its_job_forgotten(service: Keyed, page: Pa
 def test_every_chart_of_a_job_is_drawn(page: Page) -> None:
     open_job(page, "ended")
     grows(page, "Reward parts", 2)
-    drawn = page.evaluate("[...document.querySelectorAll('figure')].map(one => one.dataset.points)")
+    drawn = page.evaluate(
+        "[...document.querySelectorAll('figure')].filter(one => one.offsetParent).map(one => one.dataset.points)"
+    )
     assert len(drawn) == 16
     assert "0" not in drawn
     assert points(page, "Held-out reward") == 3

@@ -293,8 +293,9 @@ def test_the_page_about_runs_has_every_field() -> None:
         compile(example, f"runs.md, example {number}", "exec")
 
 
-def test_the_page_about_the_architecture_names_what_exists() -> None:
-    text = page_text("architecture")
+@pytest.mark.parametrize("page", ["architecture", "exactness"])
+def test_the_pages_about_the_house_name_what_exists(page: str) -> None:
+    text = page_text(page)
     source = ROOT / "src" / "motet"
     code = {file: file.read_text(encoding="utf-8") for file in source.rglob("*.py")}
     quoted = re.findall(r"`([^`\n]+)`", text)

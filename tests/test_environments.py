@@ -18,8 +18,8 @@ from motet.config import EnvironmentConfig
 from motet.errors import ConfigError, EnvironmentFault
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.chat import Chat
-from motet.tasks.environments import Worlds, play
-from motet.tasks.episode import Stage
+from motet.tasks.environments import EnvironmentWorkers, run_group
+from motet.tasks.episode import GroupContext
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_pool import RewardPool, Scored
 from motet.tasks.reward_walls import Walls
@@ -158,24 +158,24 @@ def played(
     *,
     chat: Chat = CHAT,
     score: Any = None,
-    workers: int = 2,
+    n_workers: int = 2,
     **fields: Any,
-) -> tuple[tuple[Rollout, ...], Script, Worlds]:
+) -> tuple[tuple[Rollout, ...], Script, EnvironmentWorkers]:
     """The rollouts of one group."""
     config = EnvironmentConfig(name=f"{file}:{name}", **fields)
     script = Script(says)
 
-    async def main() -> tuple[tuple[Rollout, ...], Worlds]:
-        worlds = Worlds(config, file.parent / "log", workers)
+    async def main() -> tuple[tuple[Rollout, ...], EnvironmentWorkers]:
+        workers = EnvironmentWorkers(config, file.parent / "log", n_workers)
         try:
-            await worlds.open()
-            stage = Stage(PROBLEM, chat, n, script, score or no_score, seed=5, judged=score is not None)
-            return await play(worlds, stage), worlds
+            await workers.open()
+            stage = GroupContext(PROBLEM, chat, n, script, score or no_score, seed=5, judged=score is not None)
+            return await run_group(workers, stage), workers
         finally:
-            await worlds.close()
+            await workers.close()
 
-    rollouts, worlds = asyncio.run(main())
-    return rollouts, script, worlds
+    rollouts, workers = asyncio.run(main())
+    return rollouts, script, workers
 
 
 def check(rollouts: Sequence[Rollout], script: Script) -> None:
@@ -220,10 +220,10 @@ def test_public_methods_are_tools(file: Path) -> None:
         [call("sell", item="tea") + call("refund"), call("steal"), "<tool_call>{broken", call("close_shop")],
         ["I shall do nothing."],
     ]
-    rollouts, script, worlds = played(file, "Shop", lambda index, turn, read: said[index][turn], 3)
+    rollouts, script, workers = played(file, "Shop", lambda index, turn, read: said[index][turn], 3)
     check(rollouts, script)
     assert [rollout.reward for rollout in rollouts] == [9.5, 0.0, 0.0]
-    (sell,) = [tool["function"] for tool in worlds.about.tools if tool["function"]["name"] == "sell"]
+    (sell,) = [tool["function"] for tool in workers.info.tools if tool["function"]["name"] == "sell"]
     assert sell["description"] == "Sell something."
     assert sell["parameters"]["properties"]["price"] == {"type": "integer", "description": "of one, in cents"}
     assert sell["parameters"]["required"] == ["item", "price"]
@@ -264,12 +264,12 @@ def test_a_fault_costs_its_own_rollout(file: Path, text: str, told: str) -> None
     def says(index: int, turn: int, read: str) -> str:
         return "end" if turn == 4 else text if (index, turn) == (1, 2) else "go on"
 
-    fields: dict[str, Any] = {"cpu_seconds": 1.0, "memory_mb": 256, "workers": 1}
-    rollouts, script, worlds = played(file, "Trouble", says, 3, **fields)
+    fields: dict[str, Any] = {"cpu_seconds": 1.0, "memory_mb": 256, "n_workers": 1}
+    rollouts, script, workers = played(file, "Trouble", says, 3, **fields)
     assert told in rollouts[1].error
     assert [rollouts[index].error for index in (0, 2)] == ["", ""]
     assert [rollouts[index].reward for index in (0, 2)] == [5.0, 5.0]
-    assert not worlds.clock_limited
+    assert not workers.clock_limited
     check([rollouts[0], rollouts[2]], script)
     alone, _, _ = played(file, "Trouble", lambda index, turn, read: "end" if turn == 4 else "go on", 3, **fields)
     for index in (0, 2):  # also what it draws by chance is the same
@@ -278,11 +278,11 @@ def test_a_fault_costs_its_own_rollout(file: Path, text: str, told: str) -> None
 
 def test_the_clock_is_told(file: Path) -> None:
     file.write_text(OWN.replace("raise RuntimeError", "time.sleep(60); raise RuntimeError"))
-    rollouts, _, worlds = played(
+    rollouts, _, workers = played(
         file, "Trouble", lambda index, turn, read: "raise" if index else "end", 2, wall_seconds=0.5
     )
     assert "gave no answer in 0.5 s by the clock (environment field wall_seconds)" in rollouts[1].error
-    assert worlds.clock_limited
+    assert workers.clock_limited
     assert rollouts[0].error == ""
 
 

@@ -12,7 +12,7 @@ from motet.algorithms.policy_gradient import to_sample
 from motet.config import EnvironmentConfig
 from motet.errors import EngineError
 from motet.tasks.chat import Chat
-from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, Stage, retry, single_turn
+from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, GroupContext, retry, single_turn
 from motet.tasks.reward_pool import Scored
 from motet.types import Chunk, FinishReason, Message, Problem
 from tests.test_chat import CHATML, byte_tokenizer
@@ -56,7 +56,7 @@ async def score(rollouts):
 
 
 def run(environment, generate, size):
-    return asyncio.run(environment(Stage(PROBLEM, CHAT, size, generate, score)))
+    return asyncio.run(environment(GroupContext(PROBLEM, CHAT, size, generate, score)))
 
 
 def check(rollouts):

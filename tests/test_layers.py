@@ -1,4 +1,4 @@
-"""The house's laws about imports and sizes, checked on the source text.
+"""The house's laws about imports, sizes and words, checked on the source text.
 
 `faults(root)` reads a package and lists what breaks a law; the tests run it on Motet and on packages with a planted
 fault for each law.
@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "own_code",
         }
     ),
-    frozenset({"protocols", "channel", "jobfile", "device", "budgets", "allocator", "barriers", "stops"}),
+    frozenset({"protocols", "channel", "jobfile", "device", "budgets", "allocator", "stops"}),
     frozenset({"tasks", "model"}),
     frozenset({"rollout", "training"}),
     frozenset({"runtime"}),
@@ -41,6 +41,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "launch",
+            "verbs",
             "preparing",
             "hosting",
             "servers",
@@ -72,6 +73,35 @@ SERVICE: tuple[frozenset[str], ...] = (
 )
 SERVICE_LEVEL = {part: level for level, parts in enumerate(SERVICE) for part in parts}
 TOP = len(LAYERS) - 1
+
+# Words that are gone, each with what is said instead. They are no names of variables, functions, classes or parameters.
+OLD_WORDS = {
+    "told": "what it is: message, detail, note",
+    "found": "what was found: match, config, tokens",
+    "tell": "observer, notify",
+    "patience": "a timeout, or how often",
+    "Patience": "IdleSlotTimeouts",
+    "gives_way": "preempted",
+    "makes_room": "preempted",
+    "Room": "DiskSpaceGate",
+    "Worlds": "EnvironmentWorkers",
+    "worlds": "workers",
+    "play": "run_group",
+    "Place": "WorkerSlot",
+    "Stage": "GroupContext",
+    "stage": "context",
+    "Seat": "what it is a slot or a row of",
+    "Lane": "what it is a slot or a row of",
+    "sit_down": "what begins",
+    "Tell": "JobObserver",
+    "hello": "first_line",
+    "shelf": "cache",
+    "Call": "a call of what: HttpRequest, QueuedCall",
+    "Score": "ScoreRollouts, ScoreOrReason",
+    "Run": "a run of what: AdapterRows, KeyRange",
+}
+WORDS_ELSEWHERE = frozenset({"batch", "algorithms", "training", "service", "view", "report"})
+"""Rooms that have words of their own."""
 
 HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
 HEAVY_HOMES = ("model", "training", "rollout", "algorithms.losses")
@@ -312,6 +342,29 @@ def size_faults(modules: dict[str, Module], root: Path) -> Iterator[str]:
                 yield f"{module.name}:{node.lineno} {kind} {node.name} has {length} lines; it stays under {limit}"
 
 
+def _defined(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Every name that a module defines, with its line: of functions, classes, parameters, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+def word_faults(modules: dict[str, Module]) -> Iterator[str]:
+    """Names that are words which are gone."""
+    for module in modules.values():
+        if module.room in WORDS_ELSEWHERE:
+            continue
+        for name, line in _defined(module.tree):
+            if (instead := OLD_WORDS.get(word := name.strip("_"))) is not None:
+                yield f"{module.name}:{line} {word!r} is an old word; say {instead}"
+
+
 def faults(root: Path) -> list[str]:
     """Everything in the package at `root` that breaks a law."""
     modules = read_package(root)
@@ -322,6 +375,7 @@ def faults(root: Path) -> list[str]:
         *hidden_weight_faults(modules, root.name),
         *cycle_faults(modules, root.name),
         *size_faults(modules, root),
+        *word_faults(modules),
     ]
 
 
@@ -402,6 +456,15 @@ PLANTED = {
     "empty name": ({"tasks__utils": ""}, "'utils' names no thing"),
     "long file": ({"types": "x = 1\n" * 400}, "types has 401 lines"),
     "long function": ({"types": "def f():\n" + "    x = 1\n" * 59}, "types:1 function f has 60 lines"),
+    "old word, variable": ({"types": "x = 1\nfor told in ():\n    pass"}, "types:2 'told' is an old word"),
+    "old word, parameter": ({"types": "def f(*, found=1):\n    pass"}, "types:1 'found' is an old word"),
+    "old word, function": ({"tasks__chat": "async def _play():\n    pass"}, "tasks.chat:1 'play' is an old word"),
+    "old word, class": ({"tasks__chat": "class Stage:\n    x: int"}, "tasks.chat:1 'Stage' is an old word"),
+    "old word, field": ({"types": "class C:\n    hello: int"}, "types:2 'hello' is an old word"),
+    "old word, attribute": (
+        {"types": "class C:\n    def f(self):\n        self._shelf = 1"},
+        "types:3 'shelf' is an old word",
+    ),
     "long class": ({"types": "class C:\n" + "    x = 1\n" * 249}, "types:1 class C has 250 lines"),
 }
 
@@ -411,6 +474,11 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     files, message = PLANTED[name]
     found = faults(_house(tmp_path, **files))
     assert any(message in fault for fault in found), found
+
+
+def test_words_in_strings_and_in_rooms_with_their_own_stay(tmp_path: Path) -> None:
+    files = {"tasks__chat": '"""A play is told."""\nx = "found"', "training__fake": "found = 1"}
+    assert faults(_house(tmp_path, **files)) == []
 
 
 def test_types_may_be_imported_for_annotations_only(tmp_path: Path) -> None:

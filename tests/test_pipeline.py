@@ -14,7 +14,7 @@ from motet.config import JobConfig
 from motet.rollout.fake import FakeSync
 from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef, JobState, Problem
-from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
+from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, vowels, weights
 from tests.waiting import until
 
 
@@ -305,3 +305,24 @@ def test_the_best_version_stays_also_between_commits(tmp_path: Path) -> None:
         "hold out another number of problems: the test shows nothing where the best version was committed anyway"
     )
     assert {item.name for item in (tmp_path / "a" / "versions").iterdir()} == {f"v{best}", "v8"}
+
+
+def even_ones_differ(problem: Problem, completion: str) -> float:
+    """Groups of problems with an odd id have no signal."""
+    return vowels(problem, completion) if problem.id % 2 == 0 else 1.0
+
+
+def test_dynamic_sampling_goes_on_until_the_step_is_full(tmp_path: Path) -> None:
+    """In data order, and no further than the step's own problems: what it trains is what sampling all of them trains."""
+    algorithm = {"type": "dapo", "group_size": 4, "groups_per_step": 3, "oversampling": 4.0}
+    run_jobs(tmp_path, [job("a", reward=even_ones_differ, algorithm=algorithm)])
+    lines = [line for line in records(tmp_path, "a") if "groups" in line]
+    assert [line["groups"] for line in lines] == [3] * 4
+    for line in lines:
+        rewards = [rollout["reward"] for rollout in rollouts(tmp_path, "a", str(line["step"]))]
+        different = [len(set(rewards[first : first + 4])) > 1 for first in range(0, len(rewards), 4)]
+        assert sum(different) == 3  # not one more than it takes
+        assert line["rollouts"] == len(rewards) < 4 * 12
+    few = {**algorithm, "oversampling": 1.0}
+    run_jobs(tmp_path / "few", [job("a", reward=lambda problem, completion: 1.0, algorithm=few)])
+    assert [line["samples"] for line in records(tmp_path / "few", "a") if "samples" in line] == [0] * 4  # it ends

@@ -8,7 +8,6 @@ import resource
 import ssl
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ import trustme
 from motet.config import RewardConfig
 from motet.errors import RewardError
 from motet.tasks import reward_elsewhere
-from motet.tasks.reward_elsewhere import MASK, Chance, Score
+from motet.tasks.reward_elsewhere import MASK, Chance, ScoreOrReason
 from motet.tasks.reward_http import Addresses, HttpRewards, is_public
-from motet.tasks.reward_pool import RewardPool, Scored
+from motet.tasks.reward_pool import RewardPool, Scored, problem_as_given
 from motet.types import Message, Problem
 from tests.misbehaving_rewards import Scorer, misbehaving
 
@@ -34,12 +33,12 @@ def server() -> Iterator[Scorer]:
         yield found
 
 
-def asked(url: str, addresses: Addresses | None = None, **fields: Any) -> list[Score]:
+def asked(url: str, addresses: Addresses | None = None, **fields: Any) -> list[ScoreOrReason]:
     """What an address says of `TEXTS`."""
     args = {"url": url, **fields.pop("args", {})}
     rewards = HttpRewards(addresses or Addresses(anywhere=True), **fields.pop("how", {}))
     reward = RewardConfig(name="http", args=args, **fields)
-    return asyncio.run(rewards("job", reward, asdict(PROBLEM), TEXTS))
+    return asyncio.run(rewards("job", reward, problem_as_given(PROBLEM), TEXTS))
 
 
 def pooled(url: str, **fields: Any) -> list[Scored]:
@@ -150,14 +149,14 @@ def test_one_job_asks_so_many_at_a_time_and_holds_up_no_other(server: Scorer) ->
         rewards = HttpRewards(Addresses(anywhere=True))
         hanging = RewardConfig(name="http", args={"url": server.url("hang")}, wall_seconds=60)
         good = RewardConfig(name="http", args={"url": server.url("good")})
-        calls = [asyncio.create_task(rewards("theirs", hanging, asdict(PROBLEM), TEXTS)) for _ in range(40)]
+        calls = [asyncio.create_task(rewards("theirs", hanging, problem_as_given(PROBLEM), TEXTS)) for _ in range(40)]
         async with asyncio.timeout(20):
             while server.count("hang") - before < 16:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert server.count("hang") - before == 16
         started = time.monotonic()
-        await asyncio.gather(*(rewards("ours", good, asdict(PROBLEM), TEXTS) for _ in range(20)))
+        await asyncio.gather(*(rewards("ours", good, problem_as_given(PROBLEM), TEXTS) for _ in range(20)))
         took = time.monotonic() - started
         for call in calls:
             call.cancel()

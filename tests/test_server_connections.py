@@ -7,7 +7,7 @@ import asyncio
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from motet.rollout.dialects import DIALECTS, Call
+from motet.rollout.dialects import DIALECTS, HttpRequest
 from motet.rollout.replica import Clocks, Replica
 
 IDLE = 30
@@ -56,7 +56,7 @@ def test_a_server_that_goes_leaves_no_connection_open(moment: int) -> None:
         server = Server()
         await server.start()
         replica = Replica(f"http://127.0.0.1:{server.port}", DIALECTS["vllm"], Clocks())
-        asking = [asyncio.create_task(replica.call(Call("/x"), 30)) for _ in range(IDLE)]
+        asking = [asyncio.create_task(replica.request(HttpRequest("/x"), 30)) for _ in range(IDLE)]
         while len(server.connections) < IDLE:
             await asyncio.sleep(0.001)
         server.may_answer.set()
@@ -65,7 +65,7 @@ def test_a_server_that_goes_leaves_no_connection_open(moment: int) -> None:
         server.may_answer.clear()
         server.hang_up()
         await asyncio.sleep(0.05)
-        last = asyncio.create_task(replica.call(Call("/x"), 30))
+        last = asyncio.create_task(replica.request(HttpRequest("/x"), 30))
         for _ in range(moment):
             await asyncio.sleep(0)
         replica.leave("gone")

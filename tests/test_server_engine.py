@@ -188,7 +188,7 @@ def test_a_server_without_room_is_refused_at_once(
         assert time.monotonic() - begun < 1
 
     with ProtocolServer(dialect, setup) as server:
-        drive(engine_on([server], tmp_path, wanted=wanted, patience=15.0), test)
+        drive(engine_on([server], tmp_path, wanted=wanted, wait_seconds=15.0), test)
 
 
 @both
@@ -236,7 +236,7 @@ def test_keys(dialect: Any, key: str, tmp_path: Path) -> None:
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with ProtocolServer(dialect, Setup(api_key="secret")) as server:
-        drive(engine_on([server], tmp_path, headers=headers, patience=15.0), test)
+        drive(engine_on([server], tmp_path, headers=headers, wait_seconds=15.0), test)
 
 
 # --- aborts -----------------------------------------------------------------------------------------------------------------

@@ -363,7 +363,7 @@ def test_a_compressed_answer_that_cannot_be_read(tmp_path: Path) -> None:
                     await collect(engine, request(None, (1,), stream=stream))
 
     with ProtocolServer() as server:
-        drive(engine_on([server], tmp_path, patience=0.2), test)
+        drive(engine_on([server], tmp_path, wait_seconds=0.2), test)
 
 
 def test_a_mistake_of_our_own_is_no_wait(tmp_path: Path) -> None:

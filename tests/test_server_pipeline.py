@@ -29,7 +29,7 @@ def run_on(servers: list[ProtocolServer], path: Path, act: Act | None = None) ->
     trainers: list[FakeTrainer] = []
     directory = RunDirectory(path / "run")
     directory.close()
-    engine = engine_on(servers, path, run=directory.run_id, patience=10.0, clocks=IMPATIENT)
+    engine = engine_on(servers, path, run=directory.run_id, wait_seconds=10.0, clocks=IMPATIENT)
 
     def trainer(**options: Any) -> FakeTrainer:
         trainers.append(FakeTrainer(**options))

@@ -289,7 +289,9 @@ def test_an_engine_gives_up_a_server_that_cannot_start(tmp_path: Path) -> None:
     process = ServerProcess([sys.executable, "-c", code], dict(os.environ), tmp_path / "log")
     with ProtocolServer() as server:
         server.stop()
-        engine = engine_on([server], tmp_path, processes={server.url: process}, patience=30.0, clocks=replace(CLOCKS))
+        engine = engine_on(
+            [server], tmp_path, processes={server.url: process}, wait_seconds=30.0, clocks=replace(CLOCKS)
+        )
         drive(engine, test)
     assert process.starts == 3
 

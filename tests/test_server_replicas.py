@@ -306,7 +306,7 @@ def test_nobody_there(dialect: Any, tmp_path: Path) -> None:
     with ProtocolServer(dialect) as first, ProtocolServer(dialect) as second:
         first.stop()
         second.faults.ill = True
-        drive(engine_on([first, second], tmp_path, patience=0.3), test)
+        drive(engine_on([first, second], tmp_path, wait_seconds=0.3), test)
 
 
 def test_something_else_answers(tmp_path: Path) -> None:
@@ -322,4 +322,4 @@ def test_something_else_answers(tmp_path: Path) -> None:
 
     with ProtocolServer("sglang") as server:
         server.dialect = "vllm"
-        drive(engine_on([server], tmp_path, patience=0.2), test)
+        drive(engine_on([server], tmp_path, wait_seconds=0.2), test)

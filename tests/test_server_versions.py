@@ -306,7 +306,7 @@ def test_a_publish_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
 
 
 def stage(files: VersionFiles, version: AdapterRef, text: str = "x") -> Path:
-    with files.stage(version) as directory:
+    with files.write_draft(version) as directory:
         (directory / ("file" if text else ".")).write_text(text)
         assert not files.path(version).exists()
     return files.path(version)

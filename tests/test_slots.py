@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import motet
 from motet.commands.run import run_file
-from motet.runtime.slots import Claim, Rule, gives_way, makes_room, taken
+from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.types import JobState
 from tests.fake_run import FakeRun, Setting, job, run_jobs
 from tests.waiting import until
@@ -25,54 +25,57 @@ def claims(*names: str) -> list[Claim]:
 
 
 def test_free_slots_go_by_priority_then_to_the_tenant_with_fewest_then_in_order() -> None:
-    assert taken(claims("a1", "a2", "b1"), [], 2, {}) == ["a1", "b1"]
-    assert taken(claims("a1", "a2", "b1"), [], 3, {}) == ["a1", "b1", "a2"]
-    assert taken(claims("a1", "a2+", "b1"), [], 2, {}) == ["a2+", "b1"]
-    assert taken(claims("a1", "b1"), claims("b0"), 2, {}) == ["a1"]
-    assert taken(claims("a1", "a2", "a3"), [], 2, {}) == ["a1", "a2"]  # one tenant: in order
-    assert taken(claims("a1", "a2", "b1", "b2"), claims("a0", "b0"), 5, {"a": Rule(share=2.0)}) == ["a1", "a2", "b1"]
-    assert taken(claims("a1"), claims("b0"), 1, {}) == []
+    assert admitted(claims("a1", "a2", "b1"), [], 2, {}) == ["a1", "b1"]
+    assert admitted(claims("a1", "a2", "b1"), [], 3, {}) == ["a1", "b1", "a2"]
+    assert admitted(claims("a1", "a2+", "b1"), [], 2, {}) == ["a2+", "b1"]
+    assert admitted(claims("a1", "b1"), claims("b0"), 2, {}) == ["a1"]
+    assert admitted(claims("a1", "a2", "a3"), [], 2, {}) == ["a1", "a2"]  # one tenant: in order
+    assert admitted(claims("a1", "a2", "b1", "b2"), claims("a0", "b0"), 5, {"a": Rule(share=2.0)}) == ["a1", "a2", "b1"]
+    assert admitted(claims("a1"), claims("b0"), 1, {}) == []
 
 
 def test_priority_counts_against_others_only_as_far_as_the_tenant_is_allowed() -> None:
     allowed = {"a": Rule(highest=10)}
-    assert taken(claims("a1+", "b1"), claims("a0"), 2, {}) == ["b1"]
-    assert taken(claims("a1+", "b1"), claims("a0"), 2, allowed) == ["a1+"]
-    assert gives_way(claims("b1"), claims("a1+", "a2+"), 2, {}) == "a2+"
-    assert gives_way(claims("b1"), claims("a1+", "a2+"), 2, allowed) is None
-    assert taken(claims("a1", "a2+"), [], 1, {}) == ["a2+"]  # among its own jobs it always counts
+    assert admitted(claims("a1+", "b1"), claims("a0"), 2, {}) == ["b1"]
+    assert admitted(claims("a1+", "b1"), claims("a0"), 2, allowed) == ["a1+"]
+    assert preempted_for_share(claims("b1"), claims("a1+", "a2+"), 2, {}) == "a2+"
+    assert preempted_for_share(claims("b1"), claims("a1+", "a2+"), 2, allowed) is None
+    assert admitted(claims("a1", "a2+"), [], 1, {}) == ["a2+"]  # among its own jobs it always counts
 
 
 def test_rules_keep_jobs_in_the_queue() -> None:
     rules = {"a": Rule(running=1), "b": Rule(hold="spent")}
-    assert taken(claims("a1", "a2", "b1", "c1"), [], 8, rules) == ["a1", "c1"]
-    assert gives_way(claims("b1"), claims("a1", "a2"), 2, rules) is None
+    assert admitted(claims("a1", "a2", "b1", "c1"), [], 8, rules) == ["a1", "c1"]
+    assert preempted_for_share(claims("b1"), claims("a1", "a2"), 2, rules) is None
 
 
 def test_a_tenant_with_many_slots_gives_way() -> None:
-    assert gives_way(claims("b1"), claims("a1", "a2"), 2, {}) == "a2"
-    assert gives_way(claims("b1"), claims("a1", "a2"), 3, {}) is None  # there is a free one
-    assert gives_way(claims("b1"), claims("a1"), 1, {}) is None  # it would only turn the injustice round
-    assert gives_way(claims("b2"), claims("a1", "a2", "b1"), 3, {}) is None
-    assert gives_way(claims("b2"), claims("a1", "a2", "a3", "b1"), 4, {}) == "a3"
-    assert gives_way(claims("a9"), claims("a1", "a2"), 2, {}) is None
-    assert gives_way(claims("b1"), claims("a1-", "a2"), 2, {}) == "a1-"
-    assert gives_way(claims("b1-"), claims("a1", "a2"), 2, {}) is None  # a lower priority waits
-    assert gives_way(claims("b1"), claims("a1", "a2"), 2, {"a": Rule(share=3.0)}) is None
-    assert gives_way([], claims("a1", "a2"), 2, {}) is None
+    assert preempted_for_share(claims("b1"), claims("a1", "a2"), 2, {}) == "a2"
+    assert preempted_for_share(claims("b1"), claims("a1", "a2"), 3, {}) is None  # there is a free one
+    assert preempted_for_share(claims("b1"), claims("a1"), 1, {}) is None  # it would only turn the injustice round
+    assert preempted_for_share(claims("b2"), claims("a1", "a2", "b1"), 3, {}) is None
+    assert preempted_for_share(claims("b2"), claims("a1", "a2", "a3", "b1"), 4, {}) == "a3"
+    assert preempted_for_share(claims("a9"), claims("a1", "a2"), 2, {}) is None
+    assert preempted_for_share(claims("b1"), claims("a1-", "a2"), 2, {}) == "a1-"
+    assert preempted_for_share(claims("b1-"), claims("a1", "a2"), 2, {}) is None  # a lower priority waits
+    assert preempted_for_share(claims("b1"), claims("a1", "a2"), 2, {"a": Rule(share=3.0)}) is None
+    assert preempted_for_share([], claims("a1", "a2"), 2, {}) is None
 
 
 def test_who_only_waits_makes_room_for_whoever_would_get_the_slot() -> None:
-    assert makes_room(claims("a9"), claims("a1", "a2"), {"a1"}, 2, {}) == "a1"  # of the same tenant too
-    assert makes_room(claims("b1"), claims("a1", "a2"), {"a1", "a2"}, 2, {}) == "a2"
-    assert makes_room(claims("b1"), claims("a1", "a2"), {}, 2, {}) is None
-    assert makes_room(claims("b1"), claims("a1", "a2"), {"a1"}, 3, {}) is None  # there is a free one
-    assert makes_room([], claims("a1", "a2"), {"a1"}, 2, {}) is None
-    assert makes_room(claims("a9-"), claims("a1"), {"a1"}, 1, {}) is None  # it would get its slot back
-    assert makes_room(claims("b1"), claims("a1", "b0"), {"b0"}, 2, {}) == "b0"
-    assert makes_room(claims("b1"), claims("a1", "b0"), {"a1"}, 2, {}) is None  # tenant b has as many
-    assert makes_room(claims("b1"), claims("a1"), {"a1"}, 1, {"b": Rule(hold="spent")}) is None
-    assert makes_room(claims("b1"), claims("a1"), {"a1"}, 1, {"a": Rule(hold="spent"), "b": Rule(hold="spent")}) is None
+    assert preempted_if_idle(claims("a9"), claims("a1", "a2"), {"a1"}, 2, {}) == "a1"  # of the same tenant too
+    assert preempted_if_idle(claims("b1"), claims("a1", "a2"), {"a1", "a2"}, 2, {}) == "a2"
+    assert preempted_if_idle(claims("b1"), claims("a1", "a2"), {}, 2, {}) is None
+    assert preempted_if_idle(claims("b1"), claims("a1", "a2"), {"a1"}, 3, {}) is None  # there is a free one
+    assert preempted_if_idle([], claims("a1", "a2"), {"a1"}, 2, {}) is None
+    assert preempted_if_idle(claims("a9-"), claims("a1"), {"a1"}, 1, {}) is None  # it would get its slot back
+    assert preempted_if_idle(claims("b1"), claims("a1", "b0"), {"b0"}, 2, {}) == "b0"
+    assert preempted_if_idle(claims("b1"), claims("a1", "b0"), {"a1"}, 2, {}) is None  # tenant b has as many
+    assert preempted_if_idle(claims("b1"), claims("a1"), {"a1"}, 1, {"b": Rule(hold="spent")}) is None
+    assert (
+        preempted_if_idle(claims("b1"), claims("a1"), {"a1"}, 1, {"a": Rule(hold="spent"), "b": Rule(hold="spent")})
+        is None
+    )
 
 
 NAMES = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("+- ")), max_size=10)
@@ -86,11 +89,11 @@ def test_it_comes_to_rest_with_slots_by_share(wanted: list[tuple[str, str]], slo
     running: list[Claim] = []
     for _ in range(100):
         queued = [claim for claim in everything if claim not in running]
-        new = set(taken(queued, running, slots, rules))
+        new = set(admitted(queued, running, slots, rules))
         running += [claim for claim in queued if claim.job in new]
         assert len(running) <= slots
         queued = [claim for claim in queued if claim.job not in new]
-        if (job := gives_way(queued, running, slots, rules)) is None:
+        if (job := preempted_for_share(queued, running, slots, rules)) is None:
             break
         running = [claim for claim in running if claim.job != job]
     else:
@@ -113,7 +116,7 @@ def test_a_newcomer_gets_a_slot_and_no_byte_changes(tmp_path: Path) -> None:
     async def script(run: FakeRun) -> None:
         late = run.jobs["b"]
         for name in ("a1", "a2"):
-            run.jobs[name].tell = lambda kind, data, name=name: (  # type: ignore[misc]
+            run.jobs[name].observer = lambda kind, data, name=name: (  # type: ignore[misc]
                 order.append(f"{name} {data['state']}") if kind == "state" else None
             )
         await until(lambda: run.jobs["a2"].progress.step >= 2)
@@ -138,7 +141,7 @@ def test_a_tenant_that_is_held_pauses_and_goes_on_by_itself(tmp_path: Path) -> N
 
     async def script(run: FakeRun) -> None:
         for name in ("a1", "a2"):
-            run.jobs[name].tell = lambda kind, data: told.append((kind, data.get("message", "")))
+            run.jobs[name].observer = lambda kind, data: told.append((kind, data.get("message", "")))
         await until(lambda: run.jobs["a1"].progress.step >= 1)
         run.pipeline.pause("a2")
         await until(lambda: run.state("a2") is JobState.PAUSED)

@@ -698,11 +698,11 @@ def test_a_request_waits_for_a_free_row_wherever_it_comes_first() -> None:
         assert not any(turn.done() for turn in turns[2:])
         turns[2].cancel()
         engine._open[1]["a"] -= 1
-        engine._place()
+        engine._start_waiting()
         assert await asyncio.wait_for(turns[3], 10) == 1, "who left is still in the way"
         assert not turns[4].done()
         engine._open[0].clear()
-        engine._place()
+        engine._start_waiting()
         turns[4].cancel()  # it has got a place, and has not begun
         await asyncio.gather(turns[2], turns[4], return_exceptions=True)
         assert [place.total() for place in engine._open] == [0, 7]

@@ -61,12 +61,12 @@ def own(**fields):
 
 
 def test_this_machine_has_a_wall_and_doctor_lists_what_it_tried():
-    assert wall.found() == dict.fromkeys(wall.found(), "held")
+    assert wall.probe() == dict.fromkeys(wall.probe(), "held")
     assert wall.missing() == ""
-    assert len(wall.found()) >= 12
+    assert len(wall.probe()) >= 12
 
 
-@pytest.mark.parametrize("what", wall.found())
+@pytest.mark.parametrize("what", wall.probe())
 def test_what_the_wall_holds_is_possible_without_it(what):
     code = f"from motet import wall; wall._attempts()[{what!r}]()"
     done = subprocess.run([sys.executable, "-c", code], env=wall.environment(), capture_output=True, check=False)

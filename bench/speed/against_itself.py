@@ -91,13 +91,17 @@ def occupancy_block() -> Block:
     job = {"jobs": 8, "groups": 4, "each": 8, "max_tokens": 64, "steps": 4, "rank": RANK}
     what = "device busy with eight on-policy jobs"
     row = Row("occupancy", what, "", "value", "at once", "", at_least(0.9), "%", "occupancy")
+    one = Row("occupancy-one", "device busy with one of them", "", "value", "one job", "", None, "%", "occupancy")
     return Block(
         "occupancy",
         f"Eight jobs of 4 × 8 completions of at most {job['max_tokens']} tokens, {job['steps']} of their steps: the share of "
         "time in which the device sampled or trained, from the moment when all jobs had done a step until the first was "
         "through.",
-        {"at once": Side("motet", "jobs", job, {**job, "jobs": 1, "groups": 1, "max_tokens": 4, "steps": 1})},
-        (row,),
+        {
+            name: Side("motet", "jobs", work, {**job, "jobs": 1, "groups": 1, "max_tokens": 4, "steps": 1})
+            for name, work in (("at once", job), ("one job", {**job, "jobs": 1}))
+        },
+        (row, one),
         repeats=(1, 2),
         quick=False,
     )

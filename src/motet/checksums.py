@@ -34,12 +34,12 @@ class Damage:
 
 def hash_of(path: Path, length: int | None = None) -> hashlib._Hash:
     """Of a file, or its first bytes, so that it can go on with what is appended."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE if length is None else min(_PIECE, length)):
-            found.update(piece)
+            digest.update(piece)
             length = None if length is None else length - len(piece)
-    return found
+    return digest
 
 
 def sums_of(directory: Path) -> dict[str, str]:
@@ -58,10 +58,10 @@ def unsealed(line: bytes) -> dict[str, Any]:
     Raises:
         ValueError: it is not what was written.
     """
-    found: Any = json.loads(line)
-    if not isinstance(found, dict) or "sha256" not in found:
+    record: Any = json.loads(line)
+    if not isinstance(record, dict) or "sha256" not in record:
         raise ValueError("it has no checksum")
-    values: dict[str, Any] = found
+    values: dict[str, Any] = record
     wanted = values.pop("sha256")
     if hashlib.sha256(_line(values)).hexdigest() != wanted:
         raise ValueError("it is not what was saved")

@@ -171,13 +171,13 @@ def verify(directory: RunDir) -> None:
     raise typer.Exit(check_files(directory))
 
 
-def _steer(words: list[str], word: str, url: str | None, key: str | None) -> None:
+def _steer(argv: list[str], word: str, url: str | None, key: str | None) -> None:
     from motet.commands import control
 
-    if len(words) == 2:
-        typer.echo(control.send(Path(words[0]), words[1], word))
-    elif len(words) == 1:
-        typer.echo(control.steer(url, key, words[0], word))
+    if len(argv) == 2:
+        typer.echo(control.send(Path(argv[0]), argv[1], word))
+    elif len(argv) == 1:
+        typer.echo(control.steer(url, key, argv[0], word))
     else:
         raise typer.BadParameter(f"give a job of the service, or a run directory and a job: motet {word} runs/jobs add")
 

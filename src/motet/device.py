@@ -58,7 +58,7 @@ class BusyTime:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _QueuedCall:
     """A call that waits for its turn, and who waits for it."""
 
     call: Callable[[], Any]
@@ -86,7 +86,7 @@ class Device:
         self._turn = turn
         self._calling: bool | None = None
         self._held = False
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[_QueuedCall] = deque()
         self._ticks: list[Callable[[], bool]] = []
         self._wake = threading.Condition()
         self._closed = False
@@ -116,7 +116,7 @@ class Device:
             self._held = True
 
     def go(self) -> None:
-        """Take up work again."""
+        """Resume after `hold`."""
         with self._wake:
             self._held = False
             self._wake.notify()
@@ -126,9 +126,9 @@ class Device:
         future: Future[Result] = Future()
         with self._wake:
             if self._closed:
-                told = "is closed" if self._broken is None else f"broke down: {self._broken!r}"
-                raise RuntimeError(f"the device {told}") from self._broken
-            self._calls.append(_Call(call, future, light))
+                state = "is closed" if self._broken is None else f"broke down: {self._broken!r}"
+                raise RuntimeError(f"the device {state}") from self._broken
+            self._calls.append(_QueuedCall(call, future, light))
             self._wake.notify()
         return future
 
@@ -171,7 +171,7 @@ class Device:
             self._turn(calling)
         self._calling = calling
 
-    def _break_down(self, error: BaseException, call: _Call | None) -> None:
+    def _break_down(self, error: BaseException, call: _QueuedCall | None) -> None:
         with self._wake:
             self._broken, self._closed = error, True
             calls = [*([] if call is None or call.future.done() else [call]), *self._calls]

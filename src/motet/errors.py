@@ -78,11 +78,11 @@ class ServerGone(EngineError):
 class ServerRefused(EngineError):
     """A server answers with an error."""
 
-    def __init__(self, message: str, status: int, told: str) -> None:
-        """`status` is HTTP's; `told` what the server said."""
+    def __init__(self, message: str, status: int, detail: str) -> None:
+        """`status` is HTTP's; `detail` what the server said."""
         super().__init__(message)
         self.status = status
-        self.told = told
+        self.detail = detail
 
 
 class ServerFault(EngineError):

@@ -65,12 +65,12 @@ def load_service(path: Path | None) -> ServiceConfig:
     job = {"name": "none", "data": "toy:add", "reward": "exact"}
     of_run = {name: tree[name] for name in ("engine", "rollout") if name in tree}
     validate({"base": "small", "run": "none", **of_run, "jobs": [job]}, str(path))  # errors as for a job file
-    found = _valid(ServiceConfig, tree, str(path))
+    config = _valid(ServiceConfig, tree, str(path))
     rewards = {
         name: one.model_copy(update={"function": _resolve_code(one.function, path.parent)})
-        for name, one in found.rewards.items()
+        for name, one in config.rewards.items()
     }
-    return found.model_copy(update={"rewards": rewards})
+    return config.model_copy(update={"rewards": rewards})
 
 
 def parse_jobs(
@@ -118,11 +118,11 @@ def jobs_of(
 
 def normal_job(job: Tree) -> Tree:
     """Spell out shorthands, so that defaults and overrides can be merged field by field."""
-    found = dict(job)
+    normal = dict(job)
     for field, key in (("data", "source"), ("algorithm", "type"), ("environment", "name")):
-        if isinstance(found.get(field), str):
-            found[field] = {key: found[field]}
-    return found
+        if isinstance(normal.get(field), str):
+            normal[field] = {key: normal[field]}
+    return normal
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
@@ -237,25 +237,25 @@ def _number(value: Any) -> Any:
 def _resolve_files(job: Tree, directory: Path) -> None:
     """Files named in a job file are relative to it; full paths make a job the same from wherever it is started."""
     for table, fields in (("data", ("source", "eval_source")), ("adapter", ("init",))):
-        found = job.get(table)
-        if isinstance(found, dict):
+        section_fields = job.get(table)
+        if isinstance(section_fields, dict):
             for field in fields:
-                if isinstance(found.get(field), str):
-                    found[field] = _full_path(found[field], directory)
+                if isinstance(section_fields.get(field), str):
+                    section_fields[field] = _full_path(section_fields[field], directory)
     for field in ("reward", "rewards"):
         if field in job:
             job[field] = _resolve_code(job[field], directory)
     for section, field in (("algorithm", "type"), ("environment", "name")):
-        found = job.get(section)
-        if isinstance(found, dict) and field in found:
-            found[field] = _resolve_code(found[field], directory)
+        section_fields = job.get(section)
+        if isinstance(section_fields, dict) and field in section_fields:
+            section_fields[field] = _resolve_code(section_fields[field], directory)
 
 
 def _full_path(name: str, directory: Path) -> str:
     """The file or directory that a name means, beside the job file first; the name itself where it is none."""
-    for place in (directory / name, Path(name)):
-        if place.exists():
-            return str(place.resolve())
+    for candidate in (directory / name, Path(name)):
+        if candidate.exists():
+            return str(candidate.resolve())
     return name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from motet import budgets
 from motet.allocator import keep_freed_memory
-from motet.barriers import spin_briefly
 from motet.config import EngineConfig, RunConfig
 from motet.config.service import Largest
 from motet.device import Device
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from motet.rollout.spread import SpreadEngine
     from motet.training.sharded.base import ShardedBase
     from motet.training.sharded.group import RankGroup
+    from motet.training.torch_trainer import TorchTrainer
 
+_SPINS = "2000"
+"""Turns of libgomp's waiting loop, some ten microseconds."""
 SMALL_MODEL = 500_000_000
 """Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
 
@@ -92,10 +95,20 @@ class Workshop:
             self.spread.close()
 
 
+def _spin_briefly() -> None:
+    """Let OpenMP's threads sleep soon at a barrier, unless the environment says how they wait; before torch is imported.
+
+    Where another process takes a core, a thread that spins burns the time slice that its partner needs: with GNU OpenMP's
+    default, training on two busy cores took up to ten times as long. A short spin costs nothing measurable on a quiet machine.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
+
 def warm_up() -> None:
     """Import what loading a base needs, which takes most of its time."""
     keep_freed_memory()
-    spin_briefly()
+    _spin_briefly()
     importlib.import_module("motet.model.load")
     importlib.import_module("transformers.modeling_utils")  # with most of the library
 
@@ -141,7 +154,7 @@ def load(base: str, config: EngineConfig) -> LoraModel:
         BaseModelError: with the reason.
     """
     keep_freed_memory()
-    spin_briefly()
+    _spin_briefly()
     with ThreadPoolExecutor(1) as passing:
         loaded = passing.submit(_load, base, config).result()
     _one_thread()
@@ -212,7 +225,6 @@ def _build_on_servers(
     from motet import servers
     from motet.model.lora_model import LoraModel
     from motet.rollout.server import FileSync
-    from motet.training.torch_trainer import TorchTrainer
 
     def turn(training: bool) -> None:
         if base.info.device == "cpu":
@@ -224,8 +236,8 @@ def _build_on_servers(
     if trainer is None:
         assert isinstance(base, LoraModel)
         base.read_keys_in_blocks(config.engine.block_size)
-        trainer = TorchTrainer(base, slots=slots, recompute=config.engine.recompute)
-    told = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
+        trainer = make_trainer(base, config.engine)
+    caveat = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
         Device(turn),
         engine,
@@ -236,8 +248,15 @@ def _build_on_servers(
         probe_tolerance=servers.tolerance(config.rollout, base.info),
         keep_versions=config.rollout.keep_versions,
         servers=engine,
-        inexact=(told,),
+        inexact=(caveat,),
     )
+
+
+def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
+    """The trainer that a configuration asks for."""
+    from motet.training.torch_trainer import TorchTrainer
+
+    return TorchTrainer(base, slots=config.slots, recompute=config.recompute)
 
 
 def build(
@@ -252,7 +271,6 @@ def build(
 
     from motet.rollout.embedded import EmbeddedEngine, SameTensors, SavedFiles
     from motet.rollout.spread import SpreadEngine
-    from motet.training.torch_trainer import TorchTrainer
 
     base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
     n_samplers = _samplers(base.info, config)
@@ -281,7 +299,7 @@ def build(
     engine = spread or here
     trainer, sync = elsewhere, None
     if trainer is None:
-        own = TorchTrainer(base, slots=config.slots, recompute=config.recompute)
+        own = make_trainer(base, config)
         trainer, sync = own, SameTensors(engine, own.weights)
     return Workshop(
         device,

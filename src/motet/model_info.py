@@ -66,7 +66,7 @@ class ModelInfo:
 
     @property
     def element_bytes(self) -> int:
-        """Of one weight."""
+        """Bytes of one weight."""
         return {"float32": 4, "bfloat16": 2}[self.dtype]
 
     def adapted(self, target_modules: str | Sequence[str]) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class OwnCode:
         Raises:
             MotetError: there is none, or its file does not load.
         """
-        place, colon, attribute = name.rpartition(":")
+        source, colon, attribute = name.rpartition(":")
         if not colon:
             near = difflib.get_close_matches(name, self.built_in, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
@@ -42,25 +42,25 @@ class OwnCode:
                 f"there is no {self.kind} {name!r}: {hint}Built in are {', '.join(self.built_in)}; "
                 "your own is `file.py:name` or `module:name`"
             )
-        module = self.load_file(place) if place.endswith(".py") else self._load_module(place)
-        found = functools.reduce(lambda value, part: getattr(value, part, None), attribute.split("."), module)
-        if found is None:
+        module = self.load_file(source) if source.endswith(".py") else self._load_module(source)
+        target = functools.reduce(lambda value, part: getattr(value, part, None), attribute.split("."), module)
+        if target is None:
             names = [item for item, value in vars(module).items() if callable(value) and not item.startswith("_")]
             near = difflib.get_close_matches(attribute, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(names) or 'nothing to call'}"
-            raise self.error(f"{self.kind} {name!r}: {place} has no {attribute!r}{hint}")
-        return found
+            raise self.error(f"{self.kind} {name!r}: {source} has no {attribute!r}{hint}")
+        return target
 
-    def load_file(self, place: str) -> Any:
+    def load_file(self, source: str) -> Any:
         """The module that a file makes.
 
         Raises:
             MotetError: it is not there, or does not load.
         """
-        path = Path(place).expanduser().resolve()
+        path = Path(source).expanduser().resolve()
         if not path.is_file():
             raise self.error(
-                f"{self.kind} file {place!r} does not exist (looked for {path}, from where motet was started)"
+                f"{self.kind} file {source!r} does not exist (looked for {path}, from where motet was started)"
             )
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # so that the file may import its neighbours
@@ -71,17 +71,17 @@ class OwnCode:
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
-            raise self.error(f"{self.kind} file {place!r} does not load: {describe(error, str(path))}") from error
+            raise self.error(f"{self.kind} file {source!r} does not load: {describe(error, str(path))}") from error
         return module
 
-    def _load_module(self, place: str) -> Any:
+    def _load_module(self, source: str) -> Any:
         if str(Path.cwd()) not in sys.path:
             sys.path.append(str(Path.cwd()))
         try:
-            return importlib.import_module(place)
+            return importlib.import_module(source)
         except (Exception, SystemExit) as error:
             hint = "A module must be installed, or lie where motet was started"
-            raise self.error(f"{self.kind} module {place!r} does not load: {describe(error)}. {hint}") from error
+            raise self.error(f"{self.kind} module {source!r} does not load: {describe(error)}. {hint}") from error
 
 
 def describe(error: BaseException, file: str = "") -> str:
@@ -93,8 +93,8 @@ def describe(error: BaseException, file: str = "") -> str:
     while trace is not None:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    theirs = [place for place in frames if not place[0].startswith((_HOUSE, "<"))]
-    own = [place for place in frames if place[0] == file] or theirs
+    theirs = [frame for frame in frames if not frame[0].startswith((_HOUSE, "<"))]
+    own = [frame for frame in frames if frame[0] == file] or theirs
     line = f" ({own[-1][0]}:{own[-1][1]})" if own and not isinstance(error, ImportError) else ""
     try:
         text = " ".join(str(error)[:500].split())

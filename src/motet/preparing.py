@@ -45,7 +45,7 @@ class _Read:
                 "turn, or an answer column (data.answer)"
             )
         longest = [chat.longest(part, answered=answered) for part in (data.train, data.holdout) if part]
-        return cls(data, chat, max(longest, key=lambda found: found[0]))
+        return cls(data, chat, max(longest, key=lambda pair: pair[0]))
 
 
 def prepare(
@@ -130,16 +130,16 @@ def prepare_all(
     Raises:
         ConfigError: one line per job that cannot work; nothing has been trained.
     """
-    found, wrong = [], []
+    prepared, wrong = [], []
     known: dict[str, _Read] = {}
     for config in configs:
         try:
-            found.append(prepare(config, info, directory, known=known))
+            prepared.append(prepare(config, info, directory, known=known))
         except MotetError as error:
             wrong.append(f"job {config.name}: {str(error).removeprefix(f'job {config.name}: ')}")
     if wrong:
         raise ConfigError("\n".join(wrong))
-    return found
+    return prepared
 
 
 def identity(job: Job, info: ModelInfo, config: RunConfig) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def run_config(
     accept_changes: bool = False,
     observe: Callable[[Sequence[JobProgress]], None] | None = None,
     started: Callable[[Workshop, Sequence[Job]], None] | None = None,
-    tell: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> RunResult:
     """Run all jobs to their end (or until Ctrl-C, which finishes the steps under way and saves).
 
@@ -84,7 +84,7 @@ def run_config(
         accept_changes: go on in a run directory that was made with another configuration.
         observe: called a few times a second with the progress of all jobs.
         started: called once, before the first step, with what was loaded.
-        tell: called with a line for the person who pressed Ctrl-C.
+        notify: called with a line for the person who pressed Ctrl-C.
 
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
@@ -99,8 +99,8 @@ def run_config(
         prepared = prepare_all(config.jobs, opened.info, directory)
         jobs = [job for job, _ in prepared]
         for job in jobs:
-            told = identity(job, opened.info, config)
-            open_job(job.directory, told, accept_changes=accept_changes, accept_damage=accept_changes)
+            described = identity(job, opened.info, config)
+            open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes)
             _take_up(job)
         workshop = assemble(opened, config, [need for _, need in prepared], directory)
         workshop.notes += _left_out(jobs)
@@ -111,7 +111,7 @@ def run_config(
             if started is not None:
                 started(workshop, jobs)
             slots = 1 if sequential else config.engine.slots
-            interrupt = Interrupt(tell)
+            interrupt = Interrupt(notify)
             interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, observe))
         finally:
             workshop.close()
@@ -126,10 +126,10 @@ def _take_up(job: Job) -> None:
         return
     job.progress.step = committed.step
     job.progress.take_up(job.directory.read_metrics(committed))
-    found = job.directory.read_status().get("state")
-    if found == JobState.CANCELLED or (found == JobState.SUCCEEDED and committed.step >= job.config.steps):
-        job.progress.state = JobState(found)
-        job.progress.message = "done before" if found == JobState.SUCCEEDED else "cancelled before"
+    state = job.directory.read_status().get("state")
+    if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and committed.step >= job.config.steps):
+        job.progress.state = JobState(state)
+        job.progress.message = "done before" if state == JobState.SUCCEEDED else "cancelled before"
 
 
 async def _run_jobs(
@@ -163,12 +163,13 @@ async def _run_jobs(
 
 def _left_out(jobs: Sequence[Job]) -> list[str]:
     """Which rows were left out; what is so for several jobs is said once."""
-    found: dict[str, list[str]] = {}
+    jobs_by_note: dict[str, list[str]] = {}
     for job in jobs:
         for note in job.data.notes:
-            found.setdefault(note, []).append(job.name)
+            jobs_by_note.setdefault(note, []).append(job.name)
     return [
-        f"{f'job {names[0]}' if len(names) == 1 else f'{len(names)} jobs'}: {note}" for note, names in found.items()
+        f"{f'job {names[0]}' if len(names) == 1 else f'{len(names)} jobs'}: {note}"
+        for note, names in jobs_by_note.items()
     ]
 
 
@@ -264,7 +265,7 @@ def _run_shown(config: RunConfig, *, sequential: bool, accept_changes: bool) -> 
     view.start()
     try:
         return run_config(
-            config, sequential=sequential, accept_changes=accept_changes, observe=view.update, tell=view.tell
+            config, sequential=sequential, accept_changes=accept_changes, observe=view.update, notify=view.tell
         )
     finally:
         view.stop()

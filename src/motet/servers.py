@@ -118,13 +118,13 @@ def launched(
     info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchConfig, wanted: Demand, log_directory: Path
 ) -> list[Launched]:
     """The servers of a launch setting, each with a port and a key of its own; none is started yet."""
-    found = []
+    servers = []
     for number in range(launch.replicas):
         key, server = secrets.token_urlsafe(24), _server(info, model, config, launch, wanted)
         command, log = COMMANDS[config.engine](server, key), log_directory / f"server-{number}.log"
         process = ServerProcess(command, _environment(server, number, key), log)
-        found.append(Launched(f"http://127.0.0.1:{server.port}", key, process))
-    return found
+        servers.append(Launched(f"http://127.0.0.1:{server.port}", key, process))
+    return servers
 
 
 def _headers(config: RolloutConfig) -> Mapping[str, str]:
@@ -205,7 +205,7 @@ def _in_a_directory(source: str) -> str:
 
 
 def _environment(server: _Server, number: int, key: str) -> dict[str, str]:
-    found = {
+    variables = {
         **os.environ,
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_NO_USAGE_STATS": "1",
@@ -213,10 +213,10 @@ def _environment(server: _Server, number: int, key: str) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
     }
     if server.on_cpu:
-        found.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+        variables.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
     if server.launch.devices:
-        found["CUDA_VISIBLE_DEVICES"] = server.launch.devices[number % len(server.launch.devices)]
-    return {**found, **server.launch.env}
+        variables["CUDA_VISIBLE_DEVICES"] = server.launch.devices[number % len(server.launch.devices)]
+    return {**variables, **server.launch.env}
 
 
 def _vllm(server: _Server, key: str) -> list[str]:

@@ -8,8 +8,8 @@ Legend of array suffixes in comments: T tokens of one sequence (prompt included)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -259,6 +259,10 @@ class Group:
     version: int
     """The version that was current at admission."""
     rollouts: tuple[Rollout, ...]
+
+    def rewarded(self, reward: Callable[[Rollout], float]) -> Group:
+        """The group with these rewards."""
+        return replace(self, rollouts=tuple(replace(one, reward=reward(one)) for one in self.rollouts))
 
     @property
     def scored(self) -> tuple[Rollout, ...]:

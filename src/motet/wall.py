@@ -4,7 +4,7 @@ Behind the wall a process has no network, starts no process, and can neither sig
 reads Python's own files and those that it is given, writes nothing but what it is given, and cannot raise its last limit of
 memory. Landlock holds the files (Linux 5.13), seccomp the rest; both hold for root too, and neither needs a privilege.
 
-`python -m motet.wall` tries to break out, which is how `found` knows what holds on this machine.
+`python -m motet.wall` tries to break out, which is how `probe` knows what holds on this machine.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ takes clone, whose flags a filter can read."""
 
 def missing() -> str:
     """Why there is no wall here; empty where there is one."""
-    broken = [f"{what}: {outcome}" for what, outcome in found().items() if outcome != "held"]
+    broken = [f"{what}: {outcome}" for what, outcome in probe().items() if outcome != "held"]
     return "; ".join(broken)
 
 
 @functools.cache
-def found() -> Mapping[str, str]:
+def probe() -> Mapping[str, str]:
     """What a process behind the wall tried, and `held`, or what happened instead."""
     if sys.platform != "linux":
         return {"the wall": f"{sys.platform} has none; it takes Linux with Landlock and seccomp"}

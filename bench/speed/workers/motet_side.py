@@ -45,8 +45,8 @@ from bench.speed.workers.serve import Repeat, Work, serve, versions
 def load() -> dict[str, Any]:
     """Load the base and put engine and trainer on it."""
     places = links(workshop())
-    notes = [*base().notes, *(link.note for link in places if link.note)]
-    facts = {"exact": base().exact, "notes": notes, "sampling processes": 1 + sum(link.ready for link in places)}
+    notes = [*base().info.notes, *(link.note for link in places if link.note)]
+    facts = {"exact": base().info.exact, "notes": notes, "sampling processes": 1 + sum(link.ready for link in places)}
     return {"versions": versions("motet", "torch", "transformers"), **facts}
 
 

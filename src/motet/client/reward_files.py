@@ -17,7 +17,7 @@ RewardGiven = str | Path | Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RewardModule:
     """A file or a module, and its one function that may be called, or all of them."""
 
     path: str
@@ -40,8 +40,8 @@ class RewardFiles:
             RewardError: a file is not there, or nothing is given.
         """
         several = [given] if isinstance(given, str | Path) or callable(given) else list(given)
-        self._places = [_place(one) for one in several]
-        if not self._places:
+        self._modules = [_module_of(one) for one in several]
+        if not self._modules:
             raise RewardError("name the file with your reward functions: --reward rewards.py")
         self._default = ""
 
@@ -52,7 +52,7 @@ class RewardFiles:
             RewardError: it is not clear which, or the file does not load.
         """
         if not self._default:
-            names = [name for place in self._places for name in _functions(place)]
+            names = [name for module in self._modules for name in _functions(module)]
             chosen = [name for name in names if name.rpartition(":")[2] == "reward"] or names
             if len(chosen) != 1:
                 raise RewardError(f"name one function, such as {names[0]}; there are {', '.join(names)}")
@@ -65,15 +65,15 @@ class RewardFiles:
         Raises:
             RewardError: its function is not among those that may be called.
         """
-        place, _, function = (asked.function or self.default()).rpartition(":")
+        file, _, function = (asked.function or self.default()).rpartition(":")
         if function.isidentifier() and not function.startswith("_"):
-            for one in self._places:
-                if (not place or place == one.short) and one.function in ("", function):
+            for one in self._modules:
+                if (not file or file == one.short) and one.function in ("", function):
                     name = function if one.call is not None else f"{one.path}:{function}"
                     return limits.model_copy(update={"name": name, "function": one.call, "args": asked.args})
-        given = ", ".join(f"{one.short}:{one.function}" if one.function else one.short for one in self._places)
+        given = ", ".join(f"{one.short}:{one.function}" if one.function else one.short for one in self._modules)
         raise RewardError(
-            f"the job is scored by {asked.function!r}, which is not in {given}; name its file: --reward {place or 'rewards.py'}"
+            f"the job is scored by {asked.function!r}, which is not in {given}; name its file: --reward {file or 'rewards.py'}"
         )
 
     def for_service(self, jobs: Sequence[JobConfig]) -> list[JobConfig]:
@@ -93,8 +93,8 @@ class RewardFiles:
             return reward
         function = reward.name
         if reward.function is None:
-            place, _, name = reward.name.rpartition(":")
-            function = f"{Path(place).name if place.endswith('.py') else place}:{name}"
+            module, _, name = reward.name.rpartition(":")
+            function = f"{Path(module).name if module.endswith('.py') else module}:{name}"
         args = {"function": function, "args": reward.args} if reward.args else {"function": function}
         self.find(WorkerArgs.model_validate(args), reward)
         return reward.model_copy(update={"name": "worker", "args": args, "function": None})
@@ -104,22 +104,22 @@ def _is_own(reward: RewardConfig) -> bool:
     return reward.function is not None or ":" in reward.name
 
 
-def _place(given: RewardGiven) -> _Place:
+def _module_of(given: RewardGiven) -> _RewardModule:
     if not isinstance(given, str | Path):
-        return _Place("", getattr(given, "__name__", "reward"), given)
+        return _RewardModule("", getattr(given, "__name__", "reward"), given)
     text = str(given)
-    place, _, function = text.rpartition(":") if ":" in text else (text, "", "")
-    if not place.endswith(".py"):
-        return _Place(place, function)
-    path = Path(place).expanduser().resolve()
+    module, _, function = text.rpartition(":") if ":" in text else (text, "", "")
+    if not module.endswith(".py"):
+        return _RewardModule(module, function)
+    path = Path(module).expanduser().resolve()
     if not path.is_file():
-        raise RewardError(f"reward file {place!r} does not exist (looked for {path})")
-    return _Place(str(path), function)
+        raise RewardError(f"reward file {module!r} does not exist (looked for {path})")
+    return _RewardModule(str(path), function)
 
 
-def _functions(place: _Place) -> list[str]:
-    if place.function:
-        return [f"{place.short}:{place.function}" if place.path else place.function]
-    if not place.path.endswith(".py"):
-        raise RewardError(f"name the function of {place.path}: {place.path}:reward")
-    return [f"{place.short}:{name}" for name in install({}, Path(place.path))]
+def _functions(module: _RewardModule) -> list[str]:
+    if module.function:
+        return [f"{module.short}:{module.function}" if module.path else module.function]
+    if not module.path.endswith(".py"):
+        raise RewardError(f"name the function of {module.path}: {module.path}:reward")
+    return [f"{module.short}:{name}" for name in install({}, Path(module.path))]

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.algorithms.policy_gradient import to_sample
+from motet.algorithms.supervised import Supervised
 from motet.batch import Batch, Segment
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.jobfile import load_jobs
@@ -24,9 +25,11 @@ from motet.running import config_of
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import group_metrics
+from motet.runtime.progress import LOG_LIKELIHOOD
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler, SampledStep
 from motet.runtime.versions import Versions
+from motet.tasks.dataset import data_window
 from motet.types import Group
 
 PROBLEMS = 4
@@ -93,6 +96,9 @@ async def _check_all(
     try:
         async with workshop.open():
             for job in jobs:
+                if isinstance(job.config.algorithm, Supervised):
+                    table.add_row(*await _check_rows(console, job, shared))
+                    continue
                 sampled, step_seconds = await _check_job(console, job, shared, rollouts)
                 table.add_row(*_row(job, sampled, step_seconds))
                 reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
@@ -129,17 +135,18 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     config = job.config
     few = job.config.rl.model_copy(update={"group_size": rollouts, "groups_per_step": PROBLEMS, "oversampling": 1.0})
     job.config = config.model_copy(update={"algorithm": few})
-    await shared.rewards.register(job.name, config.rewards, job.data.scorer)
     shared.scheduler.join(job.name, 1.0)
-    await shared.on_device(job.name, lambda: shared.trainer.add_adapter(job.name, config.adapter, job.seed))
-    if config.adapter.init is not None:
-        await shared.on_device(
-            job.name, lambda: shared.trainer.load_adapter(job.name, job.init_directory(), optimizer=False)
-        )
+    await _add(job, shared)
     versions = Versions(job.name, f"{job.name}.{shared.engine_suffix}.check", shared.engine, shared.sync)
     await versions.publish(0)
     await versions.announce(0, 0)
-    sampled = await JobSampler(job, shared, versions).step(0)
+    sampler = JobSampler(job, shared, versions)
+    job.directory.path.mkdir(parents=True)
+    await sampler.open()
+    try:
+        sampled = await sampler.step(0)
+    finally:
+        await sampler.close()
     job.config = config
     _show(console, job, sampled.groups[0])
     train_seconds = await _train_seconds(job, shared, sampled)
@@ -150,6 +157,42 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     scale = wanted / (PROBLEMS * rollouts)
     rows = min(1.0, PROBLEMS * rollouts / shared.engine.capacity)
     return sampled, sampled.seconds * max(1.0, scale * rows) + train_seconds * scale
+
+
+async def _add(job: Job, shared: Services) -> None:
+    """The adapter as the job begins with it."""
+    adapter, trainer = job.config.adapter, shared.trainer
+    await shared.on_device(job.name, lambda: trainer.add_adapter(job.name, adapter, job.seed))
+    if adapter.init is not None:
+        await shared.on_device(job.name, lambda: trainer.load_adapter(job.name, job.init_directory(), optimizer=False))
+
+
+async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str, ...]:
+    """A row of the table for a job that learns rows: how likely a few of its answers are; the first is shown."""
+    algorithm = job.config.algorithm
+    assert isinstance(algorithm, Supervised)
+    rows = data_window(job.data.train, 0, min(PROBLEMS, algorithm.rows_per_step), job.seed, job.config.data.shuffle)
+    batch = algorithm.batch([job.chat.row_ids(row) for row in rows])
+    console.rule(job.name)
+    first = batch.samples[0]
+    console.print(job.chat.readable(first.token_ids, first.loss_mask), markup=False, highlight=False, soft_wrap=True)
+    await _add(job, shared)
+    started = time.perf_counter()
+    segment = Segment(job.name, batch.samples)
+    ((*logprobs,),) = await shared.on_device(job.name, lambda: shared.trainer.forward(Batch((segment,))))
+    seconds = 3 * (time.perf_counter() - started) * algorithm.rows_per_step / len(rows)
+    await shared.on_device(job.name, lambda: shared.trainer.remove_adapter(job.name))
+    tokens = sum(sample.n_trainable for sample in batch.samples)
+    return (
+        job.name,
+        f"{len(job.data.train)} / {len(job.data.holdout)}",
+        f"{LOG_LIKELIHOOD} {sum(float(some.sum()) for some in logprobs) / tokens:.3g}",
+        "",
+        f"{tokens / len(rows):.0f} tokens",
+        "",
+        f"≈ {seconds:.1f} s",
+        f"≈ {seconds * job.config.steps / 60:.0f} min",
+    )
 
 
 def _show(console: Console, job: Job, group: Group) -> None:

@@ -6,8 +6,8 @@ import fcntl
 from pathlib import Path
 
 from motet.errors import ConfigError, RunError
-from motet.runtime.checkpoint import JobDirectory, replace
-from motet.runtime.controls import CONTROL
+from motet.runtime.checkpoint import JobDirectory, replace_file
+from motet.runtime.rundir import CONTROL
 from motet.types import JobState
 
 
@@ -30,7 +30,7 @@ def send(directory: Path, job: str, word: str) -> str:
     state = JobDirectory(place).read_status().get("state")
     if state in (JobState.SUCCEEDED, JobState.CANCELLED):
         raise RunError(f"job {job!r} has {state} and stays so; give it another name or run directory to train it again")
-    replace(place / CONTROL, word.encode())
+    replace_file(place / CONTROL, word.encode())
     return f"asked {job} to {word}"
 
 

@@ -51,7 +51,7 @@ def examine(base_name: str) -> int:
 def _wall() -> Table:
     """What processes that score answers, or parse what others give, could still do; what was tried is listed."""
     table = Table(show_header=False, title="wall around rewards and data of others")
-    for what, outcome in wall.found().items():
+    for what, outcome in wall.probe().items():
         table.add_row(what, outcome)
     return table
 

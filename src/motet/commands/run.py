@@ -62,7 +62,7 @@ def run_file(
                 accept_changes=accept_changes,
                 observe=observe,
                 started=started,
-                tell=view.tell,
+                notify=view.tell,
             )
         finally:
             view.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from motet.client import AsyncClient, Client
 from motet.commands.answers import INTERRUPTED, minute, say
 from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.errors import ConfigError
-from motet.runtime.progress import JobProgress
+from motet.runtime.progress import JobProgress, figure_of
 from motet.service.schemas import Job, JobEvent, Version
 from motet.types import ADAPTER_CONFIG, JobState
 from motet.view import LogView, glyphs_of
@@ -95,11 +94,10 @@ def _take_in(progress: JobProgress, event: JobEvent) -> None:
         return
     if "loss" in data:  # the last line has an evaluation only
         progress.step = int(data["step"]) + 1
-        reward = data.get("reward")
-        progress.rewards.append(math.nan if reward is None else float(reward))
+        progress.figure, value = figure_of(data)
+        progress.rewards.append(value)
     if evaluation := data.get("eval"):
-        reward = evaluation.get("reward")
-        progress.evaluations.append((int(data["version"]), math.nan if reward is None else float(reward)))
+        progress.evaluations.append((int(data["version"]), figure_of(evaluation)[1]))
 
 
 class JobLines:

@@ -74,35 +74,39 @@ def explain(error: ValidationError, root: type[Config], tree: Mapping[str, Any])
         root: the whole configuration.
         tree: what was written.
     """
-    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    by_field: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(_field_of(root, item), []).append(item)
-    lines = [_line(root, tree, place, items) for place, items in list(found.items())[:MOST_MISTAKES]]
-    return [f"{len(found)} mistake{'' if len(found) == 1 else 's'}:", *lines, *["  …"] * (len(found) > MOST_MISTAKES)]
+        by_field.setdefault(_field_of(root, item), []).append(item)
+    lines = [_line(root, tree, location, items) for location, items in list(by_field.items())[:MOST_MISTAKES]]
+    return [
+        f"{len(by_field)} mistake{'' if len(by_field) == 1 else 's'}:",
+        *lines,
+        *["  …"] * (len(by_field) > MOST_MISTAKES),
+    ]
 
 
 def no_such_field(name: str, model: type[Config]) -> str:
     """What to say of a field that a section does not have."""
-    told = "there is no such field; "
+    message = "there is no such field; "
     if name in OTHERS_WORDS:
-        return f"{told}it is {OTHERS_WORDS[name]}"
+        return f"{message}it is {OTHERS_WORDS[name]}"
     fields = sorted((*model.model_fields, *_ALSO_WRITTEN.get(model, ())))
     places = [path for path in FIELDS if path.rpartition(".")[2] == name]
     if model is RunConfig and name in JobConfig.model_fields:
-        told += "it stands in a job, or in defaults for all jobs. There are "
+        message += "it stands in a job, or in defaults for all jobs. There are "
     elif places:
-        told += f"it stands in {' or '.join(places[:_MOST_PLACES])}. There are "
+        message += f"it stands in {' or '.join(places[:_MOST_PLACES])}. There are "
     elif near := difflib.get_close_matches(name, fields, n=1, cutoff=0.7):
-        told += f"did you mean {near[0]}? There are "
+        message += f"did you mean {near[0]}? There are "
     else:
-        told += "there are "
-    return told + ", ".join(fields)
+        message += "there are "
+    return message + ", ".join(fields)
 
 
 def _line(
-    root: type[Config], tree: Mapping[str, Any], place: tuple[Any, ...], items: Sequence[Mapping[str, Any]]
+    root: type[Config], tree: Mapping[str, Any], location: tuple[Any, ...], items: Sequence[Mapping[str, Any]]
 ) -> str:
-    job, path = "", list(place)
+    job, path = "", list(location)
     if root is RunConfig and len(path) >= 2 and path[0] == "jobs":
         written = _at(tree.get("jobs"), path[1])
         job, path = f"job {_at(written, 'name') or f'number {path[1] + 1}'}: ", path[2:]
@@ -111,14 +115,14 @@ def _line(
     if path[:1] == ["algorithm"]:  # what stands behind it is its type
         del path[1:2]
     field = ".".join(map(str, path))
-    return f"  {job}{field}{': ' if field else ''}{_message(root, place, items)}"
+    return f"  {job}{field}{': ' if field else ''}{_message(root, location, items)}"
 
 
-def _message(root: type[Config], place: tuple[Any, ...], items: Sequence[Mapping[str, Any]]) -> str:
+def _message(root: type[Config], location: tuple[Any, ...], items: Sequence[Mapping[str, Any]]) -> str:
     item = items[0]
     if item["type"] == "extra_forbidden":
-        section = _walk(root, place[:-1])[1]
-        return "there is no such field" if section is None else no_such_field(str(place[-1]), section)
+        section = _walk(root, location[:-1])[1]
+        return "there is no such field" if section is None else no_such_field(str(location[-1]), section)
     if item["type"] == "missing":
         return "is missing"
     if item["type"] == "model_type":
@@ -133,14 +137,14 @@ def _message(root: type[Config], place: tuple[Any, ...], items: Sequence[Mapping
 
 def _field_of(root: type[Config], item: Mapping[str, Any]) -> tuple[Any, ...]:
     """Where a mistake is: for a field of several types pydantic names the type too, and tells a mistake for each."""
-    place = tuple(item["loc"])
-    return place if item["type"] == "extra_forbidden" else place[: _walk(root, place)[0]]
+    location = tuple(item["loc"])
+    return location if item["type"] == "extra_forbidden" else location[: _walk(root, location)[0]]
 
 
-def _walk(root: type[Config], place: Sequence[Any]) -> tuple[int, type[Config] | None]:
+def _walk(root: type[Config], location: Sequence[Any]) -> tuple[int, type[Config] | None]:
     """How much of a location is of the configuration, and the section that it ends in."""
     model: type[Config] | None = root
-    for index, part in enumerate(place):
+    for index, part in enumerate(location):
         if model is Algorithm:
             model = ALGORITHMS.get(str(part))
             continue
@@ -153,7 +157,7 @@ def _walk(root: type[Config], place: Sequence[Any]) -> tuple[int, type[Config] |
         if get_origin(field.annotation) in (Union, types.UnionType) and len(several) > 1:
             return index + 1, None
         model = _model_in(field.annotation)
-    return len(place), model
+    return len(location), model
 
 
 def _model_in(annotation: Any) -> type[Config] | None:

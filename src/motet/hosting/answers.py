@@ -34,7 +34,7 @@ from motet.types import AdapterRef, GenerateRequest, IntArray, Message, Problem
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
 
-SHELF = 8
+CACHED_VERSIONS = 8
 """Stored versions that stay loaded for people to talk to."""
 
 Send = Callable[[FromEngine], None]
@@ -50,22 +50,22 @@ class Answers:
         info = base.info
         self._chat = Chat.plain(info.tokenizer)
         self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
-        self._shelf: OrderedDict[str, AdapterRef] = OrderedDict()
+        self._adapter_cache: OrderedDict[str, AdapterRef] = OrderedDict()
         self._open: dict[int, asyncio.Task[None]] = {}
         self._asking: Counter[str] = Counter()
         """Answers that wait or are given, by account."""
-        self._shelving = asyncio.Lock()
+        self._caching = asyncio.Lock()
         self._examining = asyncio.Lock()  # one at a time: each is half a gigabyte or so
         self._longest = info.max_positions * max(map(len, info.tokenizer.get_vocab()))
         """Characters that as many of the longest tokens have as a prompt may have tokens."""
         self._numbers = 0
 
     def hold(self, key: int, task: asyncio.Task[None]) -> None:
-        """Remember who works on an answer."""
+        """Keep the task of an answer, so that `abandon` can cancel it."""
         self._open[key] = task
 
     def abandon(self, key: int) -> None:
-        """End an answer that nobody waits for."""
+        """Cancel the task of an answer that nobody waits for."""
         if task := self._open.pop(key, None):
             task.cancel()
 
@@ -74,7 +74,7 @@ class Answers:
         key = question.key
         try:
             prompt_ids = await asyncio.to_thread(_prompt_ids, self._chat, question, self._longest)
-            ref = None if question.adapter is None else await self._shelved(Path(question.adapter))
+            ref = None if question.adapter is None else await self._cached(Path(question.adapter))
             self._numbers += 1
             request = GenerateRequest(
                 f"answer/{self._numbers}",
@@ -112,20 +112,20 @@ class Answers:
             if not self._asking[account]:
                 self._scheduler.leave(account)
 
-    async def _shelved(self, directory: Path) -> AdapterRef:
-        """Load a stored version, or find it loaded; the one that was asked for longest ago goes."""
+    async def _cached(self, directory: Path) -> AdapterRef:
+        """The reference of a stored version, loaded where it is not; the least recently used one is unloaded."""
         name = str(directory)
-        async with self._shelving:  # two who ask for the same version load it once
-            if name not in self._shelf:
+        async with self._caching:  # two who ask for the same version load it once
+            if name not in self._adapter_cache:
                 self._numbers += 1
-                ref = AdapterRef(f"shelf.{self._suffix}", self._numbers)
+                ref = AdapterRef(f"stored.{self._suffix}", self._numbers)
                 await self._engine.load_adapter(ref, directory)
-                self._shelf[name] = ref
-                if len(self._shelf) > SHELF:
-                    _, gone = self._shelf.popitem(last=False)
+                self._adapter_cache[name] = ref
+                if len(self._adapter_cache) > CACHED_VERSIONS:
+                    _, gone = self._adapter_cache.popitem(last=False)
                     await self._engine.unload_adapter(gone)
-            self._shelf.move_to_end(name)
-            return self._shelf[name]
+            self._adapter_cache.move_to_end(name)
+            return self._adapter_cache[name]
 
     async def examine(self, question: Examine) -> None:
         """Say what an adapter is, or why it does not fit the base."""

@@ -66,7 +66,7 @@ class EngineServer:
                 Walls(required=True, exempt=frozenset(start.unwalled)),
             ),
         )
-        self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, patience=start.patience_seconds)
+        self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, max_idle=start.patience_seconds)
         self._answers = Answers(self.base, self._shared, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()
@@ -157,13 +157,13 @@ class EngineServer:
         open_job(job.directory, identity(job, self.base.info, self._config), accept_changes=True)
         for why in self.workshop.inexact:
             job.note_inexact(why)
-        job.tell = lambda kind, data: self._event(job.name, kind, data)
+        job.observer = lambda kind, data: self._event(job.name, kind, data)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
             tokens = job.directory.read_tokens(committed)
             for record in job.directory.read_metrics(committed):  # one may have got lost with the last process
                 if int(record["step"]) >= first_step:
-                    job.tell("step", {**record, **tokens.get(int(record["step"]), {})})
+                    job.observer("step", {**record, **tokens.get(int(record["step"]), {})})
         return job
 
     def _event(self, job: str, kind: str, data: Mapping[str, Any]) -> None:

@@ -118,7 +118,7 @@ class TableRouting:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What `values` are for."""
+        """Device memory that a replay reads; `values` are copied into it first."""
         return self._order_T, self._inverse_T, self._ends_S
 
     def values(self, slots_T: Sequence[int]) -> tuple[Tensor, ...]:
@@ -227,15 +227,15 @@ class CudaGraphRunner:
     def _table(self, layout: AdapterLayout, adapters: Sequence[AdapterWeights | None]) -> AdapterTable:
         """Of a layout, with room for these adapters; one that is too small is made anew, and its graphs go."""
         wanted = len({id(weights) for weights in adapters if weights is not None and weights.layout is layout})
-        found = self._tables.get(id(layout))
-        if found is None or wanted >= found.slots:
+        table = self._tables.get(id(layout))
+        if table is None or wanted >= table.slots:
             base = self._base
-            if found is not None:
-                old = id(found)
+            if table is not None:
+                old = id(table)
                 self._graphs = {key: value for key, value in self._graphs.items() if old not in key[2:]}
             slots = max(8, _power_of_two(wanted)) + 1
-            found = self._tables[id(layout)] = AdapterTable(layout, slots, base.device, base.dtype, base.products)
-        return found
+            table = self._tables[id(layout)] = AdapterTable(layout, slots, base.device, base.dtype, base.products)
+        return table
 
     def _fill(
         self, graph: _Graph, token_ids: list[int], spans: list[Span], adapters: Sequence[AdapterWeights | None]
@@ -302,8 +302,8 @@ def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 def _layouts(adapters: Sequence[AdapterWeights | None]) -> list[AdapterLayout]:
     """Each once, in an order that does not depend on the rows'."""
-    found = {id(weights.layout): weights.layout for weights in adapters if weights is not None}
-    return [found[key] for key in sorted(found)]
+    layouts = {id(weights.layout): weights.layout for weights in adapters if weights is not None}
+    return [layouts[key] for key in sorted(layouts)]
 
 
 def _power_of_two(n: int) -> int:

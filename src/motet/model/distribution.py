@@ -73,9 +73,9 @@ def draw(logits_NV: Tensor, params: Sequence[SamplingParams], uniforms_N: Tensor
     Returns:
         Tokens [N], their logprobs [N] (before top-p, top-k and min-p), and whether each row's logits were usable [N].
     """
-    found = Distribution.of(logits_NV, [row.temperature or 1.0 for row in params])
-    usable_N = torch.isfinite(found.log_peak_N1[:, 0])
-    weights_NV = found.probs_NV
+    distribution = Distribution.of(logits_NV, [row.temperature or 1.0 for row in params])
+    usable_N = torch.isfinite(distribution.log_peak_N1[:, 0])
+    weights_NV = distribution.probs_NV
     truncated = [row for row, param in enumerate(params) if param.truncates and param.temperature]
     if truncated:
         weights_NV = weights_NV.clone()
@@ -84,8 +84,10 @@ def draw(logits_NV: Tensor, params: Sequence[SamplingParams], uniforms_N: Tensor
     tokens_N = _invert(weights_NV, usable_N, uniforms_N)
     greedy = [row.temperature == 0 for row in params]
     if any(greedy):
-        tokens_N = torch.where(torch.tensor(greedy, device=tokens_N.device), found.logits_NV.argmax(-1), tokens_N)
-    return tokens_N, found.logprobs(tokens_N), usable_N
+        tokens_N = torch.where(
+            torch.tensor(greedy, device=tokens_N.device), distribution.logits_NV.argmax(-1), tokens_N
+        )
+    return tokens_N, distribution.logprobs(tokens_N), usable_N
 
 
 def _invert(weights_NV: Tensor, usable_N: Tensor, uniforms_N: Tensor) -> Tensor:

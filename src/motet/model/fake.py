@@ -95,20 +95,20 @@ class FakePolicy:
 
     def row(self, previous: int, temperature: float) -> Vector:
         """Logprobs of what may follow a token, [V]; at temperature 0 of the unscaled logits."""
-        found = self._rows.get((previous, temperature))
-        if found is None:
+        logprobs_V = self._rows.get((previous, temperature))
+        if logprobs_V is None:
             with np.errstate(all="ignore"):  # an adapter that overflowed gives NaN, which callers look for
                 scaled = (_LOGITS[previous] + self._shift) / (temperature or 1.0)
                 scaled = scaled - scaled.max()
-                found = self._rows[previous, temperature] = scaled - np.log(np.exp(scaled).sum())
-        return found
+                logprobs_V = self._rows[previous, temperature] = scaled - np.log(np.exp(scaled).sum())
+        return logprobs_V
 
     def logprobs(self, token_ids: IntArray | Sequence[int], temperature: float = 1.0) -> FloatArray:
         """Logprobs [T] of each token given the one before it; the first is 0."""
-        found = np.zeros(len(token_ids), np.float32)
+        logprobs_T = np.zeros(len(token_ids), np.float32)
         for place in range(1, len(token_ids)):
-            found[place] = self.row(int(token_ids[place - 1]), temperature)[token_ids[place]]
-        return found
+            logprobs_T[place] = self.row(int(token_ids[place - 1]), temperature)[token_ids[place]]
+        return logprobs_T
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:

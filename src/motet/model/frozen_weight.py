@@ -88,16 +88,16 @@ class FrozenWeight(nn.Module):
         n_rows = len(rows_TK)
         if n_rows % self.tile:
             raise ValueError(f"{n_rows} rows are not a multiple of {self.tile}; pad them (see Arithmetic.rows)")
-        found_TN = rows_TK.new_empty(n_rows, weight_KN.shape[1])
-        for rows, found in zip(rows_TK.split(self.tile), found_TN.split(self.tile), strict=True):
+        out_TN = rows_TK.new_empty(n_rows, weight_KN.shape[1])
+        for rows, out in zip(rows_TK.split(self.tile), out_TN.split(self.tile), strict=True):
             if bias is None:
-                torch.mm(rows, weight_KN, out=found)
+                torch.mm(rows, weight_KN, out=out)
             else:
-                torch.addmm(bias, rows, weight_KN, out=found)
-        return found_TN.view(*x.shape[:-1], weight_KN.shape[1])
+                torch.addmm(bias, rows, weight_KN, out=out)
+        return out_TN.view(*x.shape[:-1], weight_KN.shape[1])
 
     def pack(self) -> None:
-        """Make the second copy."""
+        """Make the second copy, in the layout of oneDNN."""
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _ROWS_TRIED[1])
 
     def unpack(self) -> None:

@@ -50,11 +50,11 @@ class KVCache:
 
     def layer(self, index: int, key_TKE: Tensor, value_TKE: Tensor) -> tuple[Tensor, Tensor]:
         """Storage of one layer: keys and values, [blocks, K, block_size, E] each."""
-        found = self._layers.get(index)
-        if found is None:
-            found = (self._storage(key_TKE), self._storage(value_TKE))
-            self._layers[index] = found
-        return found
+        storage = self._layers.get(index)
+        if storage is None:
+            storage = (self._storage(key_TKE), self._storage(value_TKE))
+            self._layers[index] = storage
+        return storage
 
     def write(self, layer: int, writes: Writes, key_TKE: Tensor, value_TKE: Tensor) -> tuple[Tensor, Tensor]:
         """Put new keys and values into a layer's storage, and give it."""

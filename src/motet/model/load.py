@@ -74,8 +74,8 @@ def load_base(
     """
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
-        told = f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
-        raise BaseModelError(f"engine.device is {device}, but torch sees {told}; use `cpu` or `auto`")
+        seen = f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
+        raise BaseModelError(f"engine.device is {device}, but torch sees {seen}; use `cpu` or `auto`")
     if place.type == "cuda":
         _add_in_full_precision()
     model, tokenizer = _load(name, dtype, trust_remote_code)
@@ -168,12 +168,12 @@ def _limit_batch_dependent_positions(model: Any) -> str:
     config = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    found = sorted({"longrope", "dynamic"} & {str(part.get("rope_type")) for part in parts})
-    if found:
+    kinds = sorted({"longrope", "dynamic"} & {str(part.get("rope_type")) for part in parts})
+    if kinds:
         originals = [part.get("original_max_position_embeddings") for part in parts]
         limits = [int(original) for original in originals if original]
         config.max_position_embeddings = min([*limits, config.max_position_embeddings])
-    return " and ".join(found) and f"{' and '.join(found)} position encoding"
+    return " and ".join(kinds) and f"{' and '.join(kinds)} position encoding"
 
 
 def _limit_batch_dependent_scales(model: Any) -> str:

@@ -92,14 +92,14 @@ class AdapterLayout:
 
     def matrices(self, flat: Tensor) -> dict[str, LoraMatrices]:
         """By leader, as views of flat [..., size]."""
-        found = {}
+        by_leader = {}
         for group in self.fused:
             n_in = group.members[0][1].n_in
             a = flat[..., group.offset : group.offset + n_in * group.width].unflatten(-1, (n_in, group.width))
-            found[group.leader] = LoraMatrices(
+            by_leader[group.leader] = LoraMatrices(
                 a, tuple((index, self._b(flat, place)) for index, place in group.members)
             )
-        return found
+        return by_leader
 
     def _b(self, flat: Tensor, place: LinearPlace) -> Tensor:
         b: Tensor = flat[..., place.offset : place.offset + self.rank * place.n_out]
@@ -107,12 +107,12 @@ class AdapterLayout:
 
     def views(self, flat: Tensor) -> Views:
         """Aᵀ [..., K, R] and Bᵀ [..., R, N] of each layer, as views of flat [..., size]."""
-        found: Views = {}
+        views: Views = {}
         for group, matrices in zip(self.fused, self.matrices(flat).values(), strict=True):
             for column, (_, place) in enumerate(group.members):
                 a = matrices.a[..., column * self.rank : (column + 1) * self.rank]
-                found[place.path] = (a, matrices.bs[column][1])
-        return found
+                views[place.path] = (a, matrices.bs[column][1])
+        return views
 
 
 def make_layout(

@@ -70,7 +70,7 @@ class LoraModel:
         self.compute_with(self.arithmetic)
 
     def compute_with(self, arithmetic: Arithmetic) -> None:
-        """From now on."""
+        """Choose the backends of an arithmetic, for every pass from now on."""
         self.arithmetic = arithmetic
         self.products = products_backend(arithmetic, self.device, self.dtype)
         self.read_keys_in_blocks(self.block_size)
@@ -78,13 +78,13 @@ class LoraModel:
             weight.tile = arithmetic.tile
 
     def read_keys_in_blocks(self, block_size: int) -> None:
-        """From now on."""
+        """Choose the attention backend for KV blocks of this many tokens."""
         self.block_size = block_size
         width = _least_head_width(self.model.config.get_text_config())
         self.attention = attention_backend(self.arithmetic, self.device, self.dtype, width=width, block_size=block_size)
 
     def compute_slower(self, slower: Arithmetic, without: str, because: Exception) -> None:
-        """Go on with what works, and note why."""
+        """Replace an arithmetic that does not hold here by a slower one; a person reads the reason."""
         self.compute_with(slower)
         reason = next(iter(str(because).strip().splitlines()), type(because).__name__)
         self.revise(f"slower than it could be, without {without} (see engine.numerics): {reason}")

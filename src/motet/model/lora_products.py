@@ -135,10 +135,10 @@ class Tiled:
 
     def multiply(self, rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
         """Each row times the weights of its adapter: [M, K], [A, K, N] → [M, N]."""
-        found_MN = rows_MK.new_empty(rows_MK.shape[0], weights_AKN.shape[-1])
+        out_MN = rows_MK.new_empty(rows_MK.shape[0], weights_AKN.shape[-1])
         for adapter, first, last in self.tiles:
-            torch.mm(rows_MK[first:last], weights_AKN[adapter], out=found_MN[first:last])
-        return found_MN
+            torch.mm(rows_MK[first:last], weights_AKN[adapter], out=out_MN[first:last])
+        return out_MN
 
     def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
         """Add what `multiply` would give, in place."""
@@ -182,19 +182,19 @@ class PaddedProducts:
         """Contiguous for each product, because `bmm` would copy anything else."""
         if len(adapters) == 1:
             return _alone(adapters[0])
-        found = {}
+        stacks = {}
         for leader, first in adapters[0].matrices.items():
             own = [weights.matrices[leader] for weights in adapters]
             bs = [(index, torch.stack([one.bs[place][1] for one in own])) for place, (index, _) in enumerate(first.bs)]
-            found[leader] = LoraMatrices(torch.stack([one.a for one in own]), tuple(bs))
-        return found
+            stacks[leader] = LoraMatrices(torch.stack([one.a for one in own]), tuple(bs))
+        return stacks
 
     def sums(self, left_MK: Tensor, right_MN: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
         """One after another: with several threads a batched product cuts such sums otherwise than a product alone."""
         return [torch.mm(left_MK[first:last].t(), right_MN[first:last]) for first, last in spans]
 
     def fits_table(self, layout: AdapterLayout) -> bool:
-        """They do not."""
+        """Never: padding depends on how many rows each adapter has."""
         return False
 
 
@@ -210,14 +210,14 @@ class GroupedProducts:
         """By identity, because a base makes each layout once and to compare layouts takes long; with it, so that it stays."""
 
     def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
-        """Grouped where the layout fits."""
+        """`Grouped` where the layout fits the table, else `Tiled`."""
         if self.fits_table(layout):
             return list(lengths), Grouped(ends(lengths, self._device))
         rooms = [round_up(length, self._tile or 1) for length in lengths]
         return rooms, Tiled.of(rooms, self._tile)
 
     def stack(self, adapters: Sequence[AdapterWeights]) -> dict[str, LoraMatrices]:
-        """In one copy."""
+        """One copy for all layers: the flat weights, then views."""
         if len(adapters) == 1:
             return _alone(adapters[0])
         return adapters[0].layout.matrices(torch.stack([weights.flat for weights in adapters]))
@@ -235,12 +235,12 @@ class GroupedProducts:
         Every shape of product that the layout has is tried once per device: it has to agree with plain products, and where
         the arithmetic is exact, a row must have the same bits however many rows there are beside it, in its group or in others.
         """
-        found = self._fit.get(id(layout))
-        if found is None:
+        verdict = self._fit.get(id(layout))
+        if verdict is None:
             exact = self._tile > 0
             good = all(_tried(self._device, self._dtype, exact, *shape) for shape in sorted(_shapes(layout)))
-            found = self._fit[id(layout)] = (layout, good)
-        return found[1]
+            verdict = self._fit[id(layout)] = (layout, good)
+        return verdict[1]
 
 
 def products_backend(arithmetic: Arithmetic, device: torch.device, dtype: torch.dtype) -> LoraProducts:
@@ -262,12 +262,12 @@ def _alone(weights: AdapterWeights) -> dict[str, LoraMatrices]:
 
 def _shapes(layout: AdapterLayout) -> set[tuple[int, int, bool]]:
     """Inputs and outputs of its products, and whether the weights are read transposed."""
-    found = set()
+    shapes = set()
     for group in layout.fused:
         for _, place in group.members:
-            found |= {(place.n_in, group.width, False), (group.width, place.n_in, True)}
-            found |= {(layout.rank, place.n_out, False), (place.n_out, layout.rank, True)}
-    return found
+            shapes |= {(place.n_in, group.width, False), (group.width, place.n_in, True)}
+            shapes |= {(layout.rank, place.n_out, False), (place.n_out, layout.rank, True)}
+    return shapes
 
 
 @functools.cache

@@ -46,8 +46,8 @@ def _agrees(ours: Callable[[Tensor], Tensor], stock: Callable[[Tensor], Tensor],
     x, slope = (torch.randn(1, 4, len(weight), generator=generator).to(weight) for _ in range(2))
     with torch.enable_grad():
         leaf = x.requires_grad_()
-        found, wanted = (torch.autograd.grad(norm(leaf), leaf, slope)[0].float() for norm in (ours, stock))
-    return float((found - wanted).abs().max()) <= _TOLERANCE[weight.dtype] * float(wanted.abs().max())
+        shown, wanted = (torch.autograd.grad(norm(leaf), leaf, slope)[0].float() for norm in (ours, stock))
+    return float((shown - wanted).abs().max()) <= _TOLERANCE[weight.dtype] * float(wanted.abs().max())
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -186,24 +186,26 @@ def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source
             f"{source}: none of its {len(left)} tensors fits {base.info.name}; it was trained on "
             f"{adapter.base or 'another base'}"
         )
-    told = f"; it was trained on {adapter.base}" if adapter.base else ""
+    origin = f"; it was trained on {adapter.base}" if adapter.base else ""
     for module, views in expected.items():
         for side, view in zip("AB", views, strict=True):
             name = f"{module}.lora_{side}.weight"
             tensor = left.pop(name, None)
             if tensor is None:
                 raise AdapterError(
-                    f"{source} has no tensor {name}; set adapter.target_modules to what it was trained with{told}"
+                    f"{source} has no tensor {name}; set adapter.target_modules to what it was trained with{origin}"
                 )
             if tuple(tensor.shape) != tuple(view.t().shape):
                 raise AdapterError(
-                    f"{source}: {name} has shape {tuple(tensor.shape)}, the base needs {tuple(view.t().shape)}{told}"
+                    f"{source}: {name} has shape {tuple(tensor.shape)}, the base needs {tuple(view.t().shape)}{origin}"
                 )
             if not torch.isfinite(tensor).all():
                 raise AdapterError(f"{source}: {name} has values that are not finite")
             view.copy_(tensor.float().t())
     if left:
-        raise AdapterError(f"{source} has a tensor that nothing asks for: {sorted(left)[0]} ({len(left)} in all){told}")
+        raise AdapterError(
+            f"{source} has a tensor that nothing asks for: {sorted(left)[0]} ({len(left)} in all){origin}"
+        )
     return flat
 
 

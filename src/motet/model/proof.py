@@ -204,14 +204,14 @@ def _limit_to_window(base: LoraModel, windows: dict[int, int | None]) -> None:
     limits = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     kinds = getattr(config, "layer_types", None)
     expected = [index for index, kind in enumerate(kinds or []) if kind in ("sliding_attention", "chunked_attention")]
-    told = [window for window in windows.values() if window]
-    ignored = any(not windows.get(index) for index in expected) if kinds else not told
-    found = [int(limit) for limit in limits if limit]
-    if found and ignored and min(found) < base.info.max_positions:
+    stated = [window for window in windows.values() if window]
+    ignored = any(not windows.get(index) for index in expected) if kinds else not stated
+    allowed = [int(limit) for limit in limits if limit]
+    if allowed and ignored and min(allowed) < base.info.max_positions:
         base.revise(
-            f"sequences are limited to {min(found)} tokens, the model's attention window: its layers do not tell their "
+            f"sequences are limited to {min(allowed)} tokens, the model's attention window: its layers do not tell their "
             "attention function of it",
-            max_positions=min(found),
+            max_positions=min(allowed),
         )
 
 
@@ -250,14 +250,14 @@ def _check_calls(base: LoraModel, calls: list[int]) -> None:
 
 def _what_mixes(base: LoraModel, layers: Iterable[int]) -> str:
     """What stands in these layers where attention would be."""
-    found = {
+    kinds = {
         type(module).__name__
         for path, module in base.decoder.named_modules()
         if any(str(layer) in path.split(".")[:-1] for layer in layers)
         and any(word in path.rsplit(".", 1)[-1] for word in _MIXERS)
         and any(True for _ in module.children())
     }
-    return f" (they have {', '.join(sorted(found))})" if found else ""
+    return f" (they have {', '.join(sorted(kinds))})" if kinds else ""
 
 
 def _check_logits(base: LoraModel, packed: list[Tensor], stock: list[Tensor]) -> None:

@@ -41,8 +41,8 @@ class Routers:
 
         def replay(module: nn.Module, inputs: object, output: Any) -> Any:
             parts = output if isinstance(output, tuple) else (output,)
-            found = tuple(map(_packed, zip(*self._outputs[module], strict=True), parts))
-            return found if isinstance(output, tuple) else found[0]
+            replayed = tuple(map(_packed, zip(*self._outputs[module], strict=True), parts))
+            return replayed if isinstance(output, tuple) else replayed[0]
 
         with self._hooked(replay):
             yield

@@ -22,7 +22,7 @@ from motet.model.arithmetic import ROWS
 from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, LoraMatrices
 from motet.model.lora_products import LoraProducts, RowProducts
 
-Run = tuple[AdapterWeights | None, int, int]
+AdapterRows = tuple[AdapterWeights | None, int, int]
 """Rows of one adapter that follow each other: weights (None for the base), first row, number of rows."""
 
 # --- a batched product for adapters of equal layout -------------------------------------------------------------------
@@ -128,19 +128,19 @@ class AdapterStacks:
 
     def _stacked(self, adapters: tuple[AdapterWeights, ...]) -> dict[str, LoraMatrices]:
         key = tuple(id(weights) for weights in adapters)
-        found = self._made.pop(key, None)
-        if found is None:
-            found = (adapters, self._products.stack(adapters))
-        self._made[key] = found
+        stacked = self._made.pop(key, None)
+        if stacked is None:
+            stacked = (adapters, self._products.stack(adapters))
+        self._made[key] = stacked
         while len(self._made) > self._keep:
             del self._made[next(iter(self._made))]
-        return found[1]
+        return stacked[1]
 
     def forget(self) -> None:
         """Drop every stack (a version was unloaded)."""
         self._made.clear()
 
-    def routing(self, runs: Sequence[Run], device: torch.device) -> SamplerRouting:
+    def routing(self, runs: Sequence[AdapterRows], device: torch.device) -> SamplerRouting:
         """Routing of runs that each belong to one adapter, in the order of their rows."""
         buckets = []
         for members in _by_layout(runs):
@@ -149,12 +149,12 @@ class AdapterStacks:
         return SamplerRouting(buckets)
 
 
-def _by_layout(runs: Iterable[Run]) -> list[list[Member]]:
-    found: dict[int, list[Member]] = {}
+def _by_layout(runs: Iterable[AdapterRows]) -> list[list[Member]]:
+    by_layout: dict[int, list[Member]] = {}
     for weights, start, length in runs:
         if weights is not None:  # a base makes each layout once, so equal ones are the same object
-            found.setdefault(id(weights.layout), []).append((weights, start, length))
-    return list(found.values())
+            by_layout.setdefault(id(weights.layout), []).append((weights, start, length))
+    return list(by_layout.values())
 
 
 # --- training -----------------------------------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ class TrainerRouting:
 
     def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply base and adapters of fused layers to x [1, T, K] → [1, T, N] each."""
-        found: tuple[Tensor, ...] = _TrainedLinears.apply(x, self._anchor, fused, self)  # type: ignore[no-untyped-call]
-        return found
+        outputs: tuple[Tensor, ...] = _TrainedLinears.apply(x, self._anchor, fused, self)  # type: ignore[no-untyped-call]
+        return outputs
 
 
 def _alike(segments: Sequence[TrainSegment], least_fill: float) -> list[list[TrainSegment]]:
@@ -228,16 +228,16 @@ def _alike(segments: Sequence[TrainSegment], least_fill: float) -> list[list[Tra
     runs: dict[int, list[TrainSegment]] = {}
     for segment in segments:
         runs.setdefault(id(segment.weights), []).append(segment)
-    found: list[tuple[AdapterLayout, int, list[TrainSegment]]] = []
+    alike: list[tuple[AdapterLayout, int, list[TrainSegment]]] = []
     for own in sorted(runs.values(), key=_rows_of, reverse=True):
         layout = own[0].weights.layout
-        for other, longest, members in found:
+        for other, longest, members in alike:
             if other is layout and _rows_of(own) >= least_fill * longest:
                 members.extend(own)
                 break
         else:
-            found.append((layout, _rows_of(own), list(own)))
-    return [sorted(members, key=lambda segment: segment.start) for _, _, members in found]
+            alike.append((layout, _rows_of(own), list(own)))
+    return [sorted(members, key=lambda segment: segment.start) for _, _, members in alike]
 
 
 def _rows_of(segments: Sequence[TrainSegment]) -> int:

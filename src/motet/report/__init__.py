@@ -11,7 +11,7 @@ from pathlib import Path
 from motet.report.page import page
 from motet.report.read import read_run
 from motet.report.svg import draw_curves
-from motet.runtime.checkpoint import replace
+from motet.runtime.checkpoint import replace_file
 
 __all__ = ["curves_svg", "write_report"]
 
@@ -24,9 +24,9 @@ def write_report(run_directory: Path) -> Path:
     """
     run = read_run(run_directory)
     picture = draw_curves(run)
-    replace(run_directory / "report.svg", picture.encode("utf-8", "replace"))
+    replace_file(run_directory / "report.svg", picture.encode("utf-8", "replace"))
     path = run_directory / "report.html"
-    replace(path, page(run, picture).encode("utf-8", "replace"))
+    replace_file(path, page(run, picture).encode("utf-8", "replace"))
     return path
 
 

@@ -84,7 +84,7 @@ class JobRecord:
     @property
     def done(self) -> int:
         """Steps done."""
-        return sum("reward" in line for line in self.steps)
+        return sum("loss" in line for line in self.steps)  # the last line has an evaluation only
 
     @cached_property
     def columns(self) -> Mapping[str, Series]:
@@ -98,8 +98,9 @@ class JobRecord:
 
     @property
     def evaluations(self) -> Series:
-        """Held-out reward over versions: the line of a step has the evaluation of the version it starts from."""
-        return self.columns.get("eval/reward", Series()).known
+        """Held-out reward, or log-likelihood, over versions: a step's line evaluates the version it starts from."""
+        nll = self.columns.get("eval/nll", Series())
+        return self.columns.get("eval/reward", Series(nll.xs, tuple(-value for value in nll.ys))).known
 
     @property
     def best_version(self) -> int | None:

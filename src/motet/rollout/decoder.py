@@ -84,7 +84,7 @@ class Decoder:
         """Admit and prefill what fits, then decode one token for every running sequence."""
         fresh = self._admit()
         self._settle(fresh)
-        running = self._make_room()
+        running = self._grow_or_preempt()
         if running:
             inputs = [
                 NewTokens(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks) for item in running
@@ -118,8 +118,8 @@ class Decoder:
         if inputs:
             logits_NV = self.runner.logits(inputs)
             self.prefills += len(inputs)
-            for place, prompt in enumerate(opened):
-                prompt.logits = logits_NV[len(resumed) + place : len(resumed) + place + 1].clone()
+            for offset, prompt in enumerate(opened):
+                prompt.logits = logits_NV[len(resumed) + offset : len(resumed) + offset + 1].clone()
             self.runner.sample(resumed, logits_NV[: len(resumed)])
         return [*resumed, *([] if self._preempted else self._fork())]
 
@@ -196,7 +196,7 @@ class Decoder:
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> list[Sequence]:
+    def _grow_or_preempt(self) -> list[Sequence]:
         """Give every running sequence a block for its next token, oldest first; the youngest give way."""
         kept: list[Sequence] = []
         queue = deque(self._running)

@@ -35,7 +35,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Call:
+class HttpRequest:
     """One HTTP request."""
 
     path: str
@@ -91,14 +91,14 @@ class Dialect:
     """Paths that are read for facts; one that is not there is passed over."""
     facts: Callable[[Mapping[str, Any]], Facts]
     """From what those paths answered."""
-    generate: Callable[[Ask, str | None], Call]
+    generate: Callable[[Ask, str | None], HttpRequest]
     piece: Callable[[Json], Piece | None]
     """None for an event without tokens."""
-    score: Callable[[list[int], str | None, str | None], Call]
+    score: Callable[[list[int], str | None, str | None], HttpRequest]
     scores: Callable[[Json, list[int]], list[float]]
     """Logprobs [T − 1] of all tokens but the first."""
-    load: Callable[[str, str], Call]
-    unload: Callable[[str], Call]
+    load: Callable[[str, str], HttpRequest]
+    unload: Callable[[str], HttpRequest]
     unknown: Callable[[int, str], bool]
     """Whether a refusal says that the adapter is not there."""
     known: Callable[[int, str], bool]
@@ -109,9 +109,9 @@ class Dialect:
 # --- vLLM: /v1/completions, which every deployment has (its tokens-only endpoint is switched off by default) ---------------
 
 
-def _vllm_generate(ask: Ask, base: str | None) -> Call:
+def _vllm_generate(ask: Ask, base: str | None) -> HttpRequest:
     sampling = ask.sampling
-    return Call(
+    return HttpRequest(
         "/v1/completions",
         {
             "request_id": ask.id,
@@ -148,25 +148,25 @@ def _vllm_piece(answer: Json) -> Piece | None:
     )
 
 
-def _vllm_score(token_ids: list[int], model: str | None, base: str | None) -> Call:
+def _vllm_score(token_ids: list[int], model: str | None, base: str | None) -> HttpRequest:
     ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False, vocabulary=0)
     body = {**(_vllm_generate(ask, base).body or {}), "prompt_logprobs": 0}
     del body["request_id"]
-    return Call("/v1/completions", body)
+    return HttpRequest("/v1/completions", body)
 
 
 def _vllm_scores(answer: Json, token_ids: list[int]) -> list[float]:
-    told = answer["choices"][0]["prompt_logprobs"]
-    return [float(place[str(token)]["logprob"]) for place, token in zip(told[1:], token_ids[1:], strict=True)]
+    positions = answer["choices"][0]["prompt_logprobs"]
+    return [float(entry[str(token)]["logprob"]) for entry, token in zip(positions[1:], token_ids[1:], strict=True)]
 
 
-def _vllm_facts(told: Mapping[str, Any]) -> Facts:
-    cards = told["/v1/models"]["data"]
+def _vllm_facts(answers: Mapping[str, Any]) -> Facts:
+    cards = answers["/v1/models"]["data"]
     bases = [card for card in cards if not card.get("parent")]
     if not bases:
         raise ServerFault("the server lists no base model under /v1/models")
     # only a server in its development mode tells its limits
-    info = told.get("/server_info?config_format=json") or {}
+    info = answers.get("/server_info?config_format=json") or {}
     limits = (info.get("vllm_config") or {}).get("lora_config") or {}
     return Facts(
         base=bases[0]["id"],
@@ -181,9 +181,9 @@ def _vllm_facts(told: Mapping[str, Any]) -> Facts:
 # --- SGLang: /generate ------------------------------------------------------------------------------------------------------
 
 
-def _sglang_generate(ask: Ask, base: str | None) -> Call:
+def _sglang_generate(ask: Ask, base: str | None) -> HttpRequest:
     sampling = ask.sampling
-    return Call(
+    return HttpRequest(
         "/generate",
         {
             "rid": ask.id,
@@ -216,30 +216,30 @@ def _sglang_generate(ask: Ask, base: str | None) -> Call:
 
 def _sglang_piece(answer: Json) -> Piece | None:
     meta = answer.get("meta_info") or {}
-    told = meta.get("output_token_logprobs") or []
+    pairs = meta.get("output_token_logprobs") or []
     finish = meta.get("finish_reason")
     tokens = answer.get("output_ids")
-    tokens = [entry[1] for entry in told] if tokens is None else tokens
-    return Piece(list(tokens), [entry[0] for entry in told], finish["type"] if finish else None)
+    tokens = [entry[1] for entry in pairs] if tokens is None else tokens
+    return Piece(list(tokens), [entry[0] for entry in pairs], finish["type"] if finish else None)
 
 
-def _sglang_score(token_ids: list[int], model: str | None, base: str | None) -> Call:
+def _sglang_score(token_ids: list[int], model: str | None, base: str | None) -> HttpRequest:
     ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False, vocabulary=0)
     body = {**(_sglang_generate(ask, base).body or {}), "logprob_start_len": 0}
     del body["rid"]
-    return Call("/generate", body)
+    return HttpRequest("/generate", body)
 
 
 def _sglang_scores(answer: Json, token_ids: list[int]) -> list[float]:
-    told = answer["meta_info"]["input_token_logprobs"]
-    if [entry[1] for entry in told] != token_ids:
+    entries = answer["meta_info"]["input_token_logprobs"]
+    if [entry[1] for entry in entries] != token_ids:
         raise ServerFault("the server scored other tokens than it was asked to")
-    return [float(entry[0]) for entry in told[1:]]
+    return [float(entry[0]) for entry in entries[1:]]
 
 
-def _sglang_facts(told: Mapping[str, Any]) -> Facts:
-    info = told.get("/server_info") or told.get("/get_server_info") or {}
-    cards = (told.get("/v1/models") or {}).get("data", [])
+def _sglang_facts(answers: Mapping[str, Any]) -> Facts:
+    info = answers.get("/server_info") or answers.get("/get_server_info") or {}
+    cards = (answers.get("/v1/models") or {}).get("data", [])
     per_batch = info.get("max_loras_per_batch")
     return Facts(
         max_positions=info.get("context_length") or next((card.get("max_model_len") for card in cards), None),
@@ -261,10 +261,10 @@ DIALECTS: Mapping[str, Dialect] = {
         piece=_vllm_piece,
         score=_vllm_score,
         scores=_vllm_scores,
-        load=lambda name, path: Call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
-        unload=lambda name: Call("/v1/unload_lora_adapter", {"lora_name": name}),
-        unknown=lambda status, told: status == 404,
-        known=lambda status, told: "already been loaded" in told,
+        load=lambda name, path: HttpRequest("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
+        unload=lambda name: HttpRequest("/v1/unload_lora_adapter", {"lora_name": name}),
+        unknown=lambda status, detail: status == 404,
+        known=lambda status, detail: "already been loaded" in detail,
         settings=Settings("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
     ),
     "sglang": Dialect(
@@ -276,12 +276,14 @@ DIALECTS: Mapping[str, Dialect] = {
         piece=_sglang_piece,
         score=_sglang_score,
         scores=_sglang_scores,
-        load=lambda name, path: Call("/load_lora_adapter", {"lora_name": name, "lora_path": path, "pinned": False}),
-        unload=lambda name: Call("/unload_lora_adapter", {"lora_name": name}),
-        unknown=lambda status, told: any(
-            words in told for words in ("not loaded", "never been loaded", "implicitly load", "does not exist")
+        load=lambda name, path: HttpRequest(
+            "/load_lora_adapter", {"lora_name": name, "lora_path": path, "pinned": False}
         ),
-        known=lambda status, told: "already" in told,
+        unload=lambda name: HttpRequest("/unload_lora_adapter", {"lora_name": name}),
+        unknown=lambda status, detail: any(
+            phrase in detail for phrase in ("not loaded", "never been loaded", "implicitly load", "does not exist")
+        ),
+        known=lambda status, detail: "already" in detail,
         settings=Settings("--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"),
     ),
 }

@@ -137,9 +137,9 @@ class EmbeddedEngine:
             logits_TV = base.logits(base.hidden(tokens_T, positions_T, attention))
         following_T = torch.cat([tokens_T[1:], tokens_T[:1]])
         logprobs_T = Distribution.of(logits_TV, [1.0]).logprobs(following_T)
-        found = np.zeros(n_tokens, np.float32)
-        found[1:] = logprobs_T[: n_tokens - 1].cpu().numpy()
-        return found
+        scored = np.zeros(n_tokens, np.float32)
+        scored[1:] = logprobs_T[: n_tokens - 1].cpu().numpy()
+        return scored
 
     def refuse(self, request: GenerateRequest) -> None:
         """Raise for a request that can never be served.

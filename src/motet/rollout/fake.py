@@ -202,7 +202,7 @@ class _Writing:
         self._previous = previous
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._taken = self._told = 0
+        self._n_tokens = self._n_characters = 0
         self._error = ""
 
     def end(self, reason: FinishReason) -> None:
@@ -233,12 +233,12 @@ class _Writing:
         text = self._text()
         if self.ended is None and self._sampling.stop:
             text = ""
-        new, told = slice(self._taken, None), self._told
-        self._taken, self._told = len(self._tokens), max(len(text), told)
+        new, n_characters = slice(self._n_tokens, None), self._n_characters
+        self._n_tokens, self._n_characters = len(self._tokens), max(len(text), n_characters)
         tokens = np.array(self._tokens[new], np.int32)
         logprobs = np.array(self._logprobs[new], np.float32)
         versions = np.full(len(tokens), self._version, np.int32)
-        return Chunk(index, tokens, logprobs, versions, text[told:], self.ended, self._error)
+        return Chunk(index, tokens, logprobs, versions, text[n_characters:], self.ended, self._error)
 
     def _text(self) -> str:
         text = FakeTokenizer().decode(self._tokens)
@@ -246,8 +246,8 @@ class _Writing:
 
     def _stop(self) -> int | None:
         text = FakeTokenizer().decode(self._tokens)
-        places = [text.find(stop) for stop in self._sampling.stop]
-        return min((place for place in places if place >= 0), default=None)
+        starts = [text.find(stop) for stop in self._sampling.stop]
+        return min((start for start in starts if start >= 0), default=None)
 
 
 def _truncated(probabilities: Vector, sampling: SamplingParams) -> Vector:
@@ -257,9 +257,9 @@ def _truncated(probabilities: Vector, sampling: SamplingParams) -> Vector:
     kept = (before < sampling.top_p) & (probabilities[order] >= sampling.min_p * probabilities.max())
     kept[sampling.top_k or len(kept) :] = False
     kept[0] = True
-    found = np.zeros_like(probabilities)
-    found[order[kept]] = probabilities[order[kept]]
-    return found
+    truncated = np.zeros_like(probabilities)
+    truncated[order[kept]] = probabilities[order[kept]]
+    return truncated
 
 
 class FakeSync:

@@ -24,7 +24,7 @@ class Fleet:
         self,
         replicas: Sequence[Replica],
         processes: Mapping[str, ServerProcess],
-        patience: float,
+        wait_seconds: float,
         back: Callable[[Replica], Awaitable[None]],
     ) -> None:
         """Nothing is asked of a replica before the first call of `wait`.
@@ -32,12 +32,12 @@ class Fleet:
         Args:
             replicas: the servers.
             processes: those that this process started, by the replica's URL.
-            patience: seconds to wait for a replica when none is there.
+            wait_seconds: seconds to wait for a replica when none is there.
             back: called with a replica that has been greeted, before it gets requests.
         """
         self.replicas = tuple(replicas)
         self.processes = processes
-        self._patience = patience
+        self._wait_seconds = wait_seconds
         self._back = back
         self._watches: list[asyncio.Task[None]] = []
         self._doubted: dict[str, asyncio.Event] = {}
@@ -46,7 +46,7 @@ class Fleet:
 
     @property
     def up(self) -> list[Replica]:
-        """Those that answer."""
+        """The replicas that answer now."""
         return [replica for replica in self.replicas if replica.up]
 
     async def choose(self, last: Container[str] = ()) -> Replica:
@@ -65,15 +65,15 @@ class Fleet:
         """Wait until a replica is up; see `choose`."""
         self._watch_all()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._patience), self._changed:
+            async with asyncio.timeout(self._wait_seconds), self._changed:
                 await self._changed.wait_for(lambda: self.up or len(self._hopeless) == len(self.replicas))
         if not self.up:
             said = "; ".join(
                 replica.note if replica.url in replica.note else f"{replica.url}: {replica.note}"
                 for replica in self.replicas
             )
-            told = "" if self._hopeless else f" within rollout.patience_seconds={self._patience:g}"
-            raise EngineError(f"no server can be used{told}: {said}")
+            within = "" if self._hopeless else f" within rollout.patience_seconds={self._wait_seconds:g}"
+            raise EngineError(f"no server can be used{within}: {said}")
 
     def doubt(self, replica: Replica) -> None:
         """Something went wrong there: its health is looked at now instead of later."""
@@ -136,12 +136,12 @@ class Fleet:
                 replica.leave("starting" if starting else str(error))
                 if isinstance(error, ServerUnfit) or (process is not None and process.hopeless):
                     self._hopeless[replica.url] = replica.note
-                    await self._tell()
+                    await self._notify_waiters()
                     return False
                 await asyncio.sleep(replica.clocks.look)
-        await self._tell()
+        await self._notify_waiters()
         return True
 
-    async def _tell(self) -> None:
+    async def _notify_waiters(self) -> None:
         async with self._changed:
             self._changed.notify_all()

@@ -49,9 +49,9 @@ class ModelRunner:
         """
         if self.base.arithmetic.graphs and all(len(new.token_ids) == 1 for new in inputs):
             spans = [Span(new.start, 1, new.blocks) for new in inputs]
-            found = self._graphs.logits([new.token_ids[0] for new in inputs], spans, [new.weights for new in inputs])
-            if found is not None:
-                return found
+            replayed = self._graphs.logits([new.token_ids[0] for new in inputs], spans, [new.weights for new in inputs])
+            if replayed is not None:
+                return replayed
         return self._logits(inputs)
 
     def _logits(self, inputs: Seq[NewTokens]) -> Tensor:
@@ -62,8 +62,8 @@ class ModelRunner:
         runs: list[tuple[AdapterWeights | None, int, int]] = []
         last = [0] * len(inputs)
         row = 0
-        for place in sorted(range(len(inputs)), key=lambda place: _by_layout(inputs[place].weights)):
-            new = inputs[place]
+        for index in sorted(range(len(inputs)), key=lambda index: _by_layout(inputs[index].weights)):
+            new = inputs[index]
             length = len(new.token_ids)
             spans.append(Span(new.start, length, new.blocks))
             tokens.extend(new.token_ids)
@@ -73,7 +73,7 @@ class ModelRunner:
             else:
                 runs.append((new.weights, row, length))
             row += length
-            last[place] = row - 1
+            last[index] = row - 1
         tokens_T = base.pad(torch.tensor(tokens, device=device))
         positions_T = base.pad(torch.tensor(positions, device=device))
         with base.routed(self.stacks.routing(runs, device)):
@@ -89,8 +89,8 @@ class ModelRunner:
 
     def _sample(self, sequences: Seq[Sequence], logits_NV: Tensor) -> None:
         keys = np.array([item.key for item in sequences], np.uint64)
-        places = np.array([len(item.tokens) for item in sequences], np.uint64)
-        uniforms_N = torch.from_numpy(seeds.uniforms(keys, places)).to(logits_NV.device)
+        positions = np.array([len(item.tokens) for item in sequences], np.uint64)
+        uniforms_N = torch.from_numpy(seeds.uniforms(keys, positions)).to(logits_NV.device)
         params = [item.prompt.request.sampling for item in sequences]
         params.extend([params[-1]] * (len(logits_NV) - len(params)))
         tokens, logprobs, usable = draw(logits_NV, params, self.base.pad(uniforms_N))

@@ -18,7 +18,7 @@ import httpx2
 import numpy as np
 
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
-from motet.rollout.dialects import Ask, Call, Dialect, Facts, Json, Piece
+from motet.rollout.dialects import Ask, Dialect, Facts, HttpRequest, Json, Piece
 from motet.types import FloatArray, IntArray, ServerLoad
 
 Result = TypeVar("Result")
@@ -45,7 +45,7 @@ class Clocks:
 
 @dataclass
 class Replica:
-    """One server."""
+    """One server: its connections, whether it is up, and the adapters that it has."""
 
     url: str
     dialect: Dialect
@@ -66,7 +66,7 @@ class Replica:
         self._waiting: set[anyio.CancelScope] = set()
 
     def load_now(self) -> ServerLoad:
-        """What it is doing."""
+        """Requests and tokens under way, and how many adapters are loaded."""
         return ServerLoad(self.url, self.up, self.requests, self.tokens, len(self.loaded), self.note)
 
     # --- whether it is there ----------------------------------------------------------------------------------------------
@@ -79,17 +79,17 @@ class Replica:
             EngineError: it does not answer, or not as such a server would.
         """
         await self.healthy()
-        told = {}
+        answers = {}
         for path in self.dialect.about:
             try:
-                told[path] = await self.call(Call(path), self.clocks.load)
+                answers[path] = await self.request(HttpRequest(path), self.clocks.load)
             except ServerRefused as error:
                 if error.status == 401:
                     raise ServerUnfit(str(error)) from error
                 if error.status not in (403, 404):
                     raise
         try:
-            self.facts = self.dialect.facts(told)
+            self.facts = self.dialect.facts(answers)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerFault(f"{self.url} does not answer as {self.dialect.name} does: {error!r}") from error
         self.loaded = set(self.facts.adapters)
@@ -105,7 +105,7 @@ class Replica:
             with anyio.fail_after(max(self.clocks.health, self.dialect.health_seconds)):
                 answer = await self._open().get("/health")
         except (*_GONE, TimeoutError) as error:
-            raise ServerGone(f"{self.url} does not answer: {_words(error)}") from error
+            raise ServerGone(f"{self.url} does not answer: {_reason(error)}") from error
         if answer.status_code != 200:
             raise ServerGone(f"{self.url} says that it is not well: {answer.status_code}")
 
@@ -124,20 +124,20 @@ class Replica:
 
     # --- requests ---------------------------------------------------------------------------------------------------------
 
-    async def call(self, call: Call, seconds: float) -> Any:
+    async def request(self, request: HttpRequest, seconds: float) -> Any:
         """One request and its JSON answer (None where there is none).
 
         Raises:
             ServerGone: no answer in time.
             ServerRefused: an error, with what was said.
         """
-        method, begun = "GET" if call.body is None else "POST", asyncio.get_running_loop().time()
-        asking = self._open().request(method, call.path, json=call.body)
+        method, begun = "GET" if request.body is None else "POST", asyncio.get_running_loop().time()
+        asking = self._open().request(method, request.path, json=request.body)
         try:
-            answer = await self._in_time(asking, call, begun, seconds)
+            answer = await self._in_time(asking, request, begun, seconds)
         except _GONE as error:
-            raise ServerGone(f"{self.url}{call.path} does not answer: {_words(error)}") from error
-        self._check(call, answer.status_code, answer.text)
+            raise ServerGone(f"{self.url}{request.path} does not answer: {_reason(error)}") from error
+        self._check(request, answer.status_code, answer.text)
         try:
             return answer.json()
         except ValueError:
@@ -150,15 +150,15 @@ class Replica:
             EngineError: it cannot be loaded, and why.
         """
         try:
-            answer = await self.call(self.dialect.load(name, path), self.clocks.load)
+            answer = await self.request(self.dialect.load(name, path), self.clocks.load)
         except ServerRefused as error:
-            if not self.dialect.known(error.status, error.told):
+            if not self.dialect.known(error.status, error.detail):
                 raise
         else:
             if isinstance(answer, dict) and answer.get("success") is False:
-                told = str(answer.get("error_message"))
-                if not self.dialect.known(200, told):
-                    raise ServerRefused(f"{self.url} cannot load {name}: {told}", 200, told)
+                detail = str(answer.get("error_message"))
+                if not self.dialect.known(200, detail):
+                    raise ServerRefused(f"{self.url} cannot load {name}: {detail}", 200, detail)
         self.loaded.add(name)
 
     async def unload(self, name: str) -> None:
@@ -168,23 +168,23 @@ class Replica:
             EngineError: it stays, and why.
         """
         try:
-            await self.call(self.dialect.unload(name), self.clocks.load)
+            await self.request(self.dialect.unload(name), self.clocks.load)
         except ServerRefused as error:
-            if not self.dialect.unknown(error.status, error.told):
+            if not self.dialect.unknown(error.status, error.detail):
                 raise
         self.loaded.discard(name)
 
     async def logprobs(self, token_ids: IntArray, model: str | None) -> FloatArray:
         """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
         wanted = token_ids.tolist()
-        answer = await self.call(self.dialect.score(wanted, model, self.facts.base), self.clocks.request)
+        answer = await self.request(self.dialect.score(wanted, model, self.facts.base), self.clocks.request)
         try:
-            found = self.dialect.scores(answer, wanted)
+            logprobs = self.dialect.scores(answer, wanted)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ServerFault(f"{self.url} scored a prompt with something else: {error!r}") from error
-        if len(found) != len(wanted) - 1 or not all(map(_is_logprob, found)):
-            raise ServerFault(f"{self.url} scored {len(wanted)} tokens with {found}")
-        return np.array([0.0, *found], np.float32)
+        if len(logprobs) != len(wanted) - 1 or not all(map(_is_logprob, logprobs)):
+            raise ServerFault(f"{self.url} scored {len(wanted)} tokens with {logprobs}")
+        return np.array([0.0, *logprobs], np.float32)
 
     async def complete(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         """One completion: its tokens as they come where `ask.stream`, otherwise at once.
@@ -194,42 +194,42 @@ class Replica:
             ServerRefused: an error, with what was said.
             ServerFault: an answer that cannot be right.
         """
-        call, reading = self.dialect.generate(ask, self.facts.base), _Reading(self, ask)
+        request, reading = self.dialect.generate(ask, self.facts.base), _Reading(self, ask)
         size = len(ask.token_ids) + ask.max_tokens
         self.requests, self.tokens = self.requests + 1, self.tokens + size
         try:
             if ask.stream:
-                async with contextlib.aclosing(self._events(call)) as events:
+                async with contextlib.aclosing(self._events(request)) as events:
                     async for event in events:
                         if (piece := reading.take(event)) is not None:
                             yield piece
-            elif (piece := reading.take(await self.call(call, self.clocks.request))) is not None:
+            elif (piece := reading.take(await self.request(request, self.clocks.request))) is not None:
                 yield piece
             reading.end()
         finally:
             self.requests, self.tokens = self.requests - 1, self.tokens - size
 
-    async def _events(self, call: Call) -> AsyncGenerator[Json, None]:
+    async def _events(self, request: HttpRequest) -> AsyncGenerator[Json, None]:
         seconds, begun = self.clocks.request, asyncio.get_running_loop().time()
         client = self._open()
-        asking = client.send(client.build_request("POST", call.path, json=call.body), stream=True)
+        asking = client.send(client.build_request("POST", request.path, json=request.body), stream=True)
         try:
-            answer = await self._in_time(asking, call, begun, seconds)
+            answer = await self._in_time(asking, request, begun, seconds)
             try:
                 if answer.status_code != 200:
-                    text = await self._in_time(answer.aread(), call, begun, seconds)
-                    self._check(call, answer.status_code, text.decode(errors="replace"))
+                    text = await self._in_time(answer.aread(), request, begun, seconds)
+                    self._check(request, answer.status_code, text.decode(errors="replace"))
                 lines = _lines(answer)
-                while (line := await self._in_time(anext(lines, None), call, begun, seconds)) is not None:
+                while (line := await self._in_time(anext(lines, None), request, begun, seconds)) is not None:
                     data = line.removeprefix(b"data:").strip()
                     if line.startswith(b"data:") and data != b"[DONE]":
                         yield _parsed(self, data.decode(errors="replace"))
             finally:
                 await answer.aclose()
         except _GONE as error:
-            raise ServerGone(f"{self.url}{call.path} broke off: {_words(error)}") from error
+            raise ServerGone(f"{self.url}{request.path} broke off: {_reason(error)}") from error
 
-    async def _in_time(self, answer: Awaitable[Result], call: Call, begun: float, seconds: float) -> Result:
+    async def _in_time(self, answer: Awaitable[Result], request: HttpRequest, begun: float, seconds: float) -> Result:
         """Wait for an answer, only so long, and no longer than the server is there.
 
         What ends the waiting is anyio's, which the client's own cleaning up is shielded from: a timeout of asyncio's met it
@@ -243,7 +243,7 @@ class Replica:
                 self._waiting.discard(limit)
         if asyncio.get_running_loop().time() < begun + seconds:
             raise ServerGone(f"{self.url} went away: {self.note}")
-        raise ServerGone(f"{self.url}{call.path} has not answered within {seconds:g} s")
+        raise ServerGone(f"{self.url}{request.path} has not answered within {seconds:g} s")
 
     def _open(self) -> httpx2.AsyncClient:
         if self._client is None:
@@ -258,18 +258,18 @@ class Replica:
             )
         return self._client
 
-    def _check(self, call: Call, status: int, text: str) -> None:
+    def _check(self, request: HttpRequest, status: int, text: str) -> None:
         if status == 200:
             return
-        told = _told(text)
+        detail = _detail(text)
         hint = ""
         if status in (401, 403):
             hint = "; is rollout.api_key_env set to the variable that holds its key?"
-        elif status == 404 and call.path.endswith("lora_adapter"):
+        elif status == 404 and request.path.endswith("lora_adapter"):
             hint = (
                 "; does it load adapters at run time (vLLM: --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True)?"
             )
-        raise ServerRefused(f"{self.url}{call.path} answers {status}: {told}{hint}", status, told)
+        raise ServerRefused(f"{self.url}{request.path} answers {status}: {detail}{hint}", status, detail)
 
 
 class _Reading:
@@ -322,8 +322,8 @@ class _Reading:
 
     def _read(self, answer: Any) -> Piece | None:
         if isinstance(answer, dict) and "error" in answer:
-            told = _told(json.dumps(answer))
-            raise ServerRefused(f"{self._replica.url} broke off with an error: {told}", 500, told)
+            detail = _detail(json.dumps(answer))
+            raise ServerRefused(f"{self._replica.url} broke off with an error: {detail}", 500, detail)
         try:
             return self._replica.dialect.piece(answer)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -354,23 +354,23 @@ async def _lines(answer: httpx2.Response) -> AsyncGenerator[bytes, None]:
 
 def _parsed(replica: Replica, data: str) -> Json:
     try:
-        found: Json = json.loads(data)
+        event: Json = json.loads(data)
     except ValueError as error:
         raise ServerFault(f"{replica.url} sent an event that is no JSON: {data[:80]!r}") from error
-    return found
+    return event
 
 
-def _told(text: str) -> str:
+def _detail(text: str) -> str:
     """What an error answer says, in one line."""
     with contextlib.suppress(ValueError, TypeError, AttributeError):
-        found = json.loads(text)
-        error = found.get("error", found)
+        answer = json.loads(text)
+        error = answer.get("error", answer)
         inner = error.get("message", error) if isinstance(error, dict) else error
-        text = str(found.get("error_message") or inner)
+        text = str(answer.get("error_message") or inner)
     return " ".join(text.split())[:400]
 
 
-def _words(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return f"{error}" or type(error).__name__
 
 

@@ -76,7 +76,7 @@ class SamplerLink:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     # --- to the process ---------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class SamplerLink:
         self._rest(held=True)
 
     def go(self) -> None:
-        """Let it go on."""
+        """Resume after `hold`."""
         self._rest(held=False)
 
     def _rest(self, *, held: bool) -> None:
@@ -181,7 +181,7 @@ class SamplerLink:
         except OSError as error:
             self._dismiss(f"a sampling process cannot be handed an adapter ({error}); sampling goes on without it")
             return None
-        paths = [place.path for place in weights.layout.places]
+        paths = [linear.path for linear in weights.layout.places]
         return m.Install(ref, str(path), weights.layout.rank, paths, weights.scaling)
 
     def _dismiss(self, note: str) -> None:

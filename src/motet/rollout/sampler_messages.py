@@ -57,7 +57,7 @@ class Hold(Message, frozen=True):
 
 
 class Go(Message, frozen=True):
-    """Go on."""
+    """Resume after `Hold`."""
 
 
 ToSampler = Load | Generate | Abort | Install | Unload | Hold | Go

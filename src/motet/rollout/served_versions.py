@@ -38,15 +38,15 @@ class _Version:
 class ServedVersions:
     """The versions of a run on its servers."""
 
-    def __init__(self, files: VersionFiles, tolerance: float, run: str) -> None:
+    def __init__(self, files: VersionFiles, tolerance: float, run_id: str) -> None:
         """Nothing is on a server yet.
 
         Args:
             files: where versions are written.
             tolerance: largest mean difference between two replicas' logprobs of one probe.
-            run: the part of served names that says whose they are; those that nobody knows are unloaded.
+            run_id: the part of served names that says whose they are; those that nobody knows are unloaded.
         """
-        self._files, self._tolerance, self._run = files, tolerance, run
+        self._files, self._tolerance, self._run_id = files, tolerance, run_id
         self._versions: dict[AdapterRef, _Version] = {}
         self._loading: dict[tuple[str, str], asyncio.Lock] = {}
         self._unloading: set[asyncio.Task[None]] = set()
@@ -65,7 +65,7 @@ class ServedVersions:
             raise EngineError(f"version {ref.version} of adapter {ref.name!r} is loaded already")
 
         def staged() -> None:
-            with self._files.stage(ref) as directory:
+            with self._files.write_draft(ref) as directory:
                 write(directory)
 
         writing = asyncio.create_task(asyncio.to_thread(staged))
@@ -149,7 +149,7 @@ class ServedVersions:
         """
         current = {ref.served_name for ref in self._versions}
         for name in sorted(replica.loaded.union(perhaps) - current):
-            if f".{self._run}." in name or name in perhaps:
+            if f".{self._run_id}." in name or name in perhaps:
                 await again(lambda name=name: replica.unload(name), _ATTEMPTS, replica.clocks.retry)  # type: ignore[misc]
 
     async def close(self) -> None:

@@ -57,7 +57,7 @@ class Bounds:
     wanted: Demand
     tolerance: float
     """Largest mean difference between two replicas' logprobs of one probe."""
-    patience: float
+    wait_seconds: float
     """Seconds to wait for a replica when none is there."""
 
 
@@ -97,7 +97,7 @@ class ServerEngine:
             bounds: what requests have to keep to.
             run: the part of served names that says whose they are.
         """
-        self.fleet = Fleet(replicas, processes, bounds.patience, self._welcome)
+        self.fleet = Fleet(replicas, processes, bounds.wait_seconds, self._welcome)
         self._versions = ServedVersions(files, bounds.tolerance, run)
         self._decode, self._bounds = decode, bounds
         self._owner = f"{run}.{secrets.token_hex(4)}"
@@ -109,7 +109,7 @@ class ServerEngine:
         return self._bounds.rows * len(self.fleet.replicas)
 
     def loads(self) -> list[ServerLoad]:
-        """What each replica is doing."""
+        """The load of each replica, for metrics and views."""
         return [replica.load_now() for replica in self.fleet.replicas]
 
     async def ready(self) -> None:
@@ -204,7 +204,7 @@ class ServerEngine:
         """Ask until the completion is whole."""
         request, failures = opened.request, 0
         while completion.finish is None:
-            replica, mark = await self._place(opened), completion.mark()
+            replica, mark = await self._choose_replica(opened), completion.mark()
             failure: EngineError
             try:
                 await self._read(replica, completion, failures, chunks)
@@ -244,13 +244,13 @@ class ServerEngine:
     def _trouble(self, replica: Replica, adapter: AdapterRef | None, error: ServerGone | ServerRefused) -> None:
         """Do what a failed request asks for; raises what will not get better."""
         if isinstance(error, ServerRefused) and error.status < 500 and error.status not in _BUSY:
-            if adapter is None or not replica.dialect.unknown(error.status, error.told):
+            if adapter is None or not replica.dialect.unknown(error.status, error.detail):
                 raise error
             replica.loaded.discard(adapter.served_name)  # it is handed over again
         else:
             self.fleet.doubt(replica)
 
-    async def _place(self, opened: _Open) -> Replica:
+    async def _choose_replica(self, opened: _Open) -> Replica:
         if opened.replica is None or not opened.replica.up:
             chosen = await self.fleet.choose(opened.failed)
             if opened.replica is None or not opened.replica.up:  # another completion of the request may have chosen
@@ -310,8 +310,10 @@ class ServerEngine:
             raise EngineError(f"{where} has an empty prompt or no seeds")
         if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self._bounds.vocabulary:
             raise EngineError(f"{where} has a token id outside the base's vocabulary of {self._bounds.vocabulary}")
-        told = [replica.facts.max_positions for replica in self.fleet.replicas]
-        longest = min(self._bounds.max_positions, *(positions for positions in told if positions is not None), 1 << 30)
+        limits = [replica.facts.max_positions for replica in self.fleet.replicas]
+        longest = min(
+            self._bounds.max_positions, *(positions for positions in limits if positions is not None), 1 << 30
+        )
         if n_prompt + n_new > longest:
             raise EngineError(
                 f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed the {longest} positions of the server; "

@@ -67,8 +67,8 @@ class ServerProcess:
         lines: list[str] = []
         with contextlib.suppress(OSError):
             lines = [line for line in self._log.read_text(errors="replace").splitlines()[-200:] if line.strip()]
-        told = [line for line in lines if "rror" in line][-1:] or lines[-1:]
-        return f"exit status {status}; {' '.join(told)[:300]}; all it wrote is in {self._log}"
+        last = [line for line in lines if "rror" in line][-1:] or lines[-1:]
+        return f"exit status {status}; {' '.join(last)[:300]}; all it wrote is in {self._log}"
 
     def start(self) -> None:
         """Start it, or start it again.

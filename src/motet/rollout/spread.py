@@ -40,14 +40,14 @@ class SpreadEngine:
         """Completions under way in each place, by adapter."""
         self._waiting: deque[_Waiting] = deque()
         for link in links:
-            link.on_ready = self._place_more
+            link.on_ready = self._start_waiting_soon
 
     @property
     def capacity(self) -> int:
         """Rows of all decode batches."""
         return self.here.capacity * (1 + len(self.links))
 
-    def _places(self) -> list[int]:
+    def _samplers(self) -> list[int]:
         return [0, *(index + 1 for index, link in enumerate(self.links) if link.ready)]
 
     def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
@@ -59,59 +59,59 @@ class SpreadEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
         self.here.refuse(request)
-        place = await self._turn(request)
-        if place is None:
+        sampler = await self._turn(request)
+        if sampler is None:
             for index in range(len(request.seeds)):
                 yield _aborted(index)
             return
-        opened, adapter = self._open[place], _adapter(request)
+        opened, adapter = self._open[sampler], _adapter(request)
         left = set(range(len(request.seeds)))
         try:
-            async for chunk in self.here.generate(request) if place == 0 else self._there(request, place):
+            async for chunk in self.here.generate(request) if sampler == 0 else self._there(request, sampler):
                 if chunk.finish_reason is not None:
                     left.discard(chunk.index)
                     opened[adapter] -= 1
-                    self._place()
+                    self._start_waiting()
                 yield chunk
         finally:
             opened[adapter] -= len(left)
-            self._place()
+            self._start_waiting()
 
     async def _turn(self, request: GenerateRequest) -> int | None:
         """Wait for a place with a free row, behind those that came before; its rows are counted there from then on."""
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
-        self._place()
+        self._start_waiting()
         try:
             return await waiting.turn
         except asyncio.CancelledError:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
-            elif not waiting.turn.cancelled() and (place := waiting.turn.result()) is not None:
-                self._open[place][_adapter(request)] -= len(request.seeds)
-                self._place()
+            elif not waiting.turn.cancelled() and (sampler := waiting.turn.result()) is not None:
+                self._open[sampler][_adapter(request)] -= len(request.seeds)
+                self._start_waiting()
             raise
 
-    def _place(self) -> None:
+    def _start_waiting(self) -> None:
         """Give those who wait a place, as far as there are free rows."""
-        while self._waiting and self._with_room():
+        while self._waiting and self._with_free_rows():
             waiting = self._waiting.popleft()
             if waiting.turn.done():
                 continue
-            place = self._choose(waiting.request)
-            self._open[place][_adapter(waiting.request)] += len(waiting.request.seeds)
-            waiting.turn.set_result(place)
+            sampler = self._choose(waiting.request)
+            self._open[sampler][_adapter(waiting.request)] += len(waiting.request.seeds)
+            waiting.turn.set_result(sampler)
 
-    def _place_more(self) -> None:
+    def _start_waiting_soon(self) -> None:
         """The same from another thread: a process has become ready."""
         with contextlib.suppress(IndexError, RuntimeError):  # nobody waits, or their loop has ended
-            self._waiting[0].turn.get_loop().call_soon_threadsafe(self._place)
+            self._waiting[0].turn.get_loop().call_soon_threadsafe(self._start_waiting)
 
-    async def _there(self, request: GenerateRequest, place: int) -> AsyncIterator[Chunk]:
+    async def _there(self, request: GenerateRequest, sampler: int) -> AsyncIterator[Chunk]:
         """Sample in a process; what it leaves undone when it dies is sampled here, with the same bits."""
         left = list(range(len(request.seeds)))
         try:
-            async for chunk in self.links[place - 1].generate(request):
+            async for chunk in self.links[sampler - 1].generate(request):
                 if chunk.finish_reason is not None:
                     left.remove(chunk.index)
                 yield chunk
@@ -123,22 +123,22 @@ class SpreadEngine:
         async for chunk in self.here.generate(rest):
             yield replace(chunk, index=left[chunk.index])
 
-    def _with_room(self) -> list[int]:
-        return [place for place in self._places() if self._open[place].total() < self.here.capacity]
+    def _with_free_rows(self) -> list[int]:
+        return [sampler for sampler in self._samplers() if self._open[sampler].total() < self.here.capacity]
 
     def _choose(self, request: GenerateRequest) -> int:
         """Of the places with a free row the one with the fewest open completions.
 
         Near a tie it is one that has the adapter's weights at hand already.
         """
-        places = self._with_room()
-        loads = {place: self._open[place].total() for place in places}
+        samplers = self._with_free_rows()
+        loads = {sampler: self._open[sampler].total() for sampler in samplers}
         least = min(loads.values())
         adapter = _adapter(request)
-        others = any(count for place in places for name, count in self._open[place].items() if name != adapter)
+        others = any(count for sampler in samplers for name, count in self._open[sampler].items() if name != adapter)
         slack = len(request.seeds) if others else 0
-        near = [place for place in places if loads[place] <= least + slack and self._open[place][adapter]]
-        return min(near or places, key=lambda place: (loads[place], place))
+        near = [sampler for sampler in samplers if loads[sampler] <= least + slack and self._open[sampler][adapter]]
+        return min(near or samplers, key=lambda sampler: (loads[sampler], sampler))
 
     async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
         """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""

@@ -38,7 +38,7 @@ class VersionFiles:
         return self.directory / ref.served_name
 
     @contextlib.contextmanager
-    def stage(self, ref: AdapterRef) -> Iterator[Path]:
+    def write_draft(self, ref: AdapterRef) -> Iterator[Path]:
         """An empty directory to write a version into; it gets its name when the block ends well.
 
         Raises:
@@ -47,13 +47,13 @@ class VersionFiles:
         final = self.path(ref)
         if final.exists():
             raise EngineError(f"{final} is there already; a version's name is never used twice")
-        staged = Path(tempfile.mkdtemp(prefix=".staged-", dir=self.directory))
+        draft = Path(tempfile.mkdtemp(prefix=".staged-", dir=self.directory))
         try:
-            yield staged
-            staged.chmod(0o755)  # another user's server has to read it
-            os.rename(staged, final)
+            yield draft
+            draft.chmod(0o755)  # another user's server has to read it
+            os.rename(draft, final)
         finally:
-            shutil.rmtree(staged, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
 
     def retire(self, ref: AdapterRef) -> None:
         """Nothing can ask for a version any more: its directory goes after a few others have come to this point."""

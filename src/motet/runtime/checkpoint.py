@@ -78,7 +78,7 @@ def dump_line(record: Mapping[str, Any]) -> bytes:
 
 
 class JobDirectory:
-    """Files of one job."""
+    """The directory of one job: its logs, its commits, its versions and its status."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,7 +94,7 @@ class JobDirectory:
 
     @property
     def log_names(self) -> frozenset[str]:
-        """Their names."""
+        """The file names of `logs`."""
         return frozenset(path.name for path in self.logs)
 
     # --- opening -----------------------------------------------------------------------------------------------------
@@ -130,10 +130,10 @@ class JobDirectory:
         try:
             values = unsealed(path.read_bytes())
             lists = {name: tuple(values[name]) for name in ("inexact", "pending")}
-            found = Committed(**{**values, **lists})
-            if found.step != step:
-                raise ValueError(f"it is that of step {found.step}")
-            return found
+            commit = Committed(**{**values, **lists})
+            if commit.step != step:
+                raise ValueError(f"it is that of step {commit.step}")
+            return commit
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise RunError(f"{path} is damaged ({reason}): {self.remedy(step)}") from error
@@ -165,8 +165,8 @@ class JobDirectory:
 
     def versions(self) -> list[int]:
         """Numbers of the versions that are kept, in order."""
-        found = (self.path / "versions").glob("v*")
-        return sorted(int(path.name[1:]) for path in found if path.name[1:].isdecimal())
+        directories = (self.path / "versions").glob("v*")
+        return sorted(int(path.name[1:]) for path in directories if path.name[1:].isdecimal())
 
     def sampled(self, *, evals: bool = False) -> list[int]:
         """Steps whose rollouts are kept, in order; with `evals` the versions whose evaluations are."""
@@ -187,12 +187,12 @@ class JobDirectory:
             with path.open("ab") as file:
                 file.truncate(min(done.length(path), path.stat().st_size))
         for item in (self.path / "rollouts").iterdir():
-            found = re.fullmatch(r"(eval-)?(\d+)\.jsonl", item.name)
-            if found and (int(found[2]) > done.evaluated if found[1] else int(found[2]) >= done.step):
+            match = re.fullmatch(r"(eval-)?(\d+)\.jsonl", item.name)
+            if match and (int(match[2]) > done.evaluated if match[1] else int(match[2]) >= done.step):
                 item.unlink()
         for item in (self.path / "versions").iterdir():
-            found = re.fullmatch(r"v(\d+)", item.name)
-            if found and int(found[1]) > done.step:
+            match = re.fullmatch(r"v(\d+)", item.name)
+            if match and int(match[1]) > done.step:
                 _remove(item)
 
     # --- writing -----------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class JobDirectory:
     def write_rollouts(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         """Write the rollout log of one step or evaluation."""
         path, text = self.path / "rollouts" / f"{name}.jsonl", b"".join(dump_line(record) for record in records)
-        replace(path, text)
+        replace_file(path, text)
         self.append(self.checksums, {"file": path.name, "sha256": hashlib.sha256(text).hexdigest()})
 
     def commit(self, committed: Committed, save: Callable[[Path], None]) -> Committed:
@@ -229,12 +229,12 @@ class JobDirectory:
         if final.exists():  # the same step was committed before the job was paused: the newer record wins
             own = {name: value for name, value in self.committed(committed.step).sums.items() if name not in sums}
             committed = dataclasses.replace(committed, **lengths, sums={**own, **sums})
-            replace(final / "state.json", sealed(asdict(committed)))
+            replace_file(final / "state.json", sealed(asdict(committed)))
             return committed
         draft.mkdir()
         save(draft)
         committed = dataclasses.replace(committed, **lengths, sums={**sums_of(draft), **sums})
-        replace(draft / "state.json", sealed(asdict(committed)))
+        replace_file(draft / "state.json", sealed(asdict(committed)))
         sync_directory(draft)
         draft.rename(final)
         sync_directory(final.parent)
@@ -263,9 +263,9 @@ class JobDirectory:
             try:
                 os.link(committed, draft / name)
             except OSError:
-                replace(draft / name, committed.read_bytes())
+                replace_file(draft / name, committed.read_bytes())
         sums = self.committed(step).sums
-        replace(draft / SUMS, sealed({name: sums[name] for name in ADAPTER_FILES}))
+        replace_file(draft / SUMS, sealed({name: sums[name] for name in ADAPTER_FILES}))
         sync_directory(draft)
         draft.rename(final)
         sync_directory(final.parent)
@@ -292,15 +292,15 @@ class JobDirectory:
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Record the job's state and reason for people and reports."""
-        replace(self.path / "status.json", dump_line(status))
+        replace_file(self.path / "status.json", dump_line(status))
 
     def read_status(self) -> dict[str, Any]:
         """What `write_status` wrote last; empty before."""
         try:
-            found: dict[str, Any] = json.loads((self.path / "status.json").read_text())
+            status: dict[str, Any] = json.loads((self.path / "status.json").read_text())
         except (OSError, ValueError):
             return {}
-        return found
+        return status
 
 
 def _before(evals: bool) -> str:
@@ -324,7 +324,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(gone)
 
 
-def replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Write a file so that it is there whole or not at all.
 
     Raises:

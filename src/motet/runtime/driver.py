@@ -52,21 +52,21 @@ class Driver:
     # --- what a loop says ----------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Before the slot is taken."""
+        """Start what the loop needs beside the session; called before that opens."""
 
     async def step(self, step: int) -> None:
         """Train step `step` and finish it."""
         raise NotImplementedError
 
     def published(self, version: int) -> None:
-        """A version may be sampled from."""
+        """Hear that a version is loaded and may be sampled from."""
 
     async def evaluated(self) -> Evaluated | None:
         """The evaluation of the version that the step under way started from, where it is evaluated."""
         return None
 
     async def leave(self) -> None:
-        """Let go of everything but the session."""
+        """End what `begin` started; called before the session closes."""
 
     @property
     def waits(self) -> bool:
@@ -74,7 +74,7 @@ class Driver:
         return False
 
     def rest(self) -> None:
-        """Wait for no score any longer."""
+        """Give up the scores that the step waits for; it ends with `ScorerAway`."""
 
     # --- what others ask -----------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Driver:
         self._pause = True
 
     def go_on(self) -> None:
-        """Do not stop after all."""
+        """Take back `pause`."""
         self._pause = False
 
     @property

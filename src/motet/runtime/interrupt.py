@@ -21,13 +21,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupt:
     """Hears that a person wants a run to end, and answers at once."""
 
-    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, notify: Callable[[str], None] | None = None) -> None:
         """Nothing is heard yet.
 
         Args:
-            tell: called with a line for the person.
+            notify: called with a line for the person.
         """
-        self._tell = tell or (lambda line: None)
+        self._notify = notify or (lambda line: None)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pressed = False
         self._early = False  # asked for while nothing was heard yet
@@ -99,10 +99,10 @@ class Interrupt:
 
         def press() -> None:
             if self._pressed and task is not None:
-                self._tell("stopping now; what was saved stays")
+                self._notify("stopping now; what was saved stays")
                 task.cancel()
             else:
-                self._tell(f"{_finishing(jobs)}; press Ctrl-C again to stop now")
+                self._notify(f"{_finishing(jobs)}; press Ctrl-C again to stop now")
                 stop()
             self._pressed = True
 

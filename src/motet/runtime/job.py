@@ -23,12 +23,12 @@ from motet.types import JobState, SamplingParams
 
 Result = TypeVar("Result")
 
-Tell = Callable[[str, Mapping[str, Any]], None]
-"""Hears of what happens to a job: `state` when it changes, `step` when one is committed or done."""
+JobObserver = Callable[[str, Mapping[str, Any]], None]
+"""(event, data) of a job: `state` when that changes, `step` when one is committed or done."""
 
 
-def _nobody(kind: str, data: Mapping[str, Any]) -> None:
-    """Nobody listens."""
+def _unobserved(kind: str, data: Mapping[str, Any]) -> None:
+    """Drop the event."""
 
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
@@ -93,7 +93,7 @@ class Job:
     """Why bytes may differ from a solo run; grows, never shrinks."""
     starts: int = 0
     """How often the job took a slot in this process: part of engine-side names."""
-    tell: Tell = _nobody
+    observer: JobObserver = _unobserved
     tenant: str = ""
     """Whose job it is; a run without a service has one tenant."""
 
@@ -123,7 +123,7 @@ class Job:
         self.progress.state = state
         self.progress.message = message
         self.progress.phase = ""
-        self.tell("state", {"state": state.value, "message": message, "inexact": list(self.inexact)})
+        self.observer("state", {"state": state.value, "message": message, "inexact": list(self.inexact)})
         self.directory.write_status({"state": state.value, "message": message, "inexact": list(self.inexact)})
 
     def sampling(self) -> SamplingParams:

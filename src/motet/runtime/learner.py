@@ -61,13 +61,13 @@ class Learner:
             try:
                 results = await self._device.run(lambda batch=batch: self._timed(batch))  # type: ignore[misc]
             except Exception as error:  # whoever waits for these segments has to know
-                self._tell(chosen, error)
+                self._fail(chosen, error)
                 continue
             for entry, trained in zip(chosen, results, strict=True):
                 if not entry.done.done():
                     entry.done.set_result(trained)
 
-    def _tell(self, chosen: list[_Entry], error: Exception) -> None:
+    def _fail(self, chosen: list[_Entry], error: Exception) -> None:
         """A batch of one job fails that job. Of several, nobody knows whose fault it was: from now on, each trains apart."""
         if len({entry.job for entry in chosen}) > 1:
             self._apart = True
@@ -87,7 +87,7 @@ class Learner:
 
     def _timed(self, batch: Batch) -> tuple[Trained, ...]:
         started = time.perf_counter()
-        found = self._trainer.forward_backward(batch)
+        results = self._trainer.forward_backward(batch)
         spent = time.perf_counter() - started
         tokens: Counter[str] = Counter()
         for segment in batch.segments:
@@ -95,4 +95,4 @@ class Learner:
         self._device.busy.called(spent, tokens)
         self._device.busy.train += spent
         self._device.busy.full += spent * (batch.n_tokens >= 0.5 * self._budget)
-        return found
+        return results

@@ -25,11 +25,11 @@ def apportion(total: int, weights: Mapping[str, int]) -> dict[str, int]:
         weights: by name; not negative, at least one of them positive. Nobody gets a whole unit beyond the exact share.
     """
     whole = sum(weights.values())
-    found = {name: total * weight // whole for name, weight in weights.items()}
+    shares = {name: total * weight // whole for name, weight in weights.items()}
     by_remainder = sorted(weights, key=lambda name: (-(total * weights[name] % whole), name))
-    for name in by_remainder[: total - sum(found.values())]:
-        found[name] += 1
-    return found
+    for name in by_remainder[: total - sum(shares.values())]:
+        shares[name] += 1
+    return shares
 
 
 class Meter:

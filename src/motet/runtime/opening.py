@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from motet.errors import RunError
-from motet.runtime.checkpoint import JobDirectory, replace
+from motet.runtime.checkpoint import JobDirectory, replace_file
 from motet.runtime.damage import accept, damages, record_damages
 
 
@@ -34,7 +34,7 @@ def open_job(
         accept(directory, newest)
     for damage in damages(directory, directory.steps()):
         raise RunError(str(damage))
-    replace(directory.path / "job.yaml", _as_yaml(identity).encode())
+    replace_file(directory.path / "job.yaml", _as_yaml(identity).encode())
 
 
 def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool) -> None:

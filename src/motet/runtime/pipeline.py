@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from motet.algorithms.supervised import Supervised
 from motet.errors import DeviceError, MotetError, RunError
 from motet.runtime.checkpoint import disk_error
-from motet.runtime.controls import words
+from motet.runtime.disk_gate import DiskSpaceGate, is_full
 from motet.runtime.driver import Driver
+from motet.runtime.idle_slots import MAX_IDLE, IdleSlotTimeouts
 from motet.runtime.job import Job, Services
-from motet.runtime.patience import USUAL_WAIT, Patience
 from motet.runtime.rollout_loop import RolloutLoop
-from motet.runtime.room import Room, is_full
+from motet.runtime.rundir import read_commands
 from motet.runtime.scheduler import weight_of
-from motet.runtime.slots import FREE, Claim, Rule, gives_way, makes_room, taken
+from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.runtime.supervised_loop import SupervisedLoop
 from motet.types import JobState
 
@@ -32,10 +32,10 @@ class Pipeline:
     """Runs jobs over shared services."""
 
     def __init__(
-        self, jobs: Sequence[Job], services: Services, slots: int, *, stays: bool = False, patience: float = USUAL_WAIT
+        self, jobs: Sequence[Job], services: Services, slots: int, *, stays: bool = False, max_idle: float = MAX_IDLE
     ) -> None:
         """`stays` keeps running without jobs, for more to come, until `stop`; jobs that only wait then lose their slots."""
-        self._stays, self._patience = stays, Patience(patience)
+        self._stays, self._timeouts = stays, IdleSlotTimeouts(max_idle)
         self.jobs = {job.name: job for job in jobs}
         self._services = services
         self._slots = slots
@@ -43,13 +43,13 @@ class Pipeline:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pauses: dict[str, str] = {}
         """Jobs that stop after the step under way, and why, where it was not asked for by a person."""
-        self._giving: set[str] = set()
-        """Of these, those that go back into the queue because their slot is another tenant's turn."""
+        self._preempted: set[str] = set()
+        """Of these, those that go back into the queue because another job gets their slot."""
         self._rules: dict[str, Rule] = {}
         self._held: set[str] = set()
         """Jobs that were paused by the rule of their tenant and go on with it."""
         self._restarts: dict[str, int] = {}
-        self._room = Room()
+        self._disk_gate = DiskSpaceGate()
         self._stopping = False
         self._closing = False
         self._changed = asyncio.Event()
@@ -103,14 +103,14 @@ class Pipeline:
         if name not in self._tasks:
             self.jobs.pop(name, None)
             self._held.discard(name)
-            self._room.forget(name)
-            self._patience.forget(name)
+            self._disk_gate.forget(name)
+            self._timeouts.forget(name)
 
     def pause(self, name: str, reason: str = "") -> None:
         """Finish the job's step, save and give its slot away."""
         job = self.jobs[name]
         self._held.discard(name)
-        self._giving.discard(name)
+        self._preempted.discard(name)
         if name in self._tasks:
             self._stop_after_step(name, reason)
         elif job.state is JobState.QUEUED:
@@ -127,7 +127,7 @@ class Pipeline:
         self._held.discard(name)
         if name in self._pauses:
             del self._pauses[name]
-            self._giving.discard(name)
+            self._preempted.discard(name)
             if name in self._loops:
                 self._loops[name].go_on()
         elif name not in self._tasks and self.jobs[name].state in (JobState.PAUSED, JobState.FAILED):
@@ -149,7 +149,7 @@ class Pipeline:
     def _obey(self, job: Job) -> None:
         """Pause a job whose tenant is held, unless a person paused it."""
         reason = self._rules.get(job.tenant, FREE).hold
-        stays = job.name in self._pauses and job.name not in self._giving
+        stays = job.name in self._pauses and job.name not in self._preempted
         if reason and not stays and job.state in (JobState.QUEUED, JobState.RUNNING):
             self.pause(job.name, reason)
             self._held.add(job.name)
@@ -177,12 +177,12 @@ class Pipeline:
 
     def _queued(self) -> list[Claim]:
         queued = (job for job in self.jobs.values() if job.state is JobState.QUEUED)
-        return [_claim(job) for job in queued if not self._room.waits(job.name)]
+        return [_claim(job) for job in queued if not self._disk_gate.blocks(job.name)]
 
     def _running(self) -> tuple[list[Claim], int]:
         """Jobs that have a slot and keep it, and how many slots there are for those and others."""
-        running = [_claim(self.jobs[name]) for name in self._tasks if name not in self._giving]
-        return running, self._slots - len(self._giving)
+        running = [_claim(self.jobs[name]) for name in self._tasks if name not in self._preempted]
+        return running, self._slots - len(self._preempted)
 
     def _fill_slots(self) -> None:
         claims = self._queued()
@@ -191,18 +191,18 @@ class Pipeline:
                 self._move(self.jobs[claim.job], JobState.PAUSED)
             return
         running, slots = self._running()
-        for name in taken(claims, running, slots, self._rules):
+        for name in admitted(claims, running, slots, self._rules):
             job = self.jobs[name]
-            self._room.forget(name)
+            self._disk_gate.forget(name)
             self._move(job, JobState.RUNNING)
             task = self._tasks[name] = asyncio.create_task(self._run_job(job))
             task.add_done_callback(lambda task, job=job: self._never_began(job, task))  # type: ignore[misc]
             running.append(_claim(job))
         claims = [claim for claim in claims if claim.job not in self._tasks]
-        poorer = None if self._giving else gives_way(claims, running, slots, self._rules)
-        if poorer is not None and poorer not in self._pauses:
-            self._giving.add(poorer)
-            self._stop_after_step(poorer)
+        preempted = None if self._preempted else preempted_for_share(claims, running, slots, self._rules)
+        if preempted is not None and preempted not in self._pauses:
+            self._preempted.add(preempted)
+            self._stop_after_step(preempted)
 
     async def _run_job(self, job: Job) -> None:
         try:
@@ -212,16 +212,17 @@ class Pipeline:
             state = await loop.run()
             if job.progress.spent:
                 self._held.discard(job.name)
-            self._move(job, *_outcome(job, state, self._pauses.get(job.name, ""), gives=job.name in self._giving))
+            preempted = job.name in self._preempted
+            self._move(job, *_outcome(job, state, self._pauses.get(job.name, ""), preempted=preempted))
         except asyncio.CancelledError:
             if not self._closing:  # a run that is torn down leaves its jobs as they are: they go on next time
                 self._move(job, JobState.CANCELLED, f"cancelled after step {job.progress.step}")
         except DeviceError as error:
-            self._take_up_again(job, error)
+            self._restart(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
-            waits = self._stays and is_full(error)
-            told = self._room.ran_out(job.name, job.directory) if waits else _reason(job, error)
-            self._move(job, JobState.QUEUED if waits else JobState.FAILED, told)
+            blocked = self._stays and is_full(error)
+            message = self._disk_gate.block(job.name, job.directory) if blocked else _reason(job, error)
+            self._move(job, JobState.QUEUED if blocked else JobState.FAILED, message)
         finally:
             self._release(job)
 
@@ -236,10 +237,10 @@ class Pipeline:
         self._loops.pop(job.name, None)
         self._tasks.pop(job.name, None)
         self._pauses.pop(job.name, None)
-        self._giving.discard(job.name)
+        self._preempted.discard(job.name)
         self._changed.set()
 
-    def _take_up_again(self, job: Job, error: DeviceError) -> None:
+    def _restart(self, job: Job, error: DeviceError) -> None:
         """A fault of the device that may be another job's: go on from the last commit, which ends with the same bytes."""
         restarts = self._restarts[job.name] = self._restarts.get(job.name, 0) + 1
         again = (JobState.QUEUED, f"taken up again from the last commit: {error}")
@@ -258,38 +259,38 @@ class Pipeline:
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             if self._stays:
-                self._let_go_of_those_that_wait()
-            if self._room.came():
+                self._preempt_idle()
+            if self._disk_gate.may_open():
                 self._changed.set()
-            for name, word in words(list(self.jobs.values())):
-                getattr(self, word)(name)
+            for name, command in read_commands(list(self.jobs.values())):
+                getattr(self, command)(name)
 
-    def _let_go_of_those_that_wait(self) -> None:
+    def _preempt_idle(self) -> None:
         """Jobs that do nothing but wait for scores stop where they are to stop anyway, or another has a use for their slot."""
         steps = {name: self.jobs[name].progress.step for name in self._loops}
-        waiting = {n for n, loop in self._loops.items() if self._patience.over(n, steps[n], waits=loop.waits)}
+        waiting = {n for n, loop in self._loops.items() if self._timeouts.expired(n, steps[n], waits=loop.waits)}
         running, slots = self._running()
-        if (sent := makes_room(self._queued(), running, waiting, slots, self._rules)) is not None:
-            self._giving.add(sent)
-            self._patience.sent_away(sent, steps[sent])
-            self.jobs[sent] = self.jobs.pop(sent)  # to the end of the queue
-        for name in waiting & {*self._pauses, *([] if sent is None else [sent])}:
+        if (preempted := preempted_if_idle(self._queued(), running, waiting, slots, self._rules)) is not None:
+            self._preempted.add(preempted)
+            self._timeouts.preempted(preempted, steps[preempted])
+            self.jobs[preempted] = self.jobs.pop(preempted)  # to the end of the queue
+        for name in waiting & {*self._pauses, *([] if preempted is None else [preempted])}:
             self._loops[name].rest()
 
 
 def driver_of(job: Job) -> type[Driver]:
-    """Which loop a job's algorithm is for."""
+    """`SupervisedLoop` for rows with answers, `RolloutLoop` for everything else."""
     return SupervisedLoop if isinstance(job.config.algorithm, Supervised) else RolloutLoop
 
 
-def _outcome(job: Job, state: JobState, reason: str, *, gives: bool) -> tuple[JobState, str]:
+def _outcome(job: Job, state: JobState, reason: str, *, preempted: bool) -> tuple[JobState, str]:
     """The state of a job whose loop has ended, and what to say of it.
 
     Args:
         job: which.
         state: as its loop says.
         reason: why it was to pause.
-        gives: whether its slot is another's turn.
+        preempted: whether another job gets its slot.
     """
     done = f"after step {job.progress.step}"
     if state is JobState.QUEUED:
@@ -301,7 +302,7 @@ def _outcome(job: Job, state: JobState, reason: str, *, gives: bool) -> tuple[Jo
             f"paused {done}: its budget of {job.config.budget} tokens is spent; to go on, give it a larger one "
             "(`motet resume JOB --budget TOKENS`, or `budget` in the job file and the same command again)"
         )
-    if gives:
+    if preempted:
         return JobState.QUEUED, f"gave its slot to another tenant's job {done}; goes on when one is free"
     return state, f"paused {done}: {reason}" if reason else f"paused {done}"
 
@@ -318,9 +319,9 @@ def _reason(job: Job, error: BaseException) -> str:
     if isinstance(error, MotetError):
         return str(error)
     log = job.directory.path / "error.log"
-    told = f"the whole story is in {log}"
+    pointer = f"the whole story is in {log}"
     try:
         log.write_text("".join(traceback.format_exception(error)))
     except OSError:
-        told = f"{log} could not be written"
-    return f"{type(error).__name__}: {error} ({told}); this is a fault of Motet, please report it"
+        pointer = f"{log} could not be written"
+    return f"{type(error).__name__}: {error} ({pointer}); this is a fault of Motet, please report it"

@@ -64,12 +64,12 @@ class Probe:
         gap = float(np.abs(answered - trained).mean())
         if not gap <= self._tolerance:
             if np.array_equal(answered, self._base):
-                told = "with the base model: the adapter was not applied"
-                told = f"the engine answers version {ref.version} of {self._job!r} {told}"
+                fault = f"the engine answers version {ref.version} of {self._job!r} with the base model"
+                fault += ": the adapter was not applied"
             else:
-                told = f"the engine's version {ref.version} of {self._job!r} is not what was trained"
+                fault = f"the engine's version {ref.version} of {self._job!r} is not what was trained"
             raise ProbeError(
-                f"{told}; logprobs of the probe differ by {gap:.3g} on average, allowed {self._tolerance:.3g}"
+                f"{fault}; logprobs of the probe differ by {gap:.3g} on average, allowed {self._tolerance:.3g}"
             )
         self._follows(ref, answered, trained, self._base)
         self._steps(ref, answered, trained, self._base)

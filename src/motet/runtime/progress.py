@@ -11,6 +11,15 @@ from typing import Any
 from motet.runtime.signs import Signs
 from motet.types import JobState
 
+REWARD, LOG_LIKELIHOOD = "reward", "log-lik"
+
+
+def figure_of(line: Mapping[str, Any]) -> tuple[str, float]:
+    """What a line of the metrics, or its `eval` part, says of the adapter; nan where it is unknown."""
+    name = REWARD if REWARD in line else LOG_LIKELIHOOD
+    value = line.get(REWARD) if name == REWARD else line.get("nll", line.get("loss"))
+    return name, math.nan if value is None else float(value) if name == REWARD else -float(value)
+
 
 @dataclass
 class JobProgress:
@@ -28,9 +37,11 @@ class JobProgress:
     """Of the step that is being sampled."""
     rollouts_wanted: int = 0
     rewards: list[float] = field(default_factory=list)
-    """Mean reward of each step done."""
+    """What each step done says of the adapter, the higher the better: the mean of `figure`."""
+    figure: str = REWARD
+    """`reward`, or `log-lik`, the mean log-likelihood of a token of the answers where nothing is rewarded."""
     evaluations: list[tuple[int, float]] = field(default_factory=list)
-    """(version, held-out reward)."""
+    """(version, the same of held-out problems)."""
     errors: list[float] = field(default_factory=list)
     """The standard error of each evaluation; nan where it is unknown."""
     signs: Signs = field(default_factory=Signs)
@@ -56,14 +67,14 @@ class JobProgress:
 
     def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None:
         """Take in the `eval` part of a line."""
-        reward, error = evaluation.get("reward", evaluation.get("nll")), evaluation.get("reward_stderr")
-        self.evaluations.append((version, math.nan if reward is None else float(reward)))
+        error = evaluation.get("reward_stderr")
+        self.evaluations.append((version, figure_of(evaluation)[1]))
         self.errors.append(math.nan if error is None else float(error))
 
     def stepped(self, line: Mapping[str, Any]) -> None:
         """Take in the line of a step that is done."""
-        figure = line.get("reward", line.get("loss"))
-        self.rewards.append(math.nan if figure is None else float(figure))
+        self.figure, value = figure_of(line)
+        self.rewards.append(value)
         self.signs.see(line)
 
     @property

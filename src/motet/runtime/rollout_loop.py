@@ -103,7 +103,7 @@ class RolloutLoop(Driver):
         self.services.rewards.rest(self.job.name, True)
 
     def go_on(self) -> None:
-        """Do not stop after all."""
+        """Take back `pause`; the rewards of the job are asked for scores again."""
         super().go_on()
         self.services.rewards.rest(self.job.name, False)
 

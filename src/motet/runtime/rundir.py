@@ -1,4 +1,4 @@
-"""The directory of a run: one process at a time, and an identity that every attempt shares."""
+"""The directory of a run: one process at a time, an identity that every attempt shares, and commands from other processes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import fcntl
 import json
 import os
 import secrets
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from motet.errors import RunError
-from motet.runtime.checkpoint import JobDirectory, replace
+from motet.runtime.checkpoint import JobDirectory, replace_file
+from motet.runtime.job import Job
+from motet.types import JobState
+
+CONTROL = "control"
+"""The file in a job's directory with a command: `pause`, `resume` or `cancel`; it is removed when it is read."""
+_COMMANDS = ("pause", "resume", "cancel")
 
 
 class RunDirectory:
@@ -32,7 +39,7 @@ class RunDirectory:
         return JobDirectory(self.path / name)
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the lock."""
         self._lock.close()
 
     def _take_lock(self) -> IO[str]:
@@ -59,5 +66,17 @@ class RunDirectory:
             run_id, attempt = str(values["run_id"]), int(values["attempt"]) + 1
         except (OSError, ValueError, TypeError, KeyError):
             run_id, attempt = secrets.token_hex(4), 0
-        replace(path, json.dumps({"attempt": attempt, "run_id": run_id}, sort_keys=True).encode())
+        replace_file(path, json.dumps({"attempt": attempt, "run_id": run_id}, sort_keys=True).encode())
         return run_id, attempt
+
+
+def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, str]]:
+    """(job's name, command) for each file that lies there now; a command that the job's state has no use for is dropped."""
+    for job in jobs:
+        path = job.directory.path / CONTROL
+        if not path.exists():
+            continue
+        command = path.read_text(errors="replace").strip()
+        path.unlink()
+        if command in _COMMANDS and (not job.state.final or job.state is JobState.FAILED):
+            yield job.name, command

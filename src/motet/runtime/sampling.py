@@ -20,8 +20,8 @@ from motet.runtime.generation import Generation, PutAside, ended
 from motet.runtime.job import Job, Services
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
-from motet.tasks.environments import Worlds, play
-from motet.tasks.episode import ENVIRONMENTS, Stage
+from motet.tasks.environments import EnvironmentWorkers, run_group
+from motet.tasks.episode import ENVIRONMENTS, GroupContext
 from motet.tasks.reward_pool import Scored
 from motet.types import Chunk, Group, IntArray, Problem, Rollout, SamplingParams
 
@@ -69,7 +69,7 @@ class _Task:
     """One group on its way; a group that is put aside is taken up again with what it has."""
 
     problem: Problem
-    place: int
+    position: int
     """In the step's window; over-provisioned, in the whole sequence of problems."""
     step: int
     """The step that it was begun for; seeds depend on it."""
@@ -115,7 +115,7 @@ class JobSampler:
         """Positions that an earlier process began."""
         self._aside: list[_Task] = []
         self._scoring: set[asyncio.Task[list[Scored]]] = set()
-        self._worlds: Worlds | None = None
+        self._environment_workers: EnvironmentWorkers | None = None
 
     async def open(self) -> None:
         """Have the rewards and the environment ready.
@@ -126,14 +126,14 @@ class JobSampler:
         job, path = self._job, self._job.directory.path
         await self._services.rewards.register(job.name, job.config.rewards, job.data.scorer, log=path / "rewards.log")
         if job.config.environment.own:
-            self._worlds = Worlds(job.config.environment, path / "environment.log")
-            await self._worlds.open()
+            self._environment_workers = EnvironmentWorkers(job.config.environment, path / "environment.log")
+            await self._environment_workers.open()
 
     async def close(self) -> None:
-        """Let them go."""
+        """End the processes of the job's rewards and environment."""
         await self._services.rewards.unregister(self._job.name)
-        if self._worlds is not None:
-            await self._worlds.close()
+        if self._environment_workers is not None:
+            await self._environment_workers.close()
 
     @property
     def waits(self) -> bool:
@@ -195,8 +195,10 @@ class JobSampler:
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._sample(self._task(problem, place, step, purpose), version, purpose, cost))
-                    for place, problem in enumerate(problems, first)
+                    tasks.create_task(
+                        self._sample(self._task(problem, position, step, purpose), version, purpose, cost)
+                    )
+                    for position, problem in enumerate(problems, first)
                 ]
         await self._versions.collect()
         groups = [
@@ -212,7 +214,7 @@ class JobSampler:
         self._job.note_inexact("steps take the groups that are done first (algorithm.over_provision)")
         cost, started = _Cost(), time.monotonic()
         due = [*self._aside, *(self._task_at(position, step, purpose) for position in self._unfinished)]
-        due.sort(key=lambda task: task.place)
+        due.sort(key=lambda task: task.position)
         self._aside, self._unfinished = [], []
         due, later = due[:width], due[width:]
         fresh = [self._next_task(step, purpose) for _ in range(max(0, begin - len(due) - len(later)))]
@@ -234,7 +236,7 @@ class JobSampler:
         taken = done[:width]
         self._aside += [task for task in running.values() if task not in taken]
         groups = [Group(task.problem, step, version, task.rollouts or ()) for task in taken]
-        seconds, positions = time.monotonic() - started, tuple(task.place for task in taken)
+        seconds, positions = time.monotonic() - started, tuple(task.position for task in taken)
         return SampledStep(step, version, groups, seconds, cost.reward_seconds, cost.tokens, positions)
 
     def _next_task(self, step: int, purpose: _Purpose) -> _Task:
@@ -248,11 +250,11 @@ class JobSampler:
         (problem,) = data_window(job.data.train, position, 1, job.seed, job.config.data.shuffle)
         return self._task(problem, position, step, purpose)
 
-    def _task(self, problem: Problem, place: int, step: int, purpose: _Purpose) -> _Task:
+    def _task(self, problem: Problem, position: int, step: int, purpose: _Purpose) -> _Task:
         job = self._job
         generation = Generation(
             job=job.name,
-            name=f"{job.name}/{purpose.name}/{step}/{place}",
+            name=f"{job.name}/{purpose.name}/{step}/{position}",
             engine=self._services.engine,
             versions=self._versions,
             chat=job.chat,
@@ -260,7 +262,7 @@ class JobSampler:
             renew=purpose.renew,
             can_stop=purpose.can_stop,
         )
-        return _Task(problem, place, step, generation)
+        return _Task(problem, position, step, generation)
 
     # --- one group --------------------------------------------------------------------------------------------------------
 
@@ -272,7 +274,7 @@ class JobSampler:
 
         async def complete(prompt_ids: IntArray, indices: tuple[int, ...], turn: int) -> list[Chunk]:
             keys = {
-                index: seeds.key(purpose.seed, purpose.name, task.step, task.place, problem.id, index, turn)
+                index: seeds.key(purpose.seed, purpose.name, task.step, task.position, problem.id, index, turn)
                 for index in indices
             }
             async with contextlib.AsyncExitStack() as admitted:
@@ -302,10 +304,10 @@ class JobSampler:
 
         if task.rollouts is None:
             try:
-                seed = seeds.key(purpose.seed, purpose.name, task.step, task.place, problem.id)
+                seed = seeds.key(purpose.seed, purpose.name, task.step, task.position, problem.id)
                 judged = bool(job.config.rewards)
-                stage = Stage(problem, job.chat, purpose.n, generate, score, seed, judged)
-                task.rollouts = await self._environment(stage)
+                context = GroupContext(problem, job.chat, purpose.n, generate, score, seed, judged)
+                task.rollouts = await self._environment(context)
             except EngineError as error:
                 task.rollouts = tuple(_failed(problem, index, str(error)) for index in range(purpose.n))
             except PutAside:
@@ -317,12 +319,12 @@ class JobSampler:
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts
 
-    async def _environment(self, stage: Stage) -> tuple[Rollout, ...]:
-        worlds = self._worlds
-        if worlds is None:
-            return await ENVIRONMENTS[self._job.config.environment.name](stage)
-        rollouts = await play(worlds, stage)
-        if worlds.clock_limited:
+    async def _environment(self, context: GroupContext) -> tuple[Rollout, ...]:
+        workers = self._environment_workers
+        if workers is None:
+            return await ENVIRONMENTS[self._job.config.environment.name](context)
+        rollouts = await run_group(workers, context)
+        if workers.clock_limited:
             self._job.note_inexact("the environment ran into its wall-clock limit")
         return rollouts
 

@@ -54,7 +54,7 @@ def next_job(waiting: Mapping[str, Standing]) -> str:
         waiting: the standing of each job that waits; at least one.
     """
 
-    def place(job: str) -> tuple[float, str, float, str]:
+    def order(job: str) -> tuple[float, str, float, str]:
         standing = waiting[job]
         return (
             standing.tenant_consumed / standing.share,
@@ -63,7 +63,7 @@ def next_job(waiting: Mapping[str, Standing]) -> str:
             job,
         )
 
-    return min(waiting, key=place)
+    return min(waiting, key=order)
 
 
 def weight_of(priority: int) -> float:
@@ -90,7 +90,7 @@ class FairScheduler:
         """The most weighted tokens per share that a tenant had consumed when a job of it was let in."""
 
     def join(self, job: str, weight: float, tenant: str = "") -> None:
-        """Open an account."""
+        """Open an account for a job; of its tenant too, where that has none."""
         self._accounts[job] = Account(tenant, weight)
         if tenant not in self._tenants:
             self._tenants[tenant] = TenantAccount(self._shares.get(tenant, 1.0))

@@ -121,15 +121,15 @@ class Session:
 
     async def forward(self, segments: tuple[Segment, ...], *, base: bool = False) -> list[FloatArray]:
         """Logprobs of each sample; `base=True` leaves the adapter out."""
-        found: list[FloatArray] = []
+        logprobs_of_samples: list[FloatArray] = []
         for segment in segments:
             batch = Batch((segment,))
             (logprobs,) = await self.services.on_device(
                 self.job.name,
                 lambda batch=batch: self.services.trainer.forward(batch, base=base),  # type: ignore[misc]
             )
-            found.extend(logprobs)
-        return found
+            logprobs_of_samples.extend(logprobs)
+        return logprobs_of_samples
 
     async def optim_step(self, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient; the next version is ready to commit and publish."""
@@ -175,7 +175,7 @@ class Session:
         job.progress.step = self.done.step
         job.progress.tokens += step.tokens_trained
         job.progress.stepped(record)
-        job.tell("step", {**record, **tokens, "seconds": seconds})
+        job.observer("step", {**record, **tokens, "seconds": seconds})
 
     async def end(self, evaluated: Evaluated | None, seconds: Mapping[str, float]) -> None:
         """Record the evaluation of the last version in a last line of the metrics, and commit."""
@@ -183,7 +183,7 @@ class Session:
             record = {"step": evaluated.version, "version": evaluated.version, "eval": evaluated.record}
             tokens = {"tokens_sampled": evaluated.tokens, "tokens_trained": 0}
             await asyncio.to_thread(self._write, record, {**seconds, "publish": self._publish_seconds}, tokens)
-            self.job.tell("step", {**record, **tokens})
+            self.job.observer("step", {**record, **tokens})
             done = replace(self.done, tokens_sampled=self.done.tokens_sampled + evaluated.tokens)
             self.done = _with_evaluation(done, evaluated)
         await self.commit()

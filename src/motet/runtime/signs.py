@@ -49,17 +49,17 @@ class Signs:
     @property
     def warnings(self) -> dict[str, str]:
         """What a person should look at: a sentence for each kind of trouble (`no signal`, `alike`, `far`)."""
-        found: dict[str, str] = {}
+        warnings: dict[str, str] = {}
         if len(self.recent) < LEAST:
-            return found
+            return warnings
         if not _risen(self.first, self.recent):
-            found["no signal"] = no_signal(_mean(self.recent, "no_signal"), _mean(self.recent, "reward"))
-            found["alike"] = _alike(_mean(self.first, "distinct"), _mean(self.recent, "distinct"))
+            warnings["no signal"] = no_signal(_mean(self.recent, "no_signal"), _mean(self.recent, "reward"))
+            warnings["alike"] = _alike(_mean(self.first, "distinct"), _mean(self.recent, "distinct"))
         if self.kl is not None and self.kl >= FAR:
-            found["far"] = (
+            warnings["far"] = (
                 f"far from the base: KL {self.kl:.2g} nats per token; lower optimizer.lr, or set algorithm.kl.coef"
             )
-        return {kind: warning for kind, warning in found.items() if warning}
+        return {kind: warning for kind, warning in warnings.items() if warning}
 
 
 def no_signal(share: float, reward: float) -> str:

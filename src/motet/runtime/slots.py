@@ -1,4 +1,4 @@
-"""Who gets a slot, and who gives one up for another tenant. Pure functions; who runs when changes no byte of a job."""
+"""Admission to slots and preemption. Pure functions; who runs when changes no byte of a job."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rule:
 FREE = Rule()
 
 
-def taken(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> list[str]:
+def admitted(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> list[str]:
     """The jobs that get the free slots.
 
     By priority, as far as it counts against others; then of the tenant with the fewest slots for its share; then by priority
@@ -46,20 +46,22 @@ def taken(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rules: 
         rules: of tenants; those that are not named are free.
     """
     waiting, held = list(queued), Counter(claim.tenant for claim in running)
-    found: list[str] = []
-    while len(running) + len(found) < slots:
-        able = [claim for claim in waiting if _may(claim.tenant, held, rules)]
+    chosen_jobs: list[str] = []
+    while len(running) + len(chosen_jobs) < slots:
+        able = [claim for claim in waiting if _may_have_another(claim.tenant, held, rules)]
         if not able:
             break
-        chosen = min(able, key=lambda claim: _place(claim, held, rules))
+        chosen = min(able, key=lambda claim: _queue_key(claim, held, rules))
         waiting.remove(chosen)
         held[chosen.tenant] += 1
-        found.append(chosen.job)
-    return found
+        chosen_jobs.append(chosen.job)
+    return chosen_jobs
 
 
-def gives_way(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> str | None:
-    """The running job that gives its slot to another tenant, so that both have slots by their shares; None where none has to.
+def preempted_for_share(
+    queued: Sequence[Claim], running: Sequence[Claim], slots: int, rules: Mapping[str, Rule]
+) -> str | None:
+    """The running job to preempt, so that tenants have slots by their shares; None where nobody has to give way.
 
     It is the job that came last among those of the lowest priority of the tenant with the most slots for its share. Nobody
     gives way to a lower priority, and only where the other has still fewer slots for its share afterwards, or as many.
@@ -73,22 +75,22 @@ def gives_way(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rul
     if len(running) < slots or not running:
         return None
     held = Counter(claim.tenant for claim in running)
-    able = [claim for claim in queued if _may(claim.tenant, held, rules)]
+    able = [claim for claim in queued if _may_have_another(claim.tenant, held, rules)]
     if not able:
         return None
-    asks = min(able, key=lambda claim: _place(claim, held, rules))
+    asks = min(able, key=lambda claim: _queue_key(claim, held, rules))
     richest = max(held, key=lambda tenant: held[tenant] / rules.get(tenant, FREE).share)
     after = (held[richest] - 1) / rules.get(richest, FREE).share
     if richest == asks.tenant or (held[asks.tenant] + 1) / _rule(asks, rules).share > after:
         return None
     lowest = min(reversed([claim for claim in running if claim.tenant == richest]), key=lambda claim: claim.priority)
-    return lowest.job if _counts(lowest, rules) <= _counts(asks, rules) else None
+    return lowest.job if _effective_priority(lowest, rules) <= _effective_priority(asks, rules) else None
 
 
-def makes_room(
+def preempted_if_idle(
     queued: Sequence[Claim], running: Sequence[Claim], waiting: Collection[str], slots: int, rules: Mapping[str, Rule]
 ) -> str | None:
-    """The running job whose slot goes to another because it only waits; None where nobody else would get the slot.
+    """The running job to preempt because it only waits; None where nobody else would get its slot.
 
     Args:
         queued: jobs that want a slot, in the order they came.
@@ -99,18 +101,18 @@ def makes_room(
     """
     for claim in reversed(running if len(running) >= slots else ()):
         others = [other for other in running if other is not claim]
-        first = taken([*queued, claim], others, len(running), rules)  # as if it stood at the end of the queue
+        first = admitted([*queued, claim], others, len(running), rules)  # as if it stood at the end of the queue
         if claim.job in waiting and first and first != [claim.job]:
             return claim.job
     return None
 
 
-def _place(claim: Claim, held: Mapping[str, int], rules: Mapping[str, Rule]) -> tuple[float, float, float]:
-    """Where a job stands in the queue; the least is first."""
-    return -_counts(claim, rules), held[claim.tenant] / _rule(claim, rules).share, -claim.priority
+def _queue_key(claim: Claim, held: Mapping[str, int], rules: Mapping[str, Rule]) -> tuple[float, float, float]:
+    """The order of the queue; the least is first."""
+    return -_effective_priority(claim, rules), held[claim.tenant] / _rule(claim, rules).share, -claim.priority
 
 
-def _counts(claim: Claim, rules: Mapping[str, Rule]) -> int:
+def _effective_priority(claim: Claim, rules: Mapping[str, Rule]) -> int:
     """A job's priority against jobs of other tenants."""
     return min(claim.priority, _rule(claim, rules).highest)
 
@@ -119,7 +121,7 @@ def _rule(claim: Claim, rules: Mapping[str, Rule]) -> Rule:
     return rules.get(claim.tenant, FREE)
 
 
-def _may(tenant: str, held: Mapping[str, int], rules: Mapping[str, Rule]) -> bool:
-    """Whether a tenant may have one more slot."""
+def _may_have_another(tenant: str, held: Mapping[str, int], rules: Mapping[str, Rule]) -> bool:
+    """Whether a tenant is neither on hold nor at its limit of slots."""
     rule = rules.get(tenant, FREE)
     return not rule.hold and (rule.running is None or held[tenant] < rule.running)

@@ -22,7 +22,9 @@ from motet.types import BoolArray, IntArray, Message, Problem
 _PLACEHOLDER = "7sampled7text7"
 _PART_OF_A_LETTER = "\ufffd"
 _MOST_PAIRS = 2**15
-_TOOLS_TOLD = 'You may call tools, by <tool_call>{"name": …, "arguments": {…}}</tool_call>. The tools, as JSON schemas:'
+_TOOLS_INTRODUCTION = (
+    'You may call tools, by <tool_call>{"name": …, "arguments": {…}}</tool_call>. The tools, as JSON schemas:'
+)
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -95,14 +97,14 @@ class Chat:
         """The tokens of the longest prompt, or prompt with answer, and whose it is; of equal ones the first."""
         ends = [problem.answer if answered else "" for problem in problems]
         sizes = [_most_tokens(self.prompt_text(one) + end) for one, end in zip(problems, ends, strict=True)]
-        found, place = 0, 0
+        most_tokens, longest_index = 0, 0
         for index in sorted(range(len(problems)), key=lambda index: -sizes[index]):
-            if sizes[index] < found:
+            if sizes[index] < most_tokens:
                 break
             length = len(self.row_ids(problems[index])[0] if answered else self.prompt_ids(problems[index]))
-            if length > found or (length == found and index < place):
-                found, place = length, index
-        return found, problems[place]
+            if length > most_tokens or (length == most_tokens and index < longest_index):
+                most_tokens, longest_index = length, index
+        return most_tokens, problems[longest_index]
 
     def follow_up_ids(
         self, before: Sequence[Message], sampled_ids: IntArray, replies: Sequence[Message], tools: Tools = ()
@@ -124,15 +126,15 @@ class Chat:
         if not self.chat_template:
             return self._encode("\n\n" + "".join(f"{reply.content}\n\n" for reply in replies), special=False)
         turns = (*before, Message("assistant", _PLACEHOLDER), *replies)
-        _, found, tail = self._render(turns, tools).rpartition(_PLACEHOLDER)
-        if not found:
+        _, marker, tail = self._render(turns, tools).rpartition(_PLACEHOLDER)
+        if not marker:
             raise BaseModelError("the chat template leaves out the assistant's text: set environment: single")
         ids = self._encode(tail, special=False)
         last = int(sampled_ids[-1]) if len(sampled_ids) else -1
-        places = np.flatnonzero(ids == last)
+        ends = np.flatnonzero(ids == last)
         # Some templates put a space before the end-of-turn token; the sampled one stands for both.
-        if len(places) and _is_special(self.tokenizer, last) and not self._decode(ids[: places[0]]).strip():
-            return ids[places[0] + 1 :]
+        if len(ends) and _is_special(self.tokenizer, last) and not self._decode(ids[: ends[0]]).strip():
+            return ids[ends[0] + 1 :]
         return ids
 
     def extends(self, token_ids: IntArray, messages: Sequence[Message], tools: Tools = ()) -> bool:
@@ -152,7 +154,7 @@ class Chat:
             return messages
         listed = "\n".join(json.dumps(tool) for tool in tools)
         system, rest = ("", messages) if messages[0].role != "system" else (messages[0].content + "\n\n", messages[1:])
-        return (Message("system", f"{system}{_TOOLS_TOLD}\n<tools>\n{listed}\n</tools>"), *rest)
+        return (Message("system", f"{system}{_TOOLS_INTRODUCTION}\n<tools>\n{listed}\n</tools>"), *rest)
 
     @cached_property
     def tool_role(self) -> str:
@@ -194,15 +196,15 @@ class Chat:
                     self._pairs[before, token] = text
             texts.append(text)
             before = token
-        place = 0
-        while place < len(texts):
-            if _PART_OF_A_LETTER in texts[place]:  # bytes of one letter, until they are whole
-                for end in range(place + 2, min(place + 5, len(texts)) + 1):
-                    whole = self._decode([int(token) for token in token_ids[place:end]])
+        index = 0
+        while index < len(texts):
+            if _PART_OF_A_LETTER in texts[index]:  # bytes of one letter, until they are whole
+                for end in range(index + 2, min(index + 5, len(texts)) + 1):
+                    whole = self._decode([int(token) for token in token_ids[index:end]])
                     if _PART_OF_A_LETTER not in whole:
-                        texts[place:end] = [whole, *[""] * (end - place - 1)]
+                        texts[index:end] = [whole, *[""] * (end - index - 1)]
                         break
-            place += 1
+            index += 1
         return texts
 
     def completion_text(self, token_ids: Sequence[int]) -> str:
@@ -255,10 +257,10 @@ def stop_token_ids(tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> tuple[i
     The last is found by rendering an answer and looking at the special token behind it: several models call a token EOS
     that their template never writes.
     """
-    found = {tokenizer.eos_token_id, *eos_token_ids}
+    stops = {tokenizer.eos_token_id, *eos_token_ids}
     if tokenizer.chat_template:
-        found.add(end_of_turn(tokenizer))
-    return tuple(sorted(int(token) for token in found if token is not None))
+        stops.add(end_of_turn(tokenizer))
+    return tuple(sorted(int(token) for token in stops if token is not None))
 
 
 def end_of_turn(tokenizer: Any) -> int | None:

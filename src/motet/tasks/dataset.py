@@ -42,11 +42,11 @@ class Dataset:
     @cached_property
     def evaluation_seed(self) -> int:
         """Of the held-out problems alone: jobs that share them share the chance of their evaluations, and compare better."""
-        told = [
+        facts = [
             [problem.id, problem.answer, *([message.role, message.content] for message in problem.messages)]
             for problem in self.holdout
         ]
-        return int.from_bytes(hashlib.blake2b(json.dumps(told).encode(), digest_size=8).digest(), "little")
+        return int.from_bytes(hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).digest(), "little")
 
 
 Longer = Callable[[Problem, int], bool]
@@ -95,10 +95,10 @@ def _short(config: DataConfig, problems: Problems, longer: Longer | None) -> tup
             "data.max_prompt_tokens"
         )
     left_out = len(problems) - len(short)
-    told = (
+    note = (
         f"{left_out} of {len(problems)} rows are left out, because their prompts have {tokens} (data.max_prompt_tokens)"
     )
-    return short, [told] if left_out else []
+    return short, [note] if left_out else []
 
 
 def _nothing_left(config: DataConfig, problems: Sequence[Problem]) -> str:
@@ -221,17 +221,17 @@ def parts_of(template: str) -> list[tuple[str, str | None]]:
     """
     hint = "Write {column} for a column, {{ and }} for braces"
     try:
-        found = list(string.Formatter().parse(template))
+        pieces = list(string.Formatter().parse(template))
     except ValueError as error:
         raise DataError(f"data.template cannot be filled: {error}. {hint}") from error
-    for _, column, form, conversion in found:
+    for _, column, form, conversion in pieces:
         if column is not None and (form or conversion or not column or set(column) & set(".[")):
             asked = f"{{{column}{'!' + conversion if conversion else ''}{':' + form if form else ''}}}"
             raise DataError(
                 f"data.template cannot be filled: {asked:.80} is not the name of a column alone. {hint}; for anything else "
                 "make a column of its own"
             )
-    return [(text, column) for text, column, _, _ in found]
+    return [(text, column) for text, column, _, _ in pieces]
 
 
 def _messages(value: Any, where: str, column: str) -> tuple[Message, ...]:

@@ -102,8 +102,8 @@ class Environments:
         try:
             said = checked(**arguments)
         except ValidationError as error:
-            told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-            said = f"Error: {told}"
+            mistakes = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            said = f"Error: {mistakes}"
         except Exception as error:  # a tool's own: the model may do better next time
             said = f"Error: {describe(error)}"
         return {"text": said if isinstance(said, str) else json.dumps(said, default=str), **self._state(instance)}
@@ -137,39 +137,45 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     parameters = [one for key, one in inspect.signature(function).parameters.items() if key != "self"]
     summary, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\n")
     matches = filter(None, map(_ARGS.match, rest.splitlines()))
-    told = {match[1]: match[2] for match in matches}
+    descriptions = {match[1]: match[2] for match in matches}
     properties = {}
     for one in parameters:
-        found = TypeAdapter(hints.get(one.name, str), config=None).json_schema()
-        properties[one.name] = {**found, **({"description": told[one.name]} if one.name in told else {})}
+        schema = TypeAdapter(hints.get(one.name, str), config=None).json_schema()
+        properties[one.name] = {
+            **schema,
+            **({"description": descriptions[one.name]} if one.name in descriptions else {}),
+        }
     required = [one.name for one in parameters if one.default is one.empty]
     arguments = {"type": "object", "properties": properties, "required": required}
     return {"type": "function", "function": {"name": name, "description": summary, "parameters": arguments}}
 
 
 def answer(environments: Environments, limits: Limits, request: dict[str, Any]) -> dict[str, Any]:
-    """One call of an episode, within its limits; `replace` where this process should not be trusted with another."""
+    """One call of an episode, within its limits; `exceeded` where this process should not be trusted with another."""
     cpu_seconds, memory_mb = request.pop("cpu_seconds"), request.pop("memory_mb")
     seed_random(zlib.crc32(json.dumps([request.pop("seed"), request.pop("number")]).encode()))
-    do, reply, replace = request.pop("do"), {"error": ""}, ""
+    do, reply, exceeded = request.pop("do"), {"error": ""}, ""
     try:
         with limits.of(cpu_seconds, memory_mb):
             reply |= getattr(environments, do)(**request)
     except CpuLimitError:
-        replace = "cpu"
+        exceeded = "cpu"
     except MemoryError:
-        replace = "memory"
+        exceeded = "memory"
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # an environment may call sys.exit too
         reply["error"] = f"{do}: {describe(error)}"
-    if limits.fired or replace == "cpu":
+    if limits.fired or exceeded == "cpu":
         reply = {
             "error": f"took more than {cpu_seconds:g} s of CPU time (environment field cpu_seconds)",
-            "replace": "cpu",
+            "exceeded": "cpu",
         }
-    elif replace:
-        reply = {"error": f"took more than {memory_mb} MB of memory (environment field memory_mb)", "replace": "memory"}
+    elif exceeded:
+        reply = {
+            "error": f"took more than {memory_mb} MB of memory (environment field memory_mb)",
+            "exceeded": "memory",
+        }
     return reply
 
 
@@ -181,8 +187,8 @@ def serve(read: Read, write: Write) -> None:
         environments = Environments(first["name"], first["args"])
         about = environments.about()
     except Exception as error:  # the file's own, a signature that has no schema
-        told = str(error) if isinstance(error, EnvironmentFault) else describe(error)
-        write({"error": told})
+        message = str(error) if isinstance(error, EnvironmentFault) else describe(error)
+        write({"error": message})
         return
     write(about)
     limits = Limits()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,17 +21,18 @@ from pydantic import FiniteFloat, TypeAdapter
 from motet.config import EnvironmentConfig
 from motet.errors import EngineError, EnvironmentFault
 from motet.tasks.chat import Chat
-from motet.tasks.episode import Stage, answered, extended, whole
-from motet.tasks.tool_calls import tool_calls
+from motet.tasks.episode import GroupContext, answered, extended, whole
 from motet.tasks.worker_link import LOAD_SECONDS, ClockLimitError, ProcessDiedError, WorkerLink, import_path, valid
 from motet.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 
 _NAMES = itertools.count()
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+"""How most chat templates have a model write it: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 
 
 @dataclass(frozen=True)
-class About:
-    """What a class is."""
+class EnvironmentInfo:
+    """What the class offers."""
 
     tools: tuple[dict[str, Any], ...] = ()
     steps: bool = False
@@ -42,16 +44,19 @@ class About:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a process answers a call."""
+    """What a process answers a call.
+
+    `exceeded` is the limit that the call ran into; the process is replaced then.
+    """
 
     error: str = ""
     text: str = ""
     reward: FiniteFloat | None = None
     done: bool = False
-    replace: Literal["", "cpu", "memory"] = ""
+    exceeded: Literal["", "cpu", "memory"] = ""
 
 
-_ABOUT, _REPLY = TypeAdapter(About), TypeAdapter(Reply)
+_INFO, _REPLY = TypeAdapter(EnvironmentInfo), TypeAdapter(Reply)
 
 
 class _Worker(WorkerLink):
@@ -62,24 +67,24 @@ class _Worker(WorkerLink):
 
 
 @dataclass(eq=False)
-class _Place:
-    """Where a process is, or will be: after a death the next one plays again what its episodes had done."""
+class _WorkerSlot:
+    """Holds a process, or none yet: after a death the next one repeats the calls that its episodes had made."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     worker: _Worker | None = None
     episodes: int = 0
 
 
-class Worlds:
-    """All instances of one job's environment."""
+class EnvironmentWorkers:
+    """The processes of one job's environment, and where its instances are."""
 
-    def __init__(self, config: EnvironmentConfig, log: Path | None, workers: int = 2) -> None:
+    def __init__(self, config: EnvironmentConfig, log: Path | None, n_workers: int = 2) -> None:
         self.config, self._log = config, log
-        self._places = [_Place() for _ in range(workers)]
+        self._slots = [_WorkerSlot() for _ in range(n_workers)]
         self._first_line = (
             json.dumps({"sys_path": import_path(), "name": config.name, "args": config.args}).encode() + b"\n"
         )
-        self.about = About()
+        self.info = EnvironmentInfo()
         self.clock_limited = False
         """Whether the clock has decided anything."""
 
@@ -90,39 +95,41 @@ class Worlds:
             EnvironmentFault: it does not load, or is no environment.
         """
         try:
-            await self._start(self._places[0])
+            await self._start(self._slots[0])
         except (ProcessDiedError, ClockLimitError) as error:
             raise EnvironmentFault(f"environment {self.config.name!r} cannot be loaded: the process {error}") from error
 
     async def close(self) -> None:
         """End all processes."""
-        for place in self._places:
-            if place.worker is not None:
-                await place.worker.kill()
-                place.worker = None
+        for slot in self._slots:
+            if slot.worker is not None:
+                await slot.worker.kill()
+                slot.worker = None
 
     def episode(self, seed: int) -> Episode:
         """An instance to be, in the process with the fewest; `seed` is for the random numbers that it draws."""
-        place = min(self._places, key=lambda one: one.episodes)
-        place.episodes += 1
-        return Episode(self, place, seed)
+        slot = min(self._slots, key=lambda one: one.episodes)
+        slot.episodes += 1
+        return Episode(self, slot, seed)
 
-    async def _start(self, place: _Place) -> _Worker:
+    async def _start(self, slot: _WorkerSlot) -> _Worker:
         worker = await _Worker.spawn(self._log)
         try:
-            self.about = valid(_ABOUT, await worker.exchange(self._first_line, LOAD_SECONDS, 0))
-            if self.about.error:
-                raise EnvironmentFault(self.about.error)
+            self.info = valid(_INFO, await worker.exchange(self._first_line, LOAD_SECONDS, 0))
+            if self.info.error:
+                raise EnvironmentFault(self.info.error)
         except BaseException:
             await worker.kill()
             raise
-        place.worker = worker
+        slot.worker = worker
         return worker
 
-    async def ask(self, place: _Place, done: list[bytes], line: bytes, served: _Worker | None) -> tuple[Reply, _Worker]:
+    async def ask(
+        self, slot: _WorkerSlot, done: list[bytes], line: bytes, served: _Worker | None
+    ) -> tuple[Reply, _Worker]:
         """One call; an instance that went with its process does again what it had done."""
-        async with place.turn:
-            worker = place.worker or await self._start(place)
+        async with slot.turn:
+            worker = slot.worker or await self._start(slot)
             lines = [line] if worker is served else [*done, line]
             try:
                 for one in lines:
@@ -130,33 +137,33 @@ class Worlds:
                     reply = valid(_REPLY, await worker.exchange(one, config.wall_seconds, config.cpu_seconds))
             except BaseException:  # the clock, or a cancelled caller: a late reply must not meet the next call
                 await worker.kill()
-                place.worker = None
+                slot.worker = None
                 raise
-            if reply.replace:
+            if reply.exceeded:
                 await worker.kill()
-                place.worker = None
+                slot.worker = None
             return reply, worker
 
 
 class Episode:
     """One instance of the class, for one rollout."""
 
-    def __init__(self, worlds: Worlds, place: _Place, seed: int) -> None:
-        self._worlds, self._place, self._seed = worlds, place, seed
+    def __init__(self, workers: EnvironmentWorkers, slot: _WorkerSlot, seed: int) -> None:
+        self._workers, self._slot, self._seed = workers, slot, seed
         self._name = str(next(_NAMES))
         self._done: list[bytes] = []
         self._worker: _Worker | None = None
 
     async def do(self, what: str, **fields: Any) -> Reply:
         """One call; what goes wrong is in the reply, never raised."""
-        config = self._worlds.config
+        config = self._workers.config
         limits = {"cpu_seconds": config.cpu_seconds, "memory_mb": config.memory_mb}
         request = {"do": what, "episode": self._name, "seed": self._seed, "number": len(self._done), **limits, **fields}
         line = json.dumps(request, default=str).encode() + b"\n"
         try:
-            reply, self._worker = await self._worlds.ask(self._place, self._done, line, self._worker)
+            reply, self._worker = await self._workers.ask(self._slot, self._done, line, self._worker)
         except ClockLimitError as error:
-            self._worlds.clock_limited = True
+            self._workers.clock_limited = True
             return Reply(error=f"the environment {error}")
         except (ProcessDiedError, EnvironmentFault) as error:
             return Reply(error=f"the environment {error}")
@@ -165,73 +172,80 @@ class Episode:
 
     async def close(self) -> None:
         """Let the instance go."""
-        self._place.episodes -= 1
-        if self._place.worker is not None and self._place.worker is self._worker:
+        self._slot.episodes -= 1
+        if self._slot.worker is not None and self._slot.worker is self._worker:
             await self.do("close")
 
 
-async def play(worlds: Worlds, stage: Stage) -> tuple[Rollout, ...]:
+async def run_group(workers: EnvironmentWorkers, context: GroupContext) -> tuple[Rollout, ...]:
     """The rollouts of one group, each with an instance of its own."""
-    episodes = [worlds.episode(stage.seed + index) for index in range(stage.group_size)]
+    episodes = [workers.episode(context.seed + index) for index in range(context.group_size)]
     try:
-        opened = await asyncio.gather(*(_open(worlds, stage, index, one) for index, one in enumerate(episodes)))
-        first = await _first_turns(worlds, stage, opened)
+        opened = await asyncio.gather(*(_open(workers, context, index, one) for index, one in enumerate(episodes)))
+        first = await _first_turns(workers, context, opened)
         played = (
-            _play(worlds, stage, rollout, first.get(rollout.index), episodes[rollout.index]) for rollout in opened
+            _run_episode(workers, context, rollout, first.get(rollout.index), episodes[rollout.index])
+            for rollout in opened
         )
         rollouts = list(await asyncio.gather(*played))
-        return tuple(map(_with_reward, await _judged(rollouts, stage) if stage.judged else rollouts))
+        return tuple(map(_totalled, await _with_job_rewards(rollouts, context) if context.judged else rollouts))
     finally:
         await asyncio.gather(*(one.close() for one in episodes), return_exceptions=True)
 
 
-async def _open(worlds: Worlds, stage: Stage, index: int, episode: Episode) -> Rollout:
+async def _open(workers: EnvironmentWorkers, context: GroupContext, index: int, episode: Episode) -> Rollout:
     """A rollout whose instance is there, with what the model reads first."""
-    problem = stage.problem
+    problem = context.problem
     row = {**problem.metadata, "answer": problem.answer, "prompt": problem.messages[-1].content}
     reply = await episode.do("reset", row=row)
     *before, last = problem.messages
     content = f"{last.content}\n\n{reply.text}" if reply.text else last.content
-    opening = stage.chat.with_tools((*before, replace(last, content=content)), worlds.about.tools)
+    opening = context.chat.with_tools((*before, replace(last, content=content)), workers.info.tools)
     return Rollout(problem, index, (), (), error=reply.error, opening=opening)
 
 
-async def _first_turns(worlds: Worlds, stage: Stage, opened: Sequence[Rollout]) -> dict[int, tuple[IntArray, Chunk]]:
+async def _first_turns(
+    workers: EnvironmentWorkers, context: GroupContext, opened: Sequence[Rollout]
+) -> dict[int, tuple[IntArray, Chunk]]:
     """Of each rollout its prompt and its first turn; rollouts that read the same are one request, with one prefill."""
     together: dict[tuple[Message, ...], list[int]] = {}
     for rollout in opened:
         if not rollout.error:
             together.setdefault(rollout.opening, []).append(rollout.index)
-    prompts = [stage.chat.prompt_of(messages, worlds.about.tools) for messages in together]
-    found = await asyncio.gather(
+    prompts = [context.chat.prompt_of(messages, workers.info.tools) for messages in together]
+    chunks_of_groups = await asyncio.gather(
         *(
-            whole(stage.generate(prompt, tuple(indices), 0), len(indices))
+            whole(context.generate(prompt, tuple(indices), 0), len(indices))
             for prompt, indices in zip(prompts, together.values(), strict=True)
         )
     )
     return {
         index: (prompt, chunk)
-        for prompt, indices, chunks in zip(prompts, together.values(), found, strict=True)
+        for prompt, indices, chunks in zip(prompts, together.values(), chunks_of_groups, strict=True)
         for index, chunk in zip(indices, chunks, strict=True)
     }
 
 
-async def _play(
-    worlds: Worlds, stage: Stage, rollout: Rollout, first: tuple[IntArray, Chunk] | None, episode: Episode
+async def _run_episode(
+    workers: EnvironmentWorkers,
+    context: GroupContext,
+    rollout: Rollout,
+    first: tuple[IntArray, Chunk] | None,
+    episode: Episode,
 ) -> Rollout:
     """A rollout from its first turn to its end."""
     if first is None:
         return rollout
-    chat, tools, (read, chunk), anew = stage.chat, worlds.about.tools, first, False
-    for turn in range(1, worlds.config.max_turns + 1):
+    chat, tools, (read, chunk), anew = context.chat, workers.info.tools, first, False
+    for turn in range(1, workers.config.max_turns + 1):
         cut_off = chunk.finish_reason is FinishReason.LENGTH
-        calls = tool_calls(chunk.text) if tools and not cut_off else ()
+        calls = _tool_calls(chunk.text) if tools and not cut_off else ()
         rollout = extended(rollout, read, chunk, anew=anew, calls=calls)
         if rollout.error:
             break
-        replies, reward, done, error = await _replies(worlds, chat, episode, chunk.text, calls)
+        replies, reward, done, error = await _replies(workers, chat, episode, chunk.text, calls)
         before, rollout = rollout.transcript[:-1], replace(answered(rollout, replies, reward), error=error)
-        if done or error or cut_off or not replies or turn == worlds.config.max_turns:
+        if done or error or cut_off or not replies or turn == workers.config.max_turns:
             break
         branch = rollout.branches[-1]
         if chat.extends(branch.token_ids, rollout.transcript, tools):
@@ -241,14 +255,29 @@ async def _play(
             anew, read = True, chat.prompt_of(rollout.transcript, tools)
             prompt = read
         try:
-            (chunk,) = await whole(stage.generate(prompt, (rollout.index,), turn), 1)
+            (chunk,) = await whole(context.generate(prompt, (rollout.index,), turn), 1)
         except EngineError as error:  # so many turns may be too long for this rollout and not for the others
             return replace(rollout, error=str(error))
-    return await _worth(worlds, rollout, episode)
+    return await _with_own_rewards(workers, rollout, episode)
+
+
+def _tool_calls(text: str) -> tuple[ToolCall, ...]:
+    """The calls of one turn, in their order; one that is no JSON is a call of no tool, so that the model hears of it."""
+    return tuple(map(_tool_call, _TOOL_CALL.findall(text)))
+
+
+def _tool_call(text: str) -> ToolCall:
+    try:
+        fields = json.loads(text)
+        arguments = fields.get("arguments", {})
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return ToolCall(str(fields["name"]), dict(arguments))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return ToolCall(text.strip()[:40], {})
 
 
 async def _replies(
-    worlds: Worlds, chat: Chat, episode: Episode, text: str, calls: Sequence[ToolCall]
+    workers: EnvironmentWorkers, chat: Chat, episode: Episode, text: str, calls: Sequence[ToolCall]
 ) -> tuple[tuple[Message, ...], float | None, bool, str]:
     """What is said to a turn, its reward, whether the episode has ended, and what went wrong."""
     if calls:
@@ -260,14 +289,14 @@ async def _replies(
             replies.append(Message(chat.tool_role, reply.text, name=call.name if chat.tool_role == "tool" else ""))
             done |= reply.done
         return tuple(replies), None, done, ""
-    if not worlds.about.steps:
+    if not workers.info.steps:
         return (), None, True, ""
     reply = await episode.do("step", text=text)
     said = (Message("user", reply.text),) if reply.text else ()
     return said, reply.reward, reply.done, reply.error
 
 
-async def _worth(worlds: Worlds, rollout: Rollout, episode: Episode) -> Rollout:
+async def _with_own_rewards(workers: EnvironmentWorkers, rollout: Rollout, episode: Episode) -> Rollout:
     """With what the environment gives: the sum of its turns' rewards, and of the whole episode."""
     if rollout.error:
         return rollout
@@ -275,7 +304,7 @@ async def _worth(worlds: Worlds, rollout: Rollout, episode: Episode) -> Rollout:
     turns = [turn.reward for turn in rollout.turns if turn.reward is not None]
     if turns:
         parts["turns"] = float(sum(turns))
-    if worlds.about.judges:
+    if workers.info.judges:
         reply = await episode.do("reward")
         if reply.error or reply.reward is None:
             return replace(rollout, error=reply.error or "get_reward returned nothing")
@@ -283,21 +312,21 @@ async def _worth(worlds: Worlds, rollout: Rollout, episode: Episode) -> Rollout:
     return replace(rollout, reward_parts=parts)
 
 
-async def _judged(rollouts: list[Rollout], stage: Stage) -> list[Rollout]:
+async def _with_job_rewards(rollouts: list[Rollout], context: GroupContext) -> list[Rollout]:
     """With what the job's own rewards say of the last turn, whose parts are added."""
     left = [rollout for rollout in rollouts if not rollout.error]
-    for rollout, result in zip(left, await stage.score(left) if left else [], strict=True):
+    for rollout, result in zip(left, await context.score(left) if left else [], strict=True):
         parts = {**rollout.reward_parts, **result.parts}
         total = sum(rollout.reward_parts.values()) + result.reward
         rollouts[rollout.index] = replace(rollout, reward=total, reward_parts=parts, error=result.error)
     return rollouts
 
 
-def _with_reward(rollout: Rollout) -> Rollout:
+def _totalled(rollout: Rollout) -> Rollout:
     """One that no reward of the job judged is worth the sum of its parts."""
     if rollout.error or rollout.reward == rollout.reward:  # not nan
         return rollout
     if not rollout.reward_parts:
-        told = "nothing rewards it: give the environment get_reward(), have step return one, or give the job a reward"
-        return replace(rollout, error=told)
+        error = "nothing rewards it: give the environment get_reward(), have step return one, or give the job a reward"
+        return replace(rollout, error=error)
     return replace(rollout, reward=float(sum(rollout.reward_parts.values())))

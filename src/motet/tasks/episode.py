@@ -1,6 +1,6 @@
 """How one problem becomes rollouts: which prompts are generated from, what the environment answers, what is rewarded.
 
-An environment sees neither engine nor adapter, only two functions: `Generate` draws completions, `Score` judges them.
+An environment sees neither engine nor adapter, only two functions: `Generate` draws completions, `ScoreRollouts` judges them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from motet.types import Branch, Chunk, FinishReason, IntArray, Message, Problem,
 
 Generate = Callable[[IntArray, tuple[int, ...], int], Awaitable[list[Chunk]]]
 """(prompt_ids, sample_indices, turn) → one whole completion per index, in order. Index and turn seed the draw."""
-Score = Callable[[Sequence[Rollout]], Awaitable[list[Scored]]]
+ScoreRollouts = Callable[[Sequence[Rollout]], Awaitable[list[Scored]]]
 """One result for each rollout, in order."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class GroupContext:
     """What an environment makes the rollouts of one group with."""
 
     problem: Problem
     chat: Chat
     group_size: int
     generate: Generate
-    score: Score
+    score: ScoreRollouts
     seed: int = 0
     """Of the group, for what an environment draws."""
     judged: bool = True
     """Whether the job has rewards."""
 
 
-Environment = Callable[[Stage], Awaitable[tuple[Rollout, ...]]]
+Environment = Callable[[GroupContext], Awaitable[tuple[Rollout, ...]]]
 """The rollouts of one group, in the order of their indices."""
 
 RETRY_MESSAGE = "That is not right. Please answer again."
@@ -46,27 +46,27 @@ SECOND_TRY = 0.5
 """What a right answer at the second try is worth, so that being right at once stays the better policy."""
 
 
-async def single_turn(stage: Stage) -> tuple[Rollout, ...]:
+async def single_turn(context: GroupContext) -> tuple[Rollout, ...]:
     """One answer each; one call to `generate`, so that the prompt is prefilled once."""
-    rollouts = await _first_turn(stage)
-    return tuple(await _rewarded(rollouts, stage.score, {rollout.index: 1.0 for rollout in rollouts}))
+    rollouts = await _first_turn(context)
+    return tuple(await _rewarded(rollouts, context.score, {rollout.index: 1.0 for rollout in rollouts}))
 
 
-async def retry(stage: Stage) -> tuple[Rollout, ...]:
+async def retry(context: GroupContext) -> tuple[Rollout, ...]:
     """Two turns: an answer that is not fully right (reward below 1) is told so and may be given once more.
 
     The reward is that of the last turn, times `SECOND_TRY` where that is the second; `reward_parts["first_try"]` keeps
     the first turn's. A first answer that was cut off at `max_tokens` has not ended its turn: it gets no second.
     """
-    rollouts = await _first_turn(stage)
-    rollouts = await _rewarded(rollouts, stage.score, {rollout.index: 1.0 for rollout in rollouts})
+    rollouts = await _first_turn(context)
+    rollouts = await _rewarded(rollouts, context.score, {rollout.index: 1.0 for rollout in rollouts})
     rollouts = [
         rollout if rollout.error else replace(rollout, reward_parts=_first_try(rollout, rollout.reward))
         for rollout in rollouts
     ]
     again = [rollout for rollout in rollouts if not rollout.error and not rollout.truncated and rollout.reward < 1]
-    second = await asyncio.gather(*(_second_turn(rollout, stage) for rollout in again))
-    judged = await _rewarded(second, stage.score, {rollout.index: SECOND_TRY for rollout in second})
+    second = await asyncio.gather(*(_second_turn(rollout, context) for rollout in again))
+    judged = await _rewarded(second, context.score, {rollout.index: SECOND_TRY for rollout in second})
     for before, rollout in zip(again, judged, strict=True):
         parts = rollout.reward_parts if rollout.error else _first_try(rollout, before.reward)
         rollouts[rollout.index] = replace(rollout, reward_parts=parts)
@@ -77,18 +77,18 @@ ENVIRONMENTS: Mapping[str, Environment] = {"single": single_turn, "retry": retry
 """The values of a job's `environment.name`, besides `file.py:Class`."""
 
 
-async def _first_turn(stage: Stage) -> list[Rollout]:
-    prompt, indices = stage.chat.prompt_ids(stage.problem), tuple(range(stage.group_size))
-    chunks = await whole(stage.generate(prompt, indices, 0), stage.group_size)
-    return [extended(Rollout(stage.problem, index, (), ()), prompt, chunk) for index, chunk in enumerate(chunks)]
+async def _first_turn(context: GroupContext) -> list[Rollout]:
+    prompt, indices = context.chat.prompt_ids(context.problem), tuple(range(context.group_size))
+    chunks = await whole(context.generate(prompt, indices, 0), context.group_size)
+    return [extended(Rollout(context.problem, index, (), ()), prompt, chunk) for index, chunk in enumerate(chunks)]
 
 
-async def _second_turn(rollout: Rollout, stage: Stage) -> Rollout:
+async def _second_turn(rollout: Rollout, context: GroupContext) -> Rollout:
     (branch,) = rollout.branches
     reply = Message("user", RETRY_MESSAGE)
-    read = stage.chat.follow_up_ids(rollout.problem.messages, branch.token_ids[branch.loss_mask], [reply])
+    read = context.chat.follow_up_ids(rollout.problem.messages, branch.token_ids[branch.loss_mask], [reply])
     try:
-        (chunk,) = await whole(stage.generate(np.concatenate([branch.token_ids, read]), (rollout.index,), 1), 1)
+        (chunk,) = await whole(context.generate(np.concatenate([branch.token_ids, read]), (rollout.index,), 1), 1)
     except EngineError as error:  # two turns may be too long for this rollout and not for the others
         return replace(rollout, error=str(error))
     return extended(answered(rollout, (reply,)), read, chunk)
@@ -130,7 +130,7 @@ def extended(
     return replace(rollout, branches=(*before, branch), turns=turns, error=error)
 
 
-async def _rewarded(rollouts: Sequence[Rollout], score: Score, worth: Mapping[int, float]) -> list[Rollout]:
+async def _rewarded(rollouts: Sequence[Rollout], score: ScoreRollouts, worth: Mapping[int, float]) -> list[Rollout]:
     """Rollouts with the reward of their last turn; those that failed before are passed on as they are."""
     sound = [rollout for rollout in rollouts if not rollout.error]
     results = await score(sound) if sound else []

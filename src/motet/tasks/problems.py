@@ -54,11 +54,9 @@ class Problems(Sequence[Problem]):
         return self.only(row for row in range(len(self)) if not like[row] or self[row].messages not in prompts)
 
     def __len__(self) -> int:
-        """How many."""
         return len(self._places)
 
     def __iter__(self) -> Iterator[Problem]:
-        """One after another."""
         return map(self._problem, range(len(self)))
 
     @overload
@@ -66,7 +64,6 @@ class Problems(Sequence[Problem]):
     @overload
     def __getitem__(self, index: slice) -> Problems: ...
     def __getitem__(self, index: int | slice) -> Problem | Problems:
-        """A problem, or a range of them."""
         rows = range(len(self))[index]
         return self.only(rows) if isinstance(rows, range) else self._problem(rows)
 

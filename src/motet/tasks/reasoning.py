@@ -119,10 +119,10 @@ def build_scorer(spec: ScorerSpec) -> Callable[[Problem, str], float]:
         return None
 
     def score(problem: Problem, completion: str) -> float:
-        found = entry_of(problem.id, problem.metadata.get("question", ""))
-        if found is None:
+        known = entry_of(problem.id, problem.metadata.get("question", ""))
+        if known is None:
             raise ValueError("this problem is not a row of the job's reasoning-gym data, so its scorer cannot grade it")
-        dataset, entry = found
+        dataset, entry = known
         tagged = _ANSWER_TAG.findall(completion)
         return float(dataset.score_answer((tagged[-1] if tagged else completion).strip(), entry))
 

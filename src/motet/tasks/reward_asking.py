@@ -14,7 +14,7 @@ from typing import Any
 
 from motet.config import RewardConfig
 from motet.errors import EngineError, ScorerAway
-from motet.tasks.reward_elsewhere import Score, from_wire
+from motet.tasks.reward_elsewhere import ScoreOrReason, from_wire
 
 
 class AskedOfService:
@@ -28,7 +28,7 @@ class AskedOfService:
 
     async def __call__(
         self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
-    ) -> list[Score]:
+    ) -> list[ScoreOrReason]:
         """Ask, and wait for the scores.
 
         Raises:
@@ -43,15 +43,15 @@ class AskedOfService:
             del self._open[key]
             return [f"cannot be sent to be scored: {error}; leave large columns out of the data"] * len(completions)
         try:
-            found = await answer
+            reply = await answer
         except asyncio.CancelledError:
             self._say(unscore=key)
             raise
         finally:
             del self._open[key]
-        if found.get("away"):
+        if reply.get("away"):
             raise ScorerAway("nobody is there to score this job's rollouts")
-        return from_wire(found.get("scores"), len(completions))
+        return from_wire(reply.get("scores"), len(completions))
 
     def rest(self, job: str, wanted: bool) -> None:
         """Tell whether a job is to rest."""

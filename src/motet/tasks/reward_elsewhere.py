@@ -25,9 +25,9 @@ class Chance(str):
     __slots__ = ()
 
 
-Score = float | str | None
+ScoreOrReason = float | str | None
 """What was said of a completion: a finite number, the reason why there is none, or None where the reward does not apply."""
-Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str]], Awaitable[list[Score]]]
+Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str]], Awaitable[list[ScoreOrReason]]]
 """(job, reward, problem, completions) → one score per completion, in order. `problem` is a `Problem` as plain values."""
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
@@ -105,13 +105,13 @@ def check(reward: RewardConfig) -> None:
     try:
         ELSEWHERE[reward.name].model_validate(reward.args)
     except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in found["loc"])
+        mistake = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in mistake["loc"])
         fields = ", ".join(ELSEWHERE[reward.name].model_fields)
         message = {
             "missing": "is missing",
             "extra_forbidden": f"there is no such argument; there are {fields}",
-        }.get(found["type"], str(found["msg"]).removeprefix("Value error, "))
+        }.get(mistake["type"], str(mistake["msg"]).removeprefix("Value error, "))
         raise RewardError(f"reward {reward.name}: args.{field}: {message}") from error
 
 
@@ -122,17 +122,17 @@ def label_of(reward: RewardConfig) -> str:
     return f"{Path(file).name}:{function}" if file.endswith(".py") else name
 
 
-def number(value: Any) -> Score:
+def number(value: Any) -> ScoreOrReason:
     """What a JSON value is worth: a finite number, or the reason why it is none."""
     if value is None:
         return "gave no score"
     if not isinstance(value, int | float):
         return f"gave {_kind(value)}, not a number"
     try:
-        found = float(value)
+        score = float(value)
     except OverflowError:
-        found = math.inf
-    return found if math.isfinite(found) else f"gave {found}, not a finite number"
+        score = math.inf
+    return score if math.isfinite(score) else f"gave {score}, not a finite number"
 
 
 def _kind(value: Any) -> str:
@@ -141,20 +141,20 @@ def _kind(value: Any) -> str:
     return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, Mapping) else "what is not JSON"
 
 
-def to_wire(scores: Sequence[Score]) -> list[Any]:
+def to_wire(scores: Sequence[ScoreOrReason]) -> list[Any]:
     """Scores as JSON values: a number, a text, `{"chance": text}`, or null."""
     return [{"chance": str(score)} if isinstance(score, Chance) else score for score in scores]
 
 
-def from_wire(values: Any, n: int) -> list[Score]:
+def from_wire(values: Any, n: int) -> list[ScoreOrReason]:
     """What `to_wire` wrote of so many completions; what cannot be read is a reason."""
     if not isinstance(values, list) or len(values) != n:
-        told = f"{len(values)} scores" if isinstance(values, list) else _kind(values)
-        return [f"gave {told} for {n} completions"] * n
+        count = f"{len(values)} scores" if isinstance(values, list) else _kind(values)
+        return [f"gave {count} for {n} completions"] * n
     return [_read(value) for value in values]
 
 
-def _read(value: Any) -> Score:
+def _read(value: Any) -> ScoreOrReason:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, Mapping):

@@ -25,7 +25,7 @@ import httpx2
 
 from motet.config import RewardConfig
 from motet.errors import RewardError
-from motet.tasks.reward_elsewhere import Chance, HttpArgs, Score, number
+from motet.tasks.reward_elsewhere import Chance, HttpArgs, ScoreOrReason, number
 
 ATTEMPTS = 3
 """How often an address that fails is asked in all."""
@@ -64,7 +64,7 @@ class Addresses:
         """
         if self.anywhere:
             return
-        host, port = _place(url)
+        host, port = _host_and_port(url)
         if self.hosts is not None:
             if not self.lists(host, port):
                 raise RewardError(
@@ -88,7 +88,7 @@ def _listed(hosts: Sequence[str]) -> str:
     return ", ".join(hosts) or "none"
 
 
-def _place(url: str) -> tuple[str, int]:
+def _host_and_port(url: str) -> tuple[str, int]:
     """Host and port of a URL; the host in small letters, without a final dot."""
     parsed = httpx2.URL(url)
     return parsed.host.lower().rstrip("."), parsed.port or (443 if parsed.scheme == "https" else 80)
@@ -117,8 +117,8 @@ _RESOLVING = ThreadPoolExecutor(64, "motet-names")
 
 async def _resolve(host: str, port: int) -> list[str]:
     asking = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    found = await asyncio.get_running_loop().run_in_executor(_RESOLVING, asking)
-    return [str(one[4][0]).partition("%")[0] for one in found]
+    addresses = await asyncio.get_running_loop().run_in_executor(_RESOLVING, asking)
+    return [str(one[4][0]).partition("%")[0] for one in addresses]
 
 
 class HttpRewards:
@@ -139,23 +139,23 @@ class HttpRewards:
 
     async def __call__(
         self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
-    ) -> list[Score]:
+    ) -> list[ScoreOrReason]:
         """Scores of completions. What goes wrong is a reason."""
         args = HttpArgs.model_validate(reward.args)
         body = json.dumps({"problem": problem, "completions": completions, "args": args.args}).encode()
         gate = self._gates.setdefault(job, asyncio.Semaphore(AT_ONCE))
-        told = f"{httpx2.URL(args.url).host}"
+        host = f"{httpx2.URL(args.url).host}"
         reason: str
         async with gate:
             try:
                 with anyio.fail_after(reward.wall_seconds):
                     return _scores(await self._posted(args, body), len(completions))
             except TimeoutError:
-                reason = Chance(f"{told} gave no whole answer in {reward.wall_seconds:g} s (reward field wall_seconds)")
+                reason = Chance(f"{host} gave no whole answer in {reward.wall_seconds:g} s (reward field wall_seconds)")
             except _Failed as error:
-                reason = Chance(f"{told} {error}, {ATTEMPTS} times")
+                reason = Chance(f"{host} {error}, {ATTEMPTS} times")
             except _Refused as error:
-                reason = f"{told} {error}"
+                reason = f"{host} {error}"
         return [reason] * len(completions)
 
     async def _posted(self, args: HttpArgs, body: bytes) -> bytes:
@@ -179,10 +179,10 @@ class HttpRewards:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **args.headers}
         extensions: dict[str, Any] = {}
         if not self._addresses.anywhere:
-            places = await self._checked(args.url)
+            addresses = await self._checked(args.url)
             headers["Host"] = url.netloc.decode("ascii")
             extensions["sni_hostname"] = url.raw_host.decode("ascii")
-            url = url.copy_with(host=places[(attempt - 1) % len(places)])
+            url = url.copy_with(host=addresses[(attempt - 1) % len(addresses)])
         if self._trust is None:
             self._trust = await asyncio.to_thread(httpx2.create_ssl_context)
         # A client for each call: a kept connection could meet another name at the same address.
@@ -212,7 +212,7 @@ class HttpRewards:
             _Refused: the service does not ask there.
             _Failed: the name could not be resolved.
         """
-        host, port = _place(url)
+        host, port = _host_and_port(url)
         listed = self._addresses.hosts is not None
         if listed and not self._addresses.lists(host, port):
             raise _Refused(f"is not among the hosts that this service asks: {_listed(self._addresses.hosts or ())}")
@@ -251,17 +251,17 @@ async def _read(response: httpx2.Response) -> bytes:
     return bytes(body)
 
 
-def _scores(body: bytes, n: int) -> list[Score]:
+def _scores(body: bytes, n: int) -> list[ScoreOrReason]:
     """Scores of so many completions.
 
     Raises:
         _Refused: the answer is not `{"scores": […]}` with one for each.
     """
     try:
-        found = json.loads(body)
+        reply = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise _Refused(f"answered what is not JSON: {str(error)[:100]}") from error
-    scores = found.get("scores") if isinstance(found, dict) else None
+    scores = reply.get("scores") if isinstance(reply, dict) else None
     if not isinstance(scores, list):
         raise _Refused('must answer {"scores": [one number for each completion]}')
     if len(scores) != n:

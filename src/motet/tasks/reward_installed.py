@@ -58,11 +58,11 @@ def install(wanted: Mapping[str, Mapping[str, Any]], file: Path | None = None) -
     answer = json.loads(done.stdout or "{}")
     if "found" not in answer:
         raise RewardError(answer.get("error") or f"the rewards do not load: {done.stderr.strip()[-500:]}")
-    found = {name: Installed(**one) for name, one in answer["found"].items()}
-    for name in found:
+    installed = {name: Installed(**one) for name, one in answer["found"].items()}
+    for name in installed:
         if name in BUILTIN or name in ELSEWHERE or name == SCORER or ":" in name:
             raise RewardError(f"a reward cannot be installed as {name!r}: the name has a meaning already")
-    return found
+    return installed
 
 
 def without_folder(text: str, target: str) -> str:
@@ -86,7 +86,7 @@ def _describe(function: Any, target: str, args: Mapping[str, Any], wall: bool) -
 
 def _of_file(file: str) -> dict[str, str]:
     """Public reward functions of a file, by name."""
-    found = {}
+    functions = {}
     module = OWN.load_file(file)
     for name, value in vars(module).items():
         if name.startswith("_") or not inspect.isfunction(value) or value.__module__ != module.__name__:
@@ -94,10 +94,10 @@ def _of_file(file: str) -> dict[str, str]:
         parameters = list(inspect.signature(value).parameters)
         both = {"problem", "completion"} <= set(parameters)
         if "completions" in parameters or both or (len(parameters) > 1 and parameters[0] == "problem"):
-            found[name] = f"{Path(file).expanduser().resolve()}:{name}"
-    if not found:
+            functions[name] = f"{Path(file).expanduser().resolve()}:{name}"
+    if not functions:
         raise RewardError(f"{file} has no reward: a function (problem, completion) that returns a number")
-    return found
+    return functions
 
 
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,14 +105,14 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     wanted = dict(asked["wanted"])
     if asked["file"] is not None:
         wanted = {**{name: {"function": target} for name, target in _of_file(asked["file"]).items()}, **wanted}
-    found = {}
+    described_rewards = {}
     for name, one in wanted.items():
         target, args = str(one["function"]), one.get("args") or {}
         function = OWN.find(target)
         described = _describe(function, target, args, one.get("wall", True))
         adapted(function, {**dict.fromkeys(described.parameters), **args}, name)  # whether it can be called
-        found[name] = asdict(described)
-    return {"found": found}
+        described_rewards[name] = asdict(described)
+    return {"found": described_rewards}
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ class Reply:
     """Why it failed; empty otherwise."""
     failed: bool
     """Whether the call went wrong as a whole."""
-    replace: Literal["", "cpu", "memory"]
+    exceeded: Literal["", "cpu", "memory"]
     """Which limit it hit; the process should not be trusted with another call then."""
 
 
@@ -41,7 +41,7 @@ class _Loaded:
 _REPLY, _LOADED = TypeAdapter(Reply), TypeAdapter(_Loaded)
 
 
-def hello(rewards: Sequence[RewardConfig], scorer: ScorerSpec | None, walled: bool) -> bytes:
+def load_request(rewards: Sequence[RewardConfig], scorer: ScorerSpec | None, walled: bool) -> bytes:
     """The first line to a process: what to load, found along the same import path as here.
 
     Raises:
@@ -114,13 +114,13 @@ class RewardLink(WorkerLink):
             ProcessDiedError: the process ended instead of answering.
             ClockLimitError: no answer within `wall_seconds`.
         """
-        reply = await self.exchange(line, wall_seconds, cpu_seconds)
+        answer = await self.exchange(line, wall_seconds, cpu_seconds)
         try:
-            found = valid(_REPLY, reply)
-            if not len(found.values) == len(found.errors) == n:
+            reply = valid(_REPLY, answer)
+            if not len(reply.values) == len(reply.errors) == n:
                 raise ProcessDiedError(NO_REPLY)
         except ProcessDiedError:
             await self.kill()
             raise
         self.calls += 1
-        return found
+        return reply

@@ -112,16 +112,16 @@ def _own_call(
     """Problem and completion go to the parameters of these names; where not both are there, to the first and the second."""
     by_name = _by_name(parameters)
     positional = [key for key, value in parameters.items() if value.kind in _POSITIONAL]
-    told = ""
+    taken = ""
     if positional[:1] == ["completion"] and not by_name:
-        told = "completion first"
+        taken = "completion first"
     elif positional[1:2] == ["problem"] and not by_name:
-        told = "problem second"
+        taken = "problem second"
     elif len(positional) < 2 and not by_name and not any(one.kind is one.VAR_POSITIONAL for one in parameters.values()):
-        told = ", ".join(positional) or "nothing"
-    if told:
+        taken = ", ".join(positional) or "nothing"
+    if taken:
         usual = "def reward(problem, completion), or TRL's def reward(completions, **columns)"
-        raise RewardError(f"reward {name!r} takes {told}; write {usual}")
+        raise RewardError(f"reward {name!r} takes {taken}; write {usual}")
     _check_args(parameters, args, name)
 
     def call(problem: Problem, completions: Sequence[str], *transcript: Any) -> Any:

@@ -24,9 +24,9 @@ from motet.config import RewardConfig
 from motet.errors import RewardError
 from motet.tasks import reward_elsewhere
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_elsewhere import ELSEWHERE, Chance, Elsewhere, Score
+from motet.tasks.reward_elsewhere import ELSEWHERE, Chance, Elsewhere, ScoreOrReason
 from motet.tasks.reward_installed import Installed, without_folder
-from motet.tasks.reward_link import Reply, hello
+from motet.tasks.reward_link import Reply, load_request
 from motet.tasks.reward_walls import Walls
 from motet.tasks.reward_workers import Worker, WorkerGroup
 from motet.tasks.worker_link import ClockLimitError, ProcessDiedError
@@ -48,6 +48,7 @@ class Scored:
 
 
 Transcript = Sequence[Message]
+_ALWAYS = ("role", "content")
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ class _Job:
     labels: Sequence[str]
     groups: Sequence[WorkerGroup]
 
-    def group_of(self, place: int) -> WorkerGroup | None:
+    def group_of(self, index: int) -> WorkerGroup | None:
         """Who scores a reward; None where no process does."""
-        return next((group for group in self.groups if place in group.rewards), None)
+        return next((group for group in self.groups if index in group.rewards), None)
 
 
 class RewardPool:
@@ -116,13 +117,13 @@ class RewardPool:
             RewardError: a reward cannot be found, loaded, or called with its arguments; says what to do.
         """
         await self.unregister(job)
-        here = [place for place, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
-        walled = {place: self._walls.around(rewards[place], self._known(rewards[place])) for place in here}
+        here = [index for index, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
+        walled = {index: self._walls.around(rewards[index], self._known(rewards[index])) for index in here}
         groups = []
         for side in sorted(set(walled.values())):
-            own = {place: rewards[place] for place in here if walled[place] is side}
-            first_line = hello([self._found(reward) for reward in own.values()], scorer, side)
-            groups.append(WorkerGroup(side, first_line, log, own, self._has_room))
+            own = {index: rewards[index] for index in here if walled[index] is side}
+            first_line = load_request([self._located(reward) for reward in own.values()], scorer, side)
+            groups.append(WorkerGroup(side, first_line, log, own, self._may_start_another))
         self._jobs[job] = _Job(job, tuple(rewards), _labels(rewards), groups)
         try:
             for group in groups:
@@ -135,7 +136,7 @@ class RewardPool:
 
     async def unregister(self, job: str) -> None:
         """End a job's processes; calls in flight come back as failed. Nothing happens where there is no such job."""
-        groups = found.groups if (found := self._jobs.pop(job, None)) else ()
+        groups = registered.groups if (registered := self._jobs.pop(job, None)) else ()
         for group in groups:
             group.closed = True
         for group in groups:
@@ -166,15 +167,15 @@ class RewardPool:
             RewardError: the job is not registered.
             ScorerAway: nobody is there to score, and the job is to rest.
         """
-        known, given = self._registered(job), asdict(problem)
+        known, given = self._registered(job), problem_as_given(problem)
         seen = transcripts or [()] * len(completions)
         answers = [Answer(*one) for one in zip(completions, seen, strict=True)]
         columns = await asyncio.gather(
-            *(self._column(known, place, given, answers) for place in range(len(known.rewards)))
+            *(self._column(known, index, given, answers) for index in range(len(known.rewards)))
         )
         return [_sum(known, parts) for parts in zip(*columns, strict=True)]
 
-    async def scores(self, job: str, problem: dict[str, Any], completions: Sequence[str]) -> list[Score]:
+    async def scores(self, job: str, problem: dict[str, Any], completions: Sequence[str]) -> list[ScoreOrReason]:
         """What the first reward of a job says of completions of a problem (as plain values), before its weight.
 
         Raises:
@@ -183,7 +184,7 @@ class RewardPool:
         parts = await self._column(self._registered(job), 0, problem, [Answer(text) for text in completions])
         return [_score(part) for part in parts]
 
-    def _has_room(self) -> bool:
+    def _may_start_another(self) -> bool:
         return sum(len(group.workers) for job in self._jobs.values() for group in job.groups) < self._workers
 
     def _registered(self, job: str) -> _Job:
@@ -210,19 +211,19 @@ class RewardPool:
     def _known(self, reward: RewardConfig) -> Installed | None:
         return self._installed.get(reward.name) if reward.function is None else None
 
-    def _found(self, reward: RewardConfig) -> RewardConfig:
+    def _located(self, reward: RewardConfig) -> RewardConfig:
         """The reward with the function that its name stands for, where that was installed."""
         known = self._known(reward)
         if known is None:
             return reward
         return reward.model_copy(update={"name": known.target, "args": {**known.args, **reward.args}})
 
-    async def _column(self, job: _Job, place: int, problem: dict[str, Any], answers: list[Answer]) -> list[_Part]:
+    async def _column(self, job: _Job, index: int, problem: dict[str, Any], answers: list[Answer]) -> list[_Part]:
         """One reward's parts, one for each completion."""
-        reward, group = job.rewards[place], job.group_of(place)
+        reward, group = job.rewards[index], job.group_of(index)
         if group is None:
             return await self._asked(job, reward, problem, answers)
-        parts = await self._in_process(group, place, problem, answers)
+        parts = await self._in_process(group, index, problem, answers)
         known = self._known(reward)
         if known is None:
             return parts
@@ -232,30 +233,30 @@ class RewardPool:
         self, job: _Job, reward: RewardConfig, problem: dict[str, Any], answers: list[Answer]
     ) -> list[_Part]:
         """Parts of a reward that is scored elsewhere."""
-        found = await self._elsewhere[reward.name](job.name, reward, problem, [answer.text for answer in answers])
-        return [_part(score) for score in found]
+        scores = await self._elsewhere[reward.name](job.name, reward, problem, [answer.text for answer in answers])
+        return [_part(score) for score in scores]
 
     async def _in_process(
-        self, group: WorkerGroup, place: int, problem: dict[str, Any], answers: list[Answer]
+        self, group: WorkerGroup, index: int, problem: dict[str, Any], answers: list[Answer]
     ) -> list[_Part]:
         """Parts of a reward that a process of the job scores.
 
         A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
         """
-        if group.together[group.index(place)] and len(answers) > 1:
-            parts = await self._call(group, place, problem, answers)
+        if group.together[group.index(index)] and len(answers) > 1:
+            parts = await self._call(group, index, problem, answers)
             if parts is not None:
                 return parts
-        alone = await asyncio.gather(*(self._call(group, place, problem, [answer], last=True) for answer in answers))
+        alone = await asyncio.gather(*(self._call(group, index, problem, [answer], last=True) for answer in answers))
         return [parts[0] for parts in alone if parts is not None]
 
     async def _call(
-        self, group: WorkerGroup, place: int, problem: dict[str, Any], answers: list[Answer], last: bool = False
+        self, group: WorkerGroup, index: int, problem: dict[str, Any], answers: list[Answer], last: bool = False
     ) -> list[_Part] | None:
         """One call, or None when a call for several failed as a whole and there is a `last` one to come for each."""
         worker = await group.take()
         try:
-            reply = await self._ask(group, worker, place, problem, answers)
+            reply = await self._ask(group, worker, index, problem, answers)
         except ClockLimitError as error:
             return [_Part(error=str(error), clock_limited=True)] * len(answers)
         except ProcessDiedError as error:
@@ -267,15 +268,15 @@ class RewardPool:
         return [_part(error or value) for value, error in zip(reply.values, reply.errors, strict=True)]
 
     async def _ask(
-        self, group: WorkerGroup, worker: Worker, place: int, problem: dict[str, Any], answers: list[Answer]
+        self, group: WorkerGroup, worker: Worker, index: int, problem: dict[str, Any], answers: list[Answer]
     ) -> Reply:
         """A reply that a fresh process would have given too."""
-        reward, n = group.rewards[place], len(answers)
+        reward, n = group.rewards[index], len(answers)
         request = {
-            "reward": group.index(place),
+            "reward": group.index(index),
             "problem": problem,
             "completions": [answer.text for answer in answers],
-            "transcripts": [[asdict(message) for message in answer.transcript] for answer in answers],
+            "transcripts": [as_given(answer.transcript) for answer in answers],
             "memory_mb": reward.memory_mb,
         }
         line = json.dumps({**request, "cpu_seconds": reward.cpu_seconds * n}).encode() + b"\n"
@@ -295,20 +296,30 @@ class RewardPool:
                     await worker.link.kill()
                 worker.link = None
                 raise
-            if reply.replace:
+            if reply.exceeded:
                 await worker.link.kill()
                 worker.link = None
-            if reply.replace != "memory" or fresh:
+            if reply.exceeded != "memory" or fresh:
                 return reply
 
 
-def _part(score: Score) -> _Part:
+def as_given(messages: Transcript) -> list[dict[str, Any]]:
+    """Messages as rewards get them: what most of them do not have, tool calls and names, is left out where it is empty."""
+    return [{key: value for key, value in asdict(message).items() if value or key in _ALWAYS} for message in messages]
+
+
+def problem_as_given(problem: Problem) -> dict[str, Any]:
+    """A problem as rewards get it, in plain values."""
+    return {**asdict(problem), "messages": as_given(problem.messages)}
+
+
+def _part(score: ScoreOrReason) -> _Part:
     if isinstance(score, str):
         return _Part(error=score, clock_limited=isinstance(score, Chance))
     return _Part(applies=False) if score is None else _Part(score)
 
 
-def _score(part: _Part) -> Score:
+def _score(part: _Part) -> ScoreOrReason:
     if part.error:
         return (Chance if part.clock_limited else str)(part.error)
     return part.value if part.applies else None

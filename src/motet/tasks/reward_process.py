@@ -44,38 +44,38 @@ def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mappin
     """Score the completions of one request.
 
     Returns `values` and `errors`, one of each per completion (neither where the reward does not apply), `failed` when the call
-    as a whole went wrong, and `replace` (`cpu` or `memory`) when this process should not be trusted with another call.
+    as a whole went wrong, and `exceeded` (`cpu` or `memory`) when this process should not be trusted with another call.
     """
     problem = problem_of(request["problem"])
     completions: list[str] = request["completions"]
     reward = rewards[request["reward"]]
     seed_random(zlib.crc32(json.dumps([problem.id, completions]).encode()))
-    error, replace = "", ""
+    error, exceeded = "", ""
     outcomes: list[Any] = []
     try:
         with limits.of(request["cpu_seconds"], request["memory_mb"]):
             outcomes = [_outcome(reward, value) for value in _raw_values(reward, problem, request)]
     except CpuLimitError:
-        replace = "cpu"
+        exceeded = "cpu"
     except MemoryError:
-        replace = "memory"
+        exceeded = "memory"
     except KeyboardInterrupt:
         raise
     except BaseException as raised:  # a reward may call sys.exit too
         error = describe(raised)
     if limits.fired:  # also where the reward swallowed the exception and returned something
-        replace = "cpu"
+        exceeded = "cpu"
     if any(isinstance(outcome, MemoryError) for outcome in outcomes):
-        replace = "memory"
-    if replace == "cpu":
+        exceeded = "memory"
+    if exceeded == "cpu":
         error = f"took more than {request['cpu_seconds']:g} s of CPU time (reward field cpu_seconds)"
-    elif replace == "memory":
+    elif exceeded == "memory":
         error = f"took more than {request['memory_mb']} MB of memory (reward field memory_mb)"
     if error:
         outcomes = [ValueError()] * len(completions)
     values = [outcome if isinstance(outcome, float) else None for outcome in outcomes]
     errors = [error or _reason(outcome) if isinstance(outcome, BaseException) else "" for outcome in outcomes]
-    return {"values": values, "errors": errors, "failed": bool(error), "replace": replace}
+    return {"values": values, "errors": errors, "failed": bool(error), "exceeded": exceeded}
 
 
 def _raw_values(reward: LoadedReward, problem: Problem, request: Mapping[str, Any]) -> list[Any]:
@@ -84,14 +84,14 @@ def _raw_values(reward: LoadedReward, problem: Problem, request: Mapping[str, An
         values = reward.call(problem, completions)
         if reward.is_async:
             values = _loop().run_until_complete(values)
-        n, told = len(completions), type(values).__name__
+        n, returned = len(completions), type(values).__name__
         listed = isinstance(values, Sized) and isinstance(values, Iterable)
         if listed and not isinstance(values, str | bytes | Mapping):
             if len(values) == n:
                 return list(values)
-            told = f"{len(values)} value{'' if len(values) == 1 else 's'}"
+            returned = f"{len(values)} value{'' if len(values) == 1 else 's'}"
         # No fault of a single completion: asked about each alone, it could return a list of one and look right.
-        return [ValueError(f"returned {told}, not a list of {n} numbers, one for each completion")] * n
+        return [ValueError(f"returned {returned}, not a list of {n} numbers, one for each completion")] * n
     transcripts: list[Any] = request.get("transcripts") or [()] * len(completions)
     pairs = zip(completions, transcripts, strict=True)
     calls = (reward.call(problem, [text], *[seen] * reward.sees_all) for text, seen in pairs)

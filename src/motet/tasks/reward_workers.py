@@ -25,11 +25,11 @@ class WorkerGroup:
     """Processes of one job, all behind a wall or none of them."""
 
     walled: bool
-    hello: bytes
+    first_line: bytes
     log: Path | None
     rewards: Mapping[int, RewardConfig]
     """By their places in the job, in the order in which the process has them."""
-    room: Callable[[], bool]
+    may_start_another: Callable[[], bool]
     """Whether another process may be started."""
     together: Sequence[bool] = ()
     """Per reward of the process: whether all completions of a problem go into one call."""
@@ -41,7 +41,7 @@ class WorkerGroup:
     async def open(self) -> None:
         """Load the rewards in a first process."""
         self.workers.append(Worker())
-        link = self.workers[0].link = await RewardLink.start(self.hello, self.log, walled=self.walled)
+        link = self.workers[0].link = await RewardLink.start(self.first_line, self.log, walled=self.walled)
         self.together, self._idle = link.together, list(self.workers)
 
     async def close(self) -> None:
@@ -51,9 +51,9 @@ class WorkerGroup:
             if worker.link is not None:
                 await worker.link.kill()
 
-    def index(self, place: int) -> int:
+    def index(self, reward: int) -> int:
         """Where in the process a reward is."""
-        return list(self.rewards).index(place)
+        return list(self.rewards).index(reward)
 
     async def start(self) -> RewardLink:
         """A new process for a group that is still there.
@@ -63,7 +63,7 @@ class WorkerGroup:
             ClockLimitError: loading took too long.
         """
         try:
-            link = await RewardLink.start(self.hello, self.log, walled=self.walled)
+            link = await RewardLink.start(self.first_line, self.log, walled=self.walled)
         except RewardError as error:
             raise ProcessDiedError(f"could not be loaded again: {error}") from error
         if self.closed:  # while the process started
@@ -72,26 +72,26 @@ class WorkerGroup:
         return link
 
     async def take(self) -> Worker:
-        """Wait for a free one."""
+        """A free worker; a new one where another may be started, else whichever comes free."""
         if self._idle:
             return self._idle.pop()
-        if not self.workers or self.room():
+        if not self.workers or self.may_start_another():
             self.workers.append(Worker())
             return self.workers[-1]
-        place: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        free_worker: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._waiting.append(free_worker)
         try:
-            return await place
+            return await free_worker
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self.give_back(place.result())
+            if free_worker.done() and not free_worker.cancelled():
+                self.give_back(free_worker.result())
             raise
 
     def give_back(self, worker: Worker) -> None:
-        """To whoever has waited longest."""
+        """Hand a worker to whoever has waited longest."""
         while self._waiting:
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(worker)
+            free_worker = self._waiting.popleft()
+            if not free_worker.done():
+                free_worker.set_result(worker)
                 return
         self._idle.append(worker)

@@ -62,9 +62,9 @@ def numeric(problem: Problem, completion: str, *, tolerance: float = 1e-6) -> fl
 
 def last_number(text: str) -> Decimal | None:
     """The last decimal number in a text, or None."""
-    for found in reversed(_NUMBER.findall(text)):
+    for digits in reversed(_NUMBER.findall(text)):
         try:
-            number = Decimal(found.replace(",", "").replace("−", "-"))
+            number = Decimal(digits.replace(",", "").replace("−", "-"))
         except InvalidOperation:
             continue
         # An exponent of a billion is a number that cannot be compared in finite time.

@@ -246,12 +246,12 @@ def make_rows(family: str, n: int, seed: int, held_out: bool | None = None) -> l
     rng = random.Random(f"{family}/{seed}")
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()
-    patience = 1000 + 10 * n  # repeated problems passed over, before the family is taken to be exhausted
+    repeats_left = 1000 + 10 * n  # repeated problems passed over, before the family is taken to be exhausted
     while len(rows) < n:
         prompt, answer, metadata = FAMILIES[family](rng)
         if held_out not in (None, is_held_out(metadata)):
             continue
-        if prompt in seen and (patience := patience - 1) > 0:
+        if prompt in seen and (repeats_left := repeats_left - 1) > 0:
             continue
         seen.add(prompt)
         rows.append({"prompt": prompt, "answer": answer, "family": family, **metadata})

@@ -46,7 +46,7 @@ class Limits:
         signal.signal(signal.SIGPROF, self._on_cpu_time)
 
     def of(self, cpu_seconds: float, memory_mb: int) -> Limits:
-        """Set what the next call may take."""
+        """The limits of the next call, for a `with` block around it."""
         self._cpu_seconds, self._memory_mb = cpu_seconds, memory_mb
         return self
 

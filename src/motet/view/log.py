@@ -93,7 +93,7 @@ def step_line(job: JobProgress, index: int, glyphs: Glyphs) -> str:
     """
     behind = len(job.rewards) - 1 - index
     step = job.step - behind
-    parts = [f"step {step}/{job.steps}", f"reward {reward_text(job.rewards[index])}"]
+    parts = [f"step {step}/{job.steps}", f"{job.figure} {reward_text(job.rewards[index])}"]
     evaluations = [item for item in job.evaluations if item[0] < step]  # a step waits for that of its own version
     if evaluations:
         parts.append(f"eval {evaluation_text(evaluations, glyphs, gap='')}")

@@ -45,7 +45,9 @@ _NO_ROOM = ("tokens", "doing", "spark", "bar", "left", "short", "held-out")
 _NO_ROOM_AT_THE_END = ("tokens", "reward", "steps", "time", "state", "gain")
 
 
-def _fitting(rows: Sequence[Row], dispensable: Sequence[str], width: int, gap: int) -> tuple[list[str], int]:
+def _fitting(
+    rows: Sequence[Row], dispensable: Sequence[str], width: int, gap: int, jobs: Sequence[JobProgress]
+) -> tuple[list[str], int]:
     """The columns that fit, and what is left over of the width; less than nothing where even those do not."""
     columns = list(rows[0])
     for name in ("", *dispensable):
@@ -53,13 +55,16 @@ def _fitting(rows: Sequence[Row], dispensable: Sequence[str], width: int, gap: i
         shown = [column for column in columns if column != "short" or "doing" not in columns]
         room = width
         for column in shown:
-            room -= gap + max(cell_len(_heading(column)), *(row[column].cell_len for row in rows))
+            room -= gap + max(cell_len(_heading(column, jobs)), *(row[column].cell_len for row in rows))
         if room >= 0:
             break
     return shown, room
 
 
-def _heading(column: str) -> str:
+def _heading(column: str, jobs: Sequence[JobProgress]) -> str:
+    if column == "reward":
+        figures = {job.figure for job in jobs if job.rewards}
+        return figures.pop() if len(figures) == 1 else "score" if figures else column
     return _HEADINGS.get(column, column.removeprefix("="))
 
 
@@ -82,13 +87,13 @@ def running_table(jobs: Sequence[JobProgress], width: int, glyphs: Glyphs) -> Ta
         | _running_cells(job, glyphs)
         for job in jobs
     ]
-    columns, room = _fitting(rows, _NO_ROOM, width + 1, 1)  # nothing stands behind the last column
+    columns, room = _fitting(rows, _NO_ROOM, width + 1, 1, jobs)  # nothing stands behind the last column
     name_width = min(longest, max(least.cell_len + room, _LEAST_NAME))
     bar_width = min(_LONGEST_BAR, _BAR + max(room - (name_width - least.cell_len), 0))
     shown = names.shown(name_width, glyphs)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bright_black")
     for column in columns:
-        table.add_column(_heading(column), justify="right" if column in _RIGHT else "left", no_wrap=True)
+        table.add_column(_heading(column, jobs), justify="right" if column in _RIGHT else "left", no_wrap=True)
     for job, row in zip(jobs, rows, strict=True):
         style = STATE_STYLES[job.state]
         bar = ProgressBar(job.steps or 1, job.step, bar_width, complete_style=style, finished_style=style)
@@ -159,11 +164,11 @@ def summary_table(
         figures = _ended_cells(job, seconds or {}, glyphs)
         rows.append({**place, "job": Text(" " * least), **_swept(names.fields, names.values[job.name], glyphs)})
         rows[-1] |= figures | where
-    columns = _fitting(rows, _NO_ROOM_AT_THE_END, width, 2)[0] if rows else []
+    columns = _fitting(rows, _NO_ROOM_AT_THE_END, width, 2, jobs)[0] if rows else []
     for column in columns:
         right = column in _RIGHT or column == "held-out"
         fold = {"overflow": "fold", "min_width": least} if column == "job" else {"no_wrap": True}
-        table.add_column(_heading(column), justify="right" if right else "left", **fold)
+        table.add_column(_heading(column, jobs), justify="right" if right else "left", **fold)
     for job, row in zip(ordered, rows, strict=True):
         row["job"] = Text(shown[job.name], style="bold")
         table.add_row(*(row[column] for column in columns))

@@ -67,7 +67,7 @@ class ReplayablePass(AttentionPass, Protocol):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What `values` are for."""
+        """Device memory that a replay reads; `values` are copied into it first."""
         ...
 
     def values(self, spans: Sequence[Span]) -> tuple[Tensor, ...]:

@@ -42,7 +42,7 @@ Beside the row's largest weight, which is 1, it is nothing; of hidden keys it is
 
 
 @dataclass(frozen=True)
-class _Call:
+class _FoldedCall:
     """A layer's call, and how its query heads are folded into rows."""
 
     metadata: TorchMetadata
@@ -65,7 +65,7 @@ class TorchPass:
         scaling, n_kv, fold = call.scaling, key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
         if math.frexp(scaling)[0] == 0.5:  # a power of two: the query times it is exact, and smaller than the scores
             query_THE, scaling = query_THE * scaling, 1.0
-        folded = _Call(self.metadata, call.window, scaling, call.softcap, n_kv, fold)
+        folded = _FoldedCall(self.metadata, call.window, scaling, call.softcap, n_kv, fold)
         if self.metadata.cache is not None:
             return _through_cache(query_THE, key_TKE, value_TKE, folded, call.layer)
         output: Tensor = _PackedAttention.apply(query_THE, key_TKE, value_TKE, folded)  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ class TorchAttention:
 # --- the arithmetic ---------------------------------------------------------------------------------------------------
 
 
-def _scores(query_SKRE: Tensor, keys_BSKCE: Tensor, call: _Call) -> Tensor:
+def _scores(query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor:
     """fp32 scores [B, S, K, R, C] of a group's rows and a run of blocks, whether a key is hidden or not."""
     score = torch.matmul(query_SKRE, keys_BSKCE.transpose(-1, -2)).float()
     if call.scaling != 1.0:
@@ -121,7 +121,7 @@ def _replace_hidden(states_BSKRC: Tensor, mask: Mask | None, first: int, *, infi
 
 
 def _attend(
-    query_SKRE: Tensor, keys_BSKCE: Tensor, values_BSKCE: Tensor, index: int, call: _Call
+    query_SKRE: Tensor, keys_BSKCE: Tensor, values_BSKCE: Tensor, index: int, call: _FoldedCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax attention of a group over blocks of keys, added in order.
 
@@ -158,7 +158,7 @@ def _attend(
     return output.div_(total).to(query_SKRE.dtype), peak, total
 
 
-def _fold(states_THE: Tensor, group: Group, call: _Call, multiple: int) -> Tensor:
+def _fold(states_THE: Tensor, group: Group, call: _FoldedCall, multiple: int) -> Tensor:
     """Bring rows of query heads to [S, K, R, E], R padded with zeros to a multiple."""
     rows_SQ = group.query_rows_SQ
     width = states_THE.shape[-1]
@@ -175,7 +175,7 @@ def _pad(folded_SKRE: Tensor, multiple: int) -> Tensor:
     return F.pad(folded_SKRE, (0, 0, 0, pad)) if pad else folded_SKRE
 
 
-def _unfold(folded_SKRE: Tensor, group: Group, call: _Call) -> Tensor:
+def _unfold(folded_SKRE: Tensor, group: Group, call: _FoldedCall) -> Tensor:
     """Back to padded queries [S·Q, H, E]."""
     n_seqs, n_queries = group.positions_SQ.shape
     states = folded_SKRE[:, :, : n_queries * call.fold].view(n_seqs, call.n_kv, n_queries, call.fold, -1)
@@ -191,7 +191,7 @@ def _rows(per_group: list[Tensor], places_T: Tensor | None) -> Tensor:
 # --- sampling: keys and values in the cache ----------------------------------------------------------------------------
 
 
-def _through_cache(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _Call, layer: int) -> Tensor:
+def _through_cache(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _FoldedCall, layer: int) -> Tensor:
     """Write the new keys and values, then attend to all that the cache has of each sequence: [T, H, E]."""
     metadata = call.metadata
     assert metadata.cache is not None and metadata.writes is not None
@@ -249,7 +249,7 @@ class _PackedAttention(torch.autograd.Function):
     """Attention among the rows of one packed batch: [T, H, E], [T, K, E], [T, K, E] → [T, H, E]."""
 
     @staticmethod
-    def forward(ctx: Any, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _FoldedCall) -> Tensor:
         metadata = call.metadata
         outputs, log_sums = [], []
         for index, group in enumerate(metadata.groups):
@@ -264,7 +264,7 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        call: _Call = ctx.call
+        call: _FoldedCall = ctx.call
         query_THE, key_TKE, value_TKE, output_THE, *log_sums = ctx.saved_tensors
         metadata = call.metadata
         # of each row, the share of the softmax's gradient that all its scores have in common
@@ -299,7 +299,7 @@ def _attend_backward(
     keys_BSKCE: Tensor,
     values_BSKCE: Tensor,
     index: int,
-    call: _Call,
+    call: _FoldedCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries [S, K, R, E], keys and values [B, S, K, C, E] of a group; R is a multiple of TILE.
 

@@ -24,7 +24,7 @@ MINUS_INFINITY = -(1 << 23)
 
 
 @dataclass(frozen=True)
-class Run:
+class KeyRange:
     """Consecutive blocks of keys that are read in one product, by all queries from some row on."""
 
     start: int
@@ -57,7 +57,7 @@ class Group:
     """Packed row of each padded query; None where sequence s has the one query of row s."""
     positions_SQ: Tensor
     n_blocks: int
-    runs: tuple[Run, ...]
+    runs: tuple[KeyRange, ...]
     key_rows_SL: Tensor | None = None
     """Packed row of each padded key, where there is no cache."""
     block_table_BS: Tensor | None = None
@@ -93,14 +93,14 @@ class TorchMetadata:
     _masks: dict[tuple[int, int, int | None, int], Mask | None] = field(default_factory=dict)
     _paddings: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def mask(self, index: int, run: Run, window: int | None, fold: int) -> Mask | None:
+    def mask(self, index: int, run: KeyRange, window: int | None, fold: int) -> Mask | None:
         """What a group's folded query rows must not see of a run; each query makes `fold` rows. None if all is seen."""
         key = (index, run.start, window, fold)
         if key not in self._masks:
             self._masks[key] = self._mask(self.groups[index].positions_SQ, run, window, fold)
         return self._masks[key]
 
-    def _mask(self, positions_SQ: Tensor, run: Run, window: int | None, fold: int) -> Mask | None:
+    def _mask(self, positions_SQ: Tensor, run: KeyRange, window: int | None, fold: int) -> Mask | None:
         start, n_queries = (run.hidden_from, run.hidden_until) if window is None else (run.start, positions_SQ.shape[1])
         if start == run.stop or not n_queries:
             return None
@@ -120,10 +120,10 @@ class TorchMetadata:
         padding_SQ = self.groups[index].padding_SQ
         if padding_SQ is None:
             return None
-        found = self._paddings.get((index, fold))
-        if found is None:
-            found = self._paddings[(index, fold)] = padding_SQ.repeat_interleave(fold, dim=1)[:, None, :, None]
-        return found
+        padding_SR1 = self._paddings.get((index, fold))
+        if padding_SR1 is None:
+            padding_SR1 = self._paddings[(index, fold)] = padding_SQ.repeat_interleave(fold, dim=1)[:, None, :, None]
+        return padding_SR1
 
 
 def packed_metadata(
@@ -175,20 +175,20 @@ def packed_metadata(
 
 def _alike(lengths: Sequence[int], reach: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Sequences to be padded to one shape: equal numbers of key blocks, and none much shorter than the longest."""
-    found: list[tuple[int, list[int]]] = []
+    alike: list[tuple[int, list[int]]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda index: (reach[index], -lengths[index])):
-        if found and found[-1][0] == reach[index] and lengths[index] >= LEAST_FILL * longest:
-            found[-1][1].append(index)
+        if alike and alike[-1][0] == reach[index] and lengths[index] >= LEAST_FILL * longest:
+            alike[-1][1].append(index)
         else:
-            found.append((reach[index], [index]))
+            alike.append((reach[index], [index]))
             longest = lengths[index]
-    return [(n_blocks, sorted(members)) for n_blocks, members in found]
+    return [(n_blocks, sorted(members)) for n_blocks, members in alike]
 
 
 def _runs(
     least_first: int, most_first: int, n_queries: int, n_blocks: int, block_size: int, rows: int
-) -> tuple[Run, ...]:
+) -> tuple[KeyRange, ...]:
     """One for each block, of a group whose sequences' own first positions lie between these two."""
     runs = []
     for block, first in enumerate(_first_queries(most_first, n_queries, n_blocks, block_size, rows)):
@@ -196,7 +196,7 @@ def _runs(
         # the last queries may be padding, which repeats the last query of a sequence that ends in the last block
         until = n_queries if block + 1 == n_blocks else min(max(0, end - 1 - least_first), n_queries)
         hidden_from = block if least_first < end - 1 else block + 1
-        runs.append(Run(block, block + 1, first, hidden_from, until))
+        runs.append(KeyRange(block, block + 1, first, hidden_from, until))
     return tuple(runs)
 
 
@@ -259,7 +259,7 @@ def _decode_groups(
     table_BS = torch.tensor(tables, device=device).t().contiguous()
     first = 0 if pad else min(span.start for span in spans)
     hidden_from = min((first + 1) // cache.block_size, n_blocks)
-    run = Run(0, n_blocks, 0, hidden_from, 1)
+    run = KeyRange(0, n_blocks, 0, hidden_from, 1)
     return [Group(None, positions, n_blocks, (run,), block_table_BS=table_BS)], None
 
 

@@ -47,7 +47,7 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
-class _Call:
+class _KernelCall:
     """A layer's call as the kernels take it."""
 
     metadata: TritonMetadata
@@ -66,7 +66,7 @@ class TritonPass:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What `values` are for."""
+        """Device memory that a replay reads; `values` are copied into it first."""
         return self.metadata.tensors
 
     def values(self, spans: Sequence[Span]) -> tuple[Tensor, ...]:
@@ -82,7 +82,7 @@ class TritonPass:
             ValueError: more query heads share a KV head than a tile has rows.
         """
         window = NO_WINDOW if call.window is None else min(call.window, NO_WINDOW)
-        compiled = _Call(self.metadata, call.scaling, window, call.softcap or 0.0)
+        compiled = _KernelCall(self.metadata, call.scaling, window, call.softcap or 0.0)
         with torch.cuda.device_of(query_THE):
             if self.metadata.cache is not None:
                 return _through_cache(query_THE, key_TKE, value_TKE, compiled, call.layer)
@@ -112,7 +112,7 @@ class TritonAttention:
         return TritonPass(cached_metadata(spans, cache, self._device, least_blocks))
 
 
-def _through_cache(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _Call, layer: int) -> Tensor:
+def _through_cache(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _KernelCall, layer: int) -> Tensor:
     metadata = call.metadata
     assert metadata.cache is not None and metadata.writes is not None
     key_pool, value_pool = metadata.cache.write(layer, metadata.writes, key_TKE, value_TKE)
@@ -130,7 +130,7 @@ class _PackedAttention(torch.autograd.Function):
     """Attention among the rows of one packed batch: [T, H, E], [T, K, E], [T, K, E] → [T, H, E]."""
 
     @staticmethod
-    def forward(ctx: Any, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _KernelCall) -> Tensor:
         query_THE, key_TKE, value_TKE = (_readable(states) for states in (query_THE, key_TKE, value_TKE))
         n_rows, n_heads, _ = query_THE.shape
         fold = n_heads // key_TKE.shape[1]
@@ -200,7 +200,7 @@ def _options(query_THE: Tensor, fold: int, softcap: float, narrow: int = 128) ->
 
 
 def _launch(
-    call: _Call,
+    call: _KernelCall,
     query_THE: Tensor,
     keys_values: tuple[Tensor, Tensor],
     places: tuple[int, ...],
@@ -219,7 +219,7 @@ def _launch(
 
 
 def _backward(
-    call: _Call,
+    call: _KernelCall,
     query_THE: Tensor,
     key_TKE: Tensor,
     value_TKE: Tensor,

@@ -106,12 +106,12 @@ class TritonMetadata:
             ValueError: a tile does not hold one query.
         """
         step = min(queries_per_tile(fold), max(self.lengths))
-        found = self._tiles.get(step)
-        if found is None:
+        tiles = self._tiles.get(step)
+        if tiles is None:
             starts = [(index, query) for index, length in enumerate(self.lengths) for query in range(0, length, step)]
             sequence_N, query_N = np.array(starts, dtype=np.int32).T
-            found = self._tiles[step] = Tiles(*_send(self.rows_S.device, sequence_N, query_N))
-        return found
+            tiles = self._tiles[step] = Tiles(*_send(self.rows_S.device, sequence_N, query_N))
+        return tiles
 
     @functools.cached_property
     def key_blocks(self) -> KeyBlocks:

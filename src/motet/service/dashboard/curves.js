@@ -14,6 +14,7 @@ const SMALL = [ // field of metrics.jsonl, title, note, options
   ["logprob_gap", "Logprob gap", "largest |trainer − sampler|", {plain: true}],
   ["grad_norm", "Gradient norm", "before clipping"],
   ["staleness", "Staleness", "steps that sampling ran ahead", {plain: true}],
+  ["eval/nll", "Held-out NLL", "nats per token of the answers", {joined: true}],
   ["loss", "Loss", "before the update"],
   ["clip_fraction", "Clipped", "share of tokens whose gradient the clip removed", {share: true}],
   ["lr", "Learning rate", "of the update", {plain: true}],
@@ -71,7 +72,11 @@ export function jobCurves() {
   }
 
   return {node, update(jobs) {
-    for (const [chart, field, options] of all) chart.draw(jobs.flatMap(job => drawn(job, field, {...options, crowd: jobs.length})));
+    const begun = jobs.some(job => job.series.loss);
+    for (const [chart, field, options] of all) {
+      chart.node.style.display = begun && !jobs.some(job => job.series[field]) ? "none" : ""; // not every job has every figure
+      chart.draw(jobs.flatMap(job => drawn(job, field, {...options, crowd: jobs.length})));
+    }
     drawParts(jobs);
   }, stop() { for (const chart of [parts, ...all.map(([chart]) => chart)]) chart.close(); }};
 }

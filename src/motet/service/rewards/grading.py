@@ -19,7 +19,7 @@ from motet.service.rewards import judging
 from motet.tasks.graders import combined, item_of
 from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, ScoreModel, Single, parse
 from motet.tasks.graders.template import UnfilledError, fill
-from motet.tasks.reward_elsewhere import Chance, Score
+from motet.tasks.reward_elsewhere import Chance, ScoreOrReason
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_process import problem_of
 from motet.tasks.reward_walls import Walls
@@ -78,7 +78,7 @@ class Grading:
 
     async def scores(
         self, job: StoredJob, spec: Mapping[str, Any], problem: Mapping[str, Any], outputs: Sequence[str]
-    ) -> list[Score]:
+    ) -> list[ScoreOrReason]:
         """What a grader gives the answers of a job to a problem (as plain values); a reason where it gives nothing."""
         who = Principal.member_of(job.tenant_id)
         graded = await self.grade(who, parse(spec), item_of(problem_of(problem)), outputs)
@@ -158,6 +158,6 @@ class Grading:
             graded.faults["server"] = str(error)
 
 
-def _reason(graded: Graded) -> Score:
+def _reason(graded: Graded) -> ScoreOrReason:
     reason = "; ".join(graded.faults.values())
     return Chance(reason) if "server" in graded.faults else reason

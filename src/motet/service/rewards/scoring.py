@@ -18,12 +18,12 @@ from motet.service.database.tables import StoredJob
 from motet.service.engine.messages import Scored, ScoreRequest
 from motet.service.rewards.grading import Grading
 from motet.service.rewards.workers import RewardWorkers
-from motet.tasks.reward_elsewhere import Score, to_wire
+from motet.tasks.reward_elsewhere import ScoreOrReason, to_wire
 from motet.tasks.reward_http import HttpRewards
 
 _log = logging.getLogger(__name__)
 
-Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str]], Awaitable[list[Score]]]
+Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str]], Awaitable[list[ScoreOrReason]]]
 
 
 class Scoring:

@@ -18,7 +18,7 @@ from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.events import EventBus, within
 from motet.service.rewards.units import Leased, ScoringUnits, key_of
-from motet.tasks.reward_elsewhere import Score, from_wire
+from motet.tasks.reward_elsewhere import ScoreOrReason, from_wire
 from motet.types import JobState
 
 WAITS = "waits for a reward worker"
@@ -43,7 +43,7 @@ class RewardWorkers:
 
     async def ask(
         self, job: StoredJob, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
-    ) -> list[Score]:
+    ) -> list[ScoreOrReason]:
         """Scores of completions, once a worker has given them.
 
         Raises:

@@ -58,12 +58,12 @@ def value(tree: ast.expr, scores: Mapping[str, float]) -> float:
         ValueError: it has no finite value, such as a division by zero.
     """
     try:
-        found = float(_value(tree, scores))
+        result = float(_value(tree, scores))
     except (ArithmeticError, ValueError) as error:
         raise ValueError(f"calculate_output has no value for {dict(scores)}: {error}") from error
-    if not math.isfinite(found):
-        raise ValueError(f"calculate_output is {found} for {dict(scores)}")
-    return found
+    if not math.isfinite(result):
+        raise ValueError(f"calculate_output is {result} for {dict(scores)}")
+    return result
 
 
 def _check(node: ast.expr, names: Collection[str], depth: int) -> None:
@@ -102,9 +102,9 @@ def _value(node: ast.expr, scores: Mapping[str, float]) -> float:
         case ast.BinOp(left=left, op=operator, right=right):
             return _OPERATORS[type(operator)](_value(left, scores), _value(right, scores))
         case ast.UnaryOp(op=sign, operand=operand):
-            found = _value(operand, scores)
-            return -found if isinstance(sign, ast.USub) else found
+            number = _value(operand, scores)
+            return -number if isinstance(sign, ast.USub) else number
         case ast.Call(func=ast.Name(id=name), args=args):
-            found_all = [_value(argument, scores) for argument in args]
-            return float(FUNCTIONS[name](*found_all) if len(found_all) > 1 or name not in _SEVERAL else found_all[0])
+            values = [_value(argument, scores) for argument in args]
+            return float(FUNCTIONS[name](*values) if len(values) > 1 or name not in _SEVERAL else values[0])
     raise ValueError(f"{ast.dump(node)} was not checked")

@@ -100,7 +100,7 @@ class Judge(Shape):
 
     def templates(self) -> Iterator[tuple[str, str]]:
         """(field, template) of each text that is filled in."""
-        yield from ((f"input.{place}.content", message.content) for place, message in enumerate(self.input))
+        yield from ((f"input.{index}.content", message.content) for index, message in enumerate(self.input))
 
 
 class ScoreModel(Judge):
@@ -181,15 +181,15 @@ def parse(value: Any, where: str = "grader") -> Grader:
     if kind == "multi":
         tree["graders"] = _below(tree.get("graders"), f"{where}.graders")
     try:
-        found: Grader = KINDS[kind].model_validate(tree)
+        grader: Grader = KINDS[kind].model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        place, message = ".".join([where, *map(str, first["loc"])]), first["msg"].removeprefix("Value error, ")
+        field_path, message = ".".join([where, *map(str, first["loc"])]), first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             message = "this field is not supported"
-        raise GraderError(place, message) from error
-    _check(found, where)
-    return found
+        raise GraderError(field_path, message) from error
+    _check(grader, where)
+    return grader
 
 
 def _below(graders: Any, where: str) -> Any:
@@ -203,21 +203,21 @@ def _below(graders: Any, where: str) -> Any:
     return {str(name): parse(grader, f"{where}.{name}") for name, grader in graders.items()}
 
 
-def _check(found: Grader, where: str) -> None:
+def _check(grader: Grader, where: str) -> None:
     """What pydantic cannot see: metrics, formulas and variables."""
-    place = where
+    field_path = where
     try:
-        if isinstance(found, TextSimilarity):
-            place = f"{where}.evaluation_metric"
-            similarity.check_metric(found.evaluation_metric)
-        if isinstance(found, Multi):
-            place = f"{where}.calculate_output"
-            formula.parse(found.calculate_output, found.graders)
-        for field, text in found.templates():
-            place = f"{where}.{field}"
+        if isinstance(grader, TextSimilarity):
+            field_path = f"{where}.evaluation_metric"
+            similarity.check_metric(grader.evaluation_metric)
+        if isinstance(grader, Multi):
+            field_path = f"{where}.calculate_output"
+            formula.parse(grader.calculate_output, grader.graders)
+        for field, text in grader.templates():
+            field_path = f"{where}.{field}"
             template.variables(text)
     except ValueError as error:
-        raise GraderError(place, str(error)) from error
+        raise GraderError(field_path, str(error)) from error
 
 
 def judges(grader: Grader) -> list[Judge]:
@@ -228,5 +228,5 @@ def judges(grader: Grader) -> list[Judge]:
 
 def columns(grader: Grader) -> set[str]:
     """Columns of a row that a grader reads."""
-    paths = [found for _, text in grader.templates() for found in template.variables(text)]
+    paths = [path for _, text in grader.templates() for path in template.variables(text)]
     return {str(path[0]) for namespace, path in paths if namespace == "item"}

@@ -34,7 +34,7 @@ def variables(text: str) -> list[tuple[str, tuple[str | int, ...]]]:
     Raises:
         ValueError: what stands between braces is no variable; says what would be.
     """
-    found = []
+    names = []
     for inside in _split(text)[1::2]:
         match = _PATH.fullmatch(inside)
         if match is None:
@@ -42,13 +42,13 @@ def variables(text: str) -> list[tuple[str, tuple[str | int, ...]]]:
                 f"{{{{{inside:.80}}}}} is not a variable: write {{{{item.COLUMN}}}}, {{{{sample.output_text}}}} or "
                 "{{sample.output_json.FIELD}}"
             )
-        path = tuple(int(place) if place else name for name, place in _PART.findall(match[2]))
+        path = tuple(int(index) if index else name for name, index in _PART.findall(match[2]))
         if match[1] == "sample" and (path[0] not in SAMPLE or (path[0] == "output_text" and len(path) > 1)):
             raise ValueError(
                 f"{{{{{inside}}}}} is not supported: of a sample there are output_text and output_json (and its fields)"
             )
-        found.append((match[1], path))
-    return found
+        names.append((match[1], path))
+    return names
 
 
 def fill(text: str, item: Mapping[str, Any], output: str) -> str:
@@ -59,8 +59,8 @@ def fill(text: str, item: Mapping[str, Any], output: str) -> str:
     """
     pieces = _split(text)
     size = sum(map(len, pieces[::2]))
-    for place, (namespace, path) in enumerate(variables(text)):
-        pieces[2 * place + 1] = filled = _value(namespace, path, item, output)
+    for index, (namespace, path) in enumerate(variables(text)):
+        pieces[2 * index + 1] = filled = _value(namespace, path, item, output)
         size += len(filled)
         if size > MOST_FILLED:
             name = ".".join(map(str, (namespace, *path)))

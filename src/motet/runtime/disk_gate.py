@@ -1,4 +1,4 @@
-"""Jobs that wait for room on a disk that was full."""
+"""Jobs that wait for disk space after the disk was full."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, DiskFull) or (isinstance(error, OSError) and disk_error(error, None) is not error)
 
 
-class Room:
-    """Which jobs wait for it, and how much each needs."""
+class DiskSpaceGate:
+    """Holds a job back until the bytes that its next commit takes are free."""
 
     def __init__(self) -> None:
         self._needs: dict[str, tuple[JobDirectory, int]] = {}
 
-    def ran_out(self, job: str, directory: JobDirectory) -> str:
-        """A job found the disk full: throw away what it left half written. Returns what to say of it."""
+    def block(self, job: str, directory: JobDirectory) -> str:
+        """Hold back a job that met a full disk, and throw away what it left half written. Returns the message for its state."""
         try:
             committed = directory.restore()
         except (OSError, RunError):
@@ -41,17 +41,17 @@ class Room:
             "that have ended makes room). Nothing committed is lost"
         )
 
-    def waits(self, job: str) -> bool:
-        """Whether there is still too little room for a job."""
+    def blocks(self, job: str) -> bool:
+        """Whether there is still too little space for a job."""
         directory, needs = self._needs.get(job, (None, 0))
         return directory is not None and _free(directory) < needs
 
-    def came(self) -> bool:
-        """Whether a job that waits may go on."""
+    def may_open(self) -> bool:
+        """Whether there is space enough for any job that is held back."""
         return any(_free(directory) >= needs for directory, needs in self._needs.values())
 
     def forget(self, job: str) -> None:
-        """A job does not wait any more."""
+        """Hold a job back no longer."""
         self._needs.pop(job, None)
 
 

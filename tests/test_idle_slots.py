@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.runtime.patience import Patience
+from motet.runtime.idle_slots import IdleSlotTimeouts
 from motet.tasks.reward_pool import Scored, Transcript
 from motet.types import JobState, Problem
 from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, run_jobs, weights
@@ -47,7 +47,7 @@ def test_a_job_that_waits_for_scores_gives_its_slot_away(tmp_path: Path) -> None
         await until(lambda: run.jobs["late"].state.final, 30)
         run.pipeline.stop()
 
-    found = run_jobs(tmp_path / "beside", jobs, Setting(slots=1, patience=0.5, rewards=Late), script)
+    found = run_jobs(tmp_path / "beside", jobs, Setting(slots=1, max_idle=0.5, rewards=Late), script)
     assert found.state("late") is JobState.SUCCEEDED
     run_jobs(tmp_path / "alone", [job("late")])
     assert metrics(tmp_path / "beside", "late") == metrics(tmp_path / "alone", "late")
@@ -63,25 +63,25 @@ def test_a_job_that_is_to_pause_does_not_wait_for_scores_that_do_not_come(tmp_pa
         await until(lambda: run.state("late") is JobState.PAUSED, 30)
         run.pipeline.stop()
 
-    run_jobs(tmp_path, [job("late")], Setting(slots=1, patience=0.5, rewards=Late), script)
+    run_jobs(tmp_path, [job("late")], Setting(slots=1, max_idle=0.5, rewards=Late), script)
 
 
 def test_whoever_is_slow_is_given_twice_as_long() -> None:
     now = 0.0
-    patience = Patience(10.0, lambda: now)
+    timeouts = IdleSlotTimeouts(10.0, lambda: now)
 
     def waits_until_sent(step: int) -> float:
         nonlocal now
         began = now
-        while not patience.over("slow", step, waits=True):
+        while not timeouts.expired("slow", step, waits=True):
             now += 1.0
-        patience.sent_away("slow", step)
+        timeouts.preempted("slow", step)
         return now - began
 
     assert [waits_until_sent(0) for _ in range(4)] == [10, 20, 40, 80]
     assert waits_until_sent(1) == 10  # it got on
     for _ in range(100):
         now += 1.0
-        assert not patience.over("busy", 0, waits=now % 5 > 0)
-    patience.forget("slow")
+        assert not timeouts.expired("busy", 0, waits=now % 5 > 0)
+    timeouts.forget("slow")
     assert waits_until_sent(1) == pytest.approx(10)

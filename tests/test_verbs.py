@@ -1,0 +1,113 @@
+"""The verbs for a loop of one's own: what they train is what a run trains, and the example learns."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from motet import AdamW, Message, Problem, Verbs
+from motet.algorithms import Grpo
+from motet.algorithms.supervised import Supervised
+from motet.errors import AdapterError
+from motet.types import Group, Rollout
+
+ROOT = Path(__file__).resolve().parents[1]
+PROBLEMS = [Problem(i, (Message("user", f"What is {i} + {i + 1}?"),), str(2 * i + 1)) for i in range(3)]
+LOSS = Grpo(advantage="centered")
+
+
+@pytest.fixture
+def verbs() -> Iterator[Verbs]:
+    with Verbs("small", longest=64) as made:
+        yield made
+
+
+def digits(rollout: Rollout) -> float:
+    """Something that differs nearly always."""
+    return sum(map(ord, rollout.completion)) % 97 / 97
+
+
+def groups(verbs: Verbs, *names: str, seed: int = 0) -> dict[str, list[Group]]:
+    sampled = verbs.sample(dict.fromkeys(names, PROBLEMS), 4, seed=seed, max_tokens=6)
+    return {name: [group.rewarded(digits) for group in found] for name, found in sampled.items()}
+
+
+def test_the_example_is_short_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = ROOT / "examples" / "loop.py"
+    assert len(example.read_text().splitlines()) <= 60
+    monkeypatch.chdir(tmp_path)
+    curves = runpy.run_path(str(example))["main"]()
+    for curve in curves.values():
+        assert sum(curve[-3:]) > 1.5 * sum(curve[:3])
+    for task in curves:
+        assert (tmp_path / "runs" / "loop" / task / "adapter_model.safetensors").is_file()
+
+
+def test_the_pages_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (loop,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "loop.md").read_text(), re.DOTALL)
+    exec(compile(loop, "loop.md", "exec"), {"__name__": "loop"})  # noqa: S102
+    assert (tmp_path / "adapter-a" / "adapter_model.safetensors").is_file()
+
+
+def test_the_trainer_has_the_samplers_logprobs_and_company_changes_no_bit(verbs: Verbs, tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        verbs.add_adapter(name, rank=4, seed=7)
+    for step in range(2):
+        together = groups(verbs, "a", "b", seed=step)
+        alone = groups(verbs, "c", seed=step)
+        for ours, theirs in zip(together["a"], alone["c"], strict=True):
+            for one, other in zip(ours.rollouts, theirs.rollouts, strict=True):
+                np.testing.assert_array_equal(one.branches[0].token_ids, other.branches[0].token_ids)
+        batches = {name: LOSS.batch(found, 6) for name, found in {**together, **alone}.items()}
+        trained = verbs.forward_backward({name: batches[name] for name in "ab"}, LOSS)
+        assert trained["a"].stats.logprob_gap == 0.0
+        verbs.forward_backward({"c": batches["c"]}, LOSS)
+        for name in "abc":
+            assert verbs.optim_step(name, AdamW(1e-3)).grad_norm > 0
+    for name in "ac":
+        verbs.save_adapter(name, tmp_path / name)
+    weights = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in "ac"]
+    assert weights[0] == weights[1]
+
+
+def test_a_gradient_that_was_not_stepped_is_saved_and_goes_on(verbs: Verbs, tmp_path: Path) -> None:
+    verbs.add_adapter("a", rank=4)
+    batch = {"a": LOSS.batch(groups(verbs, "a")["a"], 6)}
+    verbs.forward_backward(batch, LOSS)
+    verbs.save_adapter("a", tmp_path, optimizer=True)
+    norm = verbs.optim_step("a", AdamW(1e-3)).grad_norm
+    after = verbs.forward(batch)["a"]
+    verbs.load_adapter("a", tmp_path, optimizer=True)
+    assert verbs.optim_step("a", AdamW(1e-3)).grad_norm == norm
+    for found, wanted in zip(verbs.forward(batch)["a"], after, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert any((a != b).any() for a, b in zip(after, verbs.forward(batch, base=True)["a"], strict=True))
+
+
+def test_one_loop_may_mix_losses(verbs: Verbs) -> None:
+    """A supervised pass over answers that were liked best, then a step: rejection sampling in six lines."""
+    verbs.add_adapter("a", rank=4)
+    best = [max(group.rollouts, key=lambda one: one.reward) for group in groups(verbs, "a")["a"]]
+    rows = [(one.branches[0].token_ids, int(np.argmax(one.branches[0].loss_mask))) for one in best]
+    batch = {"a": Supervised().batch(rows)}
+    before = verbs.forward_backward(batch, Supervised())["a"].stats.loss
+    verbs.optim_step("a", AdamW(3e-3))
+    assert verbs.forward_backward(batch, Supervised())["a"].stats.loss < before
+
+
+def test_mistakes_are_said(verbs: Verbs) -> None:
+    verbs.add_adapter("a", rank=4)
+    with pytest.raises(AdapterError, match="is there already"):
+        verbs.add_adapter("a")
+    verbs.remove_adapter("a")
+    verbs.add_adapter("a", rank=8)
+    made = LOSS.batch(groups(verbs, "a")["a"], 6)
+    with pytest.raises(AdapterError, match="there is no adapter 'b'"):
+        verbs.forward_backward({"b": replace(made)}, LOSS)
