@@ -26,7 +26,8 @@ from motet.model.distribution import Distribution, draw
 from motet.model.lora_model import LoraModel
 from motet.training import torch_trainer
 from motet.training.arena import OPTIMIZER
-from motet.training.torch_trainer import HEAD_ROWS, TorchTrainer
+from motet.training.packed_pass import HEAD_ROWS
+from motet.training.torch_trainer import TorchTrainer
 from motet.types import SamplingParams
 from tests import tiny_models as tiny
 

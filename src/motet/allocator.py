@@ -10,6 +10,7 @@ import platform
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # malloc.h of glibc
 _LARGEST_FROM_HEAP = 32 << 20  # glibc takes no larger one
+_SMALLEST_APART = 1 << 20
 
 
 def keep_freed_memory() -> bool:
@@ -18,14 +19,28 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether the C library could be told (glibc only; elsewhere nothing is changed).
     """
+    return _tell(
+        {
+            _ARENA_MAX: 1,
+            _MMAP_THRESHOLD: _LARGEST_FROM_HEAP,
+            _TRIM_THRESHOLD: (1 << 31) - 1,
+            _TOP_PAD: _LARGEST_FROM_HEAP,
+        }
+    )
+
+
+def give_back_freed_memory() -> bool:
+    """Serve tensors of 1 MB and more from memory that goes back as soon as they are freed, for a process that must stay small.
+
+    Returns:
+        Whether the C library could be told.
+    """
+    return _tell({_ARENA_MAX: 1, _MMAP_THRESHOLD: _SMALLEST_APART, _TRIM_THRESHOLD: _SMALLEST_APART})
+
+
+def _tell(settings: dict[int, int]) -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    settings = {
-        _ARENA_MAX: 1,
-        _MMAP_THRESHOLD: _LARGEST_FROM_HEAP,
-        _TRIM_THRESHOLD: (1 << 31) - 1,
-        _TOP_PAD: _LARGEST_FROM_HEAP,
-    }
     taken = [mallopt(name, value) for name, value in settings.items()]
     return all(taken)

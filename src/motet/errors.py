@@ -14,6 +14,7 @@ MotetError
 │   └── ServerUnfit    a server has no room for the jobs
 ├── ScorerAway         nobody is there to score a job's rollouts, and the job is to rest
 ├── DeviceError        the device failed under several jobs at once: they are taken up again from their last commits
+├── RankGone           a process that a part of the base lies on ended: the run ends, nothing committed is lost
 ├── JobFailed          a job stops for good; the others go on
 ├── ProbeError         the adapter that answers is not the adapter that was trained
 ├── StoreError         the service's database refuses something
@@ -102,6 +103,10 @@ OF_SERVERS = (ServerGone, ServerRefused, ServerFault, ServerUnfit)
 
 class DeviceError(MotetError):
     """The device failed while it worked for several jobs, and it cannot be told whose fault it was."""
+
+
+class RankGone(MotetError):
+    """A process that a part of the base lies on ended."""
 
 
 class JobFailed(MotetError):

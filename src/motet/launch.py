@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from motet.rollout.sampler_link import SamplerLink
     from motet.rollout.server import ServerEngine
     from motet.rollout.spread import SpreadEngine
+    from motet.training.sharded.base import ShardedBase
+    from motet.training.sharded.group import RankGroup
     from motet.training.torch_trainer import TorchTrainer
 
 _SPINS = "2000"
@@ -61,22 +63,25 @@ class Workshop:
     """Room of this process's KV cache; servers have their own."""
     inexact: tuple[str, ...] = ()
     """Why the bytes of every job may depend on more than the job."""
+    ranks: RankGroup | None = None
+    """The processes that a base in shards lies over."""
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """The engine while requests are sent: servers are there, and are let go or ended afterwards.
 
         Raises:
-            MotetError: no server can be used.
+            MotetError: no server can be used, or a rank of the base ended meanwhile.
         """
-        if self.servers is None:
-            yield
-            return
-        try:
-            await self.servers.ready()
-            yield
-        finally:
-            await self.servers.close()
+        with contextlib.nullcontext() if self.ranks is None else self.ranks.watched():
+            if self.servers is None:
+                yield
+                return
+            try:
+                await self.servers.ready()
+                yield
+            finally:
+                await self.servers.close()
 
     def loads(self) -> Sequence[ServerLoad]:
         """What each server is doing; empty where there is none."""
@@ -106,6 +111,40 @@ def warm_up() -> None:
     _spin_briefly()
     importlib.import_module("motet.model.load")
     importlib.import_module("transformers.modeling_utils")  # with most of the library
+
+
+def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.ExitStack) -> LoraModel | ShardedBase:
+    """Load and prove the base of a run; where it asks for shards, their processes end with `stack`.
+
+    Raises:
+        BaseModelError: with the reason.
+        RankGone: a process that a part of it was to lie on ended.
+    """
+    engine = config.engine
+    if engine.shard == 1:
+        return load(config.base, engine)
+    from motet.training.sharded.base import ShardedBase
+    from motet.training.sharded.group import RankGroup
+    from motet.training.sharded.messages import Join
+
+    here = None
+    if config.rollout.engine == "embedded":
+        here = load(config.base, engine.model_copy(update={"device": "cpu"}))
+    join = Join(
+        base=config.base,
+        dtype=engine.dtype,
+        block_size=engine.block_size,
+        trust_remote_code=engine.trust_remote_code,
+        threads=_threads(engine),
+        slots=engine.slots,
+        recompute=engine.recompute,
+        n_ranks=engine.shard,
+    )
+    group = RankGroup(join, directory.path / "ranks.log")
+    stack.callback(group.close)
+    if here is not None:
+        return ShardedBase.beside(here, group)
+    return ShardedBase.of(group, trust_remote_code=engine.trust_remote_code)
 
 
 def load(base: str, config: EngineConfig) -> LoraModel:
@@ -145,7 +184,7 @@ def _load(base: str, config: EngineConfig) -> LoraModel:
 
 
 def assemble(
-    base: LoraModel,
+    base: LoraModel | ShardedBase,
     config: RunConfig,
     needs: Sequence[budgets.Need],
     directory: RunDirectory,
@@ -156,27 +195,48 @@ def assemble(
     Raises:
         ConfigError: the settings of servers cannot work.
     """
-    if config.rollout.engine == "embedded":
-        return build(base, config.engine, needs, directory.path / "samplers.log")
-    return _build_on_servers(base, config, directory, largest)
+    from motet.model.lora_model import LoraModel
+    from motet.training.sharded.trainer import ShardedTrainer
+
+    trainer, group = None, None
+    if not isinstance(base, LoraModel):
+        group = base.group
+        trainer = ShardedTrainer(group, slots=config.engine.slots)
+    if config.rollout.engine != "embedded":
+        workshop = _build_on_servers(base, config, directory, largest, trainer)
+    else:
+        whole = base if isinstance(base, LoraModel) else base.here
+        assert whole is not None, "the embedded engine samples from a base of its own"
+        workshop = build(whole, config.engine, needs, directory.path / "samplers.log", trainer)
+    workshop.notes, workshop.ranks = list(base.info.notes), group
+    return workshop
 
 
-def _build_on_servers(base: LoraModel, config: RunConfig, directory: RunDirectory, largest: Largest | None) -> Workshop:
-    """A trainer on this device, and an engine that asks servers."""
+def _build_on_servers(
+    base: LoraModel | ShardedBase,
+    config: RunConfig,
+    directory: RunDirectory,
+    largest: Largest | None,
+    trainer: Trainer | None,
+) -> Workshop:
+    """A trainer, on this device where none is given, and an engine that asks servers."""
     import torch
 
     from motet import servers
+    from motet.model.lora_model import LoraModel
     from motet.rollout.server import FileSync
 
     def turn(training: bool) -> None:
         if base.info.device == "cpu":
             torch.set_num_threads(_threads(config.engine))
 
-    base.read_keys_in_blocks(config.engine.block_size)
     slots = config.engine.slots
     wanted = servers.demand(config.jobs, slots) if largest is None else servers.demand_of_any(largest, slots)
     engine = servers.build_servers(base.info, config.rollout, wanted, directory.run_id, directory.path)
-    trainer = make_trainer(base, config.engine)
+    if trainer is None:
+        assert isinstance(base, LoraModel)
+        base.read_keys_in_blocks(config.engine.block_size)
+        trainer = make_trainer(base, config.engine)
     caveat = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
         Device(turn),
@@ -199,11 +259,17 @@ def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
     return TorchTrainer(base, slots=config.slots, recompute=config.recompute)
 
 
-def build(base: LoraModel, config: EngineConfig, needs: Sequence[budgets.Need], log: Path | None = None) -> Workshop:
-    """Engine and trainer on one base and one device; errors of sampling processes go to `log`."""
+def build(
+    base: LoraModel,
+    config: EngineConfig,
+    needs: Sequence[budgets.Need],
+    log: Path | None = None,
+    elsewhere: Trainer | None = None,
+) -> Workshop:
+    """Engine and trainer on one base and one device; errors of sampling processes go to `log`. `elsewhere` trains instead."""
     import torch
 
-    from motet.rollout.embedded import EmbeddedEngine, SameTensors
+    from motet.rollout.embedded import EmbeddedEngine, SameTensors, SavedFiles
     from motet.rollout.spread import SpreadEngine
 
     base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
@@ -231,12 +297,15 @@ def build(base: LoraModel, config: EngineConfig, needs: Sequence[budgets.Need], 
     if n_samplers:
         spread = SpreadEngine(here, _start_samplers(n_samplers, base, config, limits, device, log))
     engine = spread or here
-    trainer = make_trainer(base, config)
+    trainer, sync = elsewhere, None
+    if trainer is None:
+        own = make_trainer(base, config)
+        trainer, sync = own, SameTensors(engine, own.weights)
     return Workshop(
         device,
         engine,
         trainer,
-        SameTensors(engine, trainer.weights),
+        sync or SavedFiles(engine, trainer),
         config,
         list(base.info.notes),
         probe_tolerance=0.05 if base.info.inexact else 0.0,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
-from motet.launch import Workshop, assemble, load, services
+from motet.launch import Workshop, assemble, open_base, services
 from motet.preparing import identity, prepare_all
 from motet.runtime.identity import of_config
 from motet.runtime.interrupt import Interrupt
@@ -89,17 +89,20 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
-    with contextlib.closing(RunDirectory(Path(config.run))) as directory:  # locked before anything is loaded
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(
+            contextlib.closing(RunDirectory(Path(config.run)))
+        )  # locked before anything is loaded
         for one in config.jobs:  # before the base takes its time
             check_identity(directory.job(one.name), of_config(one), accept_changes=accept_changes)
-        base = base or load(config.base, config.engine)
-        prepared = prepare_all(config.jobs, base.info, directory)
+        opened = base or open_base(config, directory, stack)
+        prepared = prepare_all(config.jobs, opened.info, directory)
         jobs = [job for job, _ in prepared]
         for job in jobs:
-            described = identity(job, base.info, config)
+            described = identity(job, opened.info, config)
             open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes)
             _take_up(job)
-        workshop = assemble(base, config, [need for _, need in prepared], directory)
+        workshop = assemble(opened, config, [need for _, need in prepared], directory)
         workshop.notes += _left_out(jobs)
         for reason in workshop.inexact:
             for job in jobs:

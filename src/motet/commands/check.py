@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from motet.algorithms.supervised import Supervised
 from motet.batch import Batch, Segment
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.jobfile import load_jobs
-from motet.launch import Workshop, assemble, load, services
+from motet.launch import Workshop, assemble, open_base, services
 from motet.preparing import prepare_all
 from motet.running import config_of
 from motet.runtime.interrupt import Interrupt
@@ -63,9 +64,9 @@ def check(
 
 def _check(config: RunConfig, rollouts: int) -> bool:
     console, failing = Console(emoji=False), list[str]()
-    with TemporaryDirectory(prefix="motet-check-") as scratch:
+    with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
         directory = RunDirectory(Path(scratch))
-        base = load(config.base, config.engine)
+        base = open_base(config, directory, stack)
         for note in base.info.notes:
             console.print(f"note: {note}")
         prepared = prepare_all(config.jobs, base.info, directory)

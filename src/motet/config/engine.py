@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from motet.section import Config
 
@@ -46,6 +46,9 @@ class EngineConfig(Config):
     """Tokens of a job's micro-batch; where it is cut depends on the job's own samples only."""
     recompute: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same bits."""
+    shard: int = Field(1, ge=1, le=64)
+    """Processes that the base lies over while it trains, a part of every weight in each: for a base that is too large for one;
+    the bytes are the same. On CPU, with rollouts from servers; with the embedded engine this process has the whole base too."""
     reward_processes: int = Field(2, ge=1, le=4096)
     """Processes that run rewards."""
     trust_remote_code: bool = Field(False, exclude=True)
@@ -57,6 +60,15 @@ class EngineConfig(Config):
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
             raise ValueError("must be auto, cpu, cuda or, where there are several, cuda:1")
         return device
+
+    @model_validator(mode="after")
+    def _shards_lie_on_cpus(self) -> EngineConfig:
+        if self.shard > 1 and self.device.startswith("cuda"):
+            raise ValueError(
+                f"shard is {self.shard} and device {self.device}, but bases in shards run on CPUs alone: "
+                "set device to cpu, or shard to 1"
+            )
+        return self
 
     @field_validator("trust_remote_code", mode="before")
     @classmethod

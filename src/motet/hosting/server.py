@@ -12,6 +12,7 @@ from typing import Any
 from motet.budgets import Need
 from motet.channel import Parent
 from motet.config import JobConfig, RunConfig
+from motet.errors import ConfigError
 from motet.hosting.answers import Answers, Send, reason
 from motet.launch import Workshop, assemble, load, services
 from motet.preparing import identity, prepare
@@ -47,6 +48,11 @@ class EngineServer:
         """Load the base; `start` has the rewards and bounds of the service."""
         self._config, self._parent = config, parent
         self.directory = directory
+        if config.engine.shard > 1:
+            raise ConfigError(
+                f"engine.shard is {config.engine.shard}, but a service answers people with the base that it trains on, and "
+                "needs it whole: set engine.shard to 1, or train with `motet run`"
+            )
         self.base = load(config.base, config.engine)
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
         self._scores = AskedOfService(ask_scores(parent.send))

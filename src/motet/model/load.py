@@ -13,6 +13,7 @@ from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, Numerics
 from motet.model.lora_model import LoraModel, wrap
 from motet.model.proof import prove
+from motet.model.shards import Shards
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL_BASE = Path(__file__).parent.parent / "assets" / "small-base"
@@ -64,8 +65,9 @@ def load_base(
     numerics: Numerics = "exact",
     trust_remote_code: bool = False,
     arithmetic: Arithmetic | None = None,
+    shards: Shards | None = None,
 ) -> LoraModel:
-    """Load, wrap and prove a base model; `arithmetic` overrides what suits the device.
+    """Load, wrap and prove a base model; with `shards`, as one rank of several. `arithmetic` overrides what suits the device.
 
     Raises:
         BaseModelError: it cannot be found or loaded, or failed the proof; says why and what can be used instead.
@@ -80,7 +82,9 @@ def load_base(
     model.to(place).eval().requires_grad_(False)
     limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
     arithmetic = Arithmetic.of(place, numerics) if arithmetic is None else arithmetic
-    base = prove(lambda: wrap(name, model, tokenizer, place), model, name, block_size, arithmetic, pack=pack)
+    base = prove(
+        lambda: wrap(name, model, tokenizer, place), model, name, block_size, arithmetic, pack=pack, shards=shards
+    )
     if limited:
         base.revise(
             f"sequences are limited to {base.info.max_positions} tokens: beyond that its {limited} looks at the whole batch, "
@@ -94,6 +98,15 @@ def _add_in_full_precision() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_tf32 = False
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a base that lies elsewhere."""
+    import transformers
+
+    source, gguf = find_base(name)
+    options = {} if gguf is None else {"gguf_file": gguf}
+    return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
 
 
 def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:

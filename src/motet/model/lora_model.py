@@ -12,7 +12,7 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters,
 from motet.model.lora_products import LoraProducts, products_backend
 from motet.model.norm import speed_up_norms
 from motet.model_info import ModelInfo
+
+if TYPE_CHECKING:
+    from motet.model.shards import Shards
 
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
@@ -47,6 +50,8 @@ class LoraModel:
     block_size: int = 64
     """Keys that attention reads at a time, as in the proof."""
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    shards: Shards | None = None
+    """How the weights lie over several ranks; None where they are all here."""
     attention: AttentionBackend = field(init=False)
     products: LoraProducts = field(init=False)
     _layouts: dict[tuple[tuple[str, ...], int], AdapterLayout] = field(default_factory=dict)
@@ -97,7 +102,8 @@ class LoraModel:
         """Use these adapters for forward (and recomputing backward) passes inside the block."""
         self.context.routing = routing
         try:
-            yield
+            with contextlib.nullcontext() if self.shards is None else self.shards.gathered():
+                yield
         finally:
             self.context.routing, self.context.joint = NoAdapters(), None
 
@@ -166,7 +172,8 @@ class LoraModel:
         positions_T = torch.arange(len(tokens_T), device=self.device)
         with self.routed(NoAdapters()):
             hidden_TD = self.hidden(tokens_T, positions_T, self.attention.packed([len(tokens_T)]))
-        return hashlib.sha256(self.logits(hidden_TD).cpu().numpy().tobytes()).hexdigest()
+            logits_TV = self.logits(hidden_TD)
+        return hashlib.sha256(logits_TV.cpu().numpy().tobytes()).hexdigest()
 
     def adapter_layout(self, target_modules: str | Sequence[str], rank: int) -> AdapterLayout:
         """Layers that an adapter with these targets has.

@@ -21,10 +21,11 @@ from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, round_up
 from motet.model.attention import INSTEAD, LayerCall, Span
 from motet.model.kv_cache import KVCache
-from motet.model.lora import AdapterWeights, FusedLinears, NoAdapters, fuse
+from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
 from motet.model.routers import Routers
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.model.shards import Shards
 
 LENGTHS = (9, 22)
 _RANK = 4
@@ -44,8 +45,9 @@ def prove(
     arithmetic: Arithmetic | None = None,
     *,
     pack: bool = True,
+    shards: Shards | None = None,
 ) -> LoraModel:
-    """Wrap a stock eager model and prove that it still computes the same.
+    """Wrap a stock eager model and prove that it still computes the same; with `shards`, on every rank at once.
 
     Raises:
         BaseModelError: with the check that failed.
@@ -70,9 +72,13 @@ def prove(
             calls, watch = _first_pass(base, sequences, stock, routers)
         watch.mark(base)
         _leave_out(base, watch)
-        watch.fuse(base)
+        if shards is None:
+            watch.fuse(base, base.decoder)
+        else:
+            shards.settle(base, watch.fuse)
+            base.shards = shards
         base.compute_with(base.arithmetic)  # of the fused weights too
-        if pack:
+        if pack and shards is None:
             base.pack_weights()
         _limit_to_window(base, {call.layer: call.window for call in calls})
         with base.routed(NoAdapters()):
@@ -171,12 +177,13 @@ class _Watch:
         for path, (y, version) in self._outputs.items():
             base.linears[path].changed = y._version != version
 
-    def fuse(self, base: LoraModel) -> None:
-        """Fuse the layers that read the same input, where each is called once."""
+    def fuse(self, base: LoraModel, inside: nn.Module) -> None:
+        """Fuse the layers inside a module that read the same input, where each is called once."""
         calls = [path for _, paths in self._families for path in paths]
+        within = {module.path for module in inside.modules() if isinstance(module, LoraLinear)}
         for _, paths in self._families:
-            if all(path in base.linears and calls.count(path) == 1 for path in paths):
-                fuse([base.linears[path] for path in paths])
+            if all(path in base.linears and path in within and calls.count(path) == 1 for path in paths):
+                fuse([base.linears[path] for path in paths if len(base.linears[path].fused.paths) == 1])
 
 
 def _leave_out(base: LoraModel, watch: _Watch) -> None:

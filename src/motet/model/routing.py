@@ -168,7 +168,9 @@ class TrainSegment:
     stop: int
     weights: AdapterWeights
     gradients: dict[str, LoraMatrices] | None
-    """fp32 views that gradients are added to; None where there is no backward pass."""
+    """Views that gradients are added to; None where there is no backward pass."""
+    unscaled: bool = False
+    """Whether the gradient of A is added without alpha / rank: a sum that is rounded once has other bits than two."""
 
 
 @dataclass(frozen=True)
@@ -300,5 +302,5 @@ def _backward(trained: _Trained, fused: FusedLinears, x_TK: Tensor, inner: Tenso
         strict=True,
     ):
         if sums is not None:
-            sums.a.add_(own, alpha=segment.weights.scaling)
+            sums.a.add_(own, alpha=1.0 if segment.unscaled else segment.weights.scaling)
     return grad_inner

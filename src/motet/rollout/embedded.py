@@ -6,6 +6,7 @@ Publishing a version is handing over a pointer (`install`). Requests may name an
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,7 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter
+from motet.protocols import RolloutEngine, Trainer
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, Sequence
 from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray
@@ -201,6 +203,19 @@ class SameTensors:
     async def publish(self, name: str, ref: AdapterRef) -> None:
         """Make the trainer's current weights of adapter `name` servable under this reference."""
         self._engine.install(ref, self._weights(name))
+
+
+class SavedFiles:
+    """A `WeightSync` for an engine here and a trainer elsewhere: a new version is a PEFT directory, gone once it is read."""
+
+    def __init__(self, engine: RolloutEngine, trainer: Trainer) -> None:
+        self._engine, self._trainer = engine, trainer
+
+    async def publish(self, name: str, ref: AdapterRef) -> None:
+        """Make the trainer's current weights of adapter `name` servable under this reference."""
+        with tempfile.TemporaryDirectory(prefix="motet-version-") as place:
+            await asyncio.to_thread(self._trainer.save_adapter, name, Path(place), optimizer=False)
+            await self._engine.load_adapter(ref, Path(place))
 
 
 def _deliver(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from motet.batch import AdamW, OptimStats
 from motet.errors import AdapterError
-from motet.model.lora import AdapterLayout, AdapterWeights
+from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices
 from motet.model.peft_io import save_tensors
 
 OPTIMIZER = "optimizer.safetensors"
@@ -48,6 +48,14 @@ class AdapterArena:
         self.pending = False
         self._adamw = self._new_adamw()
         self.weights = self._compute_copy()
+
+    def add(self, parts: dict[str, LoraMatrices]) -> None:
+        """Add the gradient of a segment, that of A without alpha / rank: it is scaled within the sum, as in a backward pass."""
+        for leader, own in self.gradient_matrices.items():
+            own.a.add_(parts[leader].a, alpha=self.scaling)
+            for (_, sums), (_, part) in zip(own.bs, parts[leader].bs, strict=True):
+                sums.add_(part)
+        self.pending = True
 
     def step(self, adamw: AdamW) -> OptimStats:
         """Clip by norm and apply AdamW; a gradient that is not finite changes nothing but is cleared."""

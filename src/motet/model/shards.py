@@ -1,0 +1,75 @@
+"""A frozen base over several ranks, by torch's own FSDP2: each rank keeps a part of every weight and gathers a layer to use it.
+
+Weights are frozen, so there is nothing to reduce: gathers are all that ranks exchange here, and a gathered weight has the
+bits of the whole one. Every rank has to make the same passes, backward passes too, or the others wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+    from motet.model.lora_model import LoraModel
+
+
+class Shards:
+    """The ranks that a base lies over, this process being one of them."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        """`mesh` has one dimension: the ranks."""
+        self._mesh = mesh
+        self._model: FSDPModule | None = None
+
+    def settle(self, base: LoraModel, fuse: Callable[[LoraModel, nn.Module], None]) -> None:
+        """Keep this rank's part of every weight, one layer after another, so that no more than a layer is whole at a time.
+
+        Args:
+            base: as it was loaded; what it has of files is not read into memory of its own before its turn comes.
+            fuse: makes one product of the linear layers inside a module that read the same input.
+        """
+        for layer in _layers(base.decoder):
+            fuse(base, layer)
+            self._shard(layer)
+        fuse(base, base.decoder)
+        self._model = self._shard(base.model)  # what lies outside the layers: embeddings, the last norm and the head
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, what lies outside the layers is whole: the head is used outside the model's own forward pass."""
+        if self._model is None:
+            yield
+            return
+        self._model.unshard()
+        try:
+            yield
+        finally:
+            self._model.reshard()
+
+    def _shard(self, module: nn.Module) -> FSDPModule:
+        from torch.distributed.fsdp import FSDPModule, fully_shard  # takes a while to import
+
+        numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}  # cannot be cut
+        sharded: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, ignored_params=numbers)
+        assert isinstance(sharded, FSDPModule)
+        return sharded
+
+
+def _layers(decoder: nn.Module) -> list[nn.Module]:
+    """The decoder's layers: of the lists of modules that it has, the one that holds the most weights."""
+    lists = [found for found in decoder.modules() if isinstance(found, nn.ModuleList)]
+    layers: nn.Module = max(lists, key=lambda found: sum(weight.numel() for weight in found.parameters()))
+    return list(layers.children())
+
+
+def own_bytes(base: LoraModel) -> int:
+    """Bytes of weights that lie on this rank."""
+    parts = (getattr(parameter, "_local_tensor", parameter) for parameter in base.model.parameters())
+    return sum(part.numel() * part.element_size() for part in parts if isinstance(part, torch.Tensor))

@@ -1,0 +1,315 @@
+"""One packed pass over a base: segments of several adapters, laid out in rows, forward and backward.
+
+Every segment of a batch keeps to itself: its rows, its padding, its head products and its reductions are what they would be if
+it were alone, so its gradient is too.
+
+Legend: T packed rows, N trainable tokens of a segment, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from motet.algorithms.losses import LossInputs, loss_and_stats
+from motet.batch import Batch, LossStats, Sample, Segment, Trained, shared_prompts
+from motet.model.attention import Prefix
+from motet.model.distribution import Distribution
+from motet.model.lora import AdapterWeights, LoraMatrices
+from motet.model.lora_model import LoraModel
+from motet.model.routing import TrainerRouting, TrainSegment
+from motet.types import FloatArray, IntArray
+
+HEAD_ROWS = 256
+"""Rows of logits that are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The adapter of a segment, and where its gradient goes."""
+
+    weights: AdapterWeights
+    gradients: dict[str, LoraMatrices]
+    """What is added to."""
+    unscaled: bool = False
+    """Whether alpha / rank is left to who adds the parts up (see `TrainSegment.unscaled`)."""
+
+
+class PackedPass:
+    """A batch laid out for one pass. Nothing is computed before `train` or `score`."""
+
+    def __init__(self, base: LoraModel, batch: Batch, *, share: bool) -> None:
+        """`share` runs the prompt of neighbouring samples once; logprobs have the same bits either way.
+
+        A batch without segments is a pass of padding.
+        """
+        self._base, self._batch = base, batch
+        self.in_step = False
+        """Whether every gather of `train` was made, so that other ranks do not wait for this one."""
+        self._plan = _Plan.of(batch, base, share=share)
+        self._rows = [
+            _TrainableRows.of(segment, places, base.device)
+            for segment, places in zip(batch.segments, self._plan.places, strict=True)
+        ]
+
+    def train(self, adapters: Sequence[Learning]) -> tuple[Trained, ...]:
+        """Add the gradient of each segment to its adapter's; sums and logprobs of each."""
+        base, spans = self._base, self._plan.spans
+        segments = [
+            TrainSegment(start, stop, one.weights, one.gradients, one.unscaled)
+            for (start, stop), one in zip(spans, adapters, strict=True)
+        ]
+        routing = TrainerRouting(segments, base.device, base.products, backward=True)
+        with base.routed(routing), torch.enable_grad():
+            hidden_TD = self._hidden()
+            try:
+                found = [
+                    self._segment_loss(segment, hidden_TD[start:stop], rows)
+                    for segment, (start, stop), rows in zip(self._batch.segments, spans, self._rows, strict=True)
+                ]
+            except Exception:
+                self._keep_step(hidden_TD)
+                raise
+            with _one_order(base.device):
+                if found:
+                    torch.autograd.backward([loss for loss, _, _ in found])
+                    self.in_step = True
+                else:
+                    self._keep_step(hidden_TD)
+        if base.device.type == "cuda":  # or whoever waits next would be charged for it
+            torch.cuda.synchronize(base.device)
+        return tuple(
+            Trained(stats, rows.scatter(logprobs_N, segment))
+            for segment, rows, (_, stats, logprobs_N) in zip(self._batch.segments, self._rows, found, strict=True)
+        )
+
+    @torch.no_grad()
+    def score(self, adapters: Sequence[AdapterWeights] | None) -> tuple[tuple[FloatArray, ...], ...]:
+        """Logprobs [T] per sample per segment, no gradient; of the base alone where there are no adapters."""
+        base, spans, found = self._base, self._plan.spans, []
+        segments = [
+            TrainSegment(start, stop, weights, None)
+            for (start, stop), weights in zip(spans if adapters is not None else [], adapters or [], strict=True)
+        ]
+        routing = TrainerRouting(segments, base.device, base.products, backward=False)
+        with base.routed(routing):
+            hidden_TD = self._hidden()
+            for segment, (start, stop), rows in zip(self._batch.segments, spans, self._rows, strict=True):
+                logprobs_N, _ = _head(base, hidden_TD[start:stop], rows, segment.temperature)
+                found.append(rows.scatter(logprobs_N, segment))
+        return tuple(found)
+
+    def _hidden(self) -> Tensor:
+        plan = self._plan
+        attention = self._base.attention.packed(plan.lengths, plan.prefixes)
+        return self._base.hidden(plan.token_ids_T, plan.positions_T, attention)
+
+    def _keep_step(self, hidden_TD: Tensor) -> None:
+        """Where the base lies in shards, gather what other ranks do in a backward pass, with nothing to learn."""
+        if self._base.shards is not None:
+            (hidden_TD.float().sum() * 0).backward()
+            self.in_step = True
+
+    def _segment_loss(
+        self, segment: Segment, hidden_TD: Tensor, rows: _TrainableRows
+    ) -> tuple[Tensor, LossStats, Tensor]:
+        if segment.loss is None:
+            raise ValueError(f"a segment of {segment.adapter!r} has no loss; a gradient needs one")
+        logprobs_N, entropy_N = _head(self._base, hidden_TD, rows, segment.temperature)
+        inputs = LossInputs(
+            logprobs_N=logprobs_N,
+            entropy_N=entropy_N,
+            sampler_logprobs_N=rows.gather(segment, "logprobs"),
+            advantages_N=rows.gather(segment, "advantages"),
+            weights_N=rows.gather(segment, "weights"),
+            sample_N=rows.sample_N,
+            n_samples=len(segment.samples),
+            reference_logprobs_N=rows.gather_optional(segment, "reference_logprobs"),
+            proximal_logprobs_N=rows.gather_optional(segment, "proximal_logprobs"),
+        )
+        with _one_order(self._base.device):
+            return *loss_and_stats(segment.loss, segment.denominator, inputs), logprobs_N.detach()
+
+
+@contextlib.contextmanager
+def _one_order(device: torch.device) -> Iterator[None]:
+    """On a GPU what is added to one row from several is added in one order, not in that of the atomic additions."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a sample's tokens lie among its segment's rows: a prompt that others may share, and rows of its own after it."""
+
+    prompt_row: int
+    prompt: int
+    own_row: int
+
+    def rows(self, tokens_N: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Rows of some of its tokens."""
+        return np.where(
+            tokens_N < self.prompt, self.prompt_row + tokens_N, self.own_row + tokens_N - self.prompt
+        ).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A batch laid out in packed rows; each segment ends with padding of its own, up to a multiple of `arithmetic.rows`."""
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    lengths: list[int]
+    prefixes: list[Prefix | None]
+    spans: list[tuple[int, int]]
+    places: list[list[_Place]]
+    """Of each segment's samples."""
+
+    @classmethod
+    def of(cls, batch: Batch, base: LoraModel, *, share: bool) -> _Plan:
+        token_ids: list[IntArray] = []
+        positions: list[IntArray] = []
+        prefixes: list[Prefix | None] = []
+        spans: list[tuple[int, int]] = []
+        places: list[list[_Place]] = []
+        start = 0
+        for segment in batch.segments:
+            own: list[_Place] = []
+            row = 0
+            shared = shared_prompts(segment.samples) if share else (0,) * len(segment.samples)
+            for sample, prompt in zip(segment.samples, shared, strict=True):
+                prompt_row = own[-1].prompt_row if prompt else row
+                own.append(_Place(prompt_row, prompt, row))
+                token_ids.append(sample.token_ids[prompt:])
+                positions.append(np.arange(prompt, sample.n_tokens, dtype=np.int32))
+                prefixes.append(Prefix(start + prompt_row, prompt) if prompt else None)
+                row += sample.n_tokens - prompt
+            pad = -row % base.arithmetic.rows
+            if pad:
+                token_ids.append(np.zeros(pad, np.int32))
+                positions.append(np.arange(pad, dtype=np.int32))
+                prefixes.append(None)
+            places.append(own)
+            spans.append((start, start + row + pad))
+            start += row + pad
+        if not spans:
+            token_ids.append(np.zeros(base.arithmetic.rows, np.int32))
+            positions.append(np.arange(base.arithmetic.rows, dtype=np.int32))
+            prefixes.append(None)
+        return cls(
+            torch.from_numpy(np.concatenate(token_ids).astype(np.int64)).to(base.device),
+            torch.from_numpy(np.concatenate(positions).astype(np.int64)).to(base.device),
+            [len(tokens) for tokens in token_ids],
+            prefixes,
+            spans,
+            places,
+        )
+
+
+@dataclass(frozen=True)
+class _TrainableRows:
+    """Where a segment's trainable tokens are predicted: the row of the token before each of them."""
+
+    row_N: Tensor
+    target_N: Tensor
+    sample_N: Tensor
+
+    @classmethod
+    def of(cls, segment: Segment, placed: list[_Place], device: torch.device) -> _TrainableRows:
+        rows, targets, owners = [], [], []
+        for index, (sample, place) in enumerate(zip(segment.samples, placed, strict=True)):
+            tokens = np.flatnonzero(sample.loss_mask)
+            assert not sample.loss_mask[0], "the first token of a sequence is not predicted by any other"
+            wanted = sample.token_ids if sample.targets is None else sample.targets
+            rows.append(place.rows(tokens - 1).repeat(sample.n_targets))
+            targets.append(wanted[tokens].reshape(-1))
+            owners.append(np.full(len(targets[-1]), index))
+        return cls(
+            *(torch.from_numpy(np.concatenate(part).astype(np.int64)).to(device) for part in (rows, targets, owners))
+        )
+
+    def gather(self, segment: Segment, name: str) -> Tensor:
+        """A field of all samples at the trainable places, once for each target there, fp32; 1 where a sample has none."""
+        values = [_at_targets(sample, getattr(sample, name)) for sample in segment.samples]
+        return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(self.row_N.device)
+
+    def gather_optional(self, segment: Segment, name: str) -> Tensor | None:
+        """The same for a field that is there for all samples of a segment, or for none."""
+        return None if getattr(segment.samples[0], name) is None else self.gather(segment, name)
+
+    def scatter(self, values_N: Tensor, segment: Segment) -> tuple[FloatArray, ...]:
+        """Back to one array [T], or [T, K] where there are K targets, per sample; 0 where nothing is trained."""
+        flat, found, start = values_N.float().cpu().numpy(), [], 0
+        for sample in segment.samples:
+            like = sample.token_ids if sample.targets is None else sample.targets
+            whole = np.zeros(like.shape, np.float32)
+            stop = start + sample.n_trainable * sample.n_targets
+            whole[sample.loss_mask] = flat[start:stop].reshape(-1, *like.shape[1:])
+            found.append(whole)
+            start = stop
+        return tuple(found)
+
+
+def _at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
+    """A field [T] or [T, K] at each target of the trainable places."""
+    if values is None:
+        return np.ones(sample.n_trainable * sample.n_targets, np.float32)
+    chosen = values[sample.loss_mask]
+    return chosen.reshape(-1) if chosen.ndim == 2 else chosen.repeat(sample.n_targets)
+
+
+def _head(base: LoraModel, hidden_TD: Tensor, rows: _TrainableRows, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies [N] of the trainable tokens; the frozen head never gets a gradient."""
+    n_tokens = len(rows.row_N)
+    hidden_ND = hidden_TD.index_select(0, base.pad(rows.row_N))
+    target_N = base.pad(rows.target_N)
+    logprobs_N, entropy_N = _HeadLogprobs.apply(hidden_ND, target_N, temperature, base)  # type: ignore[no-untyped-call]
+    return logprobs_N[:n_tokens], entropy_N[:n_tokens]
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """Logprobs of targets from hidden states, a chunk of rows at a time, so that [N, V] is never held for all rows.
+
+    A logprob's gradient with respect to its own hidden state does not depend on what comes after, so it is made while the
+    probabilities are at hand; the backward pass only scales it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float, base: LoraModel
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies, slopes = [], [], []
+        for hidden, targets in zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True):
+            raw_NV = base.raw_logits(hidden)
+            at_a_time = base.arithmetic.logit_rows
+            for raw, target in zip(raw_NV.split(at_a_time), targets.split(at_a_time), strict=True):
+                found = Distribution.of(base.finish_logits(raw), [temperature])
+                logprobs.append(found.logprobs(target))
+                entropies.append(found.entropy())
+                if ctx.needs_input_grad[0]:
+                    raw.copy_(base.logits_slope(raw, found.slope(target, temperature)))
+            if ctx.needs_input_grad[0]:
+                slopes.append(base.through_head(raw_NV))
+        entropy_N = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(*slopes)
+        return torch.cat(logprobs), entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+        slope_ND = torch.cat(ctx.saved_tensors)
+        return (slope_ND.float() * grad_N[:, None]).to(slope_ND.dtype), None, None, None

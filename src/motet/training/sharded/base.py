@@ -1,0 +1,42 @@
+"""A base in shards, as the process that has none of them sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from motet.model.load import load_tokenizer
+from motet.model.lora_model import LoraModel
+from motet.model_info import ModelInfo
+from motet.training.sharded.group import RankGroup
+
+
+@dataclass(frozen=True)
+class ShardedBase:
+    """The ranks that a base lies over, and what they found when they proved it."""
+
+    info: ModelInfo
+    group: RankGroup
+    here: LoraModel | None = None
+    """The whole base in this process too, where it samples."""
+
+    @classmethod
+    def of(cls, group: RankGroup, *, trust_remote_code: bool) -> ShardedBase:
+        """What this process needs to know of a base that it does not load."""
+        facts: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in group.joined[0].facts.items()
+        }
+        tokenizer = load_tokenizer(facts["name"], trust_remote_code=trust_remote_code)
+        return cls(_told(ModelInfo(tokenizer=tokenizer, **facts), group), group)
+
+    @classmethod
+    def beside(cls, base: LoraModel, group: RankGroup) -> ShardedBase:
+        """A base that lies here too."""
+        return cls(_told(base.info, group), group, base)
+
+
+def _told(info: ModelInfo, group: RankGroup) -> ModelInfo:
+    share = max(one.own_bytes for one in group.joined) / 2**20
+    return replace(
+        info, notes=(*info.notes, f"trained over {group.n_ranks} processes, {share:.0f} MiB of the base in each")
+    )

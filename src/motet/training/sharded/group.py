@@ -1,0 +1,220 @@
+"""The processes that a sharded base lies over, as their parent sees them: they start together and end together.
+
+A rank that dies ends the group, because the others would wait for it for ever: every call from then on says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from motet import errors
+from motet.channel import decode, encode
+from motet.errors import BaseModelError, MotetError, RankGone
+from motet.training.sharded import messages as m
+
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+_END_SECONDS = 5.0
+
+
+class _Rank:
+    """One process. Answers come in the order of the messages."""
+
+    def __init__(self, rank: int, log: Path | None, ended: Callable[[int, int], None]) -> None:
+        """`ended` is called once, in another thread, with the rank and its exit status."""
+        self._rank, self._ended = rank, ended
+        self._waiting: deque[Future[m.FromRank]] = deque()
+        self._lock = threading.Lock()
+        self._gone: MotetError | None = None
+        with contextlib.ExitStack() as stack:
+            stderr = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "motet.training.sharded.process"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+                env={**os.environ, "PYTHONPATH": _PACKAGE_ROOT}, start_new_session=True,
+            )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, name=f"motet-rank-{rank}", daemon=True)
+        self._reader.start()
+
+    def send(self, message: m.ToRank) -> Future[m.FromRank]:
+        """Ask; the answer comes with the future."""
+        future: Future[m.FromRank] = Future()
+        with self._lock:
+            if self._gone is not None:
+                future.set_exception(self._gone)
+                return future
+            self._waiting.append(future)
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # a process that is gone is noticed by the reader
+            self.process.stdin.write(encode(message))
+            self.process.stdin.flush()
+        return future
+
+    def fail(self, error: MotetError) -> None:
+        """Tell everybody who waits, and whoever asks later."""
+        with self._lock:
+            self._gone = self._gone or error
+            waiting = [*self._waiting]
+            self._waiting.clear()
+        for future in waiting:
+            future.set_exception(error)
+
+    def close(self) -> None:
+        """End the process, by its own id."""
+        with contextlib.suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if not line.endswith(b"\n"):  # it was killed while it wrote
+                break
+            answer = decode(line, m.FromRank)
+            with self._lock:
+                future = self._waiting.popleft() if self._waiting else None
+            if future is not None:
+                future.set_result(answer)
+        self._ended(self._rank, self.process.wait())
+
+
+class RankGroup:
+    """All ranks of one base."""
+
+    def __init__(self, join: m.Join, log: Path | None = None) -> None:
+        """Start the ranks and wait until they have loaded and proved the base together.
+
+        Args:
+            join: the same for all; each gets its own `rank`, and all one `meeting`.
+            log: where their errors go; thrown away without one.
+
+        Raises:
+            BaseModelError: the base cannot be used.
+            RankGone: a rank ended.
+        """
+        self.n_ranks = join.n_ranks
+        self.on_death: Callable[[RankGone], object] = _nobody
+        """Called once, in another thread, before anybody who waits is told."""
+        self.death: RankGone | None = None
+        self._log = log
+        self._closing = False
+        self._lock = threading.Lock()
+        self._files = tempfile.TemporaryDirectory(prefix="motet-ranks-")
+        self._ranks = [_Rank(rank, log, self._ended) for rank in range(join.n_ranks)]
+        meeting = str(Path(self._files.name) / "meeting")
+        try:
+            answers = self.ask({rank: replace(join, rank=rank, meeting=meeting) for rank in range(join.n_ranks)})
+            self.joined = [answer for answer in answers.values() if isinstance(answer, m.Joined)]
+            if len({one.fingerprint for one in self.joined}) != 1:
+                raise BaseModelError(
+                    f"the {self.n_ranks} ranks of {join.base} compute different bits; set engine.shard to 1"
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes."""
+        return tuple(rank.process.pid for rank in self._ranks)
+
+    def ask(self, messages: Mapping[int, m.ToRank]) -> dict[int, m.FromRank]:
+        """Send each rank its message and wait for all answers. Threads may ask at once: all ranks hear them in one order.
+
+        Raises:
+            RankGone: a rank ended.
+            Exception: what was refused, as the rank raised it.
+        """
+        with self._lock:
+            futures = {rank: self._ranks[rank].send(message) for rank, message in messages.items()}
+        answers = {rank: future.result() for rank, future in futures.items()}
+        refused = [answer for answer in answers.values() if isinstance(answer, m.Refused)]
+        if refused:
+            raise _error(next((one for one in refused if one.kind), refused[0]))
+        return answers
+
+    def ask_all(self, message: m.ToRank) -> dict[int, m.FromRank]:
+        """The same for one message to every rank."""
+        return self.ask(dict.fromkeys(range(self.n_ranks), message))
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """End the block, run by the current task, as soon as a rank ends.
+
+        Raises:
+            RankGone: one did.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        self.on_death = lambda error: loop.call_soon_threadsafe(task.cancel)
+        try:
+            if self.death is not None:
+                raise self.death
+            yield
+        except asyncio.CancelledError:
+            if self.death is None:
+                raise
+            task.uncancel()
+            raise self.death from None
+        finally:
+            self.on_death = _nobody
+
+    def close(self) -> None:
+        """End all processes."""
+        self._closing = True
+        for rank in self._ranks:
+            rank.close()
+        self._files.cleanup()
+
+    def _ended(self, rank: int, status: int) -> None:
+        """A rank that dies takes the others with it."""
+        with contextlib.suppress(AttributeError):  # the first may end before the last has begun
+            if not self._closing and self.death is None:
+                told = f"; its last words are in {self._log}" if self._log is not None else ""
+                self.death = RankGone(
+                    f"rank {rank} of {self.n_ranks}, which a part of the base lies on, ended ({_status(status)}){told}. "
+                    "Nothing that was committed is lost: start again, and every job goes on from its last commit"
+                )
+                self.on_death(self.death)
+                for other in self._ranks:
+                    other.fail(self.death)
+                    other.process.kill()
+        if self.death is not None:
+            self._ranks[rank].fail(self.death)
+
+
+def _nobody(error: RankGone) -> None:
+    """Nobody has to know."""
+
+
+def _status(status: int) -> str:
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def _error(refused: m.Refused) -> Exception:
+    """The exception that a rank told of."""
+    if refused.kind == "OSError":
+        return OSError(refused.number, refused.reason, refused.path)
+    kind = getattr(errors, refused.kind, None)
+    if isinstance(kind, type) and issubclass(kind, MotetError) and kind.__init__ is MotetError.__init__:
+        return kind(refused.reason)
+    return RuntimeError(f"{refused.kind}: {refused.reason}")

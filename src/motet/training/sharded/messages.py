@@ -1,0 +1,160 @@
+"""What passes between a `ShardedTrainer` and the processes of its ranks. A rank answers each message once, in their order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from motet.batch import AdamW, LossStats, OptimStats, Sample, Segment
+from motet.channel import Message
+from motet.types import FloatArray
+
+# --- trainer → rank -----------------------------------------------------------------------------------------------------
+
+
+class Join(Message, frozen=True):
+    """The first message: the base, as `load_base` takes it, and who takes part."""
+
+    base: str
+    dtype: str
+    block_size: int
+    trust_remote_code: bool
+    threads: int
+    slots: int
+    recompute: bool
+    n_ranks: int
+    rank: int = 0
+    meeting: str = ""
+    """A file that does not exist yet, where the ranks find each other."""
+    kind: str = "cpu"
+    """Of the ranks' devices."""
+
+
+class AddAdapter(Message, frozen=True):
+    """Make a fresh adapter."""
+
+    name: str
+    shape: dict[str, Any]
+    """Fields of `AdapterConfig`."""
+    seed: int
+    owner: int
+    """The rank that has its masters, gradient and moments; every rank has the copy that is multiplied with."""
+
+
+class RemoveAdapter(Message, frozen=True):
+    """Let go of an adapter."""
+
+    name: str
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A segment that a rank runs."""
+
+    place: int
+    """Among the segments of the whole batch."""
+    adapter: str
+    samples: tuple[Sample, ...]
+    algorithm: dict[str, Any] | None
+    """Fields of the algorithm whose loss it is; None where there is no backward pass."""
+    denominator: float
+    temperature: float
+
+    @classmethod
+    def of(cls, place: int, segment: Segment, algorithm: dict[str, Any] | None) -> Part:
+        """A segment of a batch as its rank gets it."""
+        return cls(place, segment.adapter, segment.samples, algorithm, segment.denominator, segment.temperature)
+
+
+class Train(Message, frozen=True):
+    """Run a forward and backward pass; all ranks do at once, those without parts too."""
+
+    parts: tuple[Part, ...]
+    route: tuple[tuple[str, int], ...]
+    """Of every segment of the batch, in order, its adapter and the rank that runs it."""
+
+
+class Score(Message, frozen=True):
+    """Run a forward pass, all ranks at once."""
+
+    parts: tuple[Part, ...]
+    base: bool
+    """Without adapters."""
+
+
+class Step(Message, frozen=True):
+    """The owner steps, and hands the new version to all ranks."""
+
+    name: str
+    adamw: AdamW
+
+
+class Save(Message, frozen=True):
+    """To the owner alone: write an adapter."""
+
+    name: str
+    directory: str
+    optimizer: bool
+
+
+class Read(Message, frozen=True):
+    """The owner reads an adapter, and hands it to all ranks."""
+
+    name: str
+    directory: str
+    optimizer: bool
+
+
+ToRank = Join | AddAdapter | RemoveAdapter | Train | Score | Step | Save | Read
+
+# --- rank → trainer -----------------------------------------------------------------------------------------------------
+
+
+class Joined(Message, frozen=True):
+    """The rank has its part of the base, and all ranks together have proved it."""
+
+    facts: dict[str, Any]
+    """Fields of `ModelInfo`, without the tokenizer."""
+    fingerprint: str
+    own_bytes: int
+    """Of the weights that lie on this rank."""
+
+
+class Done(Message, frozen=True):
+    """It was done."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a pass says of one segment."""
+
+    place: int
+    logprobs: tuple[FloatArray, ...]
+    stats: LossStats | None = None
+    """Where there was a backward pass."""
+
+
+class Ran(Message, frozen=True):
+    """What a pass says of the rank's segments."""
+
+    found: tuple[Found, ...]
+
+
+class Stepped(Message, frozen=True):
+    """What an optimizer step did."""
+
+    stats: OptimStats
+
+
+class Refused(Message, frozen=True):
+    """It was not done, on any rank; the ranks are in step and can go on."""
+
+    kind: str
+    """The exception's class; empty where it was another rank's."""
+    reason: str
+    number: int = 0
+    """Of an OSError."""
+    path: str | None = None
+    """The file, of an OSError."""
+
+
+FromRank = Joined | Done | Ran | Stepped | Refused

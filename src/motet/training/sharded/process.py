@@ -1,0 +1,147 @@
+"""The process of one rank: it joins the others, loads its part of the base, and answers what the trainer asks.
+
+The parent is `motet.training.sharded.group`. The process ends when its input does, so also when the parent dies.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+from motet.algorithms.algorithm import Algorithm
+from motet.algorithms.registry import Choice
+from motet.allocator import give_back_freed_memory
+from motet.batch import Batch, Segment
+from motet.channel import Parent
+from motet.config import AdapterConfig
+from motet.errors import MotetError
+from motet.model.load import load_base
+from motet.model.shards import Shards, own_bytes
+from motet.training.sharded import messages as m
+from motet.training.sharded.rank_trainer import InStep, RankTrainer
+
+_ALGORITHM: TypeAdapter[Algorithm] = TypeAdapter(Choice)
+_PATIENCE = timedelta(days=7)
+"""A rank waits for the others as long as it takes; the parent sees when one is gone."""
+
+
+def join(message: m.Join) -> RankTrainer:
+    """Meet the other ranks and load this one's part.
+
+    Raises:
+        BaseModelError: the base cannot be used.
+    """
+    torch.set_num_threads(message.threads)
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{message.meeting}",
+        rank=message.rank,
+        world_size=message.n_ranks,
+        timeout=_PATIENCE,
+    )
+    base = load_base(
+        message.base,
+        dtype=message.dtype,
+        device=message.kind,
+        block_size=message.block_size,
+        pack=False,
+        trust_remote_code=message.trust_remote_code,
+        shards=Shards(init_device_mesh(message.kind, (message.n_ranks,))),
+    )
+    return RankTrainer(base, slots=message.slots, recompute=message.recompute)
+
+
+def joined(trainer: RankTrainer) -> m.Joined:
+    """What the base is, and what this rank computes with it."""
+    info = trainer.base.info
+    facts = asdict(replace(info, tokenizer=None))  # type: ignore[arg-type]
+    del facts["tokenizer"]
+    return m.Joined(facts, trainer.base.fingerprint(), own_bytes(trainer.base))
+
+
+def answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
+    """Do what one message asks. What leaves this function has put the rank out of step with the others."""
+    try:
+        return _answer(trainer, message)
+    except InStep as error:
+        return _refused(error.__cause__)
+
+
+def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
+    match message:
+        case m.AddAdapter():
+            shape = AdapterConfig.model_validate(message.shape)
+            trainer.add_adapter(message.name, shape, message.seed, message.owner)
+        case m.RemoveAdapter():
+            trainer.remove_adapter(message.name)
+        case m.Train():
+            trained = trainer.train(_batch(message.parts), [part.place for part in message.parts], message.route)
+            pairs = zip(message.parts, trained, strict=True)
+            return m.Ran(tuple(m.Found(part.place, one.logprobs, one.stats) for part, one in pairs))
+        case m.Score():
+            scored = trainer.score(_batch(message.parts), base=message.base)
+            return m.Ran(tuple(m.Found(part.place, one) for part, one in zip(message.parts, scored, strict=True)))
+        case m.Step():
+            stats = trainer.step(message.name, message.adamw)
+            return m.Done() if stats is None else m.Stepped(stats)
+        case m.Save():
+            try:
+                trainer.save(message.name, Path(message.directory), optimizer=message.optimizer)
+            except (OSError, MotetError) as error:  # a full disk is the job's affair
+                return _refused(error)
+        case m.Read():
+            trainer.read(message.name, Path(message.directory), optimizer=message.optimizer)
+    return m.Done()
+
+
+def _batch(parts: tuple[m.Part, ...]) -> Batch:
+    return Batch(
+        tuple(
+            Segment(
+                part.adapter,
+                part.samples,
+                None if part.algorithm is None else _ALGORITHM.validate_python(part.algorithm),
+                part.denominator,
+                part.temperature,
+            )
+            for part in parts
+        )
+    )
+
+
+def _refused(error: BaseException | None) -> m.Refused:
+    if error is None:
+        return m.Refused("", "another rank refused it")
+    if isinstance(error, OSError):
+        path = None if error.filename is None else str(error.filename)
+        return m.Refused("OSError", error.strerror or str(error), error.errno or 0, path)
+    return m.Refused(type(error).__name__, str(error))
+
+
+def main() -> None:
+    """Entry point of the process."""
+    give_back_freed_memory()
+    parent = Parent[m.ToRank](m.ToRank)
+    first = parent.first()
+    if not isinstance(first, m.Join):
+        return
+    try:
+        trainer = join(first)
+    except MotetError as error:
+        parent.send(_refused(error))
+        os._exit(1)  # the others wait for this rank
+    parent.send(joined(trainer))
+    while (message := parent.first()) is not None:
+        parent.send(answer(trainer, message))
+    os._exit(0)  # a group is left one by one
+
+
+if __name__ == "__main__":
+    main()

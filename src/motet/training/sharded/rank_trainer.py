@@ -1,0 +1,193 @@
+"""One rank of a sharded trainer: its part of the base, the adapters that it owns, and copies of the others.
+
+A segment's gradient is made whole on one rank, as it would be alone, and kept unscaled. Its adapter's owner adds the
+segments' gradients in the order of the batch, with the additions that a trainer on one device makes: an all-reduce would add in
+another order, and have other bits. Every method is called on all ranks at once, but for `save`.
+
+Legend: T packed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed
+
+from motet.batch import AdamW, Batch, OptimStats, Trained
+from motet.config import AdapterConfig
+from motet.errors import MotetError
+from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, initial_weights
+from motet.model.lora_model import LoraModel
+from motet.training.packed_pass import Learning, PackedPass
+from motet.training.torch_trainer import TorchTrainer
+from motet.types import FloatArray
+
+
+class InStep(Exception):
+    """A call was refused on every rank, and all are ready for the next; `__cause__` is None where it was another rank's."""
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """Of one segment, unscaled, in the base's dtype as its products are."""
+
+    flat: Tensor
+    matrices: dict[str, LoraMatrices]
+
+    @classmethod
+    def zeros(cls, layout: AdapterLayout, base: LoraModel) -> _Gradient:
+        flat = torch.zeros(layout.size, dtype=base.dtype, device=base.device)
+        return cls(flat, layout.matrices(flat))
+
+
+class RankTrainer:
+    """What one rank does of a `Trainer`."""
+
+    def __init__(self, base: LoraModel, *, slots: int, recompute: bool = False, share_prompts: bool = True) -> None:
+        """The process group is there, and the base lies in shards over it."""
+        self.base = base
+        self.rank = distributed.get_rank()
+        self._share_prompts = share_prompts
+        self._owned = TorchTrainer(base, slots=slots, recompute=recompute)
+        self._owners: dict[str, int] = {}
+        self._copies: dict[str, AdapterWeights] = {}
+        """Of the adapters that other ranks own."""
+
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int, owner: int) -> None:
+        """Make a fresh adapter; every rank draws the same numbers.
+
+        Raises:
+            InStep: a target module does not exist.
+        """
+        try:
+            if owner == self.rank:
+                self._owned.add_adapter(name, shape, seed)
+            else:
+                layout, scaling = self.base.adapter_layout(shape.target_modules, shape.rank), shape.alpha / shape.rank
+                masters = initial_weights(layout, seed).to(self.base.device)
+                self._copies[name] = AdapterWeights.from_masters(layout, scaling, masters, self.base.dtype)
+        except MotetError as error:  # on every rank
+            raise InStep from error
+        self._owners[name] = owner
+
+    def remove_adapter(self, name: str) -> None:
+        """Let go of an adapter."""
+        if self._owners.pop(name) == self.rank:
+            self._owned.remove_adapter(name)
+        else:
+            del self._copies[name]
+
+    def train(self, batch: Batch, places: Sequence[int], route: Sequence[tuple[str, int]]) -> tuple[Trained, ...]:
+        """Run this rank's segments, and add up the gradients of the adapters that it owns.
+
+        Args:
+            batch: this rank's segments; there may be none.
+            places: of each its place in the whole batch.
+            route: of every segment of the whole batch its adapter and its rank.
+
+        Raises:
+            InStep: a segment failed on some rank; nothing was added on any.
+        """
+        packed, fault = self._packed(batch)
+        learning, gradients = [], {}
+        for place, segment in zip(places, () if fault else batch.segments, strict=not fault):
+            weights = self._weights(segment.adapter)
+            gradients[place] = _Gradient.zeros(weights.layout, self.base)
+            learning.append(Learning(weights, gradients[place].matrices, unscaled=True))
+        found: tuple[Trained, ...] = ()
+        try:
+            found = packed.train(learning)
+        except Exception as error:
+            if not packed.in_step:
+                raise
+            fault = error
+        self._agree(fault)
+        for place, (name, rank) in enumerate(route):
+            self._add(name, rank, gradients.get(place))
+        return found
+
+    def score(self, batch: Batch, *, base: bool) -> tuple[tuple[FloatArray, ...], ...]:
+        """Logprobs of this rank's segments.
+
+        Raises:
+            InStep: a segment failed on some rank.
+        """
+        packed, fault = self._packed(batch)
+        segments = () if fault is not None else batch.segments
+        found = packed.score(None if base else [self._weights(segment.adapter) for segment in segments])
+        self._agree(fault)
+        return found
+
+    def step(self, name: str, adamw: AdamW) -> OptimStats | None:
+        """Step an adapter; what its owner says of it."""
+        stats = self._owned.optim_step(name, adamw) if self._owners[name] == self.rank else None
+        self._hand_out(name)
+        return stats
+
+    def save(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        """Write an adapter that this rank owns."""
+        self._owned.save_adapter(name, directory, optimizer=optimizer)
+
+    def read(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        """Read an adapter.
+
+        Raises:
+            InStep: its owner cannot.
+        """
+        fault: Exception | None = None
+        if self._owners[name] == self.rank:
+            try:
+                self._owned.load_adapter(name, directory, optimizer=optimizer)
+            except Exception as error:  # told by who asked, like a fault of one device
+                fault = error
+        self._agree(fault)
+        self._hand_out(name)
+
+    def _weights(self, name: str) -> AdapterWeights:
+        return self._owned.weights(name) if self._owners[name] == self.rank else self._copies[name]
+
+    def _packed(self, batch: Batch) -> tuple[PackedPass, Exception | None]:
+        """This rank's pass; one of padding where its segments cannot be laid out, and why."""
+        try:
+            for segment in batch.segments:
+                highest = max(int(sample.token_ids.max(initial=0)) for sample in segment.samples)
+                if highest >= self.base.info.vocab_size:
+                    raise ValueError(f"{segment.adapter!r} has token {highest} of {self.base.info.vocab_size}")
+            return PackedPass(self.base, batch, share=self._share_prompts), None
+        except Exception as error:  # a tenant's samples must not stop the ranks
+            return PackedPass(self.base, Batch(()), share=False), error
+
+    def _agree(self, fault: Exception | None) -> None:
+        """Go on where no rank has a fault.
+
+        Raises:
+            InStep: one has.
+        """
+        faults = torch.tensor([int(fault is not None)], device=self.base.device)
+        distributed.all_reduce(faults)
+        if int(faults):
+            raise InStep from fault
+
+    def _add(self, name: str, rank: int, gradient: _Gradient | None) -> None:
+        """Bring a segment's gradient from the rank that made it to the owner, who adds it."""
+        owner = self._owners[name]
+        if self.rank not in (owner, rank):
+            return
+        gradient = gradient or _Gradient.zeros(self._weights(name).layout, self.base)
+        if rank != owner:
+            carry: Callable[..., object] = distributed.send if self.rank == rank else distributed.recv
+            carry(gradient.flat.view(torch.uint8), owner if self.rank == rank else rank)
+        if self.rank == owner:
+            self._owned.add_gradient(name, gradient.matrices)
+
+    def _hand_out(self, name: str) -> None:
+        """Give every rank the owner's copy."""
+        weights, owner = self._weights(name), self._owners[name]
+        flat = weights.flat if owner == self.rank else torch.empty_like(weights.flat)
+        distributed.broadcast(flat.view(torch.uint8), owner)
+        if owner != self.rank:
+            layout = weights.layout
+            self._copies[name] = AdapterWeights(layout, weights.scaling, flat, layout.matrices(flat))

@@ -1,0 +1,115 @@
+"""A `Trainer` whose base lies in shards over several processes; its masters, moments and logprobs are those of one device.
+
+This side holds neither weights nor a process group: it says who does what, and the ranks
+(`motet.training.sharded.rank_trainer`) exchange gathered weights, gradients and versions among themselves. So a rank that dies
+is a pipe that closes, never a call that hangs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from motet.algorithms.algorithm import Algorithm
+from motet.algorithms.registry import ALGORITHMS
+from motet.batch import AdamW, Batch, OptimStats, Segment, Trained
+from motet.config import AdapterConfig
+from motet.errors import AdapterError
+from motet.training.sharded import messages as m
+from motet.training.sharded.group import RankGroup
+from motet.training.sharded.placement import owner, scatter
+from motet.types import FloatArray
+
+
+class ShardedTrainer:
+    """A `Trainer` over the ranks of a group."""
+
+    def __init__(self, group: RankGroup, *, slots: int) -> None:
+        self.slots = slots
+        self._group = group
+        self._owners: dict[str, int] = {}
+
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int) -> None:
+        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
+
+        Raises:
+            AdapterError: the name is taken, no slot is free, or a target module does not exist.
+        """
+        if name in self._owners:
+            raise AdapterError(f"adapter {name!r} is there already")
+        if len(self._owners) >= self.slots:
+            raise AdapterError(f"all {self.slots} adapter slots are taken; raise engine.slots or wait for a job to end")
+        rank = owner(self._owners.values(), self._group.n_ranks)
+        self._group.ask_all(m.AddAdapter(name, shape.model_dump(mode="json"), seed, rank))
+        self._owners[name] = rank
+
+    def remove_adapter(self, name: str) -> None:
+        """Give the slot back."""
+        self._owner(name)
+        self._group.ask_all(m.RemoveAdapter(name))
+        del self._owners[name]
+
+    def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
+        """Add the gradient of each segment to its adapter; sums and logprobs of each."""
+        ranks = self._scatter(batch)
+        parts = self._parts(batch, ranks, learns=True)
+        route = tuple((segment.adapter, rank) for segment, rank in zip(batch.segments, ranks, strict=True))
+        found = self._run({rank: m.Train(own, route) for rank, own in parts.items()})
+        return tuple(Trained(one.stats, one.logprobs) for one in found if one.stats is not None)
+
+    def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
+        """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
+        parts = self._parts(batch, self._scatter(batch, base=base), learns=False)
+        return tuple(one.logprobs for one in self._run({rank: m.Score(own, base) for rank, own in parts.items()}))
+
+    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
+        """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
+        answer = self._group.ask_all(m.Step(name, adamw))[self._owner(name)]
+        assert isinstance(answer, m.Stepped)
+        return answer.stats
+
+    def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        """Write PEFT files, and the optimizer's state where asked; the directory exists. Waits for the owner's turn."""
+        self._group.ask({self._owner(name): m.Save(name, str(directory.absolute()), optimizer)})
+
+    def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""
+        self._owner(name)
+        self._group.ask_all(m.Read(name, str(directory.absolute()), optimizer))
+
+    def _owner(self, name: str) -> int:
+        if name not in self._owners:
+            raise AdapterError(
+                f"there is no adapter {name!r} in the trainer; there are: {', '.join(self._owners) or 'none'}"
+            )
+        return self._owners[name]
+
+    def _scatter(self, batch: Batch, *, base: bool = False) -> tuple[int, ...]:
+        owners = [0 if base else self._owner(segment.adapter) for segment in batch.segments]
+        return scatter([segment.n_tokens for segment in batch.segments], owners, self._group.n_ranks)
+
+    def _parts(self, batch: Batch, ranks: tuple[int, ...], *, learns: bool) -> dict[int, tuple[m.Part, ...]]:
+        """Of each rank its segments, in the order of the batch."""
+        parts: dict[int, list[m.Part]] = {rank: [] for rank in range(self._group.n_ranks)}
+        for place, (segment, rank) in enumerate(zip(batch.segments, ranks, strict=True)):
+            parts[rank].append(m.Part.of(place, segment, _fields(segment) if learns else None))
+        return {rank: tuple(own) for rank, own in parts.items()}
+
+    def _run(self, messages: dict[int, m.Train] | dict[int, m.Score]) -> list[m.Found]:
+        """What all ranks say of a pass, in the order of the batch."""
+        answers = self._group.ask({**messages})
+        found = [one for answer in answers.values() if isinstance(answer, m.Ran) for one in answer.found]
+        return sorted(found, key=lambda one: one.place)
+
+
+def _fields(segment: Segment) -> dict[str, Any]:
+    """A loss for a rank, which makes it again from the algorithm's name and fields."""
+    loss = segment.loss
+    if loss is None:
+        raise ValueError(f"a segment of {segment.adapter!r} has no loss; a gradient needs one")
+    if not isinstance(loss, Algorithm) or not (loss.type in ALGORITHMS or ":" in loss.type):
+        raise AdapterError(
+            f"the loss of {segment.adapter!r}, a {type(loss).__name__}, cannot be handed to the processes of a sharded base; "
+            "put its class into a file and name it as `file.py:Class` in algorithm.type, or set engine.shard to 1"
+        )
+    return loss.model_dump(mode="json")

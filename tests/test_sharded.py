@@ -1,0 +1,301 @@
+"""A trainer over several processes gives the bits of one device: masters, moments and logprobs, wherever segments ran."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from motet.algorithms import Grpo, Reinforce
+from motet.batch import AdamW, Batch, Segment
+from motet.config import AdapterConfig, EngineConfig, RunConfig
+from motet.errors import AdapterError, BaseModelError, ConfigError, RankGone
+from motet.hosting.server import EngineServer
+from motet.protocols import Trainer
+from motet.running import config_of, run_config
+from motet.runtime.rundir import RunDirectory
+from motet.training.sharded.group import RankGroup
+from motet.training.sharded.messages import Join
+from motet.training.sharded.placement import owner, scatter
+from motet.training.sharded.trainer import ShardedTrainer
+from motet.training.torch_trainer import TorchTrainer
+from tests import tiny_models as tiny
+from tests.test_trainer import make_samples
+
+ADAMW = AdamW(1e-2, eps=1e-4, clip_norm=0.5, weight_decay=0.1)
+SHAPES = {  # rank and alpha, whose quotient is no power of two: then it matters that it is multiplied within the sum
+    "a": AdapterConfig(rank=8, alpha=11.0),
+    "b": AdapterConfig(rank=8, alpha=5.0, target_modules=["o_proj", "down_proj"]),
+    "c": AdapterConfig(rank=3, alpha=32.0),
+}
+LENGTHS: Sequence[Sequence[tuple[int, int]]] = ([(5, 30), (40, 9)], [(2, 5)], [(17, 53)], [(1, 1), (9, 20)], [(30, 40)])
+
+
+def segment(name: str, place: int, **changes: Any) -> Segment:
+    samples = make_samples(LENGTHS[place], seed=10 * place + ord(name))
+    loss = Grpo(clip_low=0.1) if name == "b" else Reinforce()
+    plain = Segment(name, samples, loss, float(sum(sample.n_trainable for sample in samples)), 0.8)
+    return dataclasses.replace(plain, **changes)
+
+
+BATCHES = (
+    Batch((segment("a", 0), segment("b", 1), segment("a", 2), segment("c", 3), segment("a", 1), segment("b", 4))),
+    Batch((segment("c", 2),)),  # less than there are ranks
+    Batch((segment("a", 4), segment("a", 3), segment("a", 0))),
+)
+
+
+@contextlib.contextmanager
+def ranks(base: str, dtype: str, n: int, *, recompute: bool = False, log: Path | None = None) -> Iterator[RankGroup]:
+    join = Join(base, dtype, tiny.BLOCK, False, 1, 8, recompute, n)
+    group = RankGroup(join, log)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def add_all(trainer: Trainer) -> None:
+    for name, shape in SHAPES.items():
+        trainer.add_adapter(name, shape, seed=ord(name))
+
+
+def train(trainer: Trainer, steps: int) -> list[Any]:
+    """Everything that a trainer says of some steps."""
+    said: list[Any] = []
+    for _ in range(steps):
+        for batch in BATCHES:
+            trained = trainer.forward_backward(batch)
+            said += [(one.stats, [logprobs.tobytes() for logprobs in one.logprobs]) for one in trained]
+        said += [trainer.optim_step(name, ADAMW) for name in SHAPES]
+        for base in (False, True):
+            found = trainer.forward(BATCHES[0], base=base)
+            said += [logprobs.tobytes() for segment in found for logprobs in segment]
+    return said
+
+
+def files(trainer: Trainer, place: Path) -> dict[str, bytes]:
+    """Masters, moments and gradients that wait for a step."""
+    for name in SHAPES:
+        (place / name).mkdir(parents=True)
+        trainer.save_adapter(name, place / name, optimizer=True)
+    return {str(path.relative_to(place)): path.read_bytes() for path in sorted(place.rglob("*.*"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype", "n", "recompute"),
+    [
+        ("llama", "float32", 2, False),
+        ("llama", "bfloat16", 1, False),
+        ("qwen3", "bfloat16", 3, True),
+        ("phi3", "float32", 4, False),
+    ],
+)
+def test_every_number_of_ranks_gives_the_bits_of_one_device(
+    name: str, dtype: str, n: int, recompute: bool, tmp_path: Path
+) -> None:
+    """Tied weights too (phi3), and one layer's width that the ranks do not divide."""
+    base = tiny.base(name, dtype)
+    with ranks(str(tiny.directory(name)), dtype, n, recompute=recompute) as group:
+        one, many = TorchTrainer(base, slots=8), ShardedTrainer(group, slots=8)
+        for trainer in (one, many):
+            add_all(trainer)
+        assert train(many, 2) == train(one, 2)
+        for trainer in (one, many):  # saved in mid-step, and loaded into adapters that were elsewhere
+            trainer.forward_backward(BATCHES[0])
+        saved = files(one, tmp_path / "one")
+        assert files(many, tmp_path / "many") == saved
+        many.remove_adapter("a")
+        many.add_adapter("a", SHAPES["a"], seed=99)
+        for adapter in SHAPES:
+            many.load_adapter(adapter, tmp_path / "one" / adapter, optimizer=True)
+        assert train(many, 1) == train(one, 1)
+        assert files(many, tmp_path / "many2") == files(one, tmp_path / "one2") != saved
+        whole = sum(weight.numel() * weight.element_size() for weight in base.model.parameters())
+        parts = [joined.own_bytes for joined in group.joined]
+        assert whole <= sum(parts) < 1.02 * whole
+        assert max(parts) < 1.1 * whole / n
+        assert {joined.fingerprint for joined in group.joined} == {base.fingerprint()}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TorchTrainer, ShardedTrainer]]:
+    with ranks(str(tiny.directory("llama")), "float32", 2) as group:
+        yield TorchTrainer(tiny.base("llama"), slots=3), ShardedTrainer(group, slots=3)
+
+
+def test_what_one_device_refuses_is_refused_in_the_same_words(
+    pair: tuple[TorchTrainer, ShardedTrainer], tmp_path: Path
+) -> None:
+    said: list[list[str]] = []
+    for trainer in pair:
+        calls = [
+            lambda trainer=trainer: trainer.add_adapter("x", AdapterConfig(target_modules="q_prog"), 0),
+            lambda trainer=trainer: trainer.forward(BATCHES[0]),
+            lambda trainer=trainer: trainer.load_adapter("a", tmp_path, optimizer=True),
+            lambda trainer=trainer: trainer.save_adapter("z", tmp_path, optimizer=True),
+            lambda trainer=trainer: trainer.add_adapter("a", SHAPES["a"], 0),
+            lambda trainer=trainer: trainer.add_adapter("d", SHAPES["a"], 0),
+            lambda trainer=trainer: trainer.save_adapter("a", tmp_path / "absent", optimizer=False),
+        ]
+        words = []
+        for place, call in enumerate(calls):
+            if place == 2:
+                add_all(trainer)
+            with pytest.raises((AdapterError, OSError)) as caught:
+                call()
+            words.append(f"{type(caught.value).__name__} {re.sub(r'tmp[0-9A-Za-z]+', 'tmp', str(caught.value))}")
+        said.append(words)
+        for name in SHAPES:
+            trainer.remove_adapter(name)
+    assert said[0] == said[1]
+
+
+def spoilt(what: str) -> Segment:
+    good = segment("a", 0)
+    if what == "token":
+        sample = dataclasses.replace(good.samples[0], token_ids=np.full_like(good.samples[0].token_ids, 10**6))
+        return dataclasses.replace(good, samples=(sample,))
+    return dataclasses.replace(good, loss=Grpo(kl={"coef": 0.1}))  # needs what no sample has
+
+
+@pytest.mark.parametrize("what", ["token", "loss"])
+def test_a_segment_that_fails_on_one_rank_leaves_all_ranks_in_step(
+    what: str, pair: tuple[TorchTrainer, ShardedTrainer], tmp_path: Path
+) -> None:
+    """And adds nothing on the others."""
+    for trainer in pair:
+        add_all(trainer)
+    with pytest.raises(RuntimeError, match=r"ValueError: .*(has token 1000000 of 276|needs the base's logprobs)"):
+        pair[1].forward_backward(Batch((spoilt(what), segment("b", 4))))
+    try:
+        assert train(pair[1], 1) == train(pair[0], 1)
+        assert files(pair[1], tmp_path / "many") == files(pair[0], tmp_path / "one")
+    finally:
+        for trainer in pair:
+            for name in SHAPES:
+                trainer.remove_adapter(name)
+
+
+def test_a_loss_that_has_no_name_is_refused(pair: tuple[TorchTrainer, ShardedTrainer]) -> None:
+    class Mine(Reinforce):
+        pass
+
+    trainer = pair[1]
+    trainer.add_adapter("a", SHAPES["a"], 0)
+    with pytest.raises(AdapterError, match=r"name it as `file\.py:Class`"):
+        trainer.forward_backward(Batch((segment("a", 0, loss=Mine().model_copy(update={"type": "mine"})),)))
+    with pytest.raises(ValueError, match="has no loss"):
+        trainer.forward_backward(Batch((segment("a", 0, loss=None),)))
+    trainer.remove_adapter("a")
+
+
+def test_a_rank_that_dies_ends_the_group(tmp_path: Path) -> None:
+    with ranks(str(tiny.directory("llama")), "float32", 3, log=tmp_path / "ranks.log") as group:
+        trainer = ShardedTrainer(group, slots=3)
+        add_all(trainer)
+        told: list[RankGone] = []
+        group.on_death = told.append
+        os.kill(group.pids[1], signal.SIGKILL)
+        with pytest.raises(
+            RankGone, match=r"rank 1 of 3.*killed by signal 9.*ranks\.log.*goes on from its last commit"
+        ):
+            train(trainer, 3)
+        with pytest.raises(RankGone):
+            trainer.optim_step("a", ADAMW)
+        assert len(told) == 1
+
+
+def test_a_base_that_no_rank_can_load_says_why(tmp_path: Path) -> None:
+    with pytest.raises(BaseModelError, match="has no config"), ranks(str(tmp_path), "float32", 2):
+        pass
+
+
+# --- placement ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_longest_segment_is_placed_first() -> None:
+    assert scatter([10, 50, 30, 25], [0, 0, 0, 0], 2) == (0, 0, 1, 1)
+    assert scatter([7], [2], 3) == (2,)  # where ranks are level, the owner
+    assert scatter([], [], 3) == ()
+
+
+def test_the_rank_with_the_fewest_adapters_owns_the_next() -> None:
+    assert owner([], 3) == 0
+    assert owner([0, 0, 1], 3) == 2
+    assert owner([0, 1, 2], 3) == 0
+
+
+# --- whole runs ---------------------------------------------------------------------------------------------------------
+
+
+def job_file(directory: Path, shard: int, steps: int = 2) -> RunConfig:
+    common = {
+        "data": "toy:reverse",
+        "reward": "exact",
+        "sampling": {"max_tokens": 6},
+        "algorithm": {"group_size": 4, "groups_per_step": 2},
+        "eval": {"every": 0},
+        "checkpoint": {"every": 1},
+    }
+    jobs = [
+        {"name": "one", "steps": steps, "adapter": {"rank": 8, "alpha": 12}, **common},
+        {"name": "two", "steps": steps, "adapter": {"rank": 4, "alpha": 12}, **common},
+    ]
+    return config_of(jobs, "small", {"threads": 1, "samplers": 0, "shard": shard}, "test", directory)
+
+
+def kept(directory: Path) -> dict[str, bytes]:
+    wanted = ("adapter_model.safetensors", "optimizer.safetensors", "metrics.jsonl")
+    found = [path for path in sorted(directory.rglob("*")) if path.name in wanted]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+
+
+@pytest.mark.slow
+def test_a_run_in_shards_has_the_bytes_of_one_that_is_whole(tmp_path: Path) -> None:
+    for shard in (1, 2):
+        assert run_config(job_file(tmp_path / str(shard), shard)).ok
+    whole = kept(tmp_path / "1")
+    assert len(whole) >= 6
+    assert kept(tmp_path / "2") == whole
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    assert run_config(job_file(tmp_path / "whole", 1, steps=4)).ok
+
+    def started(workshop: Any, jobs: Any) -> None:
+        def kill() -> None:
+            while jobs[0].progress.step < 2:
+                pause.wait(0.01)
+            os.kill(workshop.ranks.pids[1], signal.SIGKILL)
+
+        pause = threading.Event()
+        threading.Thread(target=kill).start()
+
+    cut = job_file(tmp_path / "cut", 2, steps=4)
+    with pytest.raises(RankGone, match="rank 1 of 2"):
+        run_config(cut, started=started)
+    assert run_config(cut).ok
+    assert kept(tmp_path / "cut") == kept(tmp_path / "whole")
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="bases in shards run on CPUs alone"):
+        EngineConfig(shard=2, device="cuda")
+    with (
+        contextlib.closing(RunDirectory(tmp_path)) as directory,
+        pytest.raises(ConfigError, match="needs it whole"),
+    ):
+        EngineServer(job_file(tmp_path, 2), directory, None, None)  # type: ignore[arg-type]
