@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -298,7 +300,7 @@ def test_reasoning_gym_scores_its_own_answers_in_training_and_evaluation():
         DataConfig(source="reasoning-gym:chain_sum", eval_source="reasoning-gym:leg_counting", size=12, holdout=2)
     )
     assert data.scorer is not None
-    score = build_scorer(type(data.scorer).from_json(json.loads(json.dumps(data.scorer.to_json()))))
+    score = build_scorer(msgspec.convert(json.loads(json.dumps(asdict(data.scorer))), type(data.scorer)))
     for problem in (*data.train[:3], *data.holdout):
         assert score(problem, problem.answer) == 1.0
         assert score(problem, f"thinking <answer>no</answer> so <answer>{problem.answer}</answer>") == 1.0

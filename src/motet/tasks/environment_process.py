@@ -1,7 +1,7 @@
 """The process in which environments run: `python -m motet.tasks.environment_process PARENT_PID`.
 
-First line in: which class; first line out: `{"tools": […], "judges": …}` or `{"error": …}`. Then calls of episodes, each of
-which has an instance of the class, one reply each. A class of a person's own is written in one of two ways, or in both:
+It loads a class; then calls of episodes, each of which has an instance of the class, one reply each. A class of a person's
+own is written in one of two ways, or in both:
 
     def reset(self, **row) -> str | None      # columns of the row; what it returns is added to the prompt
     def any_public_method(self, x: int) -> str    # a tool, by its signature and docstring (TRL's environments)
@@ -26,6 +26,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 
 from motet.errors import EnvironmentFault
 from motet.own_code import OwnCode, describe
+from motet.tasks import worker_messages as m
 from motet.tasks.worker_process import CpuLimitError, Limits, Read, Write, run, seed_random
 
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
@@ -57,47 +58,55 @@ class Environments:
             )
         self._instances: dict[str, Any] = {}
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> m.EnvironmentLoaded:
         """What the parent has to know of the class."""
-        tools = [_schema(name, function) for name, function in self._tools.items()]
-        return {"tools": tools, "steps": hasattr(self._class, "step"), "judges": hasattr(self._class, "get_reward")}
+        tools = tuple(_schema(name, function) for name, function in self._tools.items())
+        return m.EnvironmentLoaded(tools, hasattr(self._class, "step"), hasattr(self._class, "get_reward"))
 
-    def reset(self, episode: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin an episode."""
+    def answer(self, episode: str, action: m.AnyAction) -> m.EpisodeReply:
+        """One call of an episode."""
+        if isinstance(action, m.Reset):
+            return self._reset(episode, action.row)
+        if isinstance(action, m.Close):
+            instance = self._instances.pop(episode, None)
+            if hasattr(instance, "close"):
+                instance.close()
+            return m.EpisodeReply()
+        instance = self._instances[episode]
+        match action:
+            case m.Step():
+                return self._step(instance, action.text)
+            case m.CallTool():
+                return self._call(instance, action.name, action.arguments)
+            case m.Judge():
+                return m.EpisodeReply(reward=_number(instance.get_reward(), "get_reward"))
+
+    def _reset(self, episode: str, row: Mapping[str, Any]) -> m.EpisodeReply:
         instance = self._instances[episode] = self._class(**self._args)
         reset = getattr(instance, "reset", None)
         if reset is None:
-            return {"text": ""}
+            return m.EpisodeReply()
         parameters = inspect.signature(reset).parameters
         open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         said = reset(**{name: value for name, value in row.items() if open_ended or name in parameters})
         if not isinstance(said, str | None):
             raise TypeError(f"reset returned {type(said).__name__}, not text or None")
-        return {"text": said or "", **self._state(instance)}
+        return m.EpisodeReply(text=said or "", done=_done(instance))
 
-    def step(self, episode: str, text: str) -> dict[str, Any]:
-        """Say something to a turn without a tool call."""
-        instance = self._instances[episode]
+    def _step(self, instance: Any, text: str) -> m.EpisodeReply:
         said = instance.step(text)
         parts = said if isinstance(said, tuple) else (said,)
         reply, reward, done = (*parts, *(None, None)[: 3 - len(parts)]) if len(parts) < 3 else parts[:3]
         if not isinstance(reply, str | None):
             raise TypeError(f"step returned {type(reply).__name__}, not text, None, or (text, reward, done)")
-        state = self._state(instance)
-        return {
-            "text": reply or "",
-            "reward": None if reward is None else _number(reward, "step"),
-            "done": state["done"] or bool(done) or reply is None,
-        }
+        number = None if reward is None else _number(reward, "step")
+        return m.EpisodeReply(text=reply or "", reward=number, done=_done(instance) or bool(done) or reply is None)
 
-    def call(self, episode: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, instance: Any, name: str, arguments: Mapping[str, Any]) -> m.EpisodeReply:
         """Call a tool; what goes wrong in it is told to the model."""
-        instance = self._instances[episode]
         if name not in self._tools:
-            return {
-                "text": f"Error: there is no tool {name!r}; there are {', '.join(self._tools)}",
-                **self._state(instance),
-            }
+            text = f"Error: there is no tool {name!r}; there are {', '.join(self._tools)}"
+            return m.EpisodeReply(text=text, done=_done(instance))
         checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(getattr(instance, name))
         try:
             said = checked(**arguments)
@@ -106,22 +115,12 @@ class Environments:
             said = f"Error: {mistakes}"
         except Exception as error:  # a tool's own: the model may do better next time
             said = f"Error: {describe(error)}"
-        return {"text": said if isinstance(said, str) else json.dumps(said, default=str), **self._state(instance)}
+        text = said if isinstance(said, str) else json.dumps(said, default=str)
+        return m.EpisodeReply(text=text, done=_done(instance))
 
-    def reward(self, episode: str) -> dict[str, Any]:
-        """What the whole episode is worth."""
-        return {"reward": _number(self._instances[episode].get_reward(), "get_reward")}
 
-    def close(self, episode: str) -> dict[str, Any]:
-        """Let go of an instance."""
-        instance = self._instances.pop(episode, None)
-        if hasattr(instance, "close"):
-            instance.close()
-        return {}
-
-    @staticmethod
-    def _state(instance: Any) -> dict[str, Any]:
-        return {"done": getattr(instance, "done", False) is True}
+def _done(instance: Any) -> bool:
+    return getattr(instance, "done", False) is True
 
 
 def _number(value: Any, of: str) -> float:
@@ -150,14 +149,14 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": summary, "parameters": arguments}}
 
 
-def answer(environments: Environments, limits: Limits, request: dict[str, Any]) -> dict[str, Any]:
-    """One call of an episode, within its limits; `exceeded` where this process should not be trusted with another."""
-    cpu_seconds, memory_mb = request.pop("cpu_seconds"), request.pop("memory_mb")
-    seed_random(zlib.crc32(json.dumps([request.pop("seed"), request.pop("number")]).encode()))
-    do, reply, exceeded = request.pop("do"), {"error": ""}, ""
+def answer_call(environments: Environments, limits: Limits, call: m.EpisodeCall) -> m.EpisodeReply:
+    """One call of an episode, within its limits."""
+    seed_random(zlib.crc32(json.dumps([call.seed, call.number]).encode()))
+    exceeded: m.Limit = ""
+    reply = m.EpisodeReply()
     try:
-        with limits.of(cpu_seconds, memory_mb):
-            reply |= getattr(environments, do)(**request)
+        with limits.of(call.cpu_seconds, call.memory_mb):
+            reply = environments.answer(call.episode, call.action)
     except CpuLimitError:
         exceeded = "cpu"
     except MemoryError:
@@ -165,35 +164,31 @@ def answer(environments: Environments, limits: Limits, request: dict[str, Any]) 
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # an environment may call sys.exit too
-        reply["error"] = f"{do}: {describe(error)}"
+        reply = m.EpisodeReply(error=f"{call.action.__struct_config__.tag}: {describe(error)}")
     if limits.fired or exceeded == "cpu":
-        reply = {
-            "error": f"took more than {cpu_seconds:g} s of CPU time (environment field cpu_seconds)",
-            "exceeded": "cpu",
-        }
-    elif exceeded:
-        reply = {
-            "error": f"took more than {memory_mb} MB of memory (environment field memory_mb)",
-            "exceeded": "memory",
-        }
+        text = f"took more than {call.cpu_seconds:g} s of CPU time (environment field cpu_seconds)"
+        return m.EpisodeReply(error=text, exceeded="cpu")
+    if exceeded:
+        text = f"took more than {call.memory_mb} MB of memory (environment field memory_mb)"
+        return m.EpisodeReply(error=text, exceeded="memory")
     return reply
 
 
 def serve(read: Read, write: Write) -> None:
     """Load the class, then answer calls until the input ends."""
-    first = json.loads(read())
-    sys.path[:] = first["sys_path"]
+    first: m.LoadEnvironment = read(m.LoadEnvironment)
+    sys.path[:] = first.import_path
     try:
-        environments = Environments(first["name"], first["args"])
+        environments = Environments(first.name, first.args)
         about = environments.about()
     except Exception as error:  # the file's own, a signature that has no schema
         message = str(error) if isinstance(error, EnvironmentFault) else describe(error)
-        write({"error": message})
+        write(m.Refused(message))
         return
     write(about)
     limits = Limits()
-    while line := read():
-        write(answer(environments, limits, json.loads(line)))
+    while call := read(m.EpisodeCall):
+        write(answer_call(environments, limits, call))
 
 
 if __name__ == "__main__":

@@ -9,54 +9,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
-from pydantic import FiniteFloat, TypeAdapter
 
 from motet.config import EnvironmentConfig
 from motet.errors import EngineError, EnvironmentFault
+from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext, answered, extended, whole
-from motet.tasks.worker_link import LOAD_SECONDS, ClockLimitError, ProcessDiedError, WorkerLink, import_path, valid
+from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ClockLimitError, ProcessDiedError, WorkerLink, import_path
 from motet.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 
 _NAMES = itertools.count()
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 """How most chat templates have a model write it: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
-
-
-@dataclass(frozen=True)
-class EnvironmentInfo:
-    """What the class offers."""
-
-    tools: tuple[dict[str, Any], ...] = ()
-    steps: bool = False
-    """Whether it has `step`."""
-    judges: bool = False
-    """Whether it has `get_reward`."""
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a process answers a call.
-
-    `exceeded` is the limit that the call ran into; the process is replaced then.
-    """
-
-    error: str = ""
-    text: str = ""
-    reward: FiniteFloat | None = None
-    done: bool = False
-    exceeded: Literal["", "cpu", "memory"] = ""
-
-
-_INFO, _REPLY = TypeAdapter(EnvironmentInfo), TypeAdapter(Reply)
 
 
 class _Worker(WorkerLink):
@@ -81,10 +52,7 @@ class EnvironmentWorkers:
     def __init__(self, config: EnvironmentConfig, log: Path | None, n_workers: int = 2) -> None:
         self.config, self._log = config, log
         self._slots = [_WorkerSlot() for _ in range(n_workers)]
-        self._first_line = (
-            json.dumps({"sys_path": import_path(), "name": config.name, "args": config.args}).encode() + b"\n"
-        )
-        self.info = EnvironmentInfo()
+        self.info = m.EnvironmentLoaded()
         self.clock_limited = False
         """Whether the clock has decided anything."""
 
@@ -115,26 +83,30 @@ class EnvironmentWorkers:
     async def _start(self, slot: _WorkerSlot) -> _Worker:
         worker = await _Worker.spawn(self._log)
         try:
-            self.info = valid(_INFO, await worker.exchange(self._first_line, LOAD_SECONDS, 0))
-            if self.info.error:
-                raise EnvironmentFault(self.info.error)
+            request = m.LoadEnvironment(import_path(), self.config.name, self.config.args)
+            reply = await worker.exchange(request, m.EnvironmentLoaded | m.Refused, LOAD_SECONDS)
+            if isinstance(reply, m.Refused):
+                raise EnvironmentFault(reply.error)
         except BaseException:
             await worker.kill()
             raise
-        slot.worker = worker
+        self.info, slot.worker = reply, worker
         return worker
 
     async def ask(
-        self, slot: _WorkerSlot, done: list[bytes], line: bytes, served: _Worker | None
-    ) -> tuple[Reply, _Worker]:
+        self, slot: _WorkerSlot, done: list[m.EpisodeCall], call: m.EpisodeCall, served: _Worker | None
+    ) -> tuple[m.EpisodeReply, _Worker]:
         """One call; an instance that went with its process does again what it had done."""
         async with slot.turn:
             worker = slot.worker or await self._start(slot)
-            lines = [line] if worker is served else [*done, line]
+            reply = m.EpisodeReply()
             try:
-                for one in lines:
-                    config = self.config
-                    reply = valid(_REPLY, await worker.exchange(one, config.wall_seconds, config.cpu_seconds))
+                for one in [call] if worker is served else [*done, call]:
+                    reply = await worker.exchange(one, m.EpisodeReply, self.config.wall_seconds, one.cpu_seconds)
+                    if reply.reward is not None and not math.isfinite(reply.reward):
+                        raise ProcessDiedError(NO_REPLY)
+                    if reply.exceeded:
+                        break
             except BaseException:  # the clock, or a cancelled caller: a late reply must not meet the next call
                 await worker.kill()
                 slot.worker = None
@@ -151,30 +123,30 @@ class Episode:
     def __init__(self, workers: EnvironmentWorkers, slot: _WorkerSlot, seed: int) -> None:
         self._workers, self._slot, self._seed = workers, slot, seed
         self._name = str(next(_NAMES))
-        self._done: list[bytes] = []
+        self._done: list[m.EpisodeCall] = []
         self._worker: _Worker | None = None
 
-    async def do(self, what: str, **fields: Any) -> Reply:
+    async def do(self, action: m.AnyAction) -> m.EpisodeReply:
         """One call; what goes wrong is in the reply, never raised."""
-        config = self._workers.config
-        limits = {"cpu_seconds": config.cpu_seconds, "memory_mb": config.memory_mb}
-        request = {"do": what, "episode": self._name, "seed": self._seed, "number": len(self._done), **limits, **fields}
-        line = json.dumps(request, default=str).encode() + b"\n"
+        config, number = self._workers.config, len(self._done)
+        call = m.EpisodeCall(self._name, self._seed, number, config.cpu_seconds, config.memory_mb, action)
         try:
-            reply, self._worker = await self._workers.ask(self._slot, self._done, line, self._worker)
+            reply, self._worker = await self._workers.ask(self._slot, self._done, call, self._worker)
         except ClockLimitError as error:
             self._workers.clock_limited = True
-            return Reply(error=f"the environment {error}")
+            return m.EpisodeReply(error=f"the environment {error}")
         except (ProcessDiedError, EnvironmentFault) as error:
-            return Reply(error=f"the environment {error}")
-        self._done.append(line)
+            return m.EpisodeReply(error=f"the environment {error}")
+        except EngineError as error:
+            return m.EpisodeReply(error=f"what is said to the environment has {error}")
+        self._done.append(call)
         return reply
 
     async def close(self) -> None:
         """Let the instance go."""
         self._slot.episodes -= 1
         if self._slot.worker is not None and self._slot.worker is self._worker:
-            await self.do("close")
+            await self.do(m.Close())
 
 
 async def run_group(workers: EnvironmentWorkers, context: GroupContext) -> tuple[Rollout, ...]:
@@ -197,7 +169,7 @@ async def _open(workers: EnvironmentWorkers, context: GroupContext, index: int, 
     """A rollout whose instance is there, with what the model reads first."""
     problem = context.problem
     row = {**problem.metadata, "answer": problem.answer, "prompt": problem.messages[-1].content}
-    reply = await episode.do("reset", row=row)
+    reply = await episode.do(m.Reset(row))
     *before, last = problem.messages
     content = f"{last.content}\n\n{reply.text}" if reply.text else last.content
     opening = context.chat.with_tools((*before, replace(last, content=content)), workers.info.tools)
@@ -283,7 +255,7 @@ async def _replies(
     if calls:
         replies, done = [], False
         for call in calls:
-            reply = await episode.do("call", name=call.name, arguments=dict(call.arguments))
+            reply = await episode.do(m.CallTool(call.name, dict(call.arguments)))
             if reply.error:
                 return (), None, True, reply.error
             replies.append(Message(chat.tool_role, reply.text, name=call.name if chat.tool_role == "tool" else ""))
@@ -291,7 +263,7 @@ async def _replies(
         return tuple(replies), None, done, ""
     if not workers.info.steps:
         return (), None, True, ""
-    reply = await episode.do("step", text=text)
+    reply = await episode.do(m.Step(text))
     said = (Message("user", reply.text),) if reply.text else ()
     return said, reply.reward, reply.done, reply.error
 
@@ -305,7 +277,7 @@ async def _with_own_rewards(workers: EnvironmentWorkers, rollout: Rollout, episo
     if turns:
         parts["turns"] = float(sum(turns))
     if workers.info.judges:
-        reply = await episode.do("reward")
+        reply = await episode.do(m.Judge())
         if reply.error or reply.reward is None:
             return replace(rollout, error=reply.error or "get_reward returned nothing")
         parts["environment"] = reply.reward

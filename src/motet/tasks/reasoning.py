@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
+
 from motet import wall
 from motet.errors import DataError, RewardError
 from motet.tasks.reasoning_answers import read_safely
@@ -42,16 +44,6 @@ class ScorerSpec:
     evaluation: ScorerSpec | None = None
     """The evaluation data, where it is not held-out rows of the same source."""
 
-    def to_json(self) -> dict[str, Any]:
-        """The description as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ScorerSpec:
-        """What `to_json` wrote."""
-        inner = value.get("evaluation")
-        return cls(**{**value, "evaluation": cls.from_json(inner) if inner else None})
-
     def build(self) -> Any:
         """The `ProceduralDataset`; whatever reasoning-gym raises for a task or option that it does not know."""
         import reasoning_gym
@@ -66,7 +58,7 @@ def make_entries(spec: ScorerSpec, bounds: Bounds | None = None) -> list[dict[st
         DataError: there is no such task (with close matches), it refuses its options (with those it has), or its rows take
             more time or memory than the bounds.
     """
-    reply = json.loads(_made_apart(json.dumps(spec.to_json(), sort_keys=True), bounds))
+    reply = json.loads(_made_apart(json.dumps(asdict(spec), sort_keys=True), bounds))
     if "error" in reply:
         raise DataError(reply["error"])
     entries: list[dict[str, Any]] = reply["entries"]
@@ -154,4 +146,4 @@ def _reply(spec: ScorerSpec) -> dict[str, Any]:
 if __name__ == "__main__":
     wall.enter(int(sys.argv[1]) if len(sys.argv) > 1 else _MEMORY_MB, where_possible=True)
     replies, sys.stdout = sys.stdout, sys.stderr  # a task that prints must not end up among the rows
-    json.dump(_reply(ScorerSpec.from_json(json.load(sys.stdin))), replies)
+    json.dump(_reply(msgspec.convert(json.load(sys.stdin), ScorerSpec)), replies)

@@ -13,23 +13,25 @@ CPU time or memory, and a call that ran out of memory or killed a used process i
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from motet.config import RewardConfig
-from motet.errors import RewardError
+from motet.errors import EngineError, RewardError
 from motet.tasks import reward_elsewhere
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_elsewhere import ELSEWHERE, Chance, Elsewhere, ScoreOrReason
 from motet.tasks.reward_installed import Installed, without_folder
-from motet.tasks.reward_link import Reply, load_request
+from motet.tasks.reward_link import load_request
 from motet.tasks.reward_walls import Walls
 from motet.tasks.reward_workers import Worker, WorkerGroup
 from motet.tasks.worker_link import ClockLimitError, ProcessDiedError
+from motet.tasks.worker_messages import ScoreCompletions, Scores
 from motet.types import Message, Problem
 
 
@@ -122,8 +124,8 @@ class RewardPool:
         groups = []
         for side in sorted(set(walled.values())):
             own = {index: rewards[index] for index in here if walled[index] is side}
-            first_line = load_request([self._located(reward) for reward in own.values()], scorer, side)
-            groups.append(WorkerGroup(side, first_line, log, own, self._may_start_another))
+            request = load_request([self._located(reward) for reward in own.values()], scorer, side)
+            groups.append(WorkerGroup(request, log, own, self._may_start_another))
         self._jobs[job] = _Job(job, tuple(rewards), _labels(rewards), groups)
         try:
             for group in groups:
@@ -167,11 +169,11 @@ class RewardPool:
             RewardError: the job is not registered.
             ScorerAway: nobody is there to score, and the job is to rest.
         """
-        known, given = self._registered(job), problem_as_given(problem)
+        known = self._registered(job)
         seen = transcripts or [()] * len(completions)
         answers = [Answer(*one) for one in zip(completions, seen, strict=True)]
         columns = await asyncio.gather(
-            *(self._column(known, index, given, answers) for index in range(len(known.rewards)))
+            *(self._column(known, index, problem, answers) for index in range(len(known.rewards)))
         )
         return [_sum(known, parts) for parts in zip(*columns, strict=True)]
 
@@ -181,7 +183,8 @@ class RewardPool:
         Raises:
             RewardError: the job is not registered.
         """
-        parts = await self._column(self._registered(job), 0, problem, [Answer(text) for text in completions])
+        given = msgspec.convert(problem, Problem)
+        parts = await self._column(self._registered(job), 0, given, [Answer(text) for text in completions])
         return [_score(part) for part in parts]
 
     def _may_start_another(self) -> bool:
@@ -218,7 +221,7 @@ class RewardPool:
             return reward
         return reward.model_copy(update={"name": known.target, "args": {**known.args, **reward.args}})
 
-    async def _column(self, job: _Job, index: int, problem: dict[str, Any], answers: list[Answer]) -> list[_Part]:
+    async def _column(self, job: _Job, index: int, problem: Problem, answers: list[Answer]) -> list[_Part]:
         """One reward's parts, one for each completion."""
         reward, group = job.rewards[index], job.group_of(index)
         if group is None:
@@ -229,21 +232,18 @@ class RewardPool:
             return parts
         return [replace(part, error=without_folder(part.error, known.target)) for part in parts]
 
-    async def _asked(
-        self, job: _Job, reward: RewardConfig, problem: dict[str, Any], answers: list[Answer]
-    ) -> list[_Part]:
+    async def _asked(self, job: _Job, reward: RewardConfig, problem: Problem, answers: list[Answer]) -> list[_Part]:
         """Parts of a reward that is scored elsewhere."""
-        scores = await self._elsewhere[reward.name](job.name, reward, problem, [answer.text for answer in answers])
+        given, texts = problem_as_given(problem), [answer.text for answer in answers]
+        scores = await self._elsewhere[reward.name](job.name, reward, given, texts)
         return [_part(score) for score in scores]
 
-    async def _in_process(
-        self, group: WorkerGroup, index: int, problem: dict[str, Any], answers: list[Answer]
-    ) -> list[_Part]:
+    async def _in_process(self, group: WorkerGroup, index: int, problem: Problem, answers: list[Answer]) -> list[_Part]:
         """Parts of a reward that a process of the job scores.
 
         A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
         """
-        if group.together[group.index(index)] and len(answers) > 1:
+        if group.loaded.together[group.index(index)] and len(answers) > 1:
             parts = await self._call(group, index, problem, answers)
             if parts is not None:
                 return parts
@@ -251,7 +251,7 @@ class RewardPool:
         return [parts[0] for parts in alone if parts is not None]
 
     async def _call(
-        self, group: WorkerGroup, index: int, problem: dict[str, Any], answers: list[Answer], last: bool = False
+        self, group: WorkerGroup, index: int, problem: Problem, answers: list[Answer], last: bool = False
     ) -> list[_Part] | None:
         """One call, or None when a call for several failed as a whole and there is a `last` one to come for each."""
         worker = await group.take()
@@ -261,6 +261,8 @@ class RewardPool:
             return [_Part(error=str(error), clock_limited=True)] * len(answers)
         except ProcessDiedError as error:
             return [_Part(error=str(error))] * len(answers) if last else None
+        except EngineError as error:
+            return [_Part(error=f"cannot be sent to its process: {error}")] * len(answers)
         finally:
             group.give_back(worker)
         if reply.failed and not last:
@@ -268,27 +270,20 @@ class RewardPool:
         return [_part(error or value) for value, error in zip(reply.values, reply.errors, strict=True)]
 
     async def _ask(
-        self, group: WorkerGroup, worker: Worker, index: int, problem: dict[str, Any], answers: list[Answer]
-    ) -> Reply:
+        self, group: WorkerGroup, worker: Worker, index: int, problem: Problem, answers: list[Answer]
+    ) -> Scores:
         """A reply that a fresh process would have given too."""
-        reward, n = group.rewards[index], len(answers)
-        request = {
-            "reward": group.index(index),
-            "problem": problem,
-            "completions": [answer.text for answer in answers],
-            "memory_mb": reward.memory_mb,
-        }
-        if group.sees_all[
-            group.index(index)
-        ]:  # most rewards judge the answer alone: a conversation would be sent for nothing
-            request["transcripts"] = [as_given(answer.transcript) for answer in answers]
-        line = json.dumps({**request, "cpu_seconds": reward.cpu_seconds * n}).encode() + b"\n"
+        reward, own, n = group.rewards[index], group.index(index), len(answers)
+        texts, seen = [answer.text for answer in answers], []
+        if group.loaded.sees_all[own]:  # most rewards judge the answer alone: a conversation would be sent for nothing
+            seen = [as_given(answer.transcript) for answer in answers]
+        request = ScoreCompletions(own, problem, texts, reward.cpu_seconds * n, reward.memory_mb, seen)
         while True:
             fresh = worker.link is None or worker.link.calls == 0
             try:
                 if worker.link is None:
                     worker.link = await group.start()
-                reply = await worker.link.ask(line, n, reward.wall_seconds * n, reward.cpu_seconds * n)
+                reply = await worker.link.ask(request, reward.wall_seconds * n)
             except ProcessDiedError:
                 worker.link = None
                 if fresh or group.closed:

@@ -1,12 +1,11 @@
-"""The process in which rewards run: `python -m motet.tasks.reward_process PARENT_PID`, one JSON object a line each way.
+"""The process in which rewards run: `python -m motet.tasks.reward_process PARENT_PID`.
 
-First line in: what to load; first line out: `{"together": […]}`, for each reward whether it takes all completions of a
-problem in one call, or `{"error": …}`. Then one request, one reply, until the input ends.
+It loads what the first message asks for; then one request, one reply, until the input ends.
 """
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import json
 import math
 import pickle
@@ -14,18 +13,14 @@ import sys
 import zlib
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from motet import wall
 from motet.errors import RewardError, WallError
 from motet.own_code import describe
-from motet.tasks.reasoning import ScorerSpec
+from motet.tasks import worker_messages as m
 from motet.tasks.reward_loading import OWN, LoadedReward, resolve
 from motet.tasks.worker_process import CpuLimitError, Limits, Read, Write, run, seed_random
-from motet.types import Message, Problem
-
-if TYPE_CHECKING:
-    import asyncio
 
 _LOADING_MB = 4096
 """Address space that loading may take behind a wall."""
@@ -40,21 +35,16 @@ class _Source:
     function: Any
 
 
-def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Score the completions of one request.
-
-    Returns `values` and `errors`, one of each per completion (neither where the reward does not apply), `failed` when the call
-    as a whole went wrong, and `exceeded` (`cpu` or `memory`) when this process should not be trusted with another call.
-    """
-    problem = problem_of(request["problem"])
-    completions: list[str] = request["completions"]
-    reward = rewards[request["reward"]]
-    seed_random(zlib.crc32(json.dumps([problem.id, completions]).encode()))
-    error, exceeded = "", ""
+def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: m.ScoreCompletions) -> m.Scores:
+    """Score the completions of one request."""
+    reward = rewards[request.reward]
+    seed_random(zlib.crc32(json.dumps([request.problem.id, request.completions]).encode()))
+    error = ""
+    exceeded: m.Limit = ""
     outcomes: list[Any] = []
     try:
-        with limits.of(request["cpu_seconds"], request["memory_mb"]):
-            outcomes = [_outcome(reward, value) for value in _raw_values(reward, problem, request)]
+        with limits.of(request.cpu_seconds, request.memory_mb):
+            outcomes = [_outcome(reward, value) for value in _raw_values(reward, request)]
     except CpuLimitError:
         exceeded = "cpu"
     except MemoryError:
@@ -68,18 +58,18 @@ def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: Mappin
     if any(isinstance(outcome, MemoryError) for outcome in outcomes):
         exceeded = "memory"
     if exceeded == "cpu":
-        error = f"took more than {request['cpu_seconds']:g} s of CPU time (reward field cpu_seconds)"
+        error = f"took more than {request.cpu_seconds:g} s of CPU time (reward field cpu_seconds)"
     elif exceeded == "memory":
-        error = f"took more than {request['memory_mb']} MB of memory (reward field memory_mb)"
+        error = f"took more than {request.memory_mb} MB of memory (reward field memory_mb)"
     if error:
-        outcomes = [ValueError()] * len(completions)
+        outcomes = [ValueError()] * len(request.completions)
     values = [outcome if isinstance(outcome, float) else None for outcome in outcomes]
     errors = [error or _reason(outcome) if isinstance(outcome, BaseException) else "" for outcome in outcomes]
-    return {"values": values, "errors": errors, "failed": bool(error), "exceeded": exceeded}
+    return m.Scores(values=values, errors=errors, failed=bool(error), exceeded=exceeded)
 
 
-def _raw_values(reward: LoadedReward, problem: Problem, request: Mapping[str, Any]) -> list[Any]:
-    completions: list[str] = request["completions"]
+def _raw_values(reward: LoadedReward, request: m.ScoreCompletions) -> list[Any]:
+    problem, completions = request.problem, request.completions
     if reward.batched:
         values = reward.call(problem, completions)
         if reward.is_async:
@@ -92,15 +82,13 @@ def _raw_values(reward: LoadedReward, problem: Problem, request: Mapping[str, An
             returned = f"{len(values)} value{'' if len(values) == 1 else 's'}"
         # No fault of a single completion: asked about each alone, it could return a list of one and look right.
         return [ValueError(f"returned {returned}, not a list of {n} numbers, one for each completion")] * n
-    transcripts: list[Any] = request.get("transcripts") or [()] * len(completions)
+    transcripts = request.transcripts or [[]] * len(completions)
     pairs = zip(completions, transcripts, strict=True)
     calls = (reward.call(problem, [text], *[seen] * reward.sees_all) for text, seen in pairs)
     return _loop().run_until_complete(_together(list(calls))) if reward.is_async else list(calls)
 
 
 async def _together(calls: list[Awaitable[Any]]) -> list[Any]:
-    import asyncio
-
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
@@ -108,8 +96,6 @@ def _loop() -> asyncio.AbstractEventLoop:
     """One event loop for the life of the process: async rewards keep clients and locks that belong to theirs."""
     global _event_loop  # noqa: PLW0603
     if _event_loop is None:
-        import asyncio  # only where a reward needs it: every replaced process pays for its imports
-
         _event_loop = asyncio.new_event_loop()
         asyncio.set_event_loop(_event_loop)
     return _event_loop
@@ -143,58 +129,51 @@ def _reason(outcome: BaseException) -> str:
     return text if text.startswith("returned ") else describe(outcome)
 
 
-def problem_of(value: Mapping[str, Any]) -> Problem:
-    """A problem as the parent wrote it (`dataclasses.asdict`)."""
-    messages = tuple(Message(**message) for message in value["messages"])
-    return Problem(**{**value, "messages": messages})
-
-
-def load(request: Mapping[str, Any]) -> list[LoadedReward]:
-    """Load what the first line asks for. Files of functions are loaded before the wall goes up, what a job gives them after it.
+def load(request: m.LoadRewards) -> list[LoadedReward]:
+    """Load what the first message asks for: files of functions before the wall goes up, what a job gives them after it.
 
     Raises:
         RewardError: a reward cannot be loaded.
         WallError: it has to be loaded behind a wall, and there is none.
     """
-    sys.path[:] = request["sys_path"]
-    scorer = ScorerSpec.from_json(request["scorer"]) if request["scorer"] else None
-    functions = [_function(item["name"], item["function"]) for item in request["rewards"]]
-    if request["wall"]:
-        wall.enter(_LOADING_MB + request["memory_mb"])
+    sys.path[:] = request.import_path
+    functions = [_function(source) for source in request.rewards]
+    if request.walled:
+        wall.enter(_LOADING_MB + request.memory_mb)
     loaded = [
-        resolve(_Source(item["name"], item["args"], function), scorer)
-        for item, function in zip(request["rewards"], functions, strict=True)
+        resolve(_Source(source.name, source.args, function), request.scorer)
+        for source, function in zip(request.rewards, functions, strict=True)
     ]
     if any(reward.is_async for reward in loaded):
         _loop()
-    if request["wall"]:
-        wall.limit_memory(_SPARE_MB + request["memory_mb"])
+    if request.walled:
+        wall.limit_memory(_SPARE_MB + request.memory_mb)
     return loaded
 
 
-def _function(name: str, pickled: str | None) -> Any:
+def _function(source: m.RewardSource) -> Any:
     """What somebody wrote themselves; None for a reward that ships with Motet."""
-    if pickled is None:
-        return OWN.find(name) if ":" in name else None
+    if source.pickled is None:
+        return OWN.find(source.name) if ":" in source.name else None
     try:
         # The bytes come from the process of the person whose function it is, over a private pipe.
-        return pickle.loads(base64.b64decode(pickled))  # noqa: S301
+        return pickle.loads(source.pickled)  # noqa: S301
     except Exception as error:  # unpickling imports, and runs, what the function stands on
-        raise RewardError(f"reward {name!r} cannot be unpickled: {describe(error)}") from error
+        raise RewardError(f"reward {source.name!r} cannot be unpickled: {describe(error)}") from error
 
 
 def serve(read: Read, write: Write) -> None:
     """Load, then answer calls until the input ends."""
     try:
-        rewards = load(json.loads(read()))
+        rewards = load(read(m.LoadRewards))
     except (RewardError, WallError) as error:
-        write({"error": str(error)})
+        write(m.Refused(str(error)))
         return
-    together = [reward.batched or reward.is_async for reward in rewards]
-    write({"together": together, "sees_all": [reward.sees_all for reward in rewards]})
+    together = tuple(reward.batched or reward.is_async for reward in rewards)
+    write(m.RewardsLoaded(together, tuple(reward.sees_all for reward in rewards)))
     limits = Limits()
-    while line := read():
-        write(answer_call(rewards, limits, json.loads(line)))
+    while request := read(m.ScoreCompletions):
+        write(answer_call(rewards, limits, request))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from motet.config import RewardConfig
 from motet.errors import RewardError
 from motet.tasks.reward_link import RewardLink
 from motet.tasks.worker_link import ProcessDiedError
+from motet.tasks.worker_messages import LoadRewards, RewardsLoaded
 
 
 class Worker:
@@ -24,17 +25,13 @@ class Worker:
 class WorkerGroup:
     """Processes of one job, all behind a wall or none of them."""
 
-    walled: bool
-    first_line: bytes
+    request: LoadRewards
     log: Path | None
     rewards: Mapping[int, RewardConfig]
     """By their places in the job, in the order in which the process has them."""
     may_start_another: Callable[[], bool]
     """Whether another process may be started."""
-    together: Sequence[bool] = ()
-    """Per reward of the process: whether all completions of a problem go into one call."""
-    sees_all: Sequence[bool] = ()
-    """Per reward of the process: whether the whole conversation goes with them."""
+    loaded: RewardsLoaded = field(default_factory=lambda: RewardsLoaded((), ()))
     workers: list[Worker] = field(default_factory=list)
     closed: bool = False
     _idle: list[Worker] = field(default_factory=list)
@@ -43,8 +40,8 @@ class WorkerGroup:
     async def open(self) -> None:
         """Load the rewards in a first process."""
         self.workers.append(Worker())
-        link = self.workers[0].link = await RewardLink.start(self.first_line, self.log, walled=self.walled)
-        self.together, self.sees_all, self._idle = link.together, link.sees_all, list(self.workers)
+        link = self.workers[0].link = await RewardLink.start(self.request, self.log)
+        self.loaded, self._idle = link.loaded, list(self.workers)
 
     async def close(self) -> None:
         """End the processes; calls in flight come back as failed."""
@@ -65,7 +62,7 @@ class WorkerGroup:
             ClockLimitError: loading took too long.
         """
         try:
-            link = await RewardLink.start(self.first_line, self.log, walled=self.walled)
+            link = await RewardLink.start(self.request, self.log)
         except RewardError as error:
             raise ProcessDiedError(f"could not be loaded again: {error}") from error
         if self.closed:  # while the process started

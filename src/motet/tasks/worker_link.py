@@ -1,4 +1,4 @@
-"""The parent's end of a worker process: start it, exchange lines with it, know how it ended, and leave no zombie."""
+"""The parent's end of a worker process: start it, exchange messages with it, know how it ended, and leave no zombie."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Self, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, Self
 
 from motet import wall
+from motet.channel import LONGEST_LINE, Message, decode, encode
 from motet.tasks.reasoning import HASH_SEED
 
 LOAD_SECONDS = 120.0
 """Wall-clock time that loading somebody's code may take."""
-_LONGEST_REPLY = 1 << 26
 NO_REPLY = "wrote what is no reply (own code must leave the process's pipes alone)"
-_T = TypeVar("_T")
 
 
 class ProcessDiedError(Exception):
@@ -53,7 +50,7 @@ class WorkerLink:
             process = await asyncio.create_subprocess_exec(
                 *wall.command(cls.module, str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr,
-                env=environment, limit=_LONGEST_REPLY, start_new_session=True,
+                env=environment, limit=LONGEST_LINE, start_new_session=True,
             )  # fmt: skip
         return cls(process)
 
@@ -65,13 +62,27 @@ class WorkerLink:
         self._process.stdin.close()
         await self._process.wait()
 
-    async def exchange(self, line: bytes, wall_seconds: float, cpu_seconds: float) -> bytes:
-        """One line there, one line back. After any exception the process must be killed or is dead already.
+    async def exchange(self, message: Message, kinds: Any, wall_seconds: float, cpu_seconds: float = 0) -> Any:
+        """One message there, one back. After any exception the process must be killed or is dead already.
+
+        Args:
+            message: what is sent.
+            kinds: the messages that may come back.
+            wall_seconds: how long to wait.
+            cpu_seconds: the limit that the process may have met.
 
         Raises:
-            ProcessDiedError: the process ended instead of answering.
+            ProcessDiedError: the process ended instead of answering, or wrote something else.
             ClockLimitError: no answer within `wall_seconds`.
         """
+        line = await self._exchange(encode(message), wall_seconds, cpu_seconds)
+        try:
+            return decode(line, kinds)
+        except (ValueError, RecursionError) as error:  # code that took its process over may write anything
+            await self.kill()
+            raise ProcessDiedError(NO_REPLY) from error
+
+    async def _exchange(self, line: bytes, wall_seconds: float, cpu_seconds: float) -> bytes:
         answering = asyncio.ensure_future(self._answer(line))
         ending = asyncio.ensure_future(self._process.wait())
         try:
@@ -111,14 +122,6 @@ class WorkerLink:
             )
         hint = {"SIGKILL": "the system may be out of memory", "SIGSEGV": "a crash in compiled code"}.get(name, "")
         return f"killed its process with {name}{f' ({hint})' if hint else ''}"
-
-
-def valid(kind: TypeAdapter[_T], reply: bytes) -> _T:
-    """What a process wrote; one that an answer took over may write anything."""
-    try:
-        return kind.validate_json(reply)
-    except ValidationError as error:
-        raise ProcessDiedError(NO_REPLY) from error
 
 
 def import_path() -> list[str]:

@@ -1,4 +1,4 @@
-"""A process in which somebody's own code runs, with limits: one JSON object a line each way, until the input ends.
+"""A process in which somebody's own code runs, with limits: one message each way, until the input ends.
 
 What the code prints goes to standard error, so it cannot be mistaken for replies. A call is limited here in CPU time and
 memory. Where Python cannot be interrupted the kernel ends the process; where neither time nor memory runs out but nothing
@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import math
 import os
 import random
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from motet import wall
+from motet.channel import Message, decode, encode
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1  # between the exception in Python and the kernel's SIGXCPU
 _AGAIN_SECONDS = 0.2  # code that swallows the exception gets it again
 
-Read = Callable[[], bytes]
-Write = Callable[[Mapping[str, Any]], None]
+Read = Callable[[Any], Any]
+"""The next message, which is one of the kinds given; None where the input has ended."""
+Write = Callable[[Message], None]
 
 
 class CpuLimitError(BaseException):
@@ -103,13 +104,17 @@ def run(serve: Callable[[Read, Write], None]) -> None:
     sys.stdout = sys.stderr
     process = os.getpid()
 
-    def write(reply: Mapping[str, Any]) -> None:
+    def read(kinds: Any) -> Any:
+        line = requests.readline()
+        return decode(line, kinds) if line else None
+
+    def write(reply: Message) -> None:
         if os.getpid() != process:  # a child that the code forked and that came back here
             os._exit(0)
-        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.write(encode(reply))
         replies.flush()
 
-    serve(requests.readline, write)
+    serve(read, write)
     sys.stderr.flush()
     with contextlib.suppress(PermissionError):  # behind a wall it started nothing
         os.killpg(os.getpgrp(), signal.SIGKILL)  # whatever the code started ends with it

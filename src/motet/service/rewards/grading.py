@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from motet.config import RewardConfig
 from motet.errors import ConfigError, EngineError, RewardError
 from motet.service.adapters.adapters import Adapters, NoModelError
@@ -21,7 +23,6 @@ from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, ScoreMo
 from motet.tasks.graders.template import UnfilledError, fill
 from motet.tasks.reward_elsewhere import Chance, ScoreOrReason
 from motet.tasks.reward_pool import RewardPool
-from motet.tasks.reward_process import problem_of
 from motet.tasks.reward_walls import Walls
 from motet.types import Problem
 
@@ -81,7 +82,7 @@ class Grading:
     ) -> list[ScoreOrReason]:
         """What a grader gives the answers of a job to a problem (as plain values); a reason where it gives nothing."""
         who = Principal.member_of(job.tenant_id)
-        graded = await self.grade(who, parse(spec), item_of(problem_of(problem)), outputs)
+        graded = await self.grade(who, parse(spec), item_of(msgspec.convert(problem, Problem)), outputs)
         return [one.reward if one.reward is not None else _reason(one) for one in graded]
 
     async def _part(
