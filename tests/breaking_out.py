@@ -24,7 +24,7 @@ def obey(problem, completion):
         "starve": lambda: resource.prlimit(int(argument), resource.RLIMIT_NOFILE, (1, 1)),
         "environment": lambda: os.environ[argument],
         "flood": _flood,
-        "lie": _lie,
+        "lie": lambda: _lie(argument),
     }[verb]
     done()
     return 1.0
@@ -39,10 +39,19 @@ def _flood():
     bytearray(8 << 30)
 
 
-def _lie():
+LIES = {
+    "two": b'{"type": "Scores", "values": [9.0, 9.0], "errors": ["", ""], "failed": false}\n',
+    "infinite": b'{"type": "Scores", "values": [Infinity], "errors": [""], "failed": false}\n',
+    "another": b'{"type": "RewardsLoaded", "together": [true], "sees_all": [true]}\n',
+    "deep": b"[" * 200_000 + b"\n",
+}
+"""Replies to a request about one completion."""
+
+
+def _lie(which):
     """Answer in the process's name, and leave nothing behind that could answer again."""
     for descriptor in range(3, 20):
         try:
-            os.write(descriptor, b'{"values": [9.0, 9.0], "errors": ["", ""], "failed": false, "exceeded": ""}\n')
+            os.write(descriptor, LIES[which])
         except OSError:
             continue

@@ -92,9 +92,9 @@ def test_a_reward_behind_the_wall_reaches_nothing_outside(tmp_path, verb):
         assert (free.error, free.reward) == ("", 1.0)
 
 
-def test_a_process_that_lies_costs_its_own_rollouts_alone():
-    """Two replies where one is due, of a length that was not asked for."""
-    (first,) = scored(["lie"], own(wall=True))
+@pytest.mark.parametrize("lie", breaking_out.LIES)
+def test_a_process_that_lies_costs_its_own_rollouts_alone(lie):
+    (first,) = scored([f"lie {lie}"], own(wall=True))
     assert "is no reply" in first.error
 
 
