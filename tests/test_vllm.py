@@ -218,20 +218,21 @@ def test_a_killed_server_costs_time_and_nothing_else(small: Any, tmp_path: Path)
 
 
 @pytest.mark.smollm2
-def test_the_gap_of_smollm2_over_fifty_publishes(smollm2_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("publishes", [8, pytest.param(50, marks=pytest.mark.soak)])
+def test_the_gap_of_smollm2_over_many_publishes(smollm2_dir: Path, tmp_path: Path, publishes: int) -> None:
     vllm_python()
     base = load(str(smollm2_dir), EngineConfig(dtype="float32", threads=1))
     few = {"group_size": 4, "groups_per_step": 1}
     (tmp_path / "rewards.py").write_text(
         "def vowels(problem, completion):\n    return sum(c in 'aeiou' for c in completion)\n"
     )
-    one = job("gap", "toy:reverse", 16, steps=50, algorithm=few, sampling={"max_tokens": 8})
+    one = job("gap", "toy:reverse", 16, steps=publishes, algorithm=few, sampling={"max_tokens": 8})
     one |= {"rewards": [f"{tmp_path}/rewards.py:vowels"], "data": {"source": "toy:reverse", "holdout": 0}}
     result = run_config(config(tmp_path, {"launch": launch().model_dump()}, [one], base=str(smollm2_dir)), base=base)
     assert result.ok, result.jobs["gap"].message
     steps = [line for line in lines(tmp_path, "gap") if "reward" in line]
     gaps = [line["logprob_gap"] for line in steps if line["tokens"]]  # others had no signal
     print(f"largest gap over {len(gaps)} publishes: {max(gaps):.2e}")
-    assert len(steps) == 50
-    assert len(gaps) > 25
+    assert len(steps) == publishes
+    assert len(gaps) > publishes / 2
     assert 0 < max(gaps) < FLOAT32_GAP
