@@ -23,7 +23,7 @@ from motet.tasks.episode import GroupContext
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_pool import RewardPool, Scored
 from motet.tasks.reward_walls import Walls
-from motet.types import Chunk, FinishReason, IntArray, Message, Problem, Rollout
+from motet.types import Chunk, FinishReason, IntArray, Message, Problem, Rollout, SamplingParams
 from tests.fake_run import job, metrics, run_jobs, weights
 from tests.test_chat import CHATML, byte_tokenizer
 
@@ -126,7 +126,9 @@ class Script:
         self.read: dict[tuple[int, int], list[int]] = {}
         self.calls: list[tuple[tuple[int, ...], int]] = []
 
-    async def __call__(self, prompt_ids: IntArray, indices: tuple[int, ...], turn: int) -> list[Chunk]:
+    async def __call__(
+        self, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None
+    ) -> list[Chunk]:
         self.calls.append((indices, turn))
         await asyncio.sleep(0)
         return [self._chunk(prompt_ids, index, turn) for index in indices]

@@ -35,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"protocols", "channel", "jobfile", "device", "budgets", "allocator", "stops"}),
     frozenset({"tasks", "model"}),
-    frozenset({"rollout", "training"}),
+    frozenset({"rollout", "training", "agents"}),
     frozenset({"runtime"}),
     frozenset({"service"}),
     frozenset(

@@ -55,6 +55,10 @@ class EnvironmentFault(MotetError):
     """An environment cannot be used: its class does not load, or is none."""
 
 
+class EpisodeRefusal(MotetError):
+    """A call of an agent cannot be answered, and why; its rollout goes on."""
+
+
 class WallError(MotetError):
     """A process cannot be kept behind a wall."""
 

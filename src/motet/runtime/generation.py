@@ -120,13 +120,21 @@ class Generation:
         finally:
             await ended((working, stopped))
 
-    async def complete(self, prompt_ids: IntArray, keys: dict[int, int], turn: int, version: int) -> list[Chunk]:
-        """Complete a prompt once for each index of `keys`, whose values seed the draws.
+    async def complete(
+        self,
+        prompt_ids: IntArray,
+        keys: dict[int, int],
+        turn: int,
+        version: int,
+        sampling: SamplingParams | None = None,
+    ) -> list[Chunk]:
+        """Complete a prompt once for each index of `keys`, whose values seed the draws; `sampling` takes the group's place.
 
         Raises:
             PutAside: the group was stopped before all were whole.
             EngineError: the engine cannot serve the request.
         """
+        sampling = sampling or self.sampling
         drafts = {index: self.drafts.setdefault((turn, index), Draft()) for index in keys}
         while open_ := {index: draft for index, draft in drafts.items() if draft.finish is None}:
             if self.stop.is_set():
@@ -135,20 +143,26 @@ class Generation:
             fresh = {index: draft for index, draft in open_.items() if not draft.tokens}
             asked = [{index: draft} for index, draft in open_.items() if draft.tokens] + ([fresh] if fresh else [])
             with self.versions.hold(version) as ref:
-                requests = [self._request(prompt_ids, some, keys, turn, ref) for some in asked]
+                requests = [self._request(prompt_ids, some, keys, turn, ref, sampling) for some in asked]
                 reading = [
                     self._read(request, list(some.values())) for request, some in zip(requests, asked, strict=True)
                 ]
                 await self._interruptibly(reading, [request.id for request in requests], version)
             interrupted = self.stop.is_set() or (self.renew and self.versions.latest > version)
             for draft in open_.values():
-                draft.settle(self.sampling, self.chat)
+                draft.settle(sampling, self.chat)
                 if draft.finish is None and not interrupted:  # somebody else aborted it, and may do so again
                     draft.finish = FinishReason.ABORT
         return [drafts[index].chunk(index) for index in keys]
 
     def _request(
-        self, prompt_ids: IntArray, drafts: dict[int, Draft], keys: dict[int, int], turn: int, ref: AdapterRef
+        self,
+        prompt_ids: IntArray,
+        drafts: dict[int, Draft],
+        keys: dict[int, int],
+        turn: int,
+        ref: AdapterRef,
+        sampling: SamplingParams,
     ) -> GenerateRequest:
         """Fresh completions of one prompt together, or one that is continued."""
         so_far = next(iter(drafts.values())).tokens
@@ -157,7 +171,7 @@ class Generation:
             job=self.job,
             prompt_ids=np.concatenate([prompt_ids, np.array(so_far, np.int32)]),
             adapter=ref,
-            sampling=replace(self.sampling, max_tokens=self.sampling.max_tokens - len(so_far)),
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(so_far)),
             seeds=tuple(
                 seeds.key(keys[index], "continued", len(so_far)) if so_far else keys[index] for index in drafts
             ),

@@ -13,9 +13,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from motet import seeds
-from motet.errors import EngineError, ScorerAway
+from motet.errors import EngineError, EnvironmentFault, ScorerAway
 from motet.runtime.generation import Generation, PutAside, ended
 from motet.runtime.job import Job, Services
 from motet.runtime.versions import Versions
@@ -24,6 +25,9 @@ from motet.tasks.environments import EnvironmentWorkers, run_group
 from motet.tasks.episode import ENVIRONMENTS, GroupContext
 from motet.tasks.reward_pool import Scored
 from motet.types import Chunk, Group, IntArray, Problem, Rollout, SamplingParams
+
+if TYPE_CHECKING:
+    from motet.agents.runner import AgentRunner
 
 
 @dataclass
@@ -116,6 +120,7 @@ class JobSampler:
         self._aside: list[_Task] = []
         self._scoring: set[asyncio.Task[list[Scored]]] = set()
         self._environment_workers: EnvironmentWorkers | None = None
+        self._agent: AgentRunner | None = None
 
     async def open(self) -> None:
         """Have the rewards and the environment ready.
@@ -128,12 +133,17 @@ class JobSampler:
         if job.config.environment.own:
             self._environment_workers = EnvironmentWorkers(job.config.environment, path / "environment.log")
             await self._environment_workers.open()
+            if self._environment_workers.info.agent:
+                await self._environment_workers.close()
+                self._agent = _agent_of(job)
+                await self._agent.open()
 
     async def close(self) -> None:
         """End the processes of the job's rewards and environment."""
         await self._services.rewards.unregister(self._job.name)
-        if self._environment_workers is not None:
-            await self._environment_workers.close()
+        for one in (self._environment_workers, self._agent):
+            if one is not None:
+                await one.close()
 
     @property
     def waits(self) -> bool:
@@ -273,7 +283,9 @@ class JobSampler:
         generation.stop.clear()
         calls: set[asyncio.Task[list[Chunk]]] = set()
 
-        async def complete(prompt_ids: IntArray, indices: tuple[int, ...], turn: int) -> list[Chunk]:
+        async def complete(
+            prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
+        ) -> list[Chunk]:
             keys = {
                 index: seeds.key(purpose.seed, purpose.name, task.step, task.position, problem.id, index, turn)
                 for index in indices
@@ -283,15 +295,17 @@ class JobSampler:
                 await generation.unless_stopped(admitted.enter_async_context(permit))
                 before = generation.sampled(turn, indices)
                 try:
-                    return await generation.complete(prompt_ids, keys, turn, version)
+                    return await generation.complete(prompt_ids, keys, turn, version, sampling)
                 finally:
                     tokens = generation.sampled(turn, indices) - before
                     services.scheduler.spend(job.name, tokens)  # before whoever is next is chosen
                     cost.tokens += tokens
                     job.progress.tokens += tokens
 
-        async def generate(prompt_ids: IntArray, indices: tuple[int, ...], turn: int) -> list[Chunk]:
-            call = asyncio.create_task(complete(prompt_ids, indices, turn))
+        async def generate(
+            prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
+        ) -> list[Chunk]:
+            call = asyncio.create_task(complete(prompt_ids, indices, turn, sampling))
             calls.add(call)
             return await call
 
@@ -307,7 +321,7 @@ class JobSampler:
             try:
                 seed = seeds.key(purpose.seed, purpose.name, task.step, task.position, problem.id)
                 judged = bool(job.config.rewards)
-                context = GroupContext(problem, job.chat, purpose.n, generate, score, seed, judged)
+                context = GroupContext(problem, job.chat, purpose.n, generate, score, seed, judged, purpose.sampling)
                 task.rollouts = await self._environment(context)
             except EngineError as error:
                 task.rollouts = tuple(_failed(problem, index, str(error)) for index in range(purpose.n))
@@ -324,8 +338,8 @@ class JobSampler:
         workers = self._environment_workers
         if workers is None:
             return await ENVIRONMENTS[self._job.config.environment.name](context)
-        rollouts = await run_group(workers, context)
-        if workers.clock_limited:
+        rollouts = await (run_group(workers, context) if self._agent is None else self._agent.run_group(context))
+        if (self._agent or workers).clock_limited:
             self._job.note_inexact("the environment ran into its wall-clock limit")
         return rollouts
 
@@ -343,6 +357,23 @@ class JobSampler:
             raise ScorerAway("the scores did not come, and another job has a use for the slot") from None
         finally:
             self._scoring.discard(asked)
+
+
+def _agent_of(job: Job) -> AgentRunner:
+    """Who runs a job's agent.
+
+    Raises:
+        EnvironmentFault: it cannot be run here.
+    """
+    if job.config.rl.over_provision > 1:
+        raise EnvironmentFault("algorithm.over_provision puts rollouts aside, which an agent cannot be: leave it out")
+    try:
+        from motet.agents.runner import AgentRunner
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"an agent needs {error.name}, which is not installed: pip install 'motet[serve]'"
+        ) from error
+    return AgentRunner(job.name, job.config.environment, job.directory.path / "environment.log")
 
 
 async def _until_done(

@@ -44,8 +44,13 @@ class Environments:
             EnvironmentFault: it is not there, or is no environment.
         """
         self._class, self._args = OWN.find(name), dict(args)
+        self._agent = inspect.isfunction(self._class)
+        if self._agent:
+            return
         if not isinstance(self._class, type):
-            raise EnvironmentFault(f"environment {name!r} is {type(self._class).__name__}, not a class")
+            raise EnvironmentFault(
+                f"environment {name!r} is {type(self._class).__name__}, neither a class nor a function"
+            )
         self._tools = {
             tool: member
             for tool, member in inspect.getmembers(self._class, callable)
@@ -60,6 +65,8 @@ class Environments:
 
     def about(self) -> m.EnvironmentLoaded:
         """What the parent has to know of the class."""
+        if self._agent:
+            return m.EnvironmentLoaded(agent=True)
         tools = tuple(_schema(name, function) for name, function in self._tools.items())
         return m.EnvironmentLoaded(tools, hasattr(self._class, "step"), hasattr(self._class, "get_reward"))
 

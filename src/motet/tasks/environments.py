@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,13 +19,12 @@ from motet.config import EnvironmentConfig
 from motet.errors import EngineError, EnvironmentFault
 from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
-from motet.tasks.episode import GroupContext, answered, extended, whole
+from motet.tasks.episode import GroupContext, answered, extended, judged, whole
+from motet.tasks.tool_calls import tool_calls
 from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ClockLimitError, ProcessDiedError, WorkerLink, import_path
 from motet.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 
 _NAMES = itertools.count()
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-"""How most chat templates have a model write it: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 
 
 class _Worker(WorkerLink):
@@ -160,7 +157,7 @@ async def run_group(workers: EnvironmentWorkers, context: GroupContext) -> tuple
             for rollout in opened
         )
         rollouts = list(await asyncio.gather(*played))
-        return tuple(map(_totalled, await _with_job_rewards(rollouts, context) if context.judged else rollouts))
+        return await judged(rollouts, context)
     finally:
         await asyncio.gather(*(one.close() for one in episodes), return_exceptions=True)
 
@@ -211,7 +208,7 @@ async def _run_episode(
     chat, tools, (read, chunk), anew = context.chat, workers.info.tools, first, False
     for turn in range(1, workers.config.max_turns + 1):
         cut_off = chunk.finish_reason is FinishReason.LENGTH
-        calls = _tool_calls(chunk.text) if tools and not cut_off else ()
+        calls = tool_calls(chunk.text) if tools and not cut_off else ()
         rollout = extended(rollout, read, chunk, anew=anew, calls=calls)
         if rollout.error:
             break
@@ -231,21 +228,6 @@ async def _run_episode(
         except EngineError as error:  # so many turns may be too long for this rollout and not for the others
             return replace(rollout, error=str(error))
     return await _with_own_rewards(workers, rollout, episode)
-
-
-def _tool_calls(text: str) -> tuple[ToolCall, ...]:
-    """The calls of one turn, in their order; one that is no JSON is a call of no tool, so that the model hears of it."""
-    return tuple(map(_tool_call, _TOOL_CALL.findall(text)))
-
-
-def _tool_call(text: str) -> ToolCall:
-    try:
-        fields = json.loads(text)
-        arguments = fields.get("arguments", {})
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return ToolCall(str(fields["name"]), dict(arguments))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return ToolCall(text.strip()[:40], {})
 
 
 async def _replies(
@@ -282,23 +264,3 @@ async def _with_own_rewards(workers: EnvironmentWorkers, rollout: Rollout, episo
             return replace(rollout, error=reply.error or "get_reward returned nothing")
         parts["environment"] = reply.reward
     return replace(rollout, reward_parts=parts)
-
-
-async def _with_job_rewards(rollouts: list[Rollout], context: GroupContext) -> list[Rollout]:
-    """With what the job's own rewards say of the last turn, whose parts are added."""
-    left = [rollout for rollout in rollouts if not rollout.error]
-    for rollout, result in zip(left, await context.score(left) if left else [], strict=True):
-        parts = {**rollout.reward_parts, **result.parts}
-        total = sum(rollout.reward_parts.values()) + result.reward
-        rollouts[rollout.index] = replace(rollout, reward=total, reward_parts=parts, error=result.error)
-    return rollouts
-
-
-def _totalled(rollout: Rollout) -> Rollout:
-    """One that no reward of the job judged is worth the sum of its parts."""
-    if rollout.error or rollout.reward == rollout.reward:  # not nan
-        return rollout
-    if not rollout.reward_parts:
-        error = "nothing rewards it: give the environment get_reward(), have step return one, or give the job a reward"
-        return replace(rollout, error=error)
-    return replace(rollout, reward=float(sum(rollout.reward_parts.values())))

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
 from motet.errors import EngineError
 from motet.tasks.chat import Chat
 from motet.tasks.reward_pool import Scored
-from motet.types import Branch, Chunk, FinishReason, IntArray, Message, Problem, Rollout, ToolCall, Turn
+from motet.types import Branch, Chunk, FinishReason, IntArray, Message, Problem, Rollout, SamplingParams, ToolCall, Turn
 
-Generate = Callable[[IntArray, tuple[int, ...], int], Awaitable[list[Chunk]]]
-"""(prompt_ids, sample_indices, turn) → one whole completion per index, in order. Index and turn seed the draw."""
+
+class Generate(Protocol):
+    """Draws completions."""
+
+    def __call__(
+        self, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
+    ) -> Awaitable[list[Chunk]]:
+        """One whole completion per index, in order, as the job samples or as `sampling` says. Index and turn seed the draw."""
+        ...
+
+
 ScoreRollouts = Callable[[Sequence[Rollout]], Awaitable[list[Scored]]]
 """One result for each rollout, in order."""
 
@@ -35,6 +45,8 @@ class GroupContext:
     """Of the group, for what an environment draws."""
     judged: bool = True
     """Whether the job has rewards."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How the job samples."""
 
 
 Environment = Callable[[GroupContext], Awaitable[tuple[Rollout, ...]]]
@@ -128,6 +140,26 @@ def extended(
         error = "aborted before the answer was complete"
     turns = (*rollout.turns, Turn(chunk.text, reason, calls))
     return replace(rollout, branches=(*before, branch), turns=turns, error=error)
+
+
+async def judged(rollouts: list[Rollout], context: GroupContext) -> tuple[Rollout, ...]:
+    """Rollouts with what the job's own rewards say of the last turn added to the parts that they have, and with their sums."""
+    left = [rollout for rollout in rollouts if context.judged and not rollout.error]
+    for rollout, result in zip(left, await context.score(left) if left else [], strict=True):
+        parts = {**rollout.reward_parts, **result.parts}
+        total = sum(rollout.reward_parts.values()) + result.reward
+        rollouts[rollout.index] = replace(rollout, reward=total, reward_parts=parts, error=result.error)
+    return tuple(map(_totalled, rollouts))
+
+
+def _totalled(rollout: Rollout) -> Rollout:
+    """One that no reward of the job judged is worth the sum of its parts."""
+    if rollout.error or rollout.reward == rollout.reward:  # not nan
+        return rollout
+    if not rollout.reward_parts:
+        error = "nothing rewards it: give the environment get_reward(), have step return one, or give the job a reward"
+        return replace(rollout, error=error)
+    return replace(rollout, reward=float(sum(rollout.reward_parts.values())))
 
 
 async def _rewarded(rollouts: Sequence[Rollout], score: ScoreRollouts, worth: Mapping[int, float]) -> list[Rollout]:

@@ -93,6 +93,8 @@ class EnvironmentLoaded(Message, frozen=True):
     """Whether it has `step`."""
     judges: bool = False
     """Whether it has `get_reward`."""
+    agent: bool = False
+    """It is no class, but a function that is an agent and runs elsewhere."""
 
 
 class Reset(Message, frozen=True, tag="reset"):

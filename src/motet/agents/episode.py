@@ -1,0 +1,213 @@
+"""What an agent asked for in one rollout, and the token sequences that come of it.
+
+A call goes on from the call before whose conversation, with what the model answered, its own begins with. Its tokens are
+that call's tokens and what was said since; a conversation that begins otherwise, or whose template rewrites what was read
+before, begins a branch. The calls form a tree, and the rollout is made of the tree: neither random numbers nor branches
+depend on which of several calls at once came first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from motet import seeds
+from motet.errors import EngineError, EpisodeRefusal
+from motet.tasks.chat import Chat, Tools
+from motet.tasks.episode import GroupContext, answered, extended, whole
+from motet.tasks.tool_calls import tool_calls, without_calls, written
+from motet.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
+
+Key = tuple[str, ...]
+
+
+@dataclass(eq=False)
+class AgentCall:
+    """One turn that the model sampled."""
+
+    id: str
+    """As the agent knows it; a function of the prompt and of how often it was asked."""
+    parent: AgentCall | None
+    """Whose tokens it goes on from."""
+    messages: tuple[Message, ...]
+    """The whole conversation before the turn, what the model sampled in it as it was sampled."""
+    new: tuple[Message, ...]
+    """Those that its parent did not know."""
+    prompt: IntArray
+    read: IntArray
+    """The end of the prompt that its parent did not know."""
+    chunk: Chunk
+    calls: tuple[ToolCall, ...]
+    number: int
+    """How often its prompt had been asked before."""
+    children: list[AgentCall] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """What was said besides tool calls."""
+        return without_calls(self.chunk.text) if self.calls else self.chunk.text
+
+    @property
+    def key(self) -> tuple[bytes, int]:
+        """Its place among the calls of one parent."""
+        return self.prompt.tobytes(), self.number
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """What an agent asks of one call; the distribution is the job's."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+class AgentEpisode:
+    """One rollout of an agent. Lives in one event loop."""
+
+    def __init__(self, context: GroupContext, index: int, model: str, most_calls: int, seconds: float) -> None:
+        """`model` names what answers; the agent has so many calls, and so many seconds."""
+        self.context, self.index, self.model = context, index, model
+        self.deadline = time.time() + seconds
+        self._most_calls, self._begun = most_calls, 0
+        self._asked: Counter[bytes] = Counter()
+        self._known: dict[Key, AgentCall] = {}
+        self._roots: list[AgentCall] = []
+        self._fault = ""
+        self.closed = False
+
+    async def complete(self, messages: Sequence[Message], tools: Tools, limits: CallLimits) -> AgentCall:
+        """The model's next turn in a conversation.
+
+        Raises:
+            EpisodeRefusal: the episode is over, or has no calls left; or the conversation cannot be read by this base.
+            EngineError: sampling failed, and the rollout with it.
+        """
+        if self._fault:
+            raise EngineError(self._fault)
+        if self.closed or time.time() > self.deadline:
+            raise EpisodeRefusal("this episode is over: its time is up, or its agent has returned")
+        if self._begun >= self._most_calls:
+            raise EpisodeRefusal(f"the agent has made all of its {self._most_calls} calls (environment.max_turns)")
+        self._begun += 1
+        chat = self.context.chat
+        parent, seen, new = self._continued(messages, tools)
+        prompt, read = self._prompt(chat, parent, seen, new, tools)
+        if parent is not None and len(prompt) == len(read):  # the template rewrites what was read before
+            parent, new = None, seen
+        number = self._asked[prompt.tobytes()]
+        self._asked[prompt.tobytes()] += 1
+        digest = int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little")
+        turn = seeds.key(digest, "call", number)
+        chunk = await self._sampled(prompt, turn, limits)
+        calls = tool_calls(chunk.text) if tools and chunk.finish_reason is not FinishReason.LENGTH else ()
+        call = AgentCall(f"{turn:016x}", parent, seen, new, prompt, read, chunk, calls, number)
+        if not self.closed:
+            (self._roots if parent is None else parent.children).append(call)
+            key = (*_keys(messages), _key(Message("assistant", call.text, calls)), _tools_key(tools))
+            if (other := self._known.get(key)) is None or call.key < other.key:
+                self._known[key] = call
+        return call
+
+    async def _sampled(self, prompt: IntArray, turn: int, limits: CallLimits) -> Chunk:
+        sampling = self.context.sampling
+        most = min(sampling.max_tokens, limits.max_tokens or sampling.max_tokens)
+        sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *limits.stop))
+        try:
+            (chunk,) = await whole(self.context.generate(prompt, (self.index,), turn, sampling), 1)
+        except EngineError as error:  # too long, most often: the agent may do with less
+            raise EpisodeRefusal(str(error)) from error
+        if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self._fault = self._fault or chunk.error or "sampling was broken off"
+            raise EngineError(self._fault)
+        return chunk
+
+    def _continued(
+        self, messages: Sequence[Message], tools: Tools
+    ) -> tuple[AgentCall | None, tuple[Message, ...], tuple[Message, ...]]:
+        """The call that a conversation goes on from; the conversation as it was sampled; and what was said since."""
+        keys, offered = _keys(messages), _tools_key(tools)
+        for n in range(len(messages) - 1, 0, -1):
+            call = self._known.get((*keys[:n], offered))
+            if call is not None:
+                new = tuple(messages[n:])
+                return call, (*call.messages, Message("assistant", call.chunk.text, call.calls), *new), new
+        seen = self.context.chat.with_tools(tuple(map(_as_read, messages)), tools)
+        return None, seen, seen
+
+    @staticmethod
+    def _prompt(
+        chat: Chat, parent: AgentCall | None, seen: tuple[Message, ...], new: tuple[Message, ...], tools: Tools
+    ) -> tuple[IntArray, IntArray]:
+        """All that the model reads, and the end of it that is not in its parent; all of it in a branch of its own."""
+        if parent is not None:
+            so_far = np.concatenate([parent.prompt, parent.chunk.token_ids])
+            if new and chat.extends(so_far, seen, tools):
+                read = chat.follow_up_ids(parent.messages, parent.chunk.token_ids, new, tools)
+                return np.concatenate([so_far, read]), read
+        prompt = chat.prompt_of(seen, tools)
+        return prompt, prompt
+
+    def close(self) -> None:
+        """No more calls are answered, and what is still sampled is no part of the rollout."""
+        self.closed = True
+
+    def rollout(self, reward_of: Mapping[str, float], error: str = "") -> Rollout:
+        """The rollout, with rewards of single turns by the ids of their calls.
+
+        Raises:
+            KeyError: there was no such call.
+        """
+        if unknown := [name for name in reward_of if name not in {call.id for call in _walk(self._roots)}]:
+            raise KeyError(unknown[0])
+        rollout = Rollout(self.context.problem, self.index, (), (), error=error or self._fault)
+        last: AgentCall | None = None
+        for call in _walk(self._roots):
+            if last is None:
+                rollout = replace(rollout, opening=call.messages)
+            else:
+                rollout = answered(rollout, call.new, reward_of.get(last.id))
+            goes_on = last is not None and call.parent is last
+            rollout = extended(
+                rollout, call.read if goes_on else call.prompt, call.chunk, anew=not goes_on, calls=call.calls
+            )
+            last = call
+        if last is None:
+            return replace(rollout, error=rollout.error or "the agent never called the model")
+        return answered(rollout, (), reward_of.get(last.id))
+
+
+def _walk(calls: Sequence[AgentCall]) -> list[AgentCall]:
+    """A tree of calls, each before those that go on from it."""
+    waiting, walked = sorted(calls, key=lambda call: call.key, reverse=True), []
+    while waiting:
+        call = waiting.pop()
+        walked.append(call)
+        waiting += sorted(call.children, key=lambda child: child.key, reverse=True)
+    return walked
+
+
+def _as_read(message: Message) -> Message:
+    """A turn that the model did not sample here, with its calls as a model writes them."""
+    if not message.tool_calls:
+        return message
+    return replace(message, content=f"{message.content}\n{written(message.tool_calls)}".strip())
+
+
+def _keys(messages: Sequence[Message]) -> Key:
+    return tuple(map(_key, messages))
+
+
+def _key(message: Message) -> str:
+    """Equal for messages that mean the same: clients write arguments anew, and leave spaces out around what was said."""
+    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
+    return json.dumps([message.role, message.content.strip(), calls], sort_keys=True)
+
+
+def _tools_key(tools: Tools) -> str:
+    return json.dumps(list(tools), sort_keys=True) if tools else ""

@@ -1,0 +1,55 @@
+"""What goes to the process in which agents run, and what comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from motet.channel import Message
+from motet.types import Problem
+
+LATE = "did not return in time (environment.wall_seconds)"
+
+
+class LoadAgent(Message, frozen=True):
+    """The first message: a function by its name."""
+
+    import_path: list[str]
+    name: str
+    args: dict[str, Any]
+
+
+class AgentLoaded(Message, frozen=True):
+    """It can be called."""
+
+
+class Refused(Message, frozen=True):
+    """It cannot, and why."""
+
+    error: str
+
+
+class RunAgent(Message, frozen=True):
+    """Run one episode."""
+
+    episode: int
+    problem: Problem
+    base_url: str
+    api_key: str
+    deadline: float
+    """By the clock of this machine, as `time.time` has it."""
+
+
+class AgentReturned(Message, frozen=True):
+    """What came of one."""
+
+    episode: int
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    """By the ids of calls."""
+    error: str = ""
+    late: bool = False
+    """Whether the clock ended it."""
+
+
+ToProcess = LoadAgent | RunAgent
+FromProcess = AgentLoaded | Refused | AgentReturned

@@ -1,0 +1,118 @@
+"""The process in which an agent runs: `python -m motet.agents.process`. Many episodes run in it at once.
+
+An agent is a function of a person's own that takes, by their names, any of `problem`, `base_url`, `api_key`, `deadline` and
+the job's `args`; `async` or not. It returns a number, rewards by the ids of calls, or None.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from motet.agents import messages as m
+from motet.channel import Parent
+from motet.errors import EnvironmentFault
+from motet.own_code import OwnCode, describe
+
+OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
+_THREADS = 256
+"""Agents that are no coroutines and run at once."""
+
+
+def main() -> None:
+    """Load the agent, then run episodes until the input ends."""
+    parent: Parent[m.ToProcess] = Parent(m.ToProcess)
+    first = parent.first()
+    if not isinstance(first, m.LoadAgent):
+        return
+    sys.path[:] = first.import_path
+    try:
+        agent = OWN.find(first.name)
+    except EnvironmentFault as error:
+        parent.send(m.Refused(str(error)))
+        return
+    parent.send(m.AgentLoaded())
+    asyncio.run(_serve(parent, agent, first.args))
+    sys.stderr.flush()
+    _leave()
+
+
+async def _serve(parent: Parent[m.ToProcess], agent: Callable[..., Any], args: Mapping[str, Any]) -> None:
+    requests, running = parent.queue(), set[asyncio.Task[None]]()
+    threads = ThreadPoolExecutor(_THREADS, "motet-agent")
+    while isinstance(request := await requests.get(), m.RunAgent):
+        task = asyncio.create_task(_run(parent, agent, args, request, threads))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+async def _run(
+    parent: Parent[m.ToProcess],
+    agent: Callable[..., Any],
+    args: Mapping[str, Any],
+    request: m.RunAgent,
+    threads: ThreadPoolExecutor,
+) -> None:
+    offered = {
+        "problem": request.problem,
+        "base_url": request.base_url,
+        "api_key": request.api_key,
+        "deadline": request.deadline,
+        **args,
+    }
+    try:
+        async with asyncio.timeout(max(0.0, request.deadline - time.time())):
+            call = functools.partial(agent, **_taken(agent, offered))
+            if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
+                returned = await call()
+            else:
+                returned = await asyncio.get_running_loop().run_in_executor(threads, call)
+        reward, rewards = _reward(returned)
+        parent.send(m.AgentReturned(request.episode, reward, rewards))
+    except Exception as error:  # an agent's own, or the end of its time
+        if isinstance(error, TimeoutError) and time.time() >= request.deadline:
+            parent.send(m.AgentReturned(request.episode, error=m.LATE, late=True))
+        else:
+            parent.send(m.AgentReturned(request.episode, error=describe(error)))
+
+
+def _taken(agent: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(agent).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return dict(offered)
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def _reward(returned: Any) -> tuple[float | None, dict[str, float]]:
+    if returned is None:
+        return None, {}
+    if isinstance(returned, Mapping):
+        return None, {str(name): _number(value) for name, value in returned.items()}
+    return _number(returned), {}
+
+
+def _number(value: Any) -> float:
+    number = float(value) if hasattr(value, "__float__") and not isinstance(value, str) else math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"returned {value!r:.80}: an agent returns a finite number, rewards by the ids of calls, or None"
+        )
+    return number
+
+
+def _leave() -> None:
+    """End although threads of agents may still run."""
+    threading.Thread(target=os._exit, args=(0,)).start()
+
+
+if __name__ == "__main__":
+    main()
