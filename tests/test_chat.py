@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from motet.config import DataConfig
 from motet.errors import BaseModelError, ConfigError
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.types import Message, Problem
+from tests.scripted_model import CHATML, byte_tokenizer
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # Llama 2 writes a space before the end of the turn and trims the text.
 LLAMA = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}"
@@ -24,20 +18,6 @@ LLAMA = (
     "{% endif %}{% endfor %}"
 )
 PROBLEM = Problem(0, (Message("user", "What is 1 + 2?"),), "3")
-
-
-def byte_tokenizer(template):
-    """A real tokenizer of 256 bytes and ChatML's special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(name, special=True) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
-    )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    fast.chat_template = template
-    return fast
 
 
 @pytest.fixture(params=["chatml", pytest.param("smollm2", marks=pytest.mark.smollm2)])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import motet
@@ -23,9 +22,9 @@ from motet.tasks.episode import GroupContext
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_pool import RewardPool, Scored
 from motet.tasks.reward_walls import Walls
-from motet.types import Chunk, FinishReason, IntArray, Message, Problem, Rollout, SamplingParams
+from motet.types import Message, Problem, Rollout
 from tests.fake_run import job, metrics, run_jobs, weights
-from tests.test_chat import CHATML, byte_tokenizer
+from tests.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
 
 OWN = '''
 import os
@@ -109,36 +108,7 @@ class Trouble:
 class Nothing:
     pass
 '''
-TOKENIZER = byte_tokenizer(CHATML)
-END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-CHAT = Chat(TOKENIZER)
 PROBLEM = Problem(4, (Message("user", "Play."),), "7")
-
-Says = Callable[[int, int, str], str]
-"""(index, turn, what was read) → the model's text."""
-
-
-class Script:
-    """A model that says what it is told to; keeps what it read."""
-
-    def __init__(self, says: Says) -> None:
-        self.says = says
-        self.read: dict[tuple[int, int], list[int]] = {}
-        self.calls: list[tuple[tuple[int, ...], int]] = []
-
-    async def __call__(
-        self, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None
-    ) -> list[Chunk]:
-        self.calls.append((indices, turn))
-        await asyncio.sleep(0)
-        return [self._chunk(prompt_ids, index, turn) for index in indices]
-
-    def _chunk(self, prompt_ids: IntArray, index: int, turn: int) -> Chunk:
-        self.read[index, turn] = prompt_ids.tolist()
-        text = self.says(index, turn, TOKENIZER.decode(prompt_ids.tolist()))
-        ids = np.array([*TOKENIZER.encode(text, add_special_tokens=False), END], np.int32)
-        logprobs, versions = np.full(len(ids), -1.0 - turn, np.float32), np.full(len(ids), 3, np.int32)
-        return Chunk(0, ids, logprobs, versions, text, FinishReason.STOP)
 
 
 async def no_score(rollouts: Sequence[Rollout]) -> list[Scored]:

@@ -15,7 +15,7 @@ from motet.tasks.chat import Chat
 from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, GroupContext, retry, single_turn
 from motet.tasks.reward_pool import Scored
 from motet.types import Chunk, FinishReason, Message, Problem
-from tests.test_chat import CHATML, byte_tokenizer
+from tests.scripted_model import CHATML, byte_tokenizer
 
 TOKENIZER = byte_tokenizer(CHATML)
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")

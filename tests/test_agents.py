@@ -1,0 +1,446 @@
+"""Agents as environments: what went through their address is what is trained, whatever they do with their histories."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+import motet
+from motet.agents.episode import AgentCall, AgentEpisode, CallLimits
+from motet.agents.gateway import Gateway
+from motet.agents.runner import AgentRunner
+from motet.config import EnvironmentConfig
+from motet.errors import EngineError, EnvironmentFault, EpisodeRefusal
+from motet.tasks.chat import Chat
+from motet.tasks.episode import GroupContext
+from motet.types import Message, Problem, Rollout, ToolCall
+from tests.scripted_model import CHAT, CHATML, END, TOKENIZER, Says, Script, byte_tokenizer
+
+PROBLEM = Problem(4, (Message("user", "Play."),), "7")
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+# Takes what stands in parentheses out of earlier turns.
+FORGETFUL = CHATML.replace("{{ m.content }}", "{{ m.content.split('(')[0] if not loop.last else m.content }}")
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def said(text: str, *calls: ToolCall) -> Message:
+    return Message("assistant", text, calls)
+
+
+async def none_scored(rollouts: Any) -> list[Any]:
+    raise AssertionError("the job has no reward")
+
+
+def episode(says: Says, chat: Chat = CHAT, calls: int = 99, seconds: float = 60.0) -> tuple[AgentEpisode, Script]:
+    script = Script(says)
+    context = GroupContext(PROBLEM, chat, 1, script, none_scored, judged=False)
+    return AgentEpisode(context, 0, "job", calls, seconds), script
+
+
+Ask = Callable[..., Awaitable[AgentCall]]
+
+
+def played(says: Says, agent: Callable[[Ask], Coroutine[Any, Any, Any]], chat: Chat = CHAT) -> tuple[Rollout, Script]:
+    """The rollout of an agent that calls the episode itself."""
+    one, script = episode(says, chat)
+
+    async def ask(*messages: Message, tools: Any = (), **limits: Any) -> AgentCall:
+        return await one.complete(messages, tools, CallLimits(**limits))
+
+    asyncio.run(agent(ask))
+    return one.rollout({}), script
+
+
+def captured(rollout: Rollout, script: Script) -> None:
+    """Every sampled stretch is trained once, after exactly what the engine read before it."""
+    stretches = []
+    for branch in rollout.branches:
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], branch.loss_mask, [False]]).astype(int)))
+        for start, end in edges.reshape(-1, 2):
+            stretches.append((branch.token_ids[:start].tolist(), branch.token_ids[start:end].tolist()))
+    read = list(script.read.values())
+    assert sorted(prompt for prompt, _ in stretches) == sorted(read)
+    assert all(sampled[-1] == END for _, sampled in stretches)
+
+
+# --- histories ------------------------------------------------------------------------------------------------------------
+
+
+def test_turns_that_go_on_are_one_sequence():
+    async def agent(ask: Ask) -> None:
+        await ask(user("a"))
+        await ask(user("a"), said("one"), user("b"))
+        await ask(user("a"), said(" one "), user("b"), said("two"), user("c"))
+
+    answers = iter(["one", "two", "three"])
+    rollout, script = played(lambda *_: next(answers), agent)
+    (branch,) = rollout.branches
+    captured(rollout, script)
+    assert TOKENIZER.decode(branch.token_ids[branch.loss_mask].tolist()) == "one<|im_end|>two<|im_end|>three<|im_end|>"
+    assert [turn.text for turn in rollout.turns] == ["one", "two", "three"]
+    assert [message.content for message in rollout.transcript] == ["a", "one", "b", "two", "c", "three"]
+
+
+def test_what_the_model_sampled_is_never_made_again_from_text():
+    """The client strips spaces and writes arguments anew; the tokens are those of the engine."""
+    text = '<tool_call>{"arguments": {"b": 1,   "a": 2}, "name": "add"}</tool_call>'
+
+    async def agent(ask: Ask) -> None:
+        first = await ask(user("a"), tools=[ADD])
+        assert first.calls == (ToolCall("add", {"a": 2, "b": 1}),)
+        assert first.text == ""
+        await ask(user("a"), said("", ToolCall("add", {"a": 2, "b": 1})), Message("user", "3"), tools=[ADD])
+
+    answers = iter([text, "3"])
+    rollout, script = played(lambda *_: next(answers), agent)
+    (branch,) = rollout.branches
+    captured(rollout, script)
+    assert text in TOKENIZER.decode(branch.token_ids.tolist())
+
+
+def test_a_rewritten_history_begins_a_branch_and_each_stretch_is_trained_once():
+    async def agent(ask: Ask) -> None:
+        await ask(user("a"))
+        await ask(user("a"), said("one, or so"), user("b"))  # it never said that
+        await ask(user("a"), said("one"), user("b"))
+
+    answers = iter(["one", "two", "three"])
+    rollout, script = played(lambda *_: next(answers), agent)
+    assert len(rollout.branches) == 2
+    captured(rollout, script)
+    assert rollout.sampled == len("onetwothree") + 3
+
+
+def test_a_template_that_takes_thoughts_out_begins_a_branch():
+    async def agent(ask: Ask) -> None:
+        await ask(user("a"))
+        await ask(user("a"), said("one (I think)"), user("b"))
+
+    answers = iter(["one (I think)", "two"])
+    chat = Chat(byte_tokenizer(FORGETFUL))
+    rollout, script = played(lambda *_: next(answers), agent, chat)
+    assert len(rollout.branches) == 2
+    captured(rollout, script)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_calls_at_once_come_out_the_same_in_whatever_order_they_arrive(seed):
+    """Two go on from one turn, one has a history of its own, and one is asked twice."""
+    histories = [
+        (user("a"), said("A"), user("left")),
+        (user("a"), said("A"), user("right")),
+        (user("other"),),
+        (user("other"),),
+        (user("a"), said("A"), user("left"), said("L"), user("on")),
+    ]
+
+    def says(index: int, turn: int, read: str) -> str:
+        last = re.findall("<.im_start.>user\n(.*?)<", read)[-1]
+        return {"a": "A", "left": "L"}.get(last, f"{turn % 97}")
+
+    async def agent(ask: Ask) -> None:
+        await ask(user("a"))
+        order = list(range(4))
+        random.Random(seed).shuffle(order)
+        await asyncio.gather(*(ask(*histories[number]) for number in order))
+        await ask(*histories[4])
+
+    rollout, script = played(says, agent)
+    captured(rollout, script)
+    assert len(rollout.branches) == 4
+    first, _ = played(says, agent)
+    assert [branch.token_ids.tolist() for branch in rollout.branches] == WHOLE.setdefault(
+        "tree", [branch.token_ids.tolist() for branch in first.branches]
+    )
+
+
+WHOLE: dict[str, list[list[int]]] = {}
+
+
+def test_an_episode_ends_its_calls_by_number_by_time_and_when_its_agent_has_returned():
+    one, _ = episode(lambda *_: "x", calls=1)
+    asyncio.run(one.complete([user("a")], (), CallLimits()))
+    with pytest.raises(EpisodeRefusal, match="all of its 1 calls"):
+        asyncio.run(one.complete([user("a")], (), CallLimits()))
+    late, _ = episode(lambda *_: "x", seconds=0.0)
+    with pytest.raises(EpisodeRefusal, match="over"):
+        asyncio.run(late.complete([user("a")], (), CallLimits()))
+    one.close()
+    with pytest.raises(EpisodeRefusal, match="over"):
+        asyncio.run(one.complete([user("a")], (), CallLimits()))
+
+
+def test_sampling_that_fails_is_the_rollouts_and_a_prompt_that_is_too_long_the_agents():
+    one, script = episode(lambda *_: "x")
+
+    def fails(*_: Any) -> str:
+        raise EngineError("9000 tokens, and the base has positions for 512")
+
+    script.says = fails
+    with pytest.raises(EpisodeRefusal, match="9000 tokens"):
+        asyncio.run(one.complete([user("a")], (), CallLimits()))
+    assert one.rollout({}).error == "the agent never called the model"
+
+
+# --- over HTTP ------------------------------------------------------------------------------------------------------------
+
+
+def served(says: Says, client: Callable[[openai.AsyncOpenAI], Awaitable[Any]], key: str = "") -> tuple[Any, Rollout]:
+    """What a stock client makes of an episode."""
+
+    async def main() -> tuple[Any, Rollout]:
+        gateway = Gateway()
+        gateway.open()
+        one, _ = episode(says)
+        try:
+            with gateway.serving(one) as (url, own):
+                async with openai.AsyncOpenAI(base_url=url, api_key=key or own, max_retries=0) as stock:
+                    result = await client(stock)
+            return result, one.rollout({})
+        finally:
+            await gateway.close()
+
+    return asyncio.run(main())
+
+
+CALL = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_completions_with_tools_as_the_stock_client_reads_them(stream):
+    async def client(stock: openai.AsyncOpenAI) -> Any:
+        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+        asked: dict[str, Any] = {"model": "m", "messages": messages, "tools": [ADD]}
+        if not stream:
+            return (await stock.chat.completions.create(**asked, logprobs=True)).choices[0]
+        async with stock.chat.completions.stream(**asked) as events:
+            return (await events.get_final_completion()).choices[0]
+
+    choice, rollout = served(lambda *_: CALL, client)
+    (call,) = choice.message.tool_calls
+    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    assert rollout.turns[0].text == CALL
+    if not stream:
+        assert len(choice.logprobs.content) == rollout.sampled
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_as_the_stock_client_reads_them(stream):
+    tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
+
+    async def create(stock: openai.AsyncOpenAI, given: Any) -> Any:
+        asked: Any = {"model": "m", "instructions": "Be brief.", "input": given, "tools": [tool]}
+        if not stream:
+            return await stock.responses.create(**asked)
+        async with stock.responses.stream(**asked) as events:
+            return await events.get_final_response()
+
+    async def client(stock: openai.AsyncOpenAI) -> Any:
+        first = await create(stock, "hi")
+        (call,) = [item for item in first.output if item.type == "function_call"]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+        items = [item.model_dump(exclude_none=True) for item in first.output]
+        return call, await create(stock, [{"role": "user", "content": "hi"}, *items, output])
+
+    answers = iter([CALL, "It is 2."])
+    (call, second), rollout = served(lambda *_: next(answers), client)
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1})
+    assert (second.output_text, second.status) == ("It is 2.", "completed")
+    assert len(rollout.branches) == 1
+    assert len(rollout.turns) == 2
+
+
+def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
+    async def client(stock: openai.AsyncOpenAI) -> Any:
+        async def ask(retry: int) -> Any:
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            headers = {"x-stainless-retry-count": str(retry)}
+            return (await stock.chat.completions.create(model="m", messages=messages, extra_headers=headers)).id
+
+        return await ask(0), await ask(1), await ask(0)
+
+    (first, again, another), rollout = served(lambda *_: "x", client)
+    assert first == again != another
+    assert len(rollout.turns) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format: is not supported"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "is no text"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_the_reason(fields, message):
+    async def client(stock: openai.AsyncOpenAI) -> None:
+        asked: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+        with pytest.raises(openai.BadRequestError, match=message):
+            await stock.chat.completions.create(**asked)
+
+    served(lambda *_: "x", client)
+
+
+def test_another_key_opens_nothing_and_an_episode_that_is_over_is_gone():
+    async def client(stock: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.AuthenticationError):
+            await stock.models.list()
+        with pytest.raises(openai.NotFoundError):
+            await stock.with_options(base_url=str(stock.base_url).replace("/episodes/", "/episodes/x")).models.list()
+
+    served(lambda *_: "x", client, key="another")
+
+
+# --- the process ----------------------------------------------------------------------------------------------------------
+
+AGENTS = """
+import asyncio, os, time
+import openai
+
+def client(base_url, api_key):
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+def ask(base_url, api_key, text="hi"):
+    with client(base_url, api_key) as stock:
+        return stock.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+
+def plain(problem, base_url, api_key, worth=1.0):
+    assert problem.answer == "7" and problem.messages[0].content == "Play."
+    return worth * len(ask(base_url, api_key).choices[0].message.content)
+
+def by_call(base_url, api_key):
+    return {ask(base_url, api_key, text).id: worth for text, worth in (("a", 1.0), ("b", 0.5))}
+
+def unknown(base_url, api_key):
+    ask(base_url, api_key)
+    return {"nothing": 1.0}
+
+async def idle(base_url, api_key):
+    await asyncio.sleep(60)
+
+def stuck(base_url, api_key):
+    if "1" in ask(base_url, api_key).choices[0].message.content:
+        time.sleep(60)
+    return 1.0
+
+def leaves(base_url, api_key):
+    if "1" in ask(base_url, api_key).choices[0].message.content:
+        os._exit(3)
+    time.sleep(0.3)
+    return 1.0
+
+def raises(base_url, api_key):
+    raise KeyError("no such luck")
+
+def text(base_url, api_key):
+    return "well done"
+
+def silent():
+    return 1.0
+"""
+
+
+def group(tmp_path: Path, name: str, n: int = 2, says: Says = lambda index, *_: f"say {index}", **fields: Any) -> Any:
+    """The rollouts of a group, and of another one by the same runner."""
+    (tmp_path / "agents.py").write_text(AGENTS)
+    config = EnvironmentConfig(name=f"{tmp_path}/agents.py:{name}", **fields)
+
+    async def main() -> Any:
+        runner = AgentRunner("job", config, tmp_path / "log")
+        try:
+            await runner.open()
+            context = GroupContext(PROBLEM, CHAT, n, Script(says), none_scored, judged=False)
+            return await runner.run_group(context), await runner.run_group(context), runner.clock_limited
+        finally:
+            await runner.close()
+
+    return asyncio.run(main())
+
+
+def test_an_agent_returns_a_number_or_rewards_of_its_calls(tmp_path):
+    rollouts, _, _ = group(tmp_path, "plain", args={"worth": 2.0})
+    assert [(one.reward, one.error) for one in rollouts] == [(10.0, ""), (10.0, "")]
+    rollouts, _, _ = group(tmp_path, "by_call")
+    assert [one.reward for one in rollouts] == [1.5, 1.5]
+    assert sorted(turn.reward for turn in rollouts[0].turns) == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("unknown", "rewards the call 'nothing', which it never made"),
+        ("raises", "KeyError: 'no such luck'"),
+        ("text", "returned 'well done': an agent returns a finite number"),
+        ("silent", "the agent never called the model"),
+        ("idle", "did not return in time"),
+    ],
+)
+def test_a_fault_of_an_agent_is_its_rollouts_reason(tmp_path, name, error):
+    rollouts, _, limited = group(tmp_path, name, n=1, wall_seconds=0.5 if name == "idle" else 60.0)
+    assert error in rollouts[0].error
+    assert limited is (name == "idle")
+
+
+@pytest.mark.parametrize(("name", "error"), [("stuck", "did not return in time"), ("leaves", "its process ended")])
+def test_an_agent_that_hangs_or_ends_its_process_costs_what_ran_there_and_the_next_group_goes_on(tmp_path, name, error):
+    turns = iter(["say 1", "say 0", "say 0", "say 0"])
+    first, second, _ = group(tmp_path, name, says=lambda *_: next(turns), wall_seconds=3.0 if name == "stuck" else 60.0)
+    assert error in "".join(one.error for one in first)
+    assert [one.error for one in second] == ["", ""]
+
+
+def test_an_agent_that_does_not_load_says_why(tmp_path):
+    with pytest.raises(EnvironmentFault, match="has no 'nobody'"):
+        group(tmp_path, "nobody")
+
+
+# --- whole jobs -----------------------------------------------------------------------------------------------------------
+
+LEARNER = """
+import asyncio, openai
+
+stock = openai.AsyncOpenAI(api_key="none")
+
+async def run(problem, base_url, api_key):
+    messages = [{"role": one.role, "content": one.content} for one in problem.messages]
+    client = stock.with_options(base_url=base_url, api_key=api_key)
+    async def turn(words):
+        said = await client.chat.completions.create(model="any", messages=words)
+        return said.choices[0].message.content
+    first, second = await asyncio.gather(turn(messages), turn([{"role": "system", "content": "Add."}, *messages]))
+    again = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "Are you sure?"}]
+    last = await turn(again)
+    return sum(len(set(text)) for text in (first, second, last))
+"""
+
+
+def test_a_job_with_an_agent_has_the_same_bytes_in_company(tmp_path):
+    (tmp_path / "agent.py").write_text(LEARNER)
+    own = {
+        "name": "own", "data": {"source": "toy:add", "holdout": 8}, "environment": f"{tmp_path}/agent.py:run",
+        "sampling": {"max_tokens": 5}, "algorithm": {"group_size": 4, "groups_per_step": 2}, "steps": 2,
+    }  # fmt: skip
+    other = {**own, "name": "other", "environment": "single", "reward": "exact"}
+    runs = {"alone": [own], "company": [other, own]}
+    for name, jobs in runs.items():
+        motet.run(jobs, directory=tmp_path / name, engine={"samplers": 0}, quiet=True)
+    for file in ("versions/v2/adapter_model.safetensors", "metrics.jsonl"):
+        alone, company = ((tmp_path / name / "own" / file).read_bytes() for name in runs)
+        assert alone == company, file
+    lines = [json.loads(line) for line in (tmp_path / "alone/own/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert all(line["failed"] == 0 for line in steps)
+    assert {line["logprob_gap"] for line in steps if line["tokens"]} == {0.0}
