@@ -62,8 +62,12 @@ vllm: $(VENV)/.installed-dev  ## make .envs/vllm with a vLLM for CPUs, which tes
 tinker: $(VENV)/.installed-dev  ## make .envs/tinker with the tinker package, which tests drive a service with (a minute or two)
 	@$(BIN)/python -m bench.speed.envs tinker
 
+.PHONY: agents
+agents: $(VENV)/.installed-dev  ## make .envs/agents with packages that agents are written on, which tests train (a minute)
+	@$(BIN)/python -m bench.speed.envs agents
+
 .PHONY: test
-test: lint vllm tinker  ## lint, then every test that this machine can run, in parallel (WORKERS=2)
+test: lint vllm tinker agents  ## lint, then every test that this machine can run, in parallel (WORKERS=2)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak

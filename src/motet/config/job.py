@@ -123,15 +123,15 @@ class EnvironmentConfig(Config):
 
     name: str = "single"
     """`single`: one answer. `retry`: the model is told whether it was right and may answer once more. `file.py:Class`: a class
-    of your own, with tools or `step(text)`."""
+    of your own, with tools or `step(text)`. `file.py:function`: an agent of your own."""
     args: dict[str, Any] = {}
-    """Keyword arguments of your class."""
+    """Keyword arguments of your class or agent."""
     max_turns: int = Field(8, ge=1, le=1000)
-    """The most turns of a rollout with a class of your own."""
+    """The most turns of a rollout with a class of your own, or calls of an agent."""
     cpu_seconds: float = Field(10.0, gt=0, le=1e6)
     """CPU time that one call of it may take."""
     wall_seconds: float = Field(120.0, gt=0, le=1e6)
-    """A wide backstop in wall-clock time, for calls that wait."""
+    """A wide backstop in wall-clock time, for calls that wait. Of an agent: for a whole rollout."""
     memory_mb: int = Field(1024, ge=64, le=10**7)
     """Memory that its process may take on top of what it starts with."""
 
