@@ -19,12 +19,15 @@ from motet.agents.gateway import Gateway
 from motet.agents.runner import AgentRunner
 from motet.config import EnvironmentConfig
 from motet.errors import EngineError, EnvironmentFault, EpisodeRefusal
+from motet.jobfile import load_jobs
+from motet.running import run_config
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
 from motet.types import Message, Problem, Rollout, ToolCall
 from tests.captured import check_captured, none_scored
 from tests.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
 
+ROOT = Path(__file__).resolve().parents[1]
 PROBLEM = Problem(4, (Message("user", "Play."),), "7")
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 # Takes what stands in parentheses out of earlier turns.
@@ -425,3 +428,16 @@ def test_a_job_with_an_agent_has_the_same_bytes_in_company(tmp_path):
     steps = [line for line in lines if "loss" in line]
     assert all(line["failed"] == 0 for line in steps)
     assert {line["logprob_gap"] for line in steps if line["tokens"]} == {0.0}
+
+
+def test_the_example_on_the_page_runs(tmp_path):
+    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    code, jobs = (re.search(f"```{language}\n(.*?)```", page, re.DOTALL) for language in ("python", "yaml"))
+    assert code is not None
+    assert jobs is not None
+    assert code[1] in (ROOT / "examples" / "agent.py").read_text(encoding="utf-8")
+    assert jobs[1] in (ROOT / "examples" / "agent.yaml").read_text(encoding="utf-8")
+    overrides = ["steps=1", "eval.every=0", "data.holdout=0", "algorithm.group_size=2", "algorithm.groups_per_step=1"]
+    config = load_jobs(ROOT / "examples" / "agent.yaml", [*overrides, f"run={tmp_path / 'run'}"])
+    (job,) = run_config(config).jobs.values()
+    assert (job.state, job.message) == ("succeeded", "")

@@ -17,7 +17,7 @@ from motet.config import EnvironmentConfig
 from motet.errors import ConfigError, EnvironmentFault
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.chat import Chat
-from motet.tasks.environments import EnvironmentWorkers, run_group
+from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import GroupContext
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_pool import RewardPool, Scored
@@ -142,7 +142,7 @@ def played(
         try:
             await workers.open()
             stage = GroupContext(PROBLEM, chat, n, script, score or no_score, seed=5, judged=score is not None)
-            return await run_group(workers, stage), workers
+            return await workers.run_group(stage), workers
         finally:
             await workers.close()
 
@@ -323,7 +323,7 @@ def test_one_that_nothing_rewards_says_so(file: Path) -> None:
     [
         ("Nothing", "has neither a public method"),
         ("Gues", "has no 'Gues'; did you mean 'Guess'"),
-        ("time", "not a class|has no 'time'"),
+        ("time", "neither a class nor a function|has no 'time'"),
     ],
 )
 def test_what_is_no_environment_is_said(file: Path, name: str, told: str) -> None:

@@ -21,7 +21,7 @@ from motet.runtime.generation import Generation, PutAside, ended
 from motet.runtime.job import Job, Services
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
-from motet.tasks.environments import EnvironmentWorkers, run_group
+from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import ENVIRONMENTS, GroupContext
 from motet.tasks.reward_pool import Scored
 from motet.types import Chunk, Group, IntArray, Problem, Rollout, SamplingParams
@@ -119,8 +119,7 @@ class JobSampler:
         """Positions that an earlier process began."""
         self._aside: list[_Task] = []
         self._scoring: set[asyncio.Task[list[Scored]]] = set()
-        self._environment_workers: EnvironmentWorkers | None = None
-        self._agent: AgentRunner | None = None
+        self._own_environment: EnvironmentWorkers | AgentRunner | None = None
 
     async def open(self) -> None:
         """Have the rewards and the environment ready.
@@ -131,19 +130,18 @@ class JobSampler:
         job, path = self._job, self._job.directory.path
         await self._services.rewards.register(job.name, job.config.rewards, job.data.scorer, log=path / "rewards.log")
         if job.config.environment.own:
-            self._environment_workers = EnvironmentWorkers(job.config.environment, path / "environment.log")
-            await self._environment_workers.open()
-            if self._environment_workers.info.agent:
-                await self._environment_workers.close()
-                self._agent = _agent_of(job)
-                await self._agent.open()
+            self._own_environment = workers = EnvironmentWorkers(job.config.environment, path / "environment.log")
+            await workers.open()
+            if workers.info.agent:
+                await workers.close()
+                self._own_environment = _agent_of(job)
+                await self._own_environment.open()
 
     async def close(self) -> None:
         """End the processes of the job's rewards and environment."""
         await self._services.rewards.unregister(self._job.name)
-        for one in (self._environment_workers, self._agent):
-            if one is not None:
-                await one.close()
+        if self._own_environment is not None:
+            await self._own_environment.close()
 
     @property
     def waits(self) -> bool:
@@ -335,11 +333,11 @@ class JobSampler:
         return task.rollouts
 
     async def _environment(self, context: GroupContext) -> tuple[Rollout, ...]:
-        workers = self._environment_workers
-        if workers is None:
+        own = self._own_environment
+        if own is None:
             return await ENVIRONMENTS[self._job.config.environment.name](context)
-        rollouts = await (run_group(workers, context) if self._agent is None else self._agent.run_group(context))
-        if (self._agent or workers).clock_limited:
+        rollouts = await own.run_group(context)
+        if own.clock_limited:
             self._job.note_inexact("the environment ran into its wall-clock limit")
         return rollouts
 

@@ -77,6 +77,21 @@ class EnvironmentWorkers:
         slot.episodes += 1
         return Episode(self, slot, seed)
 
+    async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
+        """The rollouts of one group, each with an instance of its own."""
+        episodes = [self.episode(context.seed + index) for index in range(context.group_size)]
+        try:
+            opened = await asyncio.gather(*(_open(self, context, index, one) for index, one in enumerate(episodes)))
+            first = await _first_turns(self, context, opened)
+            played = (
+                _run_episode(self, context, rollout, first.get(rollout.index), episodes[rollout.index])
+                for rollout in opened
+            )
+            rollouts = list(await asyncio.gather(*played))
+            return await judged(rollouts, context)
+        finally:
+            await asyncio.gather(*(one.close() for one in episodes), return_exceptions=True)
+
     async def _start(self, slot: _WorkerSlot) -> _Worker:
         worker = await _Worker.spawn(self._log)
         try:
@@ -144,22 +159,6 @@ class Episode:
         self._slot.episodes -= 1
         if self._slot.worker is not None and self._slot.worker is self._worker:
             await self.do(m.Close())
-
-
-async def run_group(workers: EnvironmentWorkers, context: GroupContext) -> tuple[Rollout, ...]:
-    """The rollouts of one group, each with an instance of its own."""
-    episodes = [workers.episode(context.seed + index) for index in range(context.group_size)]
-    try:
-        opened = await asyncio.gather(*(_open(workers, context, index, one) for index, one in enumerate(episodes)))
-        first = await _first_turns(workers, context, opened)
-        played = (
-            _run_episode(workers, context, rollout, first.get(rollout.index), episodes[rollout.index])
-            for rollout in opened
-        )
-        rollouts = list(await asyncio.gather(*played))
-        return await judged(rollouts, context)
-    finally:
-        await asyncio.gather(*(one.close() for one in episodes), return_exceptions=True)
 
 
 async def _open(workers: EnvironmentWorkers, context: GroupContext, index: int, episode: Episode) -> Rollout:
