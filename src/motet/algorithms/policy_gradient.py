@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -38,6 +38,9 @@ class PolicyGradient(Algorithm):
     One of your own derives from this or from an algorithm below, with fields of its own, and says what differs: `advantages`,
     `token_losses`, or the whole `batch`.
     """
+
+    least_scored: ClassVar[int] = 2
+    """Rollouts with a reward that a group must have to be of use."""
 
     advantage: AdvantageKind = "grpo"
     """How rewards become advantages: `grpo` divides by the group's standard deviation, `centered` does not."""
@@ -114,6 +117,10 @@ class PolicyGradient(Algorithm):
         rewards = [[rollout.reward for rollout in group.scored] for group in groups]
         return [values.tolist() for values in advantages(rewards, self.advantage)]
 
+    def weighed(self, batch: StepBatch) -> StepBatch:
+        """The samples once they carry reference logprobs, where `needs_reference` asked for them."""
+        return batch
+
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
         """Loss of each trainable token of a segment [N], and whether the clip touched it [N]; runs where torch is."""
         from motet.algorithms.losses import policy_losses
@@ -123,10 +130,10 @@ class PolicyGradient(Algorithm):
     def batch(self, groups: Sequence[Group], max_tokens: int) -> StepBatch:
         """Samples of a step's groups, whole: advantages, weights, denominator.
 
-        A group with fewer than two scored rollouts is dropped. With oversampling, the first `groups_per_step` groups that have
+        A group with fewer than `least_scored` scored rollouts is dropped. With oversampling, the first `groups_per_step` groups that have
         a signal are kept.
         """
-        usable = [group for group in groups if len(group.scored) >= 2]
+        usable = [group for group in groups if len(group.scored) >= self.least_scored]
         if self.oversampling > 1:
             usable = list(select_groups(usable, self.groups_per_step))
         pairs: list[tuple[Rollout, float | FloatArray]] = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.schedule import adamw
 from motet.batch import LossStats, OptimStats, Segment
+from motet.runtime.reference import Reference
 from motet.runtime.sampling import SampledStep
 from motet.runtime.session import Session
 
@@ -24,7 +25,9 @@ class LearnedStep:
     """Tokens that were run through the trainer."""
 
 
-async def learn(session: Session, sampled: SampledStep, *, with_reference: bool) -> LearnedStep:
+async def learn(
+    session: Session, reference: Reference, sampled: SampledStep, *, with_reference: bool
+) -> LearnedStep:
     """All updates of a step. Without a trainable sample the weights stay as they are (and no moment decays)."""
     job = session.job
     algorithm, sampling = job.config.rl, job.config.sampling
@@ -34,7 +37,8 @@ async def learn(session: Session, sampled: SampledStep, *, with_reference: bool)
         return batch.segments(job.name, algorithm, sampling.temperature, session.services.micro_batch_tokens)
 
     if batch.samples and (algorithm.needs_reference or with_reference):
-        batch = batch.with_logprobs("reference_logprobs", await session.forward(segments(), base=True))
+        batch = batch.with_logprobs("reference_logprobs", await reference.logprobs(segments()))
+        batch = algorithm.weighed(batch)
     if batch.samples and algorithm.needs_proximal:
         batch = batch.with_logprobs("proximal_logprobs", await session.forward(segments()))
     return await train(session, batch, segments(), sampled.step, algorithm.updates_per_batch)

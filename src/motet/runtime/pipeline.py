@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from motet.algorithms.client import ClientDriven
-from motet.algorithms.supervised import Supervised
+from motet.algorithms.rows import RowAlgorithm
 from motet.errors import DeviceError, MotetError, RunError
 from motet.runtime.checkpoint import disk_error
 from motet.runtime.client_loop import ClientLoop
@@ -19,10 +19,10 @@ from motet.runtime.driver import Driver
 from motet.runtime.idle_slots import MAX_IDLE, IdleSlotTimeouts
 from motet.runtime.job import Job, Services
 from motet.runtime.rollout_loop import RolloutLoop
+from motet.runtime.row_loop import RowLoop
 from motet.runtime.rundir import read_commands
 from motet.runtime.scheduler import weight_of
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
-from motet.runtime.supervised_loop import SupervisedLoop
 from motet.types import JobState
 
 _POLL_SECONDS = 0.3
@@ -184,7 +184,8 @@ class Pipeline:
     def _running(self) -> tuple[list[Claim], int]:
         """Jobs that have a slot and keep it, and how many slots there are for those and others."""
         running = [_claim(self.jobs[name]) for name in self._tasks if name not in self._preempted]
-        return running, self._slots - len(self._preempted)
+        leaving = sum(self.jobs[name].config.slots for name in self._preempted if name in self.jobs)
+        return running, self._slots - leaving
 
     def _fill_slots(self) -> None:
         claims = self._queued()
@@ -281,12 +282,12 @@ class Pipeline:
 
 
 def driver_of(job: Job) -> type[Driver]:
-    """`SupervisedLoop` for rows with answers, `ClientLoop` for a client's commands, `RolloutLoop` for everything else."""
+    """`RowLoop` for rows of data, `ClientLoop` for a client's commands, `RolloutLoop` for everything else."""
     match job.config.algorithm:
         case ClientDriven():
             return ClientLoop
-        case Supervised():
-            return SupervisedLoop
+        case RowAlgorithm():
+            return RowLoop
     return RolloutLoop
 
 
@@ -318,7 +319,7 @@ def _outcome(job: Job, state: JobState, reason: str, *, preempted: bool) -> tupl
 
 
 def _claim(job: Job) -> Claim:
-    return Claim(job.name, job.tenant, job.config.priority)
+    return Claim(job.name, job.tenant, job.config.priority, job.config.slots)
 
 
 def _reason(job: Job, error: BaseException) -> str:

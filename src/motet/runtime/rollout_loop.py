@@ -41,7 +41,7 @@ class RolloutLoop(Driver):
         """Sample, learn, record, commit; the driver publishes."""
         sampled = await self._sampled(step)
         self.job.progress.phase, started = "training", time.monotonic()
-        learned = await learn(self.session, sampled, with_reference=self.job.evaluates(step))
+        learned = await learn(self.session, self.reference, sampled, with_reference=self.job.evaluates(step))
         seconds = {"sample": sampled.seconds, "reward": sampled.reward_seconds, "train": time.monotonic() - started}
         evaluated, supply = await self.evaluated(), self._sampler.supply
         supply.pending.difference_update(sampled.positions)
