@@ -108,6 +108,11 @@ class PolicyGradient(Algorithm):
         return self.kl.coef > 0
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether samples without an advantage teach something too."""
+        return self.needs_reference
+
+    @property
     def needs_proximal(self) -> bool:
         """Whether samples must carry the logprobs of the policy at the start of the step."""
         return self.correct_sampler
@@ -146,7 +151,7 @@ class PolicyGradient(Algorithm):
             to_sample(branch, value, float(weight))
             for (rollout, value), weight in zip(pairs, weights_S, strict=True)
             for branch in rollout.branches
-            if branch.sampled and (np.any(value) or self.needs_reference)
+            if branch.sampled and (np.any(value) or self.keeps_all)
         )
         return StepBatch(samples, denominator, len(usable))
 

@@ -29,8 +29,8 @@ class Driver:
         scheduler.join(job.name, weight_of(job.config.priority), job.tenant)
         try:
             await self.begin()
-            await session.open()
             await self.reference.open()
+            await session.open()
             await self._publish()
             while not self.ended:
                 job.progress.spent = self.spent

@@ -27,7 +27,7 @@ class Reference(Protocol):
     """Finds how likely something other than the policy thinks a job's samples are."""
 
     async def open(self) -> None:
-        """Get ready; the session is open."""
+        """Get ready."""
         ...
 
     async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:

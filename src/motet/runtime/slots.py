@@ -55,7 +55,7 @@ def admitted(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rule
         if not able:
             break
         chosen = min(able, key=lambda claim: _queue_key(claim, held, rules))
-        if chosen.slots > free:  # it goes first, so nobody behind it takes what it waits for
+        if chosen.slots > free and (running or chosen_jobs):  # it is the first, so nobody takes what it waits for
             break
         waiting.remove(chosen)
         held[chosen.tenant] += chosen.slots
