@@ -14,6 +14,7 @@ from motet.algorithms.distillation import Distillation
 from motet.algorithms.rows import RowAlgorithm
 from motet.algorithms.schedule import auto_learning_rate
 from motet.config import DataConfig, JobConfig, RunConfig
+from motet.config.chain import chains
 from motet.errors import AdapterError, ConfigError, MotetError
 from motet.model_info import ModelInfo
 from motet.runtime.identity import of_config
@@ -157,6 +158,9 @@ def prepare_all(
             wrong.append(f"job {config.name}: {str(error).removeprefix(f'job {config.name}: ')}")
     if wrong:
         raise ConfigError("\n".join(wrong))
+    jobs = {job.name: job for job, _ in prepared}
+    for name, start in chains(configs).items():
+        jobs[name].before, jobs[name].before_version = jobs[start.job], start.version
     return prepared
 
 

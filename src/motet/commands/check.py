@@ -164,7 +164,7 @@ async def _add(job: Job, shared: Services) -> None:
     """The adapter as the job begins with it."""
     adapter, trainer = job.config.adapter, shared.trainer
     await shared.on_device(job.name, lambda: trainer.add_adapter(job.name, adapter, job.seed))
-    if adapter.init is not None:
+    if adapter.init is not None and job.before is None:  # what a job above is to make is not there yet
         await shared.on_device(job.name, lambda: trainer.load_adapter(job.name, job.init_directory(), optimizer=False))
 
 

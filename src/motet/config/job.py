@@ -34,7 +34,8 @@ class AdapterConfig(Config):
     target_modules: str | Annotated[list[str], Field(fail_fast=True)] = "all-linear"
     """`all-linear`, or the names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings."""
     init: str | None = None
-    """A PEFT LoRA directory to start from; otherwise A is random and B is zero."""
+    """A PEFT LoRA directory to start from, or a job above in the file, whose adapter is gone on with when it has succeeded: `name`
+    (its best version), `name@latest`, `name@12`. Otherwise A is random and B is zero."""
 
 
 GIVEN_ROWS = "[rows]"

@@ -178,7 +178,7 @@ class Pipeline:
         return JobState.QUEUED in states or (JobState.PAUSED in states and not self._stopping)
 
     def _queued(self) -> list[Claim]:
-        queued = (job for job in self.jobs.values() if job.state is JobState.QUEUED)
+        queued = (job for job in self.jobs.values() if job.state is JobState.QUEUED and _may_begin(job))
         return [_claim(job) for job in queued if not self._disk_gate.blocks(job.name)]
 
     def _running(self) -> tuple[list[Claim], int]:
@@ -187,7 +187,19 @@ class Pipeline:
         leaving = sum(self.jobs[name].config.slots for name in self._preempted if name in self.jobs)
         return running, self._slots - leaving
 
+    def _fail_chained(self) -> None:
+        """Whoever goes on with the adapter of a job that ended without success has nothing to go on with."""
+        for job in self.jobs.values():
+            before = job.before
+            if job.state is not JobState.QUEUED or before is None:
+                continue
+            if before.state in (JobState.FAILED, JobState.CANCELLED) or before.progress.spent:
+                state = "has spent its budget" if before.progress.spent else str(before.state)
+                message = f"starts from job {before.name}, which {'is ' * (not before.progress.spent)}{state}; resume both"
+                self._move(job, JobState.FAILED, message)
+
     def _fill_slots(self) -> None:
+        self._fail_chained()
         claims = self._queued()
         if self._stopping:
             for claim in claims:
@@ -279,6 +291,11 @@ class Pipeline:
             self.jobs[preempted] = self.jobs.pop(preempted)  # to the end of the queue
         for name in waiting & {*self._pauses, *([] if preempted is None else [preempted])}:
             self._loops[name].rest()
+
+
+def _may_begin(job: Job) -> bool:
+    """Whether what it goes on with is there; a job that has begun needs it no more."""
+    return job.before is None or job.before.state is JobState.SUCCEEDED or bool(job.directory.steps())
 
 
 def driver_of(job: Job) -> type[Driver]:
