@@ -39,7 +39,8 @@ CRITIC = {"rank": 8, "lam": 0.95, "lr": 1e-3}
 def job(name: str, seed: int, environment: Path, steps: int, **algorithm: Any) -> dict[str, Any]:
     """One job of the comparison."""
     rows = [
-        {"prompt": f"{i % 7} + {i % 5} = ?" if i % 3 else f"{i % 7} - {i % 5} = ?", "lucky": bool(i % 3)} for i in range(96)
+        {"prompt": f"{i % 7} + {i % 5} = ?" if i % 3 else f"{i % 7} - {i % 5} = ?", "lucky": bool(i % 3)}
+        for i in range(96)
     ]
     return {
         "name": f"{name}-{seed}",
@@ -66,9 +67,13 @@ def main() -> None:
     environment.write_text(ENVIRONMENT)
     kinds: dict[str, dict[str, Any]] = {"baseline": {}, "critic": {"critic": CRITIC}}
     jobs = [
-        job(name, seed, environment, given.steps, **fields) for seed in range(given.seeds) for name, fields in kinds.items()
+        job(name, seed, environment, given.steps, **fields)
+        for seed in range(given.seeds)
+        for name, fields in kinds.items()
     ]
-    done = motet.run(jobs, base="small", quiet=True, directory=given.directory / "run", engine={"slots": 3 * given.seeds})
+    done = motet.run(
+        jobs, base="small", quiet=True, directory=given.directory / "run", engine={"slots": 3 * given.seeds}
+    )
     last = max(given.steps // 4, 1)
     rewards = {
         name: [round(float(np.mean(done.jobs[f"{name}-{seed}"].rewards[-last:])), 3) for seed in range(given.seeds)]

@@ -72,7 +72,10 @@ def test_whoever_has_nothing_to_start_from_fails_with_the_reason(tmp_path: Path)
     ("jobs", "message"),
     [
         ([rewarded("taught"), taught()], "adapter.init names 'taught', which must stand above it"),
-        ([taught(), rewarded("taught", adapter={"rank": 4, "init": "taught"})], "adapter.rank is 4, that of 'taught'.*is 8"),
+        (
+            [taught(), rewarded("taught", adapter={"rank": 4, "init": "taught"})],
+            "adapter.rank is 4, that of 'taught'.*is 8",
+        ),
     ],
 )
 def test_chains_that_cannot_be_are_named(jobs: list[dict[str, Any]], message: str, tmp_path: Path) -> None:

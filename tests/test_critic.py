@@ -88,7 +88,7 @@ def test_gradients_of_values_equal_plain_pytorch(tmp_path: Path) -> None:
     base, segment = tiny.base("llama"), value_segment()
     trainer = critic_trainer(base)
     trainer.save_adapter("a", tmp_path, optimizer=False)
-    model = PeftModel.from_pretrained(tiny.stock("llama"), tmp_path, is_trainable=True)
+    model: Any = PeftModel.from_pretrained(tiny.stock("llama"), tmp_path, is_trainable=True)
     arena = trainer._arena("a")
     assert arena.head is not None
     head = arena.head.flat.clone().requires_grad_()
@@ -183,7 +183,11 @@ def test_a_job_with_a_critic_alone_in_company_and_in_parts(tmp_path: Path) -> No
         "adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", HEAD,
     }  # fmt: skip
     version = tmp_path / "both" / "a" / "versions" / "v4"
-    assert {path.name for path in version.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "sha256.json"}
+    assert {path.name for path in version.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "sha256.json",
+    }
     lines = [json.loads(line) for line in metrics(tmp_path / "both", "a").splitlines()]
     assert weights(tmp_path / "both", "a", 4) != weights(tmp_path / "both", "plain", 4)
     assert lines[0]["loss"] is None, "the critic warms up"

@@ -1,4 +1,4 @@
-"""Distillation: from a teacher over the student's own answers, by an adapter or a server; and from a teacher's probabilities."""
+"""Distillation: by an adapter or a server, over the student's own answers; and from a teacher's probabilities."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_advantages_are_what_the_teacher_thinks_more() -> None:
 
 
 def test_a_teacher_on_a_server_is_the_same_teacher(tmp_path: Path) -> None:
-    """The fake base behind vLLM's protocol, and the same base here: equal bytes; without a reward, and with one that is watched."""
+    """The fake base behind vLLM's protocol, and the same base here: equal bytes; with a reward that is watched."""
     algorithm = {"type": "distill", "group_size": 2, "kl": {"coef": 0.0}}
     with ProtocolServer() as server:
         for name, teacher in (("here", "base"), ("there", server.url)):
@@ -100,7 +100,7 @@ def test_a_teacher_on_a_server_is_the_same_teacher(tmp_path: Path) -> None:
 def test_what_cannot_teach_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="teacher"):
         JobConfig.model_validate({"name": "a", "data": "toy:add", "algorithm": "distill"})
-    with pytest.raises(ConfigError, match="teacher: .*nowhere holds no PEFT adapter"):
+    with pytest.raises(ConfigError, match=r"teacher: .*nowhere holds no PEFT adapter"):
         run(tmp_path, student("a", tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="temperature: must be 1 with a teacher on a server"):
         run(tmp_path, student("a", "http://127.0.0.1:9", sampling={"temperature": 0.5}))

@@ -1,4 +1,4 @@
-"""DPO and KTO: their gradients are those of plain PyTorch and `peft`; jobs learn, are isolated, resume, and say what is wrong."""
+"""DPO and KTO: their gradients are those of plain PyTorch and `peft`; jobs learn, alone and in company, and resume."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def dpo(name: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_real_base_learns_what_was_liked_better(tmp_path: Path) -> None:
-    """Preferences and thumbs on `small`, in company, go on from an adapter, with it as the reference; the same bytes as alone."""
+    """Preferences and thumbs on `small`, in company, and from an adapter that is the reference; the same bytes as alone."""
     thumbs = [
         {"prompt": row["prompt"], "completion": row[column], "label": column == "chosen"}
         for row in preferences(20)
@@ -154,8 +154,12 @@ def test_a_real_base_learns_what_was_liked_better(tmp_path: Path) -> None:
 
     further = dpo("further", adapter={"rank": 8, "init": str(alone.jobs["dpo"].adapter)}, steps=1)
     compared = {
-        name: motet.run([further | {"algorithm": {**further["algorithm"], "reference": reference}}], base="small", quiet=True,
-                        directory=tmp_path / name)
+        name: motet.run(
+            [further | {"algorithm": {**further["algorithm"], "reference": reference}}],
+            base="small",
+            quiet=True,
+            directory=tmp_path / name,
+        )
         for name, reference in (("start", "start"), ("base", "base"), ("named", str(alone.jobs["dpo"].adapter)))
     }
     assert all(run.ok for run in compared.values())
@@ -175,7 +179,10 @@ def test_one_that_is_paused_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
 def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
     for fields, message in (
         ({"data": {"source": [{"prompt": "Sky?", "chosen": "Blue."}] * 4, "holdout": 0}}, "row 1 has no rejected"),
-        ({"algorithm": {"type": "dpo", "reference": str(tmp_path / "nowhere")}}, "reference: .*nowhere holds no PEFT adapter"),
+        (
+            {"algorithm": {"type": "dpo", "reference": str(tmp_path / "nowhere")}},
+            "reference: .*nowhere holds no PEFT adapter",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             motet.run([dpo("a", **fields)], base="small", quiet=True, directory=tmp_path / "run")

@@ -44,7 +44,9 @@ WITH_TOOLS = [
 ]
 
 
-def examples(rows: list[dict[str, Any]], kind: str, template: str = MARKED, row: int = 0, **data: Any) -> tuple[Chat, Any]:
+def examples(
+    rows: list[dict[str, Any]], kind: str, template: str = MARKED, row: int = 0, **data: Any
+) -> tuple[Chat, Any]:
     config = DataConfig.model_validate({"source": rows, "holdout": 0, **data})
     chat = Chat.of(byte_tokenizer(template), config)
     return chat, row_of(load_dataset(config).train[row], kind, chat, "data")
@@ -90,7 +92,8 @@ def test_tool_calls_are_learned_as_the_template_writes_them(template: str, call:
     assert "<|im_start|>tool\n3<|im_end|>" in text
     assert '"description": "Add."' in text
     if template is TOOLS:
-        tree = [{**WITH_TOOLS[1], "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]}]
+        called: dict[str, Any] = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+        tree = [{"role": "assistant", "content": "", "tool_calls": [called]}]
         whole = [WITH_TOOLS[0], *tree, *WITH_TOOLS[2:]]
         wanted = chat.tokenizer.apply_chat_template(whole, tools=[ADD], tokenize=False)
         assert text == wanted.removesuffix("\n")
@@ -134,10 +137,18 @@ def test_plain_pairs_without_a_prompt() -> None:
 
 
 def test_thumbs_and_a_teachers_probabilities() -> None:
-    rows = [{"prompt": "Sky?", "completion": "Blue.", "label": True}, {"prompt": "Sky?", "completion": "Red.", "label": False}]
+    rows = [
+        {"prompt": "Sky?", "completion": "Blue.", "label": True},
+        {"prompt": "Sky?", "completion": "Red.", "label": False},
+    ]
     liked = [examples(rows, "thumb", row=row)[1].liked for row in (0, 1)]
     assert liked == [True, False]
-    soft = {"prompt": "Sky?", "token_ids": [5, 6], "top_ids": [[5, 9], [6, 7]], "top_logprobs": [[-1.0, -2.0], [-0.5, -0.5]]}
+    soft = {
+        "prompt": "Sky?",
+        "token_ids": [5, 6],
+        "top_ids": [[5, 9], [6, 7]],
+        "top_logprobs": [[-1.0, -2.0], [-0.5, -0.5]],
+    }
     example = examples([soft], "soft")[1].examples[0]
     assert example.token_ids[-2:].tolist() == [5, 6]
     assert example.targets[-2:].tolist() == [[5, 9], [6, 7]]
@@ -150,14 +161,26 @@ WRONG = (
     ("answer", {"messages": CONVERSATION, "tools": "{"}, "row 1: tools is no JSON"),
     ("answer", {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "only an assistant calls tools"),
     ("answer", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a tool call needs a function with `name`"),
-    ("answer", {"messages": [{"role": "assistant", "content": "x", "weight": 2}]}, "weight of a message must be 0 or 1"),
+    (
+        "answer",
+        {"messages": [{"role": "assistant", "content": "x", "weight": 2}]},
+        "weight of a message must be 0 or 1",
+    ),
     ("pair", {"prompt": "Sky?", "chosen": "Blue."}, "row 1 has no rejected"),
     ("pair", {"prompt": "Sky?", "chosen": "Blue.", "rejected": "Blue."}, "chosen and rejected are the same"),
-    ("pair", {**PAIRS[3], "rejected": [{"role": "user", "content": "Sea?"}]}, "rejected must begin and end with a turn of"),
+    (
+        "pair",
+        {**PAIRS[3], "rejected": [{"role": "user", "content": "Sea?"}]},
+        "rejected must begin and end with a turn of",
+    ),
     ("thumb", {"prompt": "Sky?", "completion": "Blue.", "label": "good"}, "label must be true or false"),
     ("thumb", {"prompt": "Sky?", "label": True}, "row 1 has no completion"),
     ("soft", {"prompt": "Sky?", "token_ids": [1], "top_ids": [[1]]}, "row 1 needs token_ids"),
-    ("soft", {"prompt": "?", "token_ids": [1], "top_ids": [[10**6]], "top_logprobs": [[0]]}, "that the base does not know"),
+    (
+        "soft",
+        {"prompt": "?", "token_ids": [1], "top_ids": [[10**6]], "top_logprobs": [[0]]},
+        "that the base does not know",
+    ),
 )
 
 

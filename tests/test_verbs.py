@@ -14,6 +14,7 @@ import pytest
 from motet import AdamW, Message, Problem, Verbs
 from motet.algorithms import Grpo
 from motet.algorithms.supervised import Supervised
+from motet.batch import Example, Row
 from motet.errors import AdapterError
 from motet.types import Group, Rollout
 

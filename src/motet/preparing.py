@@ -19,8 +19,8 @@ from motet.errors import AdapterError, ConfigError, MotetError
 from motet.model_info import ModelInfo
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
-from motet.runtime.reference import shape_of
 from motet.runtime.progress import JobProgress
+from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.dataset import Dataset, load_dataset

@@ -38,7 +38,9 @@ class Algorithm(Config):
 
     def companions(self, *, started: bool) -> int:
         """Adapters that the trainer holds beside the job's own; `started` is whether that began as another one."""
-        return int(not self.compared_on_server and self.compared_with not in (("base",) if started else ("base", "start")))
+        return int(
+            not self.compared_on_server and self.compared_with not in (("base",) if started else ("base", "start"))
+        )
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
         """Loss of each trainable token of a segment [N], and whether a clip touched it [N]; runs where torch is."""

@@ -49,7 +49,7 @@ class Distillation(PolicyGradient):
         return [[0.0] * len(group.scored) for group in groups]
 
     def weighed(self, batch: StepBatch) -> StepBatch:
-        """log teacher − log student of each sampled token."""
+        """Log teacher − log student of each sampled token."""
         samples = []
         for sample in batch.samples:
             assert sample.reference_logprobs is not None

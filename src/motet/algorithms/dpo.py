@@ -9,9 +9,8 @@ import numpy as np
 from pydantic import Field
 
 from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.rows import Preference, Scored, sample_of, sigmoid, with_weights
+from motet.algorithms.rows import Figures, Preference, Scored, sample_of, sigmoid, with_weights
 from motet.batch import Row
-from motet.types import FloatArray
 
 
 class Dpo(Preference):
@@ -49,14 +48,14 @@ class Dpo(Preference):
             "margin": float(margins_P.mean()),
         }
 
-    def _margins(self, batch: StepBatch, scored: Scored) -> FloatArray:
+    def _margins(self, batch: StepBatch, scored: Scored) -> Figures:
         """β · (what chosen gained over the reference − what rejected gained), [P]."""
         policy_S, reference_S = scored.sums(batch.samples)
         gains_S = policy_S - reference_S
         gains_S = gains_S / _lengths(batch) if self.length_normalised else gains_S
-        margins_P: FloatArray = self.beta * (gains_S[::2] - gains_S[1::2])
+        margins_P: Figures = self.beta * (gains_S[::2] - gains_S[1::2])
         return margins_P
 
 
-def _lengths(batch: StepBatch) -> FloatArray:
+def _lengths(batch: StepBatch) -> Figures:
     return np.array([sample.n_trainable for sample in batch.samples], np.float64)

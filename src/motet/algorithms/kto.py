@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306): answers that were liked, and others that were not."""
+"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306): answers that were liked, and others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.rows import Preference, Scored, sample_of, sigmoid, with_weights
+from motet.algorithms.rows import Figures, Preference, Scored, sample_of, sigmoid, with_weights
 from motet.batch import Example, Row
 from motet.types import FloatArray
 
@@ -51,7 +51,7 @@ class Kto(Preference):
         losses_S = self._factors(signs_S) * sigmoid(-over_S)
         return {"loss": float(losses_S.mean()), "accuracy": float((over_S > 0).mean())}
 
-    def _over(self, batch: StepBatch, scored: Scored) -> tuple[FloatArray, FloatArray]:
+    def _over(self, batch: StepBatch, scored: Scored) -> tuple[Figures, Figures]:
         """Of each answer its sign, and β · sign · (its gain over the reference − the reference point), [S]."""
         policy, reference = scored.sums(batch.samples)
         n = len(batch.samples) // 2
@@ -59,7 +59,7 @@ class Kto(Preference):
         gains = policy - reference
         return signs_S, self.beta * signs_S * (gains[:n] - max(float(gains[n:].mean()), 0.0))
 
-    def _factors(self, signs_S: FloatArray) -> FloatArray:
+    def _factors(self, signs_S: Figures) -> Figures:
         return np.where(signs_S > 0, self.liked_weight, self.disliked_weight)
 
 

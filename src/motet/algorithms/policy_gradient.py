@@ -135,8 +135,8 @@ class PolicyGradient(Algorithm):
     def batch(self, groups: Sequence[Group], max_tokens: int) -> StepBatch:
         """Samples of a step's groups, whole: advantages, weights, denominator.
 
-        A group with fewer than `least_scored` scored rollouts is dropped. With oversampling, the first `groups_per_step` groups that have
-        a signal are kept.
+        A group with fewer than `least_scored` scored rollouts is dropped. With oversampling, the first `groups_per_step` groups
+        that have a signal are kept.
         """
         usable = [group for group in groups if len(group.scored) >= self.least_scored]
         if self.oversampling > 1:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from motet.algorithms.algorithm import Algorithm, StepBatch
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from motet.algorithms.losses import LossInputs, TokenLosses
 
 
+Figures = NDArray[np.float64]
+
+
 @dataclass(frozen=True)
 class Scored:
     """The log probability of each token of the samples of a step [T], 0 where nothing is learned."""
@@ -31,8 +35,8 @@ class Scored:
     reference: Sequence[FloatArray]
     """Empty where the algorithm has none."""
 
-    def sums(self, samples: Sequence[Sample]) -> tuple[FloatArray, FloatArray]:
-        """Of each sample the whole log probability, by the policy and by the reference, [S] in float64."""
+    def sums(self, samples: Sequence[Sample]) -> tuple[Figures, Figures]:
+        """Of each sample the whole log probability, by the policy and by the reference, [S]."""
         masks = [sample.loss_mask for sample in samples]
         policy, reference = (
             np.array([values[mask].sum(dtype=np.float64) for values, mask in zip(of, masks, strict=True)])
@@ -110,7 +114,7 @@ def sample_of(example: Example, weight: float = 1.0) -> Sample:
     return Sample(example.token_ids, mask, nothing, nothing, versions, weights, example.targets)
 
 
-def with_weights(samples: Sequence[Sample], weights_S: FloatArray) -> tuple[Sample, ...]:
+def with_weights(samples: Sequence[Sample], weights_S: Figures) -> tuple[Sample, ...]:
     """The samples, each with one weight on all that is learned of it."""
     return tuple(
         replace(sample, weights=np.where(sample.loss_mask, np.float32(weight), np.float32(0)))
@@ -118,6 +122,7 @@ def with_weights(samples: Sequence[Sample], weights_S: FloatArray) -> tuple[Samp
     )
 
 
-def sigmoid(values: FloatArray) -> FloatArray:
+def sigmoid(values: Figures) -> Figures:
     """1 / (1 + exp(−x)), without overflow."""
-    return 0.5 * (1 + np.tanh(0.5 * values))
+    halves: Figures = 0.5 * (1 + np.tanh(0.5 * values))
+    return halves

@@ -49,7 +49,7 @@ class SoftTargets(Supervised):
     rows: ClassVar[str] = "soft"
 
     type: Literal["soft_targets"] = "soft_targets"  # type: ignore[assignment]
-    turns: Literal["all"] = "all"  # type: ignore[assignment]
+    turns: Literal["all"] = "all"
     """All: such a row has one answer."""
 
     def figures(self, batch: StepBatch, scored: Scored) -> Mapping[str, float]:

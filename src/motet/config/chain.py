@@ -44,7 +44,9 @@ def check_chains(jobs: Sequence[JobConfig]) -> None:
         start = starts.get(job.name)
         if start is None:
             if (below := Start.of(job.adapter.init, jobs)) is not None:
-                raise ValueError(f"job {job.name}: adapter.init names {below.job!r}, which must stand above it in the file")
+                raise ValueError(
+                    f"job {job.name}: adapter.init names {below.job!r}, which must stand above it in the file"
+                )
             continue
         for field in ("rank", "alpha", "target_modules"):
             own, wanted = (getattr(one.adapter, field) for one in (job, by_name[start.job]))

@@ -34,8 +34,8 @@ class AdapterConfig(Config):
     target_modules: str | Annotated[list[str], Field(fail_fast=True)] = "all-linear"
     """`all-linear`, or the names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings."""
     init: str | None = None
-    """A PEFT LoRA directory to start from, or a job above in the file, whose adapter is gone on with when it has succeeded: `name`
-    (its best version), `name@latest`, `name@12`. Otherwise A is random and B is zero."""
+    """A PEFT LoRA directory to start from; or a job above in the file, to go on with its adapter when it has succeeded: `name`
+    (the best version), `name@latest`, `name@12`. Otherwise A is random and B is zero."""
 
 
 GIVEN_ROWS = "[rows]"
@@ -325,8 +325,14 @@ class JobConfig(Config):
     def _something_is_learned(self) -> JobConfig:
         if isinstance(self.algorithm, RowAlgorithm):
             if self.rewards:
-                raise ValueError(f"reward: {self.algorithm.type} learns the data's rows and asks no reward; leave it out")
-        elif not self.rewards and not self.environment.own and not isinstance(self.algorithm, ClientDriven | Distillation):
+                raise ValueError(
+                    f"reward: {self.algorithm.type} learns the data's rows and asks no reward; leave it out"
+                )
+        elif (
+            not self.rewards
+            and not self.environment.own
+            and not isinstance(self.algorithm, ClientDriven | Distillation)
+        ):
             raise ValueError("reward: is missing; name one, such as `exact`, or `file.py:function` for your own")
         return self
 

@@ -32,9 +32,7 @@ class Critic:
         await on_device(job.name, lambda: trainer.add_adapter(self._name, shape, seed, head=True))
         self._open = True
         if (committed := session.committed) is not None:
-            await on_device(
-                job.name, lambda: trainer.load_adapter(self._name, _place(committed), optimizer=True)
-            )
+            await on_device(job.name, lambda: trainer.load_adapter(self._name, _place(committed), optimizer=True))
         session.also_saved.append(self._save)
 
     async def close(self) -> None:
@@ -52,9 +50,7 @@ class Critic:
 
     def segments(self, batch: StepBatch) -> tuple[Segment, ...]:
         """Micro-batches of samples for the critic."""
-        return batch.segments(
-            self._name, ValueLoss(self.config.clip), 1.0, self._session.services.micro_batch_tokens
-        )
+        return batch.segments(self._name, ValueLoss(self.config.clip), 1.0, self._session.services.micro_batch_tokens)
 
     async def optim_step(self, step: int) -> OptimStats:
         """Clip, step and clear the gradient."""

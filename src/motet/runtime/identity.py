@@ -39,7 +39,9 @@ def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
     """Each file that a job names, and rows that it was given, with the beginning of its sum."""
     rewards = (reward.name for reward in config.rewards if reward.function is None)
     named = [config.algorithm.type, config.environment.name, *rewards]
-    adapters = [name and str(Path(name) / ADAPTER_WEIGHTS) for name in (config.adapter.init, config.algorithm.compared_with)]
+    adapters = [
+        name and str(Path(name) / ADAPTER_WEIGHTS) for name in (config.adapter.init, config.algorithm.compared_with)
+    ]
     if config.data.rows is not None:
         rows = json.dumps(as_json(list(config.data.rows)), sort_keys=True)
         yield GIVEN_ROWS, hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()[:_SHOWN]

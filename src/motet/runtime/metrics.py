@@ -53,7 +53,7 @@ STEP_FIELDS: Mapping[str, str] = {
     "margin": "with `dpo` by how much more the chosen answers gained than the others, times beta",
     "eval": "held-out evaluation of `version` step: reward, reward_std, reward_stderr (standard error of `reward` over the "
     "problems), reward_parts, length, truncated, rollouts, failed; with `sft` and `soft_targets` nll (mean negative "
-    "log-likelihood of a token of the answers, nats), tokens; with `dpo` and `kto` loss, accuracy and margin; with all of these "
+    "log-likelihood of a token of the answers, nats), tokens; with `dpo` and `kto` loss, accuracy, margin; with all of these "
     "rows",
 }
 """Every field of metrics.jsonl."""

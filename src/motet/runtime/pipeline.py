@@ -195,7 +195,9 @@ class Pipeline:
                 continue
             if before.state in (JobState.FAILED, JobState.CANCELLED) or before.progress.spent:
                 state = "has spent its budget" if before.progress.spent else str(before.state)
-                message = f"starts from job {before.name}, which {'is ' * (not before.progress.spent)}{state}; resume both"
+                message = (
+                    f"starts from job {before.name}, which {'is ' * (not before.progress.spent)}{state}; resume both"
+                )
                 self._move(job, JobState.FAILED, message)
 
     def _fill_slots(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.rows import RowAlgorithm, Scored
@@ -34,7 +34,8 @@ class RowLoop(Driver):
         evaluated = await self.evaluated()
         job.progress.phase = "training"
         rows = data_window(job.data.train, step, algorithm.rows_per_step, job.seed, job.config.data.shuffle)
-        batch, figures = self._batch(rows), {}
+        batch = self._batch(rows)
+        figures: Mapping[str, float] = {}
         if algorithm.compares:
             scored = await self._scored(batch)
             batch, figures = algorithm.weighed(batch, scored), algorithm.figures(batch, scored)

@@ -120,7 +120,9 @@ class Chat:
 
     def _with_calls(self, before: Sequence[Message], message: Message, tools: Tools) -> str:
         """A turn with tool calls as the template writes it; where it has no place for them, in the commonest form."""
-        calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls]
+        calls: list[dict[str, Any]] = [
+            {"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls
+        ]
         if self.chat_template:
             kwargs = {**self.template_kwargs, "tools": list(tools)} if tools else self.template_kwargs
             prompt = render(self.tokenizer, before, True, kwargs)

@@ -171,7 +171,7 @@ def _problem(config: DataConfig, row: Row, index: int) -> Problem:
         value = _filled(config.template, row, where)
     else:
         prompt_column = _column(row, config.prompt, PROMPT_COLUMNS, "prompt", where)
-        value, row = (row[prompt_column], row) if prompt_column is not None else without_prompt(row)
+        value, row = without_prompt(row) if prompt_column is None else (row[prompt_column], row)
         if not value and prompt_column is None:
             raise DataError(
                 f"{where} has no column named {', '.join(PROMPT_COLUMNS)}. {_columns(row)}. "

@@ -32,7 +32,7 @@ def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
     return tuple(_message(item, where, column) for item in value)
 
 
-def without_prompt(row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+def without_prompt(row: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What `chosen` and `rejected` begin with alike, where a row of preferences has no prompt of its own, and the rest.
 
     Of texts up to the last space, as TRL finds it; of messages up to the first that differs.
@@ -80,7 +80,9 @@ def _tool_call(value: Any, where: str) -> ToolCall:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return ToolCall(str(call["name"]), dict(arguments))
     except (AssertionError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{where}: a tool call needs a function with `name` and `arguments`, got {value!r:.80}") from error
+        raise DataError(
+            f"{where}: a tool call needs a function with `name` and `arguments`, got {value!r:.80}"
+        ) from error
 
 
 def _content(value: Any, where: str) -> str:

@@ -93,8 +93,7 @@ def _soft(problem: Problem, chat: Chat, where: str) -> Row:
         raise DataError(f"{where}: token_ids, top_ids and top_logprobs must be lists of numbers: {error}") from error
     if own.ndim != 1 or not len(own) or targets.ndim != 2 or targets.shape != shares.shape or len(targets) != len(own):
         raise DataError(
-            f"{where} needs token_ids, one for each token of the answer, and top_ids and top_logprobs, a list of the same length "
-            "for each of these"
+            f"{where} needs token_ids, one for each token of the answer, and top_ids and top_logprobs, of each of these a list"
         )
     vocabulary = len(chat.tokenizer)
     if min(own.min(), targets.min()) < 0 or max(own.max(), targets.max()) >= vocabulary:

@@ -36,7 +36,9 @@ class ShardedTrainer:
             AdapterError: the name is taken, no slot is free, a target module does not exist, or a head is wanted.
         """
         if head:
-            raise AdapterError("a critic needs its base on one device: set engine.shard to 1, or leave algorithm.critic out")
+            raise AdapterError(
+                "a critic needs its base on one device: set engine.shard to 1, or leave algorithm.critic out"
+            )
         if name in self._owners:
             raise AdapterError(f"adapter {name!r} is there already")
         if len(self._owners) >= self.slots:
