@@ -19,7 +19,7 @@ import motet
 from motet.algorithms.critic import CriticConfig, ValueLoss, credited, generalised_advantages
 from motet.algorithms.presets import Ppo
 from motet.batch import AdamW, Batch, Segment
-from motet.config import AdapterConfig
+from motet.config import AdapterConfig, JobConfig
 from motet.errors import AdapterError
 from motet.runtime.slots import Claim, admitted
 from motet.training.arena import HEAD
@@ -199,6 +199,10 @@ def test_a_job_with_a_critic_alone_in_company_and_in_parts(tmp_path: Path) -> No
 
 
 def test_a_critic_is_a_slot() -> None:
+    plain, critic = (
+        JobConfig.model_validate(ppo("a", algorithm=one)) for one in ("ppo", {"type": "ppo", "critic": {}})
+    )
+    assert (plain.slots, critic.slots) == (1, 2)
     claims = [Claim("a", slots=2), Claim("b"), Claim("c", slots=2), Claim("d")]
     assert admitted(claims, [], 3, {}) == ["a", "b"]
     assert admitted(claims[2:], [Claim("b")], 2, {}) == []  # c is the first, and d does not take what it waits for

@@ -19,6 +19,9 @@ from motet.algorithms.kto import Kto
 from motet.algorithms.rows import Preference, Scored
 from motet.batch import Batch, Example, Row, Segment
 from motet.errors import ConfigError
+from motet.service.jobs.validation import Allowed, validated
+from motet.tasks.reward_http import Addresses
+from motet.tasks.reward_walls import Walls
 from tests import tiny_models as tiny
 from tests.fake_run import metrics, weights
 from tests.test_trainer import gradient, make_trainer
@@ -186,3 +189,16 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             motet.run([dpo("a", **fields)], base="small", quiet=True, directory=tmp_path / "run")
+
+
+def test_a_service_compares_with_nothing_of_its_disk_or_network(tmp_path: Path) -> None:
+    allowed = Allowed(False, {}, Addresses(()), Walls(required=True))
+    pairs = {"name": "a", "data": "toy:add"}
+    assert validated({**pairs, "algorithm": {"type": "dpo", "reference": "base"}}, allowed).slots == 1
+    for algorithm in (
+        {"type": "dpo", "reference": str(tmp_path)},
+        {"type": "distill", "teacher": "http://169.254.169.254"},
+        {"type": "distill", "teacher": "job@best"},
+    ):
+        with pytest.raises(ConfigError, match="cannot be compared with here"):
+            validated({**pairs, "algorithm": algorithm}, allowed)

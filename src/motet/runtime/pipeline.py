@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
 from motet.errors import DeviceError, MotetError, RunError
+from motet.runtime.chained import fail_chained, may_begin
 from motet.runtime.checkpoint import disk_error
 from motet.runtime.client_loop import ClientLoop
 from motet.runtime.disk_gate import DiskSpaceGate, is_full
@@ -57,10 +58,7 @@ class Pipeline:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until every job has ended, or is paused and nobody will resume it because the run is stopping.
-
-        One that stays goes on until it is stopped.
-        """
+        """Run until every job has ended, or is paused and the run is stopping; one that stays, until it is stopped."""
         poll = asyncio.create_task(self._poll())
         poll.add_done_callback(lambda _: self._changed.set())
         try:
@@ -178,30 +176,16 @@ class Pipeline:
         return JobState.QUEUED in states or (JobState.PAUSED in states and not self._stopping)
 
     def _queued(self) -> list[Claim]:
-        queued = (job for job in self.jobs.values() if job.state is JobState.QUEUED and _may_begin(job))
+        queued = (job for job in self.jobs.values() if job.state is JobState.QUEUED and may_begin(job))
         return [_claim(job) for job in queued if not self._disk_gate.blocks(job.name)]
 
     def _running(self) -> tuple[list[Claim], int]:
         """Jobs that have a slot and keep it, and how many slots there are for those and others."""
         running = [_claim(self.jobs[name]) for name in self._tasks if name not in self._preempted]
-        leaving = sum(self.jobs[name].config.slots for name in self._preempted if name in self.jobs)
-        return running, self._slots - leaving
-
-    def _fail_chained(self) -> None:
-        """Whoever goes on with the adapter of a job that ended without success has nothing to go on with."""
-        for job in self.jobs.values():
-            before = job.before
-            if job.state is not JobState.QUEUED or before is None:
-                continue
-            if before.state in (JobState.FAILED, JobState.CANCELLED) or before.progress.spent:
-                state = "has spent its budget" if before.progress.spent else str(before.state)
-                message = (
-                    f"starts from job {before.name}, which {'is ' * (not before.progress.spent)}{state}; resume both"
-                )
-                self._move(job, JobState.FAILED, message)
+        return running, self._slots - sum(self.jobs[name].config.slots for name in self._preempted)
 
     def _fill_slots(self) -> None:
-        self._fail_chained()
+        fail_chained(self.jobs.values(), self._move)
         claims = self._queued()
         if self._stopping:
             for claim in claims:
@@ -293,11 +277,6 @@ class Pipeline:
             self.jobs[preempted] = self.jobs.pop(preempted)  # to the end of the queue
         for name in waiting & {*self._pauses, *([] if preempted is None else [preempted])}:
             self._loops[name].rest()
-
-
-def _may_begin(job: Job) -> bool:
-    """Whether what it goes on with is there; a job that has begun needs it no more."""
-    return job.before is None or job.before.state is JobState.SUCCEEDED or bool(job.directory.steps())
 
 
 def driver_of(job: Job) -> type[Driver]:

@@ -125,7 +125,7 @@ READERS: Mapping[str, Callable[[Problem, Chat, str], Row]] = {
 def _continuation(problem: Problem, column: str, where: str) -> Continuation:
     """What follows the prompt, in TRL's plain form (text) or its conversational one (messages, with or without the prompt)."""
     value = problem.metadata.get(column)
-    if isinstance(value, str) and value:
+    if isinstance(value, str):
         messages: Continuation = (Message("assistant", value),)
     elif value:
         messages = tuple(message for message in messages_of(value, where, column) if message.role != "system")

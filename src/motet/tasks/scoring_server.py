@@ -54,13 +54,13 @@ class ScoringServer:
         answer = await self._asked("POST", "/v1/completions", body)
         try:
             places = answer["choices"][0]["prompt_logprobs"][1:]
-            found = [float(place[str(token)]["logprob"]) for place, token in zip(places, token_ids[1:], strict=True)]
+            logprobs = [float(place[str(token)]["logprob"]) for place, token in zip(places, token_ids[1:], strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise JobFailed(
                 f"{self._url} gave no logprobs of the prompt ({error!r}): the teacher has to be a server that knows "
                 "prompt_logprobs, such as vLLM, with the tokenizer of the base"
             ) from error
-        return np.array([0.0, *found], np.float32)
+        return np.array([0.0, *logprobs], np.float32)
 
     async def close(self) -> None:
         """Close connections."""
