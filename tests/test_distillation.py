@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from transformers import AutoTokenizer
 
 import motet
 from motet.algorithms.distillation import Distillation
@@ -95,6 +96,46 @@ def test_a_teacher_on_a_server_is_the_same_teacher(tmp_path: Path) -> None:
     assert [line["kl_base"] for line in lines] == pytest.approx([0.0] * 3, abs=1e-9)
     assert weights(tmp_path / "here", "a", 3) == weights(tmp_path / "there", "a", 3)
     assert done.jobs["a"].inexact == ["a server judges what is learned (algorithm.teacher)"]
+
+
+def test_probabilities_of_a_teacher_are_targets(tmp_path: Path) -> None:
+    """A teacher that is sure of one token teaches what `sft` teaches; one that is in doubt between two ends between them."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(motet.__file__).parent / "assets" / "small-base")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def row(i: int, doubt: float) -> dict[str, Any]:
+        ids = [*tokenizer.encode(f"{i}.", add_special_tokens=False), end]
+        other = tokenizer.encode("x", add_special_tokens=False)[0]
+        logprobs = [np.log([1 - doubt, doubt + 1e-30]).tolist() for _ in ids]
+        return {
+            "prompt": f"Say {i}",
+            "token_ids": ids,
+            "top_ids": [[one, other] for one in ids],
+            "top_logprobs": logprobs,
+        }
+
+    def taught(name: str, rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+        return {
+            "name": name,
+            "seed": 3,
+            "data": {"source": rows, "holdout": 4},
+            "algorithm": {"type": kind, "rows_per_step": 4},
+            "adapter": {"rank": 8},
+            "optimizer": {"lr": 3e-3},
+            "steps": 4,
+        }
+
+    answers = [{"prompt": f"Say {i}", "answer": f"{i}."} for i in range(16)]
+    jobs = [taught("sft", answers, "sft")]
+    jobs += [
+        taught(name, [row(i, doubt) for i in range(16)], "soft_targets")
+        for name, doubt in (("sure", 0.0), ("doubt", 0.3))
+    ]
+    assert run(tmp_path, *jobs).ok
+    nll = {job["name"]: [one["eval"]["nll"] for one in records(tmp_path, job["name"]) if "eval" in one] for job in jobs}
+    assert nll["sure"] == pytest.approx(nll["sft"], rel=1e-4)
+    assert nll["doubt"][-1] < 0.9 * nll["doubt"][0]
+    assert nll["doubt"][-1] > nll["sure"][-1]
 
 
 def test_what_cannot_teach_is_named(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ class Distillation(PolicyGradient):
     vLLM does (`http://host:8000`); it must have the base's tokenizer."""
     teacher_model: str | None = None
     """The name of the model on that server; the first that it lists, unless set."""
+    teacher_key_env: str | None = None
+    """Environment variable with the key of that server."""
     loss: LossName = "importance_sampling"
     """The policy loss of a token."""
     group_size: int = Field(4, ge=1, le=10**5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +123,8 @@ def reference_of(session: Session) -> Reference:
     name = algorithm.compared_with
     if algorithm.compared_on_server:
         assert isinstance(algorithm, Distillation)
-        return ServerReference(session, ScoringServer(name, algorithm.teacher_model))
+        key = os.environ.get(algorithm.teacher_key_env or "", "")
+        return ServerReference(session, ScoringServer(name, algorithm.teacher_model, key))
     if name == "start" and job.config.adapter.init is not None:
         return AdapterReference(session, job.init_directory())
     if name in ("base", "start"):

@@ -18,8 +18,9 @@ _ATTEMPTS = 3
 class ScoringServer:
     """Asks one server about token ids, at temperature 1."""
 
-    def __init__(self, url: str, model: str | None) -> None:
+    def __init__(self, url: str, model: str | None, key: str = "") -> None:
         """`model` is the name that the server knows it by; None is the first that it lists."""
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
         self._client: httpx2.AsyncClient | None = None
@@ -30,7 +31,8 @@ class ScoringServer:
         Raises:
             JobFailed: the server cannot be reached or lists no model.
         """
-        self._client = httpx2.AsyncClient(timeout=httpx2.Timeout(_SECONDS, connect=_CONNECT_SECONDS), trust_env=False)
+        timeout = httpx2.Timeout(_SECONDS, connect=_CONNECT_SECONDS)
+        self._client = httpx2.AsyncClient(headers=self._headers, timeout=timeout, trust_env=False)
         if self._model is None:
             answer = await self._asked("GET", "/v1/models", None)
             try:
