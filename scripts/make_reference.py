@@ -59,6 +59,9 @@ def algorithms(name: str, path: str) -> Iterator[tuple[str, str, type[Config]]]:
     for kind, model in ALGORITHMS.items():
         if kind != "grpo":
             yield f"{name} {kind}", path, model
+            for field_name in sorted(model.model_fields.keys() - ALGORITHMS["grpo"].model_fields.keys()):
+                if (inner := model_of(model.model_fields[field_name].annotation)) is not None:
+                    yield from sections(inner, field_name, f"{path}.{field_name}")
 
 
 def type_text(annotation: Any, section: str) -> str:

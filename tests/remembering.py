@@ -43,8 +43,8 @@ class RememberingTrainer(FakeTrainer):
         super().__init__(slots=slots)
         self.samples: dict[str, list[list[Sample]]] = {}
 
-    def add_adapter(self, name: str, shape: AdapterConfig, seed: int) -> None:
-        super().add_adapter(name, shape, seed)
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
+        super().add_adapter(name, shape, seed, head=head)
         self.samples.setdefault(name, []).append([])
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:

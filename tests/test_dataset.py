@@ -220,7 +220,7 @@ BAD_ROWS = [
     ([{"prompt": "x"}, {"prompt": " "}], {}, r"row 2: the prompt \(prompt\) is empty"),
     ([{"prompt": 3}], {}, r"row 1: the prompt \(prompt\) must be text or a list of messages, got 3"),
     ([{"prompt": [{"role": "user"}]}], {}, "needs `role` and `content`"),
-    ([{"prompt": [{"role": "tool", "content": "x"}]}], {}, "role 'tool'.*system, user, assistant"),
+    ([{"prompt": [{"role": "critic", "content": "x"}]}], {}, "role 'critic'.*system, user, assistant, tool"),
     ([{"prompt": [{"role": "system", "content": "x"}]}], {}, "must end with a user turn"),
     ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], {}, "content of a message must be text"),
     ([{"prompt": "x"}], {"template": "{y}"}, r"no column 'y' that data\.template asks for\. Its columns: prompt"),

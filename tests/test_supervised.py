@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 import motet
 from motet.algorithms.supervised import Supervised
+from motet.batch import Example, Row
 from motet.config import JobConfig
 from motet.errors import ConfigError
 from motet.types import JobState
@@ -75,8 +76,9 @@ def test_one_that_is_paused_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
 
 def test_a_row_is_its_prompt_and_its_answer() -> None:
     algorithm = Supervised(reduction="sequence")
-    rows = [(np.arange(5, dtype=np.int32), 3), (np.arange(4, dtype=np.int32), 3)]
-    batch = algorithm.batch(rows)
+    lengths = ((5, 3), (4, 3))
+    examples = (Example(np.arange(tokens, dtype=np.int32), np.arange(tokens) >= prompt) for tokens, prompt in lengths)
+    batch = algorithm.batch([Row((example,)) for example in examples])
     assert [sample.loss_mask.tolist() for sample in batch.samples] == [[0, 0, 0, 1, 1], [0, 0, 0, 1]]
     assert [sample.weights.tolist() for sample in batch.samples if sample.weights is not None] == [
         [0, 0, 0, 0.5, 0.5],
@@ -86,7 +88,7 @@ def test_a_row_is_its_prompt_and_its_answer() -> None:
 
 
 def test_rewards_go_with_rollouts_alone() -> None:
-    with pytest.raises(ValidationError, match="sft learns the data's answers and asks no reward"):
+    with pytest.raises(ValidationError, match="sft learns the data's rows and asks no reward"):
         supervised("a", reward="exact")
     with pytest.raises(ValidationError, match="reward: is missing"):
         JobConfig.model_validate({"name": "a", "data": "toy:add"})

@@ -14,6 +14,7 @@ import pytest
 from motet import AdamW, Message, Problem, Verbs
 from motet.algorithms import Grpo
 from motet.algorithms.supervised import Supervised
+from motet.batch import Example, Row
 from motet.errors import AdapterError
 from motet.types import Group, Rollout
 
@@ -95,7 +96,7 @@ def test_one_loop_may_mix_losses(verbs: Verbs) -> None:
     """A supervised pass over answers that were liked best, then a step: rejection sampling in six lines."""
     verbs.add_adapter("a", rank=4)
     best = [max(group.rollouts, key=lambda one: one.reward) for group in groups(verbs, "a")["a"]]
-    rows = [(one.branches[0].token_ids, int(np.argmax(one.branches[0].loss_mask))) for one in best]
+    rows = [Row((Example(one.branches[0].token_ids, one.branches[0].loss_mask),)) for one in best]
     batch = {"a": Supervised().batch(rows)}
     before = verbs.forward_backward(batch, Supervised())["a"].stats.loss
     verbs.optim_step("a", AdamW(3e-3))

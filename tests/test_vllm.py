@@ -102,6 +102,19 @@ def test_three_jobs_learn_at_once(lag: int, small: Any, server: Launched, tmp_pa
     assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
 
 
+def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tmp_path: Path) -> None:
+    """The base as teacher of a job that starts as the base: the gap of the first step is the type's; a wrong key is told."""
+    teacher = {"type": "distill", "teacher": server.url, "teacher_key_env": KEY, "group_size": 2}
+    jobs = [job("taught", "toy:reverse", 8, algorithm=teacher, steps=2), job("refused", "toy:reverse", 8, steps=1)]
+    jobs[1]["algorithm"] = {**jobs[0]["algorithm"], "teacher_key_env": "MOTET_TEST_NO_KEY"}
+    result = run_config(config(tmp_path, {}, jobs, rollout={"engine": "embedded"}), base=small)
+    assert result.jobs["taught"].state == "succeeded", result.jobs["taught"].message
+    first = lines(tmp_path, "taught")[0]
+    assert 0 <= abs(first["loss"]) < FLOAT32_GAP
+    assert first["kl_base"] < FLOAT32_GAP
+    assert "answers 401" in result.jobs["refused"].message
+
+
 @pytest.mark.parametrize("where", ["embedded", "vllm"])
 def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
     where: str, small: Any, server: Launched, tmp_path: Path

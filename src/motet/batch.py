@@ -55,6 +55,30 @@ class Sample:
         return 1 if self.targets is None or self.targets.ndim == 1 else self.targets.shape[1]
 
 
+@dataclass(frozen=True)
+class Example:
+    """A sequence of a row of data, and which of its tokens are learned."""
+
+    token_ids: IntArray  # [T]
+    loss_mask: BoolArray  # [T]
+    targets: IntArray | None = None  # [T, K] what a teacher thought likely at each place; None is the token there
+    shares: FloatArray | None = None  # [T, K] the probabilities that it gave them
+
+    @property
+    def n_learned(self) -> int:
+        """Tokens that are learned."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of data as an algorithm learns it: one example, or several that are compared."""
+
+    examples: tuple[Example, ...]
+    liked: bool = True
+    """What a person's thumb said, where rows have one."""
+
+
 def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
     """For each sample the tokens that it need not bring, because the sample before it begins with the same prompt.
 

@@ -43,8 +43,9 @@ def hash_of(path: Path, length: int | None = None) -> hashlib._Hash:
 
 
 def sums_of(directory: Path) -> dict[str, str]:
-    """sha256 of each file of a directory, by name."""
-    return {path.name: hash_of(path).hexdigest() for path in sorted(directory.iterdir()) if path.is_file()}
+    """sha256 of each file of a directory and below it, by name."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return {path.relative_to(directory).as_posix(): hash_of(path).hexdigest() for path in files}
 
 
 def sealed(record: Mapping[str, Any]) -> bytes:

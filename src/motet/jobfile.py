@@ -236,7 +236,11 @@ def _number(value: Any) -> Any:
 
 def _resolve_files(job: Tree, directory: Path) -> None:
     """Files named in a job file are relative to it; full paths make a job the same from wherever it is started."""
-    for table, fields in (("data", ("source", "eval_source")), ("adapter", ("init",))):
+    for table, fields in (
+        ("data", ("source", "eval_source")),
+        ("adapter", ("init",)),
+        ("algorithm", ("reference", "teacher")),
+    ):
         section_fields = job.get(table)
         if isinstance(section_fields, dict):
             for field in fields:

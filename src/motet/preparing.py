@@ -10,18 +10,22 @@ from typing import Any
 
 from motet import budgets
 from motet.algorithms.client import ClientDriven
+from motet.algorithms.distillation import Distillation
+from motet.algorithms.rows import RowAlgorithm
 from motet.algorithms.schedule import auto_learning_rate
-from motet.algorithms.supervised import Supervised
 from motet.config import DataConfig, JobConfig, RunConfig
-from motet.errors import ConfigError, DataError, MotetError
+from motet.config.chain import chains
+from motet.errors import AdapterError, ConfigError, MotetError
 from motet.model_info import ModelInfo
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
+from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.dataset import Dataset, load_dataset
 from motet.tasks.row_files import Bounds
+from motet.tasks.rows import longest_row
 from motet.types import Problem
 
 
@@ -34,18 +38,14 @@ class _Read:
     longest: tuple[int, Problem]
 
     @classmethod
-    def of(cls, config: DataConfig, info: ModelInfo, bounds: Bounds | None, *, answered: bool) -> _Read:
-        """`answered` rows are read with their answers."""
+    def of(cls, config: DataConfig, info: ModelInfo, bounds: Bounds | None, kind: str | None) -> _Read:
+        """`kind` says what rows are read for, where rows are learned."""
         chat = Chat.of(info.tokenizer, config)
         data = load_dataset(config, bounds, chat.longer_than)
-        if answered and (
-            row := next((one for part in (data.train, data.holdout) for one in part if not one.answer), None)
-        ):
-            raise DataError(
-                f"{config.source} row {row.id + 1} has no answer to learn: sft wants rows whose messages end with an assistant "
-                "turn, or an answer column (data.answer)"
-            )
-        longest = [chat.longest(part, answered=answered) for part in (data.train, data.holdout) if part]
+        parts = [part for part in (data.train, data.holdout) if part]
+        longest = [
+            chat.longest(part) if kind is None else longest_row(part, kind, chat, config.source) for part in parts
+        ]
         return cls(data, chat, max(longest, key=lambda pair: pair[0]))
 
 
@@ -68,10 +68,11 @@ def prepare(
     Raises:
         MotetError: something in the job cannot work; nothing has been trained.
     """
+    _check_reference(config)
     info.adapted(config.adapter.target_modules)  # a target that is not there is told now
-    answered = isinstance(config.algorithm, Supervised)
-    known, key = {} if known is None else known, f"{config.data.model_dump_json()} {id(config.data.rows)} {answered}"
-    read = known[key] = known.get(key) or _Read.of(config.data, info, bounds, answered=answered)
+    kind = config.algorithm.kind if isinstance(config.algorithm, RowAlgorithm) else None
+    known, key = {} if known is None else known, f"{config.data.model_dump_json()} {id(config.data.rows)} {kind}"
+    read = known[key] = known.get(key) or _Read.of(config.data, info, bounds, kind)
     rate = config.optimizer.lr
     job = Job(
         config=config,
@@ -84,12 +85,27 @@ def prepare(
         progress=JobProgress(config.name, config.steps),
         inexact=[info.inexact] if info.inexact else [],
     )
-    if answered:
+    if kind is not None:
         _check_rows(job, info, *read.longest)
         return job, budgets.Need(read.longest[0], 0)
     turns, new = config.environment.turns, config.sampling.max_tokens
     _check_room(job, info, turns, *read.longest)
     return job, budgets.Need(read.longest[0] * turns, new * turns)
+
+
+def _check_reference(config: JobConfig) -> None:
+    """Refuse a reference or a teacher that is not there, and one on a server that has another temperature."""
+    algorithm = config.algorithm
+    name = algorithm.compared_with
+    if algorithm.compared_on_server:
+        if config.sampling.temperature != 1.0:
+            raise ConfigError("sampling.temperature: must be 1 with a teacher on a server, whose logprobs are at 1")
+    elif name not in ("base", "start"):
+        try:
+            shape_of(Path(name).expanduser())
+        except AdapterError as error:
+            field = "teacher" if isinstance(algorithm, Distillation) else "reference"
+            raise ConfigError(f"algorithm.{field}: {error}") from error
 
 
 def _check_rows(job: Job, info: ModelInfo, longest: int, problem: Problem) -> None:
@@ -142,6 +158,9 @@ def prepare_all(
             wrong.append(f"job {config.name}: {str(error).removeprefix(f'job {config.name}: ')}")
     if wrong:
         raise ConfigError("\n".join(wrong))
+    jobs = {job.name: job for job, _ in prepared}
+    for name, start in chains(configs).items():
+        jobs[name].before, jobs[name].before_version = jobs[start.job], start.version
     return prepared
 
 

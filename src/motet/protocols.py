@@ -52,8 +52,12 @@ class RolloutEngine(Protocol):
 class Trainer(Protocol):
     """Gradients: many adapters over one frozen base. Calls block; the owner of the device decides when they run."""
 
-    def add_adapter(self, name: str, shape: AdapterConfig, seed: int) -> None:
-        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0."""
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
+        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
+
+        One with a `head` gives values in the place of logprobs, at first 0. Its head is trained, saved and loaded with it, in a
+        file of its own.
+        """
         ...
 
     def remove_adapter(self, name: str) -> None:

@@ -174,9 +174,7 @@ def _left_out(jobs: Sequence[Job]) -> list[str]:
 
 
 def _result(job: Job) -> JobResult:
-    committed = job.directory.newest()
-    last = job.directory.version(committed.step if committed else 0)
-    best = job.directory.version(committed.best_version) if committed and committed.best_version is not None else last
+    last, best = job.version_directory("latest"), job.version_directory("best")
     return JobResult(
         name=job.name,
         state=job.state,

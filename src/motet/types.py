@@ -8,6 +8,7 @@ Legend of array suffixes in comments: T tokens of one sequence (prompt included)
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -61,6 +62,10 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
 
+    def __hash__(self) -> int:
+        """By the arguments' JSON: a mapping has no hash."""
+        return hash((self.name, json.dumps(self.arguments, sort_keys=True)))
+
 
 @dataclass(frozen=True)
 class Message:
@@ -73,6 +78,8 @@ class Message:
     """What an assistant asked for in this text."""
     name: str = ""
     """Of the tool that answered."""
+    learned: bool = True
+    """Whether an assistant's turn is learned where the conversation is an example."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,8 @@ class Problem:
     """The columns of the row apart from the prompt's; JSON values only."""
     conversational: bool = False
     """Whether the data gave a list of messages rather than text; TRL's reward functions see completions in the same form."""
+    continuation: tuple[Message, ...] = ()
+    """What followed the prompt in the row's messages: the assistant's last turn."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,22 @@ class Algorithm(Config):
         """How many versions older than the trained one what is trained may be."""
         return 0
 
+    @property
+    def compared_with(self) -> str:
+        """What reference logprobs are of: `base`, `start`, a PEFT directory, or the address of a server."""
+        return "base"
+
+    @property
+    def compared_on_server(self) -> bool:
+        """Whether that is a server's address."""
+        return self.compared_with.startswith(("http://", "https://"))
+
+    def companions(self, *, started: bool) -> int:
+        """Adapters that the trainer holds beside the job's own; `started` is whether that began as another one."""
+        return int(
+            not self.compared_on_server and self.compared_with not in (("base",) if started else ("base", "start"))
+        )
+
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
         """Loss of each trainable token of a segment [N], and whether a clip touched it [N]; runs where torch is."""
         raise NotImplementedError(f"{type(self).__name__} has no token_losses")

@@ -165,6 +165,14 @@ def cross_entropy(inputs: LossInputs) -> TokenLosses:
     return -inputs.logprobs_N, _nowhere(inputs.logprobs_N)
 
 
+def value_losses(clip: float, inputs: LossInputs) -> TokenLosses:
+    """½·max((v − R)², (clip(v, v₀ ± clip) − R)²); see `algorithms.critic.ValueLoss`."""
+    values_N, olds_N, returns_N = inputs.logprobs_N, inputs.sampler_logprobs_N, inputs.advantages_N
+    near_N = torch.minimum(torch.maximum(values_N, olds_N - clip), olds_N + clip)
+    plain_N, clipped_N = (values_N - returns_N) ** 2, (near_N - returns_N) ** 2
+    return 0.5 * torch.maximum(plain_N, clipped_N), clipped_N > plain_N
+
+
 def client_losses(name: str, settings: Mapping[str, float], inputs: LossInputs) -> TokenLosses:
     """A loss of `algorithms.client.CLIENT_LOSSES`, with the ratio r = π / sampler and absolute bounds on it.
 

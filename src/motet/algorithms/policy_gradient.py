@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -38,6 +38,9 @@ class PolicyGradient(Algorithm):
     One of your own derives from this or from an algorithm below, with fields of its own, and says what differs: `advantages`,
     `token_losses`, or the whole `batch`.
     """
+
+    least_scored: ClassVar[int] = 2
+    """Rollouts with a reward that a group must have to be of use."""
 
     advantage: AdvantageKind = "grpo"
     """How rewards become advantages: `grpo` divides by the group's standard deviation, `centered` does not."""
@@ -105,6 +108,11 @@ class PolicyGradient(Algorithm):
         return self.kl.coef > 0
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether samples without an advantage teach something too."""
+        return self.needs_reference
+
+    @property
     def needs_proximal(self) -> bool:
         """Whether samples must carry the logprobs of the policy at the start of the step."""
         return self.correct_sampler
@@ -113,6 +121,10 @@ class PolicyGradient(Algorithm):
         """For each scored rollout of each group one advantage, or one for each of its tokens [T] where it has one branch."""
         rewards = [[rollout.reward for rollout in group.scored] for group in groups]
         return [values.tolist() for values in advantages(rewards, self.advantage)]
+
+    def weighed(self, batch: StepBatch) -> StepBatch:
+        """The samples once they carry reference logprobs, where `needs_reference` asked for them."""
+        return batch
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
         """Loss of each trainable token of a segment [N], and whether the clip touched it [N]; runs where torch is."""
@@ -123,10 +135,10 @@ class PolicyGradient(Algorithm):
     def batch(self, groups: Sequence[Group], max_tokens: int) -> StepBatch:
         """Samples of a step's groups, whole: advantages, weights, denominator.
 
-        A group with fewer than two scored rollouts is dropped. With oversampling, the first `groups_per_step` groups that have
-        a signal are kept.
+        A group with fewer than `least_scored` scored rollouts is dropped. With oversampling, the first `groups_per_step` groups
+        that have a signal are kept.
         """
-        usable = [group for group in groups if len(group.scored) >= 2]
+        usable = [group for group in groups if len(group.scored) >= self.least_scored]
         if self.oversampling > 1:
             usable = list(select_groups(usable, self.groups_per_step))
         pairs: list[tuple[Rollout, float | FloatArray]] = []
@@ -139,7 +151,7 @@ class PolicyGradient(Algorithm):
             to_sample(branch, value, float(weight))
             for (rollout, value), weight in zip(pairs, weights_S, strict=True)
             for branch in rollout.branches
-            if branch.sampled and (np.any(value) or self.needs_reference)
+            if branch.sampled and (np.any(value) or self.keeps_all)
         )
         return StepBatch(samples, denominator, len(usable))
 

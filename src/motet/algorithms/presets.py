@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from motet.algorithms.advantages import AdvantageKind, Reduction
+from motet.algorithms.critic import CriticConfig
 from motet.algorithms.policy_gradient import LossName, PolicyGradient
+from motet.types import FloatArray, Group
 
 
 class Grpo(PolicyGradient):
@@ -65,7 +68,24 @@ class ImportanceSampling(PolicyGradient):
 
 
 class Ppo(PolicyGradient):
-    """PPO (arXiv 1707.06347) without a critic: the step's mean reward is the baseline."""
+    """PPO (arXiv 1707.06347). Without a critic the step's mean reward is the baseline."""
 
     type: Literal["ppo"] = "ppo"
     advantage: AdvantageKind = "batch_baseline"
+    critic: CriticConfig | None = None
+    """A critic, which finds the advantage of each token; `{}` is one as the defaults have it."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether samples without an advantage teach something too: a critic learns from what was expected."""
+        return self.critic is not None or super().keeps_all
+
+    def companions(self, *, started: bool) -> int:
+        """The critic is one."""
+        return super().companions(started=started) + (self.critic is not None)
+
+    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[float | FloatArray]]:
+        """With a critic the rewards, of which it makes advantages."""
+        if self.critic is None:
+            return super().advantages(groups, max_tokens)
+        return [[rollout.reward for rollout in group.scored] for group in groups]

@@ -11,9 +11,12 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.dapo import Dapo
+from motet.algorithms.distillation import Distillation
+from motet.algorithms.dpo import Dpo
+from motet.algorithms.kto import Kto
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Cispo, DrGrpo, Grpo, Gspo, ImportanceSampling, Ppo, Reinforce, Rloo
-from motet.algorithms.supervised import Supervised
+from motet.algorithms.supervised import SoftTargets, Supervised
 from motet.errors import ConfigError
 from motet.own_code import OwnCode
 
@@ -27,7 +30,11 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "gspo": Gspo,
     "importance_sampling": ImportanceSampling,
     "ppo": Ppo,
+    "distill": Distillation,
     "sft": Supervised,
+    "soft_targets": SoftTargets,
+    "dpo": Dpo,
+    "kto": Kto,
     "client": ClientDriven,
 }
 """The values of a job's `algorithm.type`."""

@@ -2,49 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
 
 from motet.algorithms.advantages import normalisation
-from motet.algorithms.algorithm import Algorithm, StepBatch
-from motet.batch import Sample
-from motet.types import IntArray
-
-if TYPE_CHECKING:
-    from motet.algorithms.losses import LossInputs, TokenLosses
+from motet.algorithms.algorithm import StepBatch
+from motet.algorithms.rows import RowAlgorithm, Scored, sample_of
+from motet.batch import Row
 
 
-class Supervised(Algorithm):
-    """Learning from rows with an answer: the data's last assistant turn, or its answer column. Nothing is sampled."""
+class Supervised(RowAlgorithm):
+    """Learning from rows with an answer: conversations, or an answer column. Nothing is sampled."""
+
+    rows: ClassVar[str] = "answer"
+    score: ClassVar[str] = "nll"
 
     type: Literal["sft"] = "sft"
-    rows_per_step: int = Field(16, ge=1, le=10**6)
-    """Rows of one step."""
+    turns: Literal["all", "last"] = "all"
+    """Which of an assistant's turns are learned, of those whose `weight` is not 0."""
     reduction: Literal["token", "sequence"] = "token"
     """What token losses are averaged over: all tokens of the step, or each answer and then answers."""
 
-    def token_losses(self, inputs: LossInputs) -> TokenLosses:
-        """Cross entropy."""
-        from motet.algorithms.losses import cross_entropy
+    @property
+    def kind(self) -> str:
+        """What a row is read for; see `tasks.rows`."""
+        return "last_answer" if self.turns == "last" else self.rows
 
-        return cross_entropy(inputs)
-
-    def batch(self, rows: Sequence[tuple[IntArray, int]]) -> StepBatch:
-        """Samples of a step.
-
-        Args:
-            rows: of each row its token ids and how many of them are the prompt.
-        """
-        weights_S, denominator = normalisation([len(ids) - prompt for ids, prompt in rows], self.reduction, 1)
-        samples = (_sample(*row, float(weight)) for row, weight in zip(rows, weights_S, strict=True))
+    def batch(self, rows: Sequence[Row]) -> StepBatch:
+        """Samples of a step."""
+        examples = [example for row in rows for example in row.examples]
+        weights_S, denominator = normalisation([one.n_learned for one in examples], self.reduction, 1)
+        samples = (sample_of(example, float(weight)) for example, weight in zip(examples, weights_S, strict=True))
         return StepBatch(tuple(samples), denominator)
 
+    def figures(self, batch: StepBatch, scored: Scored) -> Mapping[str, float]:
+        """The mean negative log-likelihood of a token."""
+        tokens = sum(sample.n_trainable for sample in batch.samples)
+        return {"nll": -sum(float(values.sum(dtype=np.float64)) for values in scored.policy) / tokens, "tokens": tokens}
 
-def _sample(token_ids: IntArray, prompt: int, weight: float) -> Sample:
-    mask = np.arange(len(token_ids)) >= prompt
-    nothing = np.zeros(len(token_ids), np.float32)
-    weights = np.where(mask, np.float32(weight), np.float32(0))
-    return Sample(token_ids, mask, nothing, nothing, np.full(len(token_ids), -1, np.int32), weights)
+
+class SoftTargets(Supervised):
+    """Distillation from rows: the probabilities that a teacher gave to its likeliest tokens are the targets."""
+
+    rows: ClassVar[str] = "soft"
+
+    type: Literal["soft_targets"] = "soft_targets"  # type: ignore[assignment]
+    turns: Literal["all"] = "all"
+    """All: such a row has one answer."""
+
+    def figures(self, batch: StepBatch, scored: Scored) -> Mapping[str, float]:
+        """The cross entropy of a token with the teacher's probabilities."""
+        tokens, nll = sum(sample.n_trainable for sample in batch.samples), 0.0
+        for sample, logprobs in zip(batch.samples, scored.policy, strict=True):
+            assert sample.weights is not None
+            own = sample.weights.sum(axis=1, dtype=np.float64)
+            likelihood = (sample.weights * logprobs).sum(axis=1, dtype=np.float64)
+            nll -= float((likelihood[own > 0] / own[own > 0]).sum())
+        return {"nll": nll / tokens, "tokens": tokens}

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.algorithms.policy_gradient import to_sample
-from motet.algorithms.supervised import Supervised
+from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.jobfile import load_jobs
@@ -30,6 +30,7 @@ from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler, SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
+from motet.tasks.rows import row_of
 from motet.types import Group
 
 PROBLEMS = 4
@@ -96,7 +97,7 @@ async def _check_all(
     try:
         async with workshop.open():
             for job in jobs:
-                if isinstance(job.config.algorithm, Supervised):
+                if isinstance(job.config.algorithm, RowAlgorithm):
                     table.add_row(*await _check_rows(console, job, shared))
                     continue
                 sampled, step_seconds = await _check_job(console, job, shared, rollouts)
@@ -163,16 +164,16 @@ async def _add(job: Job, shared: Services) -> None:
     """The adapter as the job begins with it."""
     adapter, trainer = job.config.adapter, shared.trainer
     await shared.on_device(job.name, lambda: trainer.add_adapter(job.name, adapter, job.seed))
-    if adapter.init is not None:
+    if adapter.init is not None and job.before is None:  # what a job above is to make is not there yet
         await shared.on_device(job.name, lambda: trainer.load_adapter(job.name, job.init_directory(), optimizer=False))
 
 
 async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str, ...]:
     """A row of the table for a job that learns rows: how likely a few of its answers are; the first is shown."""
     algorithm = job.config.algorithm
-    assert isinstance(algorithm, Supervised)
+    assert isinstance(algorithm, RowAlgorithm)
     rows = data_window(job.data.train, 0, min(PROBLEMS, algorithm.rows_per_step), job.seed, job.config.data.shuffle)
-    batch = algorithm.batch([job.chat.row_ids(row) for row in rows])
+    batch = algorithm.batch([row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows])
     console.rule(job.name)
     first = batch.samples[0]
     console.print(job.chat.readable(first.token_ids, first.loss_mask), markup=False, highlight=False, soft_wrap=True)

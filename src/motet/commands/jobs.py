@@ -41,6 +41,7 @@ def submit(
     from motet.client.reward_files import RewardFiles
     from motet.commands import served_jobs
     from motet.commands.answers import print_answer, say
+    from motet.config.chain import chains
     from motet.jobfile import load_jobs
 
     config = load_jobs(jobs, overrides or [])
@@ -49,8 +50,16 @@ def submit(
         served_jobs.check_service(config, client.health().base or "", jobs)
         files: dict[str, str] = {}
         submitted = []
+        ids: dict[str, str] = {}
         for job in to_submit:
-            submitted.append(client.submit(served_jobs.with_uploads(client, job, files), after=after or (), at=at))
+            first, own = list(after or ()), served_jobs.with_uploads(client, job, files)
+            if (start := chains(config.jobs).get(job.name)) is not None:
+                own = own.model_copy(
+                    update={"adapter": own.adapter.model_copy(update={"init": f"{ids[start.job]}@{start.version}"})}
+                )
+                first.append(ids[start.job])
+            submitted.append(client.submit(own, after=first, at=at))
+            ids[job.name] = submitted[-1].id
             if not as_json:
                 say(f"{submitted[-1].name}  {submitted[-1].id}")
         try:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
+from motet.config.chain import check_chains
 from motet.config.engine import EngineConfig
 from motet.config.job import (
     GENERATED_ROWS,
@@ -64,6 +65,11 @@ class RunConfig(Config):
             instead = f"rollout.engine {kind} does not read it; servers have rollout.rows and rollout.launch"
         if idle:
             raise ValueError(f"{idle[0]} has no effect here: {instead}. Leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _chains_fit(self) -> RunConfig:
+        check_chains(self.jobs)
         return self
 
     @field_validator("jobs")

@@ -10,10 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from motet.algorithms.client import ClientDriven
+from motet.algorithms.distillation import Distillation
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.algorithms.registry import Choice
-from motet.algorithms.supervised import Supervised
+from motet.algorithms.rows import RowAlgorithm
 from motet.section import Config, named
 
 SEED_BITS = 48
@@ -33,7 +34,8 @@ class AdapterConfig(Config):
     target_modules: str | Annotated[list[str], Field(fail_fast=True)] = "all-linear"
     """`all-linear`, or the names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings."""
     init: str | None = None
-    """A PEFT LoRA directory to start from; otherwise A is random and B is zero."""
+    """A PEFT LoRA directory to start from; or a job above in the file, to go on with its adapter when it has succeeded: `name`
+    (the best version), `name@latest`, `name@12`. Otherwise A is random and B is zero."""
 
 
 GIVEN_ROWS = "[rows]"
@@ -277,7 +279,7 @@ class JobConfig(Config):
     """Problems to learn from."""
     rewards: Annotated[list[RewardConfig], Field(fail_fast=True), BeforeValidator(_reward_list)] = []
     """What is learned: one reward, a list, or a mapping of name to weight. `reward` is another name for it. Every algorithm
-    needs one but `sft`, which learns the data's answers, and `client`."""
+    that samples needs one but `distill`; those that learn from rows have none."""
     environment: Annotated[EnvironmentConfig, named("name")] = EnvironmentConfig()
     """Who answers the model's turns. A plain string is the name."""
     adapter: AdapterConfig = AdapterConfig()
@@ -321,10 +323,16 @@ class JobConfig(Config):
 
     @model_validator(mode="after")
     def _something_is_learned(self) -> JobConfig:
-        if isinstance(self.algorithm, Supervised):
+        if isinstance(self.algorithm, RowAlgorithm):
             if self.rewards:
-                raise ValueError("reward: sft learns the data's answers and asks no reward; leave it out")
-        elif not self.rewards and not self.environment.own and not isinstance(self.algorithm, ClientDriven):
+                raise ValueError(
+                    f"reward: {self.algorithm.type} learns the data's rows and asks no reward; leave it out"
+                )
+        elif (
+            not self.rewards
+            and not self.environment.own
+            and not isinstance(self.algorithm, ClientDriven | Distillation)
+        ):
             raise ValueError("reward: is missing; name one, such as `exact`, or `file.py:function` for your own")
         return self
 
@@ -334,6 +342,11 @@ class JobConfig(Config):
         if not NAME_PATTERN.fullmatch(name):
             raise ValueError("must be letters, digits and _ . = -, begin with a letter or digit, at most 100")
         return name
+
+    @property
+    def slots(self) -> int:
+        """Adapters that the trainer holds for it."""
+        return 1 + self.algorithm.companions(started=self.adapter.init is not None)
 
     @property
     def rl(self) -> PolicyGradient:

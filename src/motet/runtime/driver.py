@@ -5,6 +5,7 @@ from __future__ import annotations
 from motet.errors import ScorerAway
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services
+from motet.runtime.reference import reference_of
 from motet.runtime.scheduler import weight_of
 from motet.runtime.session import Evaluated, Session
 from motet.types import JobState
@@ -19,6 +20,7 @@ class Driver:
     def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
         self.job, self.services = job, services
         self.session = Session(job, services, committed)
+        self.reference = reference_of(self.session)
         self._pause = False
 
     async def run(self) -> JobState:
@@ -27,6 +29,7 @@ class Driver:
         scheduler.join(job.name, weight_of(job.config.priority), job.tenant)
         try:
             await self.begin()
+            await self.reference.open()
             await session.open()
             await self._publish()
             while not self.ended:
@@ -47,6 +50,7 @@ class Driver:
         finally:
             await self.leave()
             scheduler.leave(job.name)
+            await self.reference.close()
             await session.close()
 
     # --- what a loop says ----------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ def of_config(config: JobConfig) -> dict[str, Any]:
     for field in ("source", "eval_source"):
         job["data"][field] = _placeless(job["data"][field])
     job["adapter"]["init"] = _placeless(job["adapter"]["init"])
+    for field in ("reference", "teacher"):
+        if field in job["algorithm"]:
+            job["algorithm"][field] = _placeless(job["algorithm"][field])
     code = [(job["algorithm"], "type"), (job["environment"], "name"), *((reward, "name") for reward in job["rewards"])]
     for section, field in code:
         file, colon, function = section[field].rpartition(":")
@@ -36,11 +39,13 @@ def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
     """Each file that a job names, and rows that it was given, with the beginning of its sum."""
     rewards = (reward.name for reward in config.rewards if reward.function is None)
     named = [config.algorithm.type, config.environment.name, *rewards]
-    start = config.adapter.init and str(Path(config.adapter.init) / ADAPTER_WEIGHTS)
+    adapters = [
+        name and str(Path(name) / ADAPTER_WEIGHTS) for name in (config.adapter.init, config.algorithm.compared_with)
+    ]
     if config.data.rows is not None:
         rows = json.dumps(as_json(list(config.data.rows)), sort_keys=True)
         yield GIVEN_ROWS, hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()[:_SHOWN]
-    for name in (config.data.source, config.data.eval_source, start, *(name.rpartition(":")[0] for name in named)):
+    for name in (config.data.source, config.data.eval_source, *adapters, *(name.rpartition(":")[0] for name in named)):
         if name and (path := Path(name).expanduser()).is_file():
             yield path.name, hash_of(path).hexdigest()[:_SHOWN]
 

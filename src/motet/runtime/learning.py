@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from motet.algorithms.algorithm import StepBatch
+from motet.algorithms.critic import credited
 from motet.algorithms.schedule import adamw
-from motet.batch import LossStats, OptimStats, Segment
+from motet.batch import LossStats, OptimStats, Segment, Trained
+from motet.runtime.critic import Critic
+from motet.runtime.reference import Reference
 from motet.runtime.sampling import SampledStep
 from motet.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Valued:
+    """What a critic learned in a step."""
+
+    loss: float
+    """Before the first update."""
+    explained: float
+    """Share of the returns' variance that its values explained."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +36,27 @@ class LearnedStep:
     """Of the last update; None where nothing was trainable."""
     tokens: int
     """Tokens that were run through the trainer."""
+    valued: Valued | None = None
+    """Where there is a critic."""
 
 
-async def learn(session: Session, sampled: SampledStep, *, with_reference: bool) -> LearnedStep:
+@dataclass(frozen=True)
+class _Lesson:
+    """What a critic learns beside the policy."""
+
+    critic: Critic
+    segments: tuple[Segment, ...]
+    explained: float
+
+    @property
+    def warms_up(self) -> int:
+        """Steps in which the policy waits."""
+        return self.critic.config.warmup_steps
+
+
+async def learn(
+    session: Session, reference: Reference, critic: Critic | None, sampled: SampledStep, *, with_reference: bool
+) -> LearnedStep:
     """All updates of a step. Without a trainable sample the weights stay as they are (and no moment decays)."""
     job = session.job
     algorithm, sampling = job.config.rl, job.config.sampling
@@ -34,25 +66,47 @@ async def learn(session: Session, sampled: SampledStep, *, with_reference: bool)
         return batch.segments(job.name, algorithm, sampling.temperature, session.services.micro_batch_tokens)
 
     if batch.samples and (algorithm.needs_reference or with_reference):
-        batch = batch.with_logprobs("reference_logprobs", await session.forward(segments(), base=True))
+        batch = batch.with_logprobs("reference_logprobs", await reference.logprobs(segments()))
+        batch = algorithm.weighed(batch)
     if batch.samples and algorithm.needs_proximal:
         batch = batch.with_logprobs("proximal_logprobs", await session.forward(segments()))
-    return await train(session, batch, segments(), sampled.step, algorithm.updates_per_batch)
+    lesson = None
+    if batch.samples and critic is not None:
+        credit = credited(batch, await critic.values(batch), critic.config)
+        batch, lesson = credit.policy, _Lesson(critic, critic.segments(credit.critic), credit.explained)
+    return await train(session, batch, segments(), sampled.step, algorithm.updates_per_batch, lesson)
 
 
 async def train(
-    session: Session, batch: StepBatch, segments: tuple[Segment, ...], step: int, updates: int = 1
+    session: Session,
+    batch: StepBatch,
+    segments: tuple[Segment, ...],
+    step: int,
+    updates: int = 1,
+    lesson: _Lesson | None = None,
 ) -> LearnedStep:
-    """So many optimizer updates on the segments of a step."""
+    """So many optimizer updates on the segments of a step; a critic's lie beside them in the packed batches."""
     job, scheduler = session.job, session.services.scheduler
     if not batch.samples:
         return LearnedStep(batch, LossStats(), None, 0)
-    first, optim = LossStats(), None
+    first, optim, valued = LossStats(), None, None
+    if lesson is not None and step < lesson.warms_up:
+        segments = ()
+    beside = () if lesson is None else lesson.segments
+    tokens = batch.tokens * (bool(segments) + bool(beside))
     with scheduler.working(job.name):
         for update in range(updates):
-            trained = await session.forward_backward(segments)
-            scheduler.spend(job.name, batch.tokens)
-            optim = await session.optim_step(adamw(job.config.optimizer, job.base_rate, step, job.config.steps))
+            trained = await session.forward_backward((*segments, *beside))
+            scheduler.spend(job.name, tokens)
+            if segments:
+                optim = await session.optim_step(adamw(job.config.optimizer, job.base_rate, step, job.config.steps))
+            if lesson is not None:
+                await lesson.critic.optim_step(step)
             if update == 0:
-                first = sum((one.stats for one in trained), LossStats())
-    return LearnedStep(batch, first, optim, batch.tokens * updates)
+                first = _summed(trained[: len(segments)])
+                valued = None if lesson is None else Valued(_summed(trained[len(segments) :]).loss, lesson.explained)
+    return LearnedStep(batch, first, optim, tokens * updates, valued)
+
+
+def _summed(trained: Sequence[Trained]) -> LossStats:
+    return sum((one.stats for one in trained), LossStats())

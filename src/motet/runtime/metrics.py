@@ -41,14 +41,20 @@ STEP_FIELDS: Mapping[str, str] = {
     "ratio_max": "largest ratio",
     "clip_fraction": "share of tokens whose gradient the clip removed",
     "kl_sampler": "k3 estimate of KL(sampler ‖ policy) per token, nats",
-    "kl_base": "k3 estimate of KL(policy ‖ base) per token, nats; on steps that evaluate, or always with a KL term",
+    "kl_base": "k3 estimate of KL(policy ‖ base) per token, nats; on steps that evaluate, or always with a KL term; with "
+    "`distill` to the teacher",
     "logprob_gap": "largest |trainer − sampler| logprob; 0 on-policy on the embedded engine",
     "grad_norm": "before clipping",
     "lr": "learning rate of the update",
     "skipped": "whether the gradient was not finite and the update left out",
+    "value_loss": "of the critic, before the update, where there is one",
+    "value_explained": "share of the variance of the tokens' returns that its values explained",
+    "accuracy": "with `dpo` and `kto` the share of pairs, or answers, that the policy has on the right side of the reference",
+    "margin": "with `dpo` by how much more the chosen answers gained than the others, times beta",
     "eval": "held-out evaluation of `version` step: reward, reward_std, reward_stderr (standard error of `reward` over the "
-    "problems), reward_parts, length, truncated, rollouts, failed; with `sft` nll (mean negative log-likelihood of a token of "
-    "the answers, nats), tokens, rows",
+    "problems), reward_parts, length, truncated, rollouts, failed; with `sft` and `soft_targets` nll (mean negative "
+    "log-likelihood of a token of the answers, nats), tokens; with `dpo` and `kto` loss, accuracy, margin; with all of these "
+    "rows",
 }
 """Every field of metrics.jsonl."""
 TRAINED_FIELDS = (
@@ -68,7 +74,7 @@ TRAINED_FIELDS = (
 
 def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
     """The line of metrics.jsonl of one step; see `STEP_FIELDS`."""
-    groups, batch = sampled.groups, learned.batch
+    groups, batch, valued = sampled.groups, learned.batch, learned.valued
     return {
         "step": sampled.step,
         "version": sampled.version,
@@ -81,6 +87,7 @@ def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
         "tokens": learned.stats.tokens,
         **_trained(learned.stats, learned.optim),
         "skipped": bool(learned.optim and learned.optim.skipped),
+        **({} if valued is None else {"value_loss": valued.loss, "value_explained": valued.explained}),
     }
 
 

@@ -10,8 +10,9 @@ import traceback
 from collections.abc import Sequence
 
 from motet.algorithms.client import ClientDriven
-from motet.algorithms.supervised import Supervised
+from motet.algorithms.rows import RowAlgorithm
 from motet.errors import DeviceError, MotetError, RunError
+from motet.runtime.chained import fail_chained, may_begin
 from motet.runtime.checkpoint import disk_error
 from motet.runtime.client_loop import ClientLoop
 from motet.runtime.disk_gate import DiskSpaceGate, is_full
@@ -19,10 +20,10 @@ from motet.runtime.driver import Driver
 from motet.runtime.idle_slots import MAX_IDLE, IdleSlotTimeouts
 from motet.runtime.job import Job, Services
 from motet.runtime.rollout_loop import RolloutLoop
+from motet.runtime.row_loop import RowLoop
 from motet.runtime.rundir import read_commands
 from motet.runtime.scheduler import weight_of
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
-from motet.runtime.supervised_loop import SupervisedLoop
 from motet.types import JobState
 
 _POLL_SECONDS = 0.3
@@ -57,10 +58,7 @@ class Pipeline:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until every job has ended, or is paused and nobody will resume it because the run is stopping.
-
-        One that stays goes on until it is stopped.
-        """
+        """Run until every job has ended, or is paused and the run is stopping; one that stays, until it is stopped."""
         poll = asyncio.create_task(self._poll())
         poll.add_done_callback(lambda _: self._changed.set())
         try:
@@ -178,15 +176,16 @@ class Pipeline:
         return JobState.QUEUED in states or (JobState.PAUSED in states and not self._stopping)
 
     def _queued(self) -> list[Claim]:
-        queued = (job for job in self.jobs.values() if job.state is JobState.QUEUED)
+        queued = (job for job in self.jobs.values() if job.state is JobState.QUEUED and may_begin(job))
         return [_claim(job) for job in queued if not self._disk_gate.blocks(job.name)]
 
     def _running(self) -> tuple[list[Claim], int]:
         """Jobs that have a slot and keep it, and how many slots there are for those and others."""
         running = [_claim(self.jobs[name]) for name in self._tasks if name not in self._preempted]
-        return running, self._slots - len(self._preempted)
+        return running, self._slots - sum(self.jobs[name].config.slots for name in self._preempted)
 
     def _fill_slots(self) -> None:
+        fail_chained(self.jobs.values(), self._move)
         claims = self._queued()
         if self._stopping:
             for claim in claims:
@@ -281,12 +280,12 @@ class Pipeline:
 
 
 def driver_of(job: Job) -> type[Driver]:
-    """`SupervisedLoop` for rows with answers, `ClientLoop` for a client's commands, `RolloutLoop` for everything else."""
+    """`RowLoop` for rows of data, `ClientLoop` for a client's commands, `RolloutLoop` for everything else."""
     match job.config.algorithm:
         case ClientDriven():
             return ClientLoop
-        case Supervised():
-            return SupervisedLoop
+        case RowAlgorithm():
+            return RowLoop
     return RolloutLoop
 
 
@@ -318,7 +317,7 @@ def _outcome(job: Job, state: JobState, reason: str, *, preempted: bool) -> tupl
 
 
 def _claim(job: Job) -> Claim:
-    return Claim(job.name, job.tenant, job.config.priority)
+    return Claim(job.name, job.tenant, job.config.priority, job.config.slots)
 
 
 def _reason(job: Job, error: BaseException) -> str:

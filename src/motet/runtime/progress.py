@@ -11,11 +11,13 @@ from typing import Any
 from motet.runtime.signs import Signs
 from motet.types import JobState
 
-REWARD, LOG_LIKELIHOOD = "reward", "log-lik"
+REWARD, LOG_LIKELIHOOD, ACCURACY = "reward", "log-lik", "accuracy"
 
 
 def figure_of(line: Mapping[str, Any]) -> tuple[str, float]:
     """What a line of the metrics, or its `eval` part, says of the adapter; nan where it is unknown."""
+    if ACCURACY in line and REWARD not in line:
+        return ACCURACY, float(line[ACCURACY])
     name = REWARD if REWARD in line else LOG_LIKELIHOOD
     value = line.get(REWARD) if name == REWARD else line.get("nll", line.get("loss"))
     return name, math.nan if value is None else float(value) if name == REWARD else -float(value)
@@ -39,7 +41,8 @@ class JobProgress:
     rewards: list[float] = field(default_factory=list)
     """What each step done says of the adapter, the higher the better: the mean of `figure`."""
     figure: str = REWARD
-    """`reward`, or `log-lik`, the mean log-likelihood of a token of the answers where nothing is rewarded."""
+    """`reward`, or `log-lik`, the mean log-likelihood of a token of the answers where nothing is rewarded; of preferences
+    `accuracy`."""
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     """(version, the same of held-out problems)."""
     errors: list[float] = field(default_factory=list)

@@ -9,8 +9,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from motet.algorithms.presets import Ppo
 from motet.errors import JobFailed
 from motet.runtime.checkpoint import Committed
+from motet.runtime.critic import Critic
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import learn
@@ -32,16 +34,23 @@ class RolloutLoop(Driver):
         self._sampler = JobSampler(job, services, self.session.versions, supply)
         self._steps: dict[int, asyncio.Task[SampledStep]] = {}
         self._evaluation: asyncio.Task[SampledStep] | None = None
+        algorithm = job.config.algorithm
+        critic = algorithm.critic if isinstance(algorithm, Ppo) else None
+        self._critic = None if critic is None else Critic(self.session, critic)
 
     async def begin(self) -> None:
-        """Rewards and environment are there before the first answer."""
+        """Rewards, environment and critic are there before the first answer."""
         await self._sampler.open()
+        if self._critic is not None:
+            await self._critic.open()
 
     async def step(self, step: int) -> None:
         """Sample, learn, record, commit; the driver publishes."""
         sampled = await self._sampled(step)
         self.job.progress.phase, started = "training", time.monotonic()
-        learned = await learn(self.session, sampled, with_reference=self.job.evaluates(step))
+        learned = await learn(
+            self.session, self.reference, self._critic, sampled, with_reference=self.job.evaluates(step)
+        )
         seconds = {"sample": sampled.seconds, "reward": sampled.reward_seconds, "train": time.monotonic() - started}
         evaluated, supply = await self.evaluated(), self._sampler.supply
         supply.pending.difference_update(sampled.positions)
@@ -87,6 +96,8 @@ class RolloutLoop(Driver):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._sampler.close()
+        if self._critic is not None:
+            await self._critic.close()
 
     @property
     def waits(self) -> bool:

@@ -342,6 +342,8 @@ class JobSampler:
         return rollouts
 
     async def _scored(self, problem: Problem, rollouts: Sequence[Rollout]) -> list[Scored]:
+        if not self._job.config.rewards:  # a teacher judges them
+            return [Scored(0.0, {}) for _ in rollouts]
         texts, transcripts = [one.completion for one in rollouts], [one.transcript for one in rollouts]
         scoring = self._services.rewards.score(self._job.name, problem, texts, transcripts)
         asked = asyncio.create_task(scoring)

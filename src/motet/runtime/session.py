@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from motet.batch import AdamW, Batch, OptimStats, Segment, Trained
@@ -64,6 +65,8 @@ class Session:
         self.moved = False
         """Whether the trainer is ahead of what was done."""
         self._resumed = committed is not None
+        self.also_saved: list[Callable[[Path], None]] = []
+        """What else writes itself into a commit's directory."""
         job.starts += 1  # a version trained again after a pause or a failure is another one, as it is after a crash
         engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
         self.versions = Versions(job.name, engine_name, services.engine, services.sync, services.keep_versions)
@@ -75,6 +78,11 @@ class Session:
     def oldest_needed(self) -> int:
         """The oldest version that a step not yet trained samples from."""
         return max(0, self.done.step - self.job.config.algorithm.lag)
+
+    @property
+    def committed(self) -> Path | None:
+        """The commit that the session goes on from."""
+        return self.job.directory.path / "state" / str(self.done.step) if self._resumed else None
 
     async def open(self) -> None:
         """Take a slot, restore what was committed, and make the versions that may be asked for servable."""
@@ -194,8 +202,13 @@ class Session:
         job.progress.phase = "saving"
         keep = max(job.config.checkpoint.keep, job.config.algorithm.lag + 1)
 
+        def save(path: Path) -> None:
+            trainer.save_adapter(job.name, path, optimizer=True)
+            for also in self.also_saved:
+                also(path)
+
         def write() -> Committed:
-            written = job.directory.commit(done, lambda path: trainer.save_adapter(job.name, path, optimizer=True))
+            written = job.directory.commit(done, save)
             job.directory.prune(keep, job.config.checkpoint.rollouts_mb * 2**20)
             return written
 

@@ -14,6 +14,8 @@ class Claim:
     job: str
     tenant: str = ""
     priority: int = 0
+    slots: int = 1
+    """How many adapters it has: a critic, or a reference that is an adapter, is another one."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,19 @@ def admitted(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rule
         slots: how many there are.
         rules: of tenants; those that are not named are free.
     """
-    waiting, held = list(queued), Counter(claim.tenant for claim in running)
+    waiting, held = list(queued), _held(running)
+    free = slots - taken(running)
     chosen_jobs: list[str] = []
-    while len(running) + len(chosen_jobs) < slots:
+    while free > 0:
         able = [claim for claim in waiting if _may_have_another(claim.tenant, held, rules)]
         if not able:
             break
         chosen = min(able, key=lambda claim: _queue_key(claim, held, rules))
+        if chosen.slots > free and (running or chosen_jobs):  # it is the first, so nobody takes what it waits for
+            break
         waiting.remove(chosen)
-        held[chosen.tenant] += 1
+        held[chosen.tenant] += chosen.slots
+        free -= chosen.slots
         chosen_jobs.append(chosen.job)
     return chosen_jobs
 
@@ -72,9 +78,9 @@ def preempted_for_share(
         slots: how many there are.
         rules: of tenants; those that are not named are free.
     """
-    if len(running) < slots or not running:
+    if not running or not queued or slots - taken(running) >= min(claim.slots for claim in queued):
         return None
-    held = Counter(claim.tenant for claim in running)
+    held = _held(running)
     able = [claim for claim in queued if _may_have_another(claim.tenant, held, rules)]
     if not able:
         return None
@@ -99,12 +105,24 @@ def preempted_if_idle(
         slots: how many there are.
         rules: of tenants; those that are not named are free.
     """
-    for claim in reversed(running if len(running) >= slots else ()):
+    for claim in reversed(running if taken(running) >= slots else ()):
         others = [other for other in running if other is not claim]
-        first = admitted([*queued, claim], others, len(running), rules)  # as if it stood at the end of the queue
+        first = admitted([*queued, claim], others, taken(running), rules)  # as if it stood at the end of the queue
         if claim.job in waiting and first and first != [claim.job]:
             return claim.job
     return None
+
+
+def taken(claims: Sequence[Claim]) -> int:
+    """The slots that jobs have."""
+    return sum(claim.slots for claim in claims)
+
+
+def _held(running: Sequence[Claim]) -> Counter[str]:
+    held: Counter[str] = Counter()
+    for claim in running:
+        held[claim.tenant] += claim.slots
+    return held
 
 
 def _queue_key(claim: Claim, held: Mapping[str, int], rules: Mapping[str, Rule]) -> tuple[float, float, float]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from motet.batch import Example
 from motet.config import DataConfig
 from motet.errors import BaseModelError, ConfigError
 from motet.types import BoolArray, IntArray, Message, Problem
@@ -68,7 +69,7 @@ class Chat:
 
     def prompt_text(self, problem: Problem) -> str:
         """What the model reads before it answers, as text."""
-        return self._render(problem.messages)
+        return self._render(self._spoken(problem.messages))
 
     def prompt_ids(self, problem: Problem) -> IntArray:
         """What the model reads before it answers, [T].
@@ -78,10 +79,59 @@ class Chat:
         """
         return self._encode(self.prompt_text(problem), special=not self.chat_template)
 
-    def row_ids(self, problem: Problem) -> tuple[IntArray, int]:
-        """A prompt with its answer and the end of the turn, [T], and how many tokens are the prompt."""
-        prompt = self.prompt_ids(problem)
-        return np.concatenate([prompt, self._encode(problem.answer, special=False), self._end]), len(prompt)
+    def conversation(self, messages: Sequence[Message], first: int, tools: Tools = ()) -> Example:
+        """A conversation as the model would have read and sampled it, one turn appended to another.
+
+        Args:
+            messages: all of it.
+            first: the place of the first turn that is learned, an assistant's; what lies before is the prompt.
+            tools: that the model may call.
+
+        Raises:
+            BaseModelError: the template refuses the conversation.
+        """
+        given, messages = len(messages), self.with_tools(tuple(messages), tools)
+        first += len(messages) - given
+        turns = self._spoken(messages, tools)
+        ids = [self.prompt_of(turns[:first], tools)]
+        mask = [np.zeros(len(ids[0]), np.bool_)]
+        for index in range(first, len(turns)):
+            if turns[index].role != "assistant":
+                continue
+            own = np.concatenate([self._encode(turns[index].content, special=False), self._end])
+            ids.append(own)
+            mask.append(np.full(len(own), turns[index].learned))
+            after = range(index + 1, len(turns))
+            following = next((at for at in after if turns[at].role == "assistant"), None)
+            if following is not None:
+                replies = self.follow_up_ids(turns[:index], own, turns[index + 1 : following], tools)
+                ids.append(replies)
+                mask.append(np.zeros(len(replies), np.bool_))
+        return Example(np.concatenate(ids).astype(np.int32), np.concatenate(mask))
+
+    def _spoken(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[Message, ...]:
+        """Messages whose contents say everything: the tool calls of an assistant too, and what tools answered."""
+        spoken: list[Message] = []
+        for message in messages:
+            if message.tool_calls:
+                message = replace(message, content=self._with_calls(spoken, message, tools))
+            spoken.append(replace(message, role=self.tool_role) if message.role == "tool" else message)
+        return tuple(spoken)
+
+    def _with_calls(self, before: Sequence[Message], message: Message, tools: Tools) -> str:
+        """A turn with tool calls as the template writes it; where it has no place for them, in the commonest form."""
+        calls: list[dict[str, Any]] = [
+            {"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls
+        ]
+        if self.chat_template:
+            kwargs = {**self.template_kwargs, "tools": list(tools)} if tools else self.template_kwargs
+            prompt = render(self.tokenizer, before, True, kwargs)
+            whole = render(self.tokenizer, (*before, message), False, kwargs, calls).removeprefix(prompt)
+            end = self._decode(self._end)
+            if all(call["name"] in whole for call in calls) and (not end or end in whole):
+                return whole.rpartition(end)[0] if end else whole
+        written = "\n".join(f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls)
+        return f"{message.content}\n{written}" if message.content else written
 
     @cached_property
     def _end(self) -> IntArray:
@@ -93,15 +143,14 @@ class Chat:
         text = self.prompt_text(problem)
         return _most_tokens(text) > most and len(self._encode(text, special=not self.chat_template)) > most
 
-    def longest(self, problems: Sequence[Problem], *, answered: bool = False) -> tuple[int, Problem]:
-        """The tokens of the longest prompt, or prompt with answer, and whose it is; of equal ones the first."""
-        ends = [problem.answer if answered else "" for problem in problems]
-        sizes = [_most_tokens(self.prompt_text(one) + end) for one, end in zip(problems, ends, strict=True)]
+    def longest(self, problems: Sequence[Problem]) -> tuple[int, Problem]:
+        """The tokens of the longest prompt, and whose it is; of equal ones the first."""
+        sizes = [_most_tokens(self.prompt_text(one)) for one in problems]
         most_tokens, longest_index = 0, 0
         for index in sorted(range(len(problems)), key=lambda index: -sizes[index]):
             if sizes[index] < most_tokens:
                 break
-            length = len(self.row_ids(problems[index])[0] if answered else self.prompt_ids(problems[index]))
+            length = len(self.prompt_ids(problems[index]))
             if length > most_tokens or (length == most_tokens and index < longest_index):
                 most_tokens, longest_index = length, index
         return most_tokens, problems[longest_index]
@@ -230,16 +279,24 @@ def _most_tokens(text: str) -> int:
     return len(text.encode("utf-8", "surrogatepass")) + _AROUND
 
 
-def render(tokenizer: Any, messages: Sequence[Message], generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
-    """Messages through the tokenizer's chat template, as text.
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    generation_prompt: bool,
+    kwargs: Mapping[str, Any],
+    calls: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Messages through the tokenizer's chat template, as text; `calls` are the tool calls of the last.
 
     Raises:
         BaseModelError: the template refuses the conversation (for instance a system prompt), with its reason.
     """
-    turns = [
+    turns: list[dict[str, Any]] = [
         {"role": message.role, "content": message.content, **({"name": message.name} if message.name else {})}
         for message in messages
     ]
+    if calls:
+        turns[-1]["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt, **kwargs)
     except Exception as error:  # templates are programs: jinja2's errors and plain Python's alike

@@ -16,6 +16,7 @@ from typing import Any
 from motet import seeds
 from motet.config import DataConfig
 from motet.errors import DataError
+from motet.tasks.messages import messages_of, without_prompt
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.row_files import Bounds, Row
@@ -24,7 +25,6 @@ from motet.types import Message, Problem
 
 PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "input")
 ANSWER_COLUMNS = ("answer", "solution", "target", "label", "output")
-ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -171,25 +171,26 @@ def _problem(config: DataConfig, row: Row, index: int) -> Problem:
         value = _filled(config.template, row, where)
     else:
         prompt_column = _column(row, config.prompt, PROMPT_COLUMNS, "prompt", where)
-        if prompt_column is None:
+        value, row = without_prompt(row) if prompt_column is None else (row[prompt_column], row)
+        if not value and prompt_column is None:
             raise DataError(
                 f"{where} has no column named {', '.join(PROMPT_COLUMNS)}. {_columns(row)}. "
                 "Set data.prompt to one of them, or data.template to a text with {column} fields"
             )
-        value = row[prompt_column]
     answer = "" if answer_column is None else _text(row[answer_column])
     conversational = isinstance(value, list)
-    messages = _messages(value, where, prompt_column or "template")
+    messages = messages_of(value, where, prompt_column or "template")
+    continuation: tuple[Message, ...] = ()
     if messages[-1].role == "assistant":  # a row for supervised training: its last turn is the reference answer
-        answer = answer or messages[-1].content
-        messages = messages[:-1]
-    if not messages or messages[-1].role != "user":
+        messages, continuation = messages[:-1], messages[-1:]
+        answer = answer or continuation[0].content
+    if not messages or messages[-1].role not in ("user", "tool"):
         raise DataError(f"{where}: messages must end with a user turn, or with the assistant's answer to one")
     if config.system is not None:
         messages = (Message("system", config.system), *(message for message in messages if message.role != "system"))
     if not config.source.startswith("reasoning-gym:"):  # whose scorer finds a row by its question
         row = {name: value for name, value in row.items() if name != prompt_column}
-    return Problem(index, messages, answer, row, conversational)
+    return Problem(index, messages, answer, row, conversational, continuation)
 
 
 def _column(row: Mapping[str, Any], wanted: str | None, usual: tuple[str, ...], field: str, where: str) -> str | None:
@@ -232,33 +233,6 @@ def parts_of(template: str) -> list[tuple[str, str | None]]:
                 "make a column of its own"
             )
     return [(text, column) for text, column, _, _ in pieces]
-
-
-def _messages(value: Any, where: str, column: str) -> tuple[Message, ...]:
-    if isinstance(value, str):
-        if not value.strip():
-            raise DataError(f"{where}: the prompt ({column}) is empty")
-        return (Message("user", value),)
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: the prompt ({column}) must be text or a list of messages, got {value!r:.80}")
-    messages = []
-    for item in value:
-        if not isinstance(item, dict) or "role" not in item or "content" not in item:
-            raise DataError(f"{where}: a message ({column}) needs `role` and `content`, got {item!r:.80}")
-        role = "system" if item["role"] == "developer" else item["role"]
-        if role not in ROLES:
-            raise DataError(f"{where}: a message has the role {item['role']!r}; the roles are {', '.join(ROLES)}")
-        messages.append(Message(role, _content(item["content"], where)))
-    return tuple(messages)
-
-
-def _content(value: Any, where: str) -> str:
-    """The text of a message; parts such as {"type": "text", "text": …} are joined, other kinds of parts refused."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
-        return "".join(part["text"] for part in value)
-    raise DataError(f"{where}: the content of a message must be text, got {value!r:.80}")
 
 
 def _text(value: Any) -> str:

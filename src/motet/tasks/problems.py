@@ -7,11 +7,11 @@ import mmap
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
-from motet.types import IntArray, Message, Problem
+from motet.types import IntArray, Message, Problem, ToolCall
 
 _IN_MEMORY = 2**22
 """Bytes; more lie in a file without a name, which goes with the process."""
@@ -75,10 +75,24 @@ class Problems(Sequence[Problem]):
 
     def _problem(self, row: int) -> Problem:
         first, last = self._places[row]
-        number, messages, answer, metadata, conversational = json.loads(self._text[first:last])
-        return Problem(number, tuple(Message(*one) for one in messages), answer, metadata, conversational)
+        number, messages, answer, metadata, conversational, continuation = json.loads(self._text[first:last])
+        return Problem(number, _read(messages), answer, metadata, conversational, _read(continuation))
 
 
 def _line(problem: Problem) -> bytes:
-    messages = [(message.role, message.content) for message in problem.messages]
-    return json.dumps([problem.id, messages, problem.answer, problem.metadata, problem.conversational]).encode()
+    parts = [problem.answer, problem.metadata, problem.conversational, _written(problem.continuation)]
+    return json.dumps([problem.id, _written(problem.messages), *parts]).encode()
+
+
+def _written(messages: Sequence[Message]) -> list[list[Any]]:
+    return [
+        [one.role, one.content, [[call.name, call.arguments] for call in one.tool_calls], one.name, one.learned]
+        for one in messages
+    ]
+
+
+def _read(messages: Sequence[Sequence[Any]]) -> tuple[Message, ...]:
+    return tuple(
+        Message(role, content, tuple(ToolCall(*call) for call in calls), name, learned)
+        for role, content, calls, name, learned in messages
+    )

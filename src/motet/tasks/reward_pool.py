@@ -303,12 +303,15 @@ class RewardPool:
 
 def as_given(messages: Transcript) -> list[dict[str, Any]]:
     """Messages as rewards get them: what most of them do not have, tool calls and names, is left out where it is empty."""
-    return [{key: value for key, value in asdict(message).items() if value or key in _ALWAYS} for message in messages]
+    fields = [asdict(replace(message, learned=False)) for message in messages]
+    return [{key: value for key, value in message.items() if value or key in _ALWAYS} for message in fields]
 
 
 def problem_as_given(problem: Problem) -> dict[str, Any]:
     """A problem as rewards get it, in plain values."""
-    return {**asdict(problem), "messages": as_given(problem.messages)}
+    fields = {**asdict(problem), "messages": as_given(problem.messages)}
+    del fields["continuation"]
+    return fields
 
 
 def _part(score: ScoreOrReason) -> _Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,16 +17,29 @@ from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices
 from motet.model.peft_io import save_tensors
 
 OPTIMIZER = "optimizer.safetensors"
+HEAD = "value_head.safetensors"
+
+
+@dataclass(frozen=True)
+class ValueHead:
+    """Makes one number of a hidden state, in fp32: its weights [D] and a bias, one behind the other."""
+
+    flat: Tensor  # [D + 1]
+    gradient: Tensor  # [D + 1] that of a batch is added to it
 
 
 class AdapterArena:
     """Owned by the trainer, one per resident adapter; made anew for every job, so a slot never remembers its last owner."""
 
-    def __init__(self, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype, *, head: int = 0
+    ) -> None:
+        """`head` numbers, zero at first, stand behind the matrices: a vector as wide as the model, and a bias."""
+        masters = torch.cat([masters, masters.new_zeros(head)])
         self.layout = layout
         self.scaling = scaling
         self.dtype = dtype
-        self.masters = torch.nn.Parameter(masters.clone())
+        self.masters = torch.nn.Parameter(masters)
         self.gradient = torch.zeros_like(masters)
         self.masters.grad = self.gradient
         self.gradient_matrices = layout.matrices(self.gradient)
@@ -40,10 +54,18 @@ class AdapterArena:
     def _compute_copy(self) -> AdapterWeights:
         return AdapterWeights.from_masters(self.layout, self.scaling, self.masters, self.dtype)
 
+    @property
+    def head(self) -> ValueHead | None:
+        """What makes a value of a hidden state; None where the adapter has none."""
+        size = self.layout.size
+        if len(self.masters) == size:
+            return None
+        return ValueHead(self.masters.detach()[size:], self.gradient[size:])
+
     def set_masters(self, flat: Tensor) -> None:
         """Start from these weights, with fresh moments."""
         with torch.no_grad():
-            self.masters.copy_(flat)
+            self.masters[: self.layout.size].copy_(flat)
         self.gradient.zero_()
         self.pending = False
         self._adamw = self._new_adamw()
@@ -75,7 +97,7 @@ class AdapterArena:
     def save_optimizer(self, directory: Path) -> None:
         """Write AdamW's moments and step count, and a gradient that waits for its step."""
         state = self._adamw.state.get(self.masters, {})
-        moments = {name: state.get(name, torch.zeros(self.layout.size)).cpu() for name in ("exp_avg", "exp_avg_sq")}
+        moments = {name: state.get(name, torch.zeros(len(self.masters))).cpu() for name in ("exp_avg", "exp_avg_sq")}
         tensors = {
             **moments,
             "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu(),
@@ -83,6 +105,25 @@ class AdapterArena:
         if self.pending:
             tensors["gradient"] = self.gradient.cpu()
         save_tensors(tensors, directory / OPTIMIZER, self._metadata())
+
+    def save_head(self, directory: Path) -> None:
+        """Write the head, where there is one, beside the adapter."""
+        if (head := self.head) is not None:
+            save_tensors({"head": head.flat.cpu()}, directory / HEAD, {})
+
+    def load_head(self, directory: Path) -> None:
+        """Read what `save_head` wrote.
+
+        Raises:
+            AdapterError: missing, damaged, or of another base.
+        """
+        if (head := self.head) is None:
+            return
+        path = directory / HEAD
+        try:
+            head.flat.copy_(load_file(str(path))["head"])
+        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+            raise AdapterError(f"{path} cannot be read: {error}") from error
 
     def _metadata(self) -> dict[str, str]:
         """Which layers the moments belong to; one entry, because safetensors writes several in random order."""

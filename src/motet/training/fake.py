@@ -58,12 +58,14 @@ class FakeTrainer:
         self._seconds = seconds
         self._slots: dict[str, _Slot] = {}
 
-    def add_adapter(self, name: str, shape: AdapterConfig, seed: int) -> None:
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
         """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
 
         Raises:
-            AdapterError: the name is taken or no slot is free.
+            AdapterError: the name is taken, no slot is free, or a head is wanted, which no hidden state is there for.
         """
+        if head:
+            raise AdapterError("the fake base has no hidden states for a critic")
         if name in self._slots or len(self._slots) >= self.slots:
             raise AdapterError(f"adapter {name!r} is there already, or all {self.slots} slots are taken")
         self._slots[name] = _Slot(FakeAdapter.fresh(shape.rank, shape.alpha, seed))

@@ -25,6 +25,7 @@ from motet.model.distribution import Distribution
 from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.training.arena import ValueHead
 from motet.types import FloatArray, IntArray
 
 HEAD_ROWS = 256
@@ -40,6 +41,8 @@ class Learning:
     """What is added to."""
     unscaled: bool = False
     """Whether alpha / rank is left to who adds the parts up (see `TrainSegment.unscaled`)."""
+    head: ValueHead | None = None
+    """Where the segment learns values."""
 
 
 class PackedPass:
@@ -66,13 +69,16 @@ class PackedPass:
             TrainSegment(start, stop, one.weights, one.gradients, one.unscaled)
             for (start, stop), one in zip(spans, adapters, strict=True)
         ]
+        heads = [None if one.head is None else one.head.flat.clone().requires_grad_() for one in adapters]
         routing = TrainerRouting(segments, base.device, base.products, backward=True)
         with base.routed(routing), torch.enable_grad():
             hidden_TD = self._hidden()
             try:
                 found = [
-                    self._segment_loss(segment, hidden_TD[start:stop], rows)
-                    for segment, (start, stop), rows in zip(self._batch.segments, spans, self._rows, strict=True)
+                    self._segment_loss(segment, hidden_TD[start:stop], rows, head)
+                    for segment, (start, stop), rows, head in zip(
+                        self._batch.segments, spans, self._rows, heads, strict=True
+                    )
                 ]
             except Exception:
                 self._keep_step(hidden_TD)
@@ -83,6 +89,9 @@ class PackedPass:
                     self.in_step = True
                 else:
                     self._keep_step(hidden_TD)
+        for one, head in zip(adapters, heads, strict=True):  # in the order of the segments, however they were batched
+            if one.head is not None and head is not None and head.grad is not None:
+                one.head.gradient.add_(head.grad)
         if base.device.type == "cuda":  # or whoever waits next would be charged for it
             torch.cuda.synchronize(base.device)
         return tuple(
@@ -91,8 +100,13 @@ class PackedPass:
         )
 
     @torch.no_grad()
-    def score(self, adapters: Sequence[AdapterWeights] | None) -> tuple[tuple[FloatArray, ...], ...]:
-        """Logprobs [T] per sample per segment, no gradient; of the base alone where there are no adapters."""
+    def score(
+        self, adapters: Sequence[AdapterWeights] | None, heads: Sequence[ValueHead | None] = ()
+    ) -> tuple[tuple[FloatArray, ...], ...]:
+        """Logprobs [T] per sample per segment, no gradient; of the base alone where there are no adapters.
+
+        Segments with a head have values instead.
+        """
         base, spans, found = self._base, self._plan.spans, []
         segments = [
             TrainSegment(start, stop, weights, None)
@@ -101,9 +115,15 @@ class PackedPass:
         routing = TrainerRouting(segments, base.device, base.products, backward=False)
         with base.routed(routing):
             hidden_TD = self._hidden()
-            for segment, (start, stop), rows in zip(self._batch.segments, spans, self._rows, strict=True):
-                logprobs_N, _ = _head(base, hidden_TD[start:stop], rows, segment.temperature)
-                found.append(rows.scatter(logprobs_N, segment))
+            for place, (segment, (start, stop), rows) in enumerate(
+                zip(self._batch.segments, spans, self._rows, strict=True)
+            ):
+                head = heads[place] if heads else None
+                if head is not None:
+                    outputs_N = _values(hidden_TD[start:stop], rows, head.flat)
+                else:
+                    outputs_N, _ = _head(base, hidden_TD[start:stop], rows, segment.temperature)
+                found.append(rows.scatter(outputs_N, segment))
         return tuple(found)
 
     def _hidden(self) -> Tensor:
@@ -118,11 +138,15 @@ class PackedPass:
             self.in_step = True
 
     def _segment_loss(
-        self, segment: Segment, hidden_TD: Tensor, rows: _TrainableRows
+        self, segment: Segment, hidden_TD: Tensor, rows: _TrainableRows, head: Tensor | None
     ) -> tuple[Tensor, LossStats, Tensor]:
         if segment.loss is None:
             raise ValueError(f"a segment of {segment.adapter!r} has no loss; a gradient needs one")
-        logprobs_N, entropy_N = _head(self._base, hidden_TD, rows, segment.temperature)
+        if head is not None:
+            logprobs_N = _values(hidden_TD, rows, head)
+            entropy_N = torch.zeros_like(logprobs_N)
+        else:
+            logprobs_N, entropy_N = _head(self._base, hidden_TD, rows, segment.temperature)
         inputs = LossInputs(
             logprobs_N=logprobs_N,
             entropy_N=entropy_N,
@@ -279,6 +303,12 @@ def _head(base: LoraModel, hidden_TD: Tensor, rows: _TrainableRows, temperature:
     target_N = base.pad(rows.target_N)
     logprobs_N, entropy_N = _HeadLogprobs.apply(hidden_ND, target_N, temperature, base)  # type: ignore[no-untyped-call]
     return logprobs_N[:n_tokens], entropy_N[:n_tokens]
+
+
+def _values(hidden_TD: Tensor, rows: _TrainableRows, head: Tensor) -> Tensor:
+    """What each trainable token's place is worth [N], before it is sampled; in fp32."""
+    hidden_ND = hidden_TD.index_select(0, rows.row_N).float()
+    return (hidden_ND * head[:-1]).sum(-1) + head[-1]
 
 
 class _HeadLogprobs(torch.autograd.Function):

@@ -36,8 +36,8 @@ class TorchTrainer:
         if recompute:
             _recompute(base)
 
-    def add_adapter(self, name: str, shape: AdapterConfig, seed: int) -> None:
-        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
+        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0; one with a `head` gives values.
 
         Raises:
             AdapterError: the name is taken, no slot is free, or a target module does not exist.
@@ -48,7 +48,8 @@ class TorchTrainer:
             raise AdapterError(f"all {self.slots} adapter slots are taken; raise engine.slots or wait for a job to end")
         layout = self.base.adapter_layout(shape.target_modules, shape.rank)
         masters = initial_weights(layout, seed).to(self.base.device)
-        self._arenas[name] = AdapterArena(layout, shape.alpha / shape.rank, masters, self.base.dtype)
+        width = self.base.info.hidden_size + 1 if head else 0
+        self._arenas[name] = AdapterArena(layout, shape.alpha / shape.rank, masters, self.base.dtype, head=width)
         self._shapes[name] = shape
 
     def remove_adapter(self, name: str) -> None:
@@ -64,7 +65,7 @@ class TorchTrainer:
         """Add the gradient of each segment to its adapter; sums and logprobs of each."""
         arenas = [self._arena(segment.adapter) for segment in batch.segments]
         packed = PackedPass(self.base, batch, share=self._share_prompts)
-        found = packed.train([Learning(arena.weights, arena.gradient_matrices) for arena in arenas])
+        found = packed.train([Learning(arena.weights, arena.gradient_matrices, head=arena.head) for arena in arenas])
         for arena in arenas:
             arena.pending = True
         return found
@@ -75,8 +76,11 @@ class TorchTrainer:
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
-        adapters = None if base else [self._arena(segment.adapter).weights for segment in batch.segments]
-        return PackedPass(self.base, batch, share=self._share_prompts).score(adapters)
+        packed = PackedPass(self.base, batch, share=self._share_prompts)
+        if base:
+            return packed.score(None)
+        arenas = [self._arena(segment.adapter) for segment in batch.segments]
+        return packed.score([arena.weights for arena in arenas], [arena.head for arena in arenas])
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
@@ -87,6 +91,7 @@ class TorchTrainer:
         arena, shape = self._arena(name), self._shapes[name]
         with _no_openmp_team():
             write_adapter(directory, self.base, arena.layout, shape.alpha, shape.target_modules, arena.masters)
+            arena.save_head(directory)
             if optimizer:
                 arena.save_optimizer(directory)
 
@@ -99,6 +104,7 @@ class TorchTrainer:
                 f"{directory} has alpha {peft.alpha:g}, the job asks for {shape.alpha:g}; set adapter.alpha to {peft.alpha:g}"
             )
         arena.set_masters(flatten(peft, self.base, arena.layout, directory).to(self.base.device))
+        arena.load_head(directory)
         if optimizer:
             arena.load_optimizer(directory)
 

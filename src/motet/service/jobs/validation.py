@@ -129,6 +129,10 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
                 f"data.source {source!r} cannot be used here: upload the file and give its id (file-…), or use toy:NAME or "
                 "reasoning-gym:NAME"
             )
+    if (name := config.algorithm.compared_with) not in ("base", "start"):
+        raise ConfigError(
+            f"algorithm: {name!r} cannot be compared with here; a service knows the base and the start (adapter.init) alone"
+        )
     for reward in config.rewards:
         _check_reward(reward, allowed)
     return config

@@ -29,12 +29,16 @@ class ShardedTrainer:
         self._group = group
         self._owners: dict[str, int] = {}
 
-    def add_adapter(self, name: str, shape: AdapterConfig, seed: int) -> None:
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
         """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
 
         Raises:
-            AdapterError: the name is taken, no slot is free, or a target module does not exist.
+            AdapterError: the name is taken, no slot is free, a target module does not exist, or a head is wanted.
         """
+        if head:
+            raise AdapterError(
+                "a critic needs its base on one device: set engine.shard to 1, or leave algorithm.critic out"
+            )
         if name in self._owners:
             raise AdapterError(f"adapter {name!r} is there already")
         if len(self._owners) >= self.slots:

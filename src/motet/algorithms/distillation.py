@@ -1,0 +1,60 @@
+"""On-policy distillation: the student's own answers, each token judged by how likely a teacher finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from motet.algorithms.algorithm import StepBatch
+from motet.algorithms.policy_gradient import LossName, PolicyGradient
+from motet.types import FloatArray, Group
+
+
+class Distillation(PolicyGradient):
+    """The advantage of a token is log teacher − log student: the policy gradient of −KL(student ‖ teacher), token by token.
+
+    Source: generalised knowledge distillation (Agarwal et al. 2024, arXiv 2306.13649) with the reverse KL on the student's
+    samples, as MiniLLM (arXiv 2306.08543) and Tinker's recipe take it. Rewards are measured and not learned.
+    """
+
+    least_scored: ClassVar[int] = 1
+
+    type: Literal["distill"] = "distill"
+    teacher: str
+    """`base`, a PEFT directory of the same base, or the address of an OpenAI-compatible server that gives `prompt_logprobs`, as
+    vLLM does (`http://host:8000`); it must have the base's tokenizer."""
+    teacher_model: str | None = None
+    """The name of the model on that server; the first that it lists, unless set."""
+    teacher_key_env: str | None = None
+    """Environment variable with the key of that server."""
+    loss: LossName = "importance_sampling"
+    """The policy loss of a token."""
+    group_size: int = Field(4, ge=1, le=10**5)
+    """Rollouts of one problem."""
+
+    @property
+    def compared_with(self) -> str:
+        """What reference logprobs are of."""
+        return self.teacher
+
+    @property
+    def needs_reference(self) -> bool:
+        """The teacher's logprobs are what is learned."""
+        return True
+
+    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[float | FloatArray]]:
+        """0 until the teacher has spoken."""
+        return [[0.0] * len(group.scored) for group in groups]
+
+    def weighed(self, batch: StepBatch) -> StepBatch:
+        """Log teacher − log student of each sampled token."""
+        samples = []
+        for sample in batch.samples:
+            assert sample.reference_logprobs is not None
+            gap = np.where(sample.loss_mask, sample.reference_logprobs - sample.logprobs, np.float32(0))
+            samples.append(replace(sample, advantages=gap.astype(np.float32)))
+        return replace(batch, samples=tuple(samples))

@@ -1,0 +1,76 @@
+"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306): answers that were liked, and others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from motet.algorithms.algorithm import StepBatch
+from motet.algorithms.rows import Figures, Preference, Scored, sample_of, sigmoid, with_weights
+from motet.batch import Example, Row
+from motet.types import FloatArray
+
+
+class Kto(Preference):
+    """Learning from thumbs: `completion` and whether it was liked, `label`.
+
+    The reference point is the paper's: how much likelier than the reference the policy finds answers to other prompts of the
+    step. They follow the answers as further samples, which are scored and not learned.
+    """
+
+    rows: ClassVar[str] = "thumb"
+
+    type: Literal["kto"] = "kto"
+    rows_per_step: int = Field(16, ge=2, le=10**6)
+    """Rows of one step."""
+    liked_weight: float = Field(1.0, ge=0, le=1e6)
+    """Factor of answers that were liked."""
+    disliked_weight: float = Field(1.0, ge=0, le=1e6)
+    """Factor of the others; the two should balance how many there are of each."""
+
+    def batch(self, rows: Sequence[Row]) -> StepBatch:
+        """The answers, then each prompt with the next row's answer."""
+        examples = [row.examples[0] for row in rows]
+        signs = [1.0 if row.liked else -1.0 for row in rows]
+        answers = (sample_of(example, sign) for example, sign in zip(examples, signs, strict=True))
+        others = (sample_of(_exchanged(*pair)) for pair in zip(examples, examples[1:] + examples[:1], strict=True))
+        return StepBatch((*answers, *others), float(len(rows)))
+
+    def weighed(self, batch: StepBatch, scored: Scored) -> StepBatch:
+        """Weights ±λ·β·σ(x)·σ(−x) of the answers, eq. 8, where x is what an answer has over the reference point."""
+        signs_S, over_S = self._over(batch, scored)
+        weights_S = signs_S * self._factors(signs_S) * self.beta * sigmoid(over_S) * sigmoid(-over_S)
+        return StepBatch(with_weights(batch.samples[: len(signs_S)], weights_S), batch.denominator)
+
+    def figures(self, batch: StepBatch, scored: Scored) -> Mapping[str, float]:
+        """The loss, and the share of answers that moved to the side of the reference point where they belong."""
+        signs_S, over_S = self._over(batch, scored)
+        losses_S = self._factors(signs_S) * sigmoid(-over_S)
+        return {"loss": float(losses_S.mean()), "accuracy": float((over_S > 0).mean())}
+
+    def _over(self, batch: StepBatch, scored: Scored) -> tuple[Figures, Figures]:
+        """Of each answer its sign, and β · sign · (its gain over the reference − the reference point), [S]."""
+        policy, reference = scored.sums(batch.samples)
+        n = len(batch.samples) // 2
+        signs_S = np.array([_sign(sample.weights) for sample in batch.samples[:n]])
+        gains = policy - reference
+        return signs_S, self.beta * signs_S * (gains[:n] - max(float(gains[n:].mean()), 0.0))
+
+    def _factors(self, signs_S: Figures) -> Figures:
+        return np.where(signs_S > 0, self.liked_weight, self.disliked_weight)
+
+
+def _sign(weights: FloatArray | None) -> float:
+    assert weights is not None
+    return float(np.sign(weights.sum()))
+
+
+def _exchanged(prompt_of: Example, answer_of: Example) -> Example:
+    """The prompt of one and the answer of the other."""
+    prompt, start = int(np.argmax(prompt_of.loss_mask)), int(np.argmax(answer_of.loss_mask))
+    ids = np.concatenate([prompt_of.token_ids[:prompt], answer_of.token_ids[start:]])
+    mask = np.concatenate([np.zeros(prompt, np.bool_), answer_of.loss_mask[start:]])
+    return Example(ids, mask)

@@ -1,0 +1,57 @@
+"""Jobs of one file that go on with each other's adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from motet.config.job import JobConfig
+
+
+@dataclass(frozen=True)
+class Start:
+    """A version of another job's adapter that a job starts from."""
+
+    job: str
+    version: str
+    """`best`, `latest`, or its number."""
+
+    @classmethod
+    def of(cls, init: str | None, jobs: Sequence[JobConfig]) -> Start | None:
+        """What `adapter.init` names, where it names one of these jobs: `job`, `job@best`, `job@latest` or `job@12`."""
+        names = {job.name for job in jobs}
+        if init is None or init in names:
+            return None if init is None else cls(init, "best")
+        name, _, version = init.rpartition("@")
+        known = name in names and (version in ("best", "latest") or version.isdecimal())
+        return cls(name, version) if known else None
+
+
+def chains(jobs: Sequence[JobConfig]) -> Mapping[str, Start]:
+    """Jobs that start from one above them, by name."""
+    starts = {job.name: Start.of(job.adapter.init, jobs[:place]) for place, job in enumerate(jobs)}
+    return {name: start for name, start in starts.items() if start is not None}
+
+
+def check_chains(jobs: Sequence[JobConfig]) -> None:
+    """A job that goes on with another's adapter has its shape, and stands below it.
+
+    Raises:
+        ValueError: one does not.
+    """
+    by_name, starts = {job.name: job for job in jobs}, chains(jobs)
+    for job in jobs:
+        start = starts.get(job.name)
+        if start is None:
+            if (below := Start.of(job.adapter.init, jobs)) is not None:
+                raise ValueError(
+                    f"job {job.name}: adapter.init names {below.job!r}, which must stand above it in the file"
+                )
+            continue
+        for field in ("rank", "alpha", "target_modules"):
+            own, wanted = (getattr(one.adapter, field) for one in (job, by_name[start.job]))
+            if own != wanted:
+                raise ValueError(
+                    f"job {job.name}: adapter.{field} is {own}, that of {start.job!r}, which it starts from, is {wanted}; an "
+                    "adapter keeps its shape"
+                )

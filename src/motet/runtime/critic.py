@@ -1,0 +1,73 @@
+"""A job's critic while it is trained: a second adapter, with a head, in the packed batches and commits of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from motet import seeds
+from motet.algorithms.algorithm import StepBatch
+from motet.algorithms.critic import CriticConfig, ValueLoss
+from motet.algorithms.schedule import adamw
+from motet.batch import OptimStats, Segment
+from motet.config import AdapterConfig
+from motet.runtime.session import Session
+from motet.types import FloatArray
+
+
+class Critic:
+    """Values of a job's samples, and how they are learned."""
+
+    def __init__(self, session: Session, config: CriticConfig) -> None:
+        self._session, self.config = session, config
+        self._name = f"{session.job.name}#critic"
+        self._open = False
+
+    async def open(self) -> None:
+        """Take a slot, and go on from what was committed; the session opens afterwards and commits it from then on."""
+        session, config = self._session, self.config
+        job, trainer, on_device = session.job, session.services.trainer, session.services.on_device
+        shape = AdapterConfig(rank=config.rank, target_modules=job.config.adapter.target_modules)
+        seed = seeds.key(job.seed, "critic") % (1 << 48)
+        await on_device(job.name, lambda: trainer.add_adapter(self._name, shape, seed, head=True))
+        self._open = True
+        if (committed := session.committed) is not None:
+            await on_device(job.name, lambda: trainer.load_adapter(self._name, _place(committed), optimizer=True))
+        session.also_saved.append(self._save)
+
+    async def close(self) -> None:
+        """Give the slot back."""
+        session = self._session
+        if self._open:
+            self._open = False
+            await session.services.on_device(
+                session.job.name, lambda: session.services.trainer.remove_adapter(self._name)
+            )
+
+    async def values(self, batch: StepBatch) -> Sequence[FloatArray]:
+        """What each sampled token's place is worth, [T] of each sample."""
+        return await self._session.forward(self.segments(batch))
+
+    def segments(self, batch: StepBatch) -> tuple[Segment, ...]:
+        """Micro-batches of samples for the critic."""
+        return batch.segments(self._name, ValueLoss(self.config.clip), 1.0, self._session.services.micro_batch_tokens)
+
+    async def optim_step(self, step: int) -> OptimStats:
+        """Clip, step and clear the gradient."""
+        session, job = self._session, self._session.job
+        rate = job.base_rate if self.config.lr == "auto" else self.config.lr
+        settings = adamw(job.config.optimizer, rate, step, job.config.steps)
+        return await session.services.on_device(
+            job.name, lambda: session.services.trainer.optim_step(self._name, settings)
+        )
+
+    def _save(self, directory: Path) -> None:
+        """Write adapter, head and moments into a commit."""
+        place = _place(directory)
+        place.mkdir()
+        self._session.services.trainer.save_adapter(self._name, place, optimizer=True)
+
+
+def _place(directory: Path) -> Path:
+    """Of the critic in a commit; versions are linked from the policy's files alone."""
+    return directory / "critic"

@@ -1,0 +1,147 @@
+"""What a policy is compared with: the base, another adapter on it, or a model on a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from motet.algorithms.distillation import Distillation
+from motet.batch import Sample, Segment
+from motet.config import AdapterConfig
+from motet.errors import AdapterError
+from motet.runtime.session import Session
+from motet.tasks.scoring_server import ScoringServer
+from motet.types import ADAPTER_CONFIG, FloatArray
+
+_AT_ONCE = 8
+"""Samples that a server is asked about at a time."""
+
+
+class Reference(Protocol):
+    """Finds how likely something other than the policy thinks a job's samples are."""
+
+    async def open(self) -> None:
+        """Get ready."""
+        ...
+
+    async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
+        """Logprobs [T] of each sample."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of what was opened."""
+        ...
+
+
+class BaseReference:
+    """The base without an adapter."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def open(self) -> None:
+        """Nothing to do."""
+
+    async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
+        """Logprobs [T] of each sample."""
+        return await self._session.forward(segments, base=True)
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+
+class AdapterReference:
+    """An adapter from a directory; it stands in the trainer under a name of its own and takes a slot."""
+
+    def __init__(self, session: Session, directory: Path) -> None:
+        self._session, self._directory = session, directory
+        self._name = f"{session.job.name}#reference"
+        self._open = False
+
+    async def open(self) -> None:
+        """Load it.
+
+        Raises:
+            AdapterError: the directory holds no adapter of this base.
+        """
+        job, services, shape = self._session.job, self._session.services, shape_of(self._directory)
+        await services.on_device(job.name, lambda: services.trainer.add_adapter(self._name, shape, job.seed))
+        self._open = True
+        await services.on_device(
+            job.name, lambda: services.trainer.load_adapter(self._name, self._directory, optimizer=False)
+        )
+
+    async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
+        """Logprobs [T] of each sample."""
+        return await self._session.forward(tuple(replace(segment, adapter=self._name) for segment in segments))
+
+    async def close(self) -> None:
+        """Give the slot back."""
+        job, services = self._session.job, self._session.services
+        if self._open:
+            self._open = False
+            await services.on_device(job.name, lambda: services.trainer.remove_adapter(self._name))
+
+
+class ServerReference:
+    """A model on a server."""
+
+    def __init__(self, session: Session, server: ScoringServer) -> None:
+        self._session, self._server = session, server
+
+    async def open(self) -> None:
+        """What a server answers is no function of the job alone."""
+        self._session.job.note_inexact("a server judges what is learned (algorithm.teacher)")
+        await self._server.open()
+
+    async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
+        """Logprobs [T] of each sample."""
+        permits = asyncio.Semaphore(_AT_ONCE)
+
+        async def scored(sample: Sample) -> FloatArray:
+            async with permits:
+                values = await self._server.logprobs(sample.token_ids)
+            return np.where(sample.loss_mask, values, np.float32(0)).astype(np.float32)
+
+        return await asyncio.gather(*(scored(sample) for segment in segments for sample in segment.samples))
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._server.close()
+
+
+def reference_of(session: Session) -> Reference:
+    """The reference that a job's algorithm names."""
+    job, algorithm = session.job, session.job.config.algorithm
+    name = algorithm.compared_with
+    if algorithm.compared_on_server:
+        assert isinstance(algorithm, Distillation)
+        key = os.environ.get(algorithm.teacher_key_env or "", "")
+        return ServerReference(session, ScoringServer(name, algorithm.teacher_model, key))
+    if name == "start" and job.config.adapter.init is not None:
+        return AdapterReference(session, job.init_directory())
+    if name in ("base", "start"):
+        return BaseReference(session)
+    return AdapterReference(session, Path(name).expanduser())
+
+
+def shape_of(directory: Path) -> AdapterConfig:
+    """The shape of the adapter in a PEFT directory.
+
+    Raises:
+        AdapterError: there is none.
+    """
+    path = directory / ADAPTER_CONFIG
+    try:
+        saved = json.loads(path.read_text())
+        targets = {"target_modules": saved["target_modules"]} if "target_modules" in saved else {}
+        return AdapterConfig.model_validate({"rank": saved["r"], "alpha": saved["lora_alpha"], **targets})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"{directory} holds no PEFT adapter: {path.name} cannot be read ({error})") from error

@@ -1,0 +1,77 @@
+"""Learning from rows, step by step: rows → scores where they are compared → learn → record → commit → publish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from motet.algorithms.algorithm import StepBatch
+from motet.algorithms.rows import RowAlgorithm, Scored
+from motet.runtime.checkpoint import Committed
+from motet.runtime.driver import Driver
+from motet.runtime.job import Job, Services
+from motet.runtime.learning import train
+from motet.runtime.metrics import trained_record
+from motet.runtime.session import Evaluated, FinishedStep
+from motet.tasks.dataset import data_window
+from motet.tasks.rows import row_of
+from motet.types import Problem
+
+
+class RowLoop(Driver):
+    """Trains an adapter on rows of its data. Nothing is sampled."""
+
+    def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
+        super().__init__(job, services, committed)
+        algorithm = job.config.algorithm
+        assert isinstance(algorithm, RowAlgorithm)
+        self._algorithm = algorithm
+
+    async def step(self, step: int) -> None:
+        """Learn a step's rows and record them; the driver publishes."""
+        job, algorithm = self.job, self._algorithm
+        started = time.monotonic()
+        evaluated = await self.evaluated()
+        job.progress.phase = "training"
+        rows = data_window(job.data.train, step, algorithm.rows_per_step, job.seed, job.config.data.shuffle)
+        batch = self._batch(rows)
+        figures: Mapping[str, float] = {}
+        if algorithm.compares:
+            scored = await self._scored(batch)
+            batch, figures = algorithm.weighed(batch, scored), algorithm.figures(batch, scored)
+        segments = batch.segments(job.name, algorithm, 1.0, self.services.micro_batch_tokens)
+        learned = await train(self.session, batch, segments, step)
+        finished = FinishedStep(
+            record={
+                "step": step,
+                "version": step,
+                "samples": len(batch.samples),
+                **trained_record(learned),
+                **figures,
+            },
+            seconds={"train": time.monotonic() - started},
+            optim=learned.optim,
+            tokens_trained=learned.tokens,
+        )
+        await self.session.finish(finished, evaluated, commit=self.commits)
+
+    async def evaluated(self) -> Evaluated | None:
+        """What the version finds of the held-out rows."""
+        job, version = self.job, self.session.done.step
+        if not job.evaluates(version) or self.session.done.evaluated >= version:
+            return None
+        job.progress.phase = "evaluating"
+        batch = self._batch(job.data.holdout)
+        figures = self._algorithm.figures(batch, await self._scored(batch))
+        record = {**figures, "rows": len(job.data.holdout)}
+        job.progress.evaluated(version, record)
+        return Evaluated(version, record, -figures[self._algorithm.score])
+
+    def _batch(self, rows: Sequence[Problem]) -> StepBatch:
+        job, algorithm = self.job, self._algorithm
+        return algorithm.batch([row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows])
+
+    async def _scored(self, batch: StepBatch) -> Scored:
+        segments = batch.segments(self.job.name, None, 1.0, self.services.micro_batch_tokens)
+        policy = await self.session.forward(segments)
+        return Scored(policy, await self.reference.logprobs(segments) if self._algorithm.compares else ())

@@ -1,0 +1,94 @@
+"""Messages as rows have them: checked, and with what tools are called for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from motet.errors import DataError
+from motet.types import Message, ToolCall
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
+    """A text or a list of messages.
+
+    Args:
+        value: of a row's column.
+        where: the row, for errors.
+        column: its name.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            raise DataError(f"{where}: the prompt ({column}) is empty")
+        return (Message("user", value),)
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: the prompt ({column}) must be text or a list of messages, got {value!r:.80}")
+    return tuple(_message(item, where, column) for item in value)
+
+
+def without_prompt(row: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What `chosen` and `rejected` begin with alike, where a row of preferences has no prompt of its own, and the rest.
+
+    Of texts up to the last space, as TRL finds it; of messages up to the first that differs.
+    """
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if not (isinstance(chosen, str) and isinstance(rejected, str)) and not (
+        isinstance(chosen, list) and isinstance(rejected, list)
+    ):
+        return None, row
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    same = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    if isinstance(chosen, str) and same and chosen[same - 1] == " ":
+        same -= 1
+    return chosen[:same], {**row, "chosen": chosen[same:], "rejected": rejected[same:]}
+
+
+def _message(item: Any, where: str, column: str) -> Message:
+    if not isinstance(item, dict) or "role" not in item or not ("content" in item or item.get("tool_calls")):
+        raise DataError(f"{where}: a message ({column}) needs `role` and `content`, got {item!r:.80}")
+    role = "system" if item["role"] == "developer" else item["role"]
+    if role not in ROLES:
+        raise DataError(f"{where}: a message has the role {item['role']!r}; the roles are {', '.join(ROLES)}")
+    calls = tuple(_tool_call(call, where) for call in item.get("tool_calls") or ())
+    if calls and role != "assistant":
+        raise DataError(f"{where}: a message of the {role} has tool_calls; only an assistant calls tools")
+    content = "" if calls and item.get("content") is None else _content(item["content"], where)
+    name = item.get("name") if role == "tool" else None
+    return Message(role, content, calls, name if isinstance(name, str) else "", _learned(item, where))
+
+
+def _learned(item: Mapping[str, Any], where: str) -> bool:
+    """OpenAI's `weight` of a message: 0 or 1."""
+    weight = item.get("weight")
+    if weight not in (None, 0, 1):
+        raise DataError(f"{where}: the weight of a message must be 0 or 1, got {weight!r:.80}")
+    return weight != 0
+
+
+def _tool_call(value: Any, where: str) -> ToolCall:
+    """OpenAI's form, or the function alone; arguments may be an object or its JSON."""
+    call = value.get("function", value) if isinstance(value, dict) else None
+    try:
+        assert isinstance(call, dict)
+        arguments = call.get("arguments") or {}
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return ToolCall(str(call["name"]), dict(arguments))
+    except (AssertionError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{where}: a tool call needs a function with `name` and `arguments`, got {value!r:.80}"
+        ) from error
+
+
+def _content(value: Any, where: str) -> str:
+    """The text of a message; parts such as {"type": "text", "text": …} are joined, other kinds of parts refused."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+        return "".join(part["text"] for part in value)
+    raise DataError(f"{where}: the content of a message must be text, got {value!r:.80}")

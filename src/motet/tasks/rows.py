@@ -1,0 +1,161 @@
+"""Rows of data as tokens, for algorithms that learn from rows: answers, preferences, thumbs, a teacher's probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from motet.batch import Example, Row
+from motet.errors import DataError
+from motet.tasks.chat import Chat, Tools
+from motet.tasks.messages import messages_of
+from motet.types import Message, Problem
+
+Continuation = tuple[Message, ...]
+
+
+def row_of(problem: Problem, kind: str, chat: Chat, source: str) -> Row:
+    """A row as tokens.
+
+    Args:
+        problem: the row.
+        kind: a name in `READERS`, as `RowAlgorithm.rows` says.
+        chat: of the job.
+        source: what the data is called, for errors.
+
+    Raises:
+        DataError: the row does not have what is learned; says which it is and what to do.
+    """
+    return READERS[kind](problem, chat, f"{source} row {problem.id + 1}")
+
+
+def longest_row(problems: Sequence[Problem], kind: str, chat: Chat, source: str) -> tuple[int, Problem]:
+    """The tokens of the longest row, and whose it is; every row is read, so that mistakes are told before anything starts.
+
+    Raises:
+        DataError: see `row_of`.
+    """
+    lengths = [max(len(one.token_ids) for one in row_of(problem, kind, chat, source).examples) for problem in problems]
+    longest = int(np.argmax(lengths))
+    return lengths[longest], problems[longest]
+
+
+def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
+    """All of the assistant's turns of a conversation."""
+    messages = (*problem.messages, *_answer(problem, where))
+    first = next(at for at, message in enumerate(messages) if message.role == "assistant")
+    return Row((_learned(chat.conversation(messages, first, _tools(problem, where)), where),))
+
+
+def _last_answer(problem: Problem, chat: Chat, where: str) -> Row:
+    """What lies after the prompt."""
+    return Row((_example(problem, _answer(problem, where), chat, where),))
+
+
+def _answer(problem: Problem, where: str) -> Continuation:
+    if problem.continuation:
+        return problem.continuation
+    if "completion" in problem.metadata:
+        return _continuation(problem, "completion", where)
+    if not problem.answer:
+        raise DataError(
+            f"{where} has no answer to learn: sft wants rows whose messages end with an assistant turn, or an answer column "
+            "(data.answer)"
+        )
+    return (Message("assistant", problem.answer),)
+
+
+def _pair(problem: Problem, chat: Chat, where: str) -> Row:
+    """`chosen` and `rejected`, in this order."""
+    chosen, rejected = (_continuation(problem, name, where) for name in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise DataError(f"{where}: chosen and rejected are the same; leave such rows out, there is nothing to prefer")
+    return Row(tuple(_example(problem, one, chat, where) for one in (chosen, rejected)))
+
+
+def _thumb(problem: Problem, chat: Chat, where: str) -> Row:
+    """`completion`, and whether it was liked, `label`."""
+    label = problem.metadata.get("label")
+    if label not in (True, False):
+        raise DataError(f"{where}: label must be true or false, whether the completion was liked, got {label!r:.80}")
+    return Row((_example(problem, _continuation(problem, "completion", where), chat, where),), bool(label))
+
+
+def _soft(problem: Problem, chat: Chat, where: str) -> Row:
+    """`token_ids` of the answer, and for each of them `top_ids` and `top_logprobs`, a teacher's."""
+    ids, top, logprobs = (problem.metadata.get(name) for name in ("token_ids", "top_ids", "top_logprobs"))
+    try:
+        own = np.asarray(ids, np.int32)
+        targets, shares = np.asarray(top, np.int32), np.exp(np.asarray(logprobs, np.float64))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: token_ids, top_ids and top_logprobs must be lists of numbers: {error}") from error
+    if own.ndim != 1 or not len(own) or targets.ndim != 2 or targets.shape != shares.shape or len(targets) != len(own):
+        raise DataError(
+            f"{where} needs token_ids, one for each token of the answer, and top_ids and top_logprobs, of each of these a list"
+        )
+    vocabulary = len(chat.tokenizer)
+    if min(own.min(), targets.min()) < 0 or max(own.max(), targets.max()) >= vocabulary:
+        raise DataError(f"{where} has a token id that the base does not know; it has {vocabulary} tokens")
+    prompt = chat.prompt_ids(problem)
+    before = ((len(prompt), 0), (0, 0))
+    return Row(
+        (
+            Example(
+                np.concatenate([prompt, own]),
+                np.arange(len(prompt) + len(own)) >= len(prompt),
+                np.pad(targets, before),
+                np.pad((shares / shares.sum(axis=1, keepdims=True)).astype(np.float32), before),
+            ),
+        )
+    )
+
+
+READERS: Mapping[str, Callable[[Problem, Chat, str], Row]] = {
+    "answer": _all_turns,
+    "last_answer": _last_answer,
+    "pair": _pair,
+    "thumb": _thumb,
+    "soft": _soft,
+}
+"""What rows are read for."""
+
+
+def _continuation(problem: Problem, column: str, where: str) -> Continuation:
+    """What follows the prompt, in TRL's plain form (text) or its conversational one (messages, with or without the prompt)."""
+    value = problem.metadata.get(column)
+    if isinstance(value, str):
+        messages: Continuation = (Message("assistant", value),)
+    elif value:
+        messages = tuple(message for message in messages_of(value, where, column) if message.role != "system")
+        prompt = tuple(message for message in problem.messages if message.role != "system")
+        messages = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+    else:
+        raise DataError(f"{where} has no {column}: it must be the assistant's text, or messages that end with its turn")
+    if not messages or {messages[0].role, messages[-1].role} != {"assistant"}:
+        raise DataError(f"{where}: {column} must begin and end with a turn of the assistant, behind the prompt")
+    return messages
+
+
+def _tools(problem: Problem, where: str) -> Tools:
+    """The row's `tools`: JSON schemas, or their JSON."""
+    tools = problem.metadata.get("tools") or ()
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise DataError(f"{where}: tools is no JSON: {error}") from error
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: tools must be a list of JSON schemas, got {tools!r:.80}")
+    return tools
+
+
+def _example(problem: Problem, continuation: Continuation, chat: Chat, where: str) -> Example:
+    messages = (*problem.messages, *continuation)
+    return _learned(chat.conversation(messages, len(problem.messages), _tools(problem, where)), where)
+
+
+def _learned(example: Example, where: str) -> Example:
+    if not example.n_learned:
+        raise DataError(f"{where} has nothing to learn: its answer is empty, or the weight of every turn is 0")
+    return example

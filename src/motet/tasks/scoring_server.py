@@ -1,0 +1,85 @@
+"""A server that says how likely its model finds the tokens of a text: vLLM's `prompt_logprobs` on `/v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from motet.errors import JobFailed
+from motet.types import FloatArray, IntArray
+
+_SECONDS = 600.0
+_CONNECT_SECONDS = 10.0
+_ATTEMPTS = 3
+
+
+class ScoringServer:
+    """Asks one server about token ids, at temperature 1."""
+
+    def __init__(self, url: str, model: str | None, key: str = "") -> None:
+        """`model` is the name that the server knows it by; None is the first that it lists."""
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._model = model
+        self._client: httpx2.AsyncClient | None = None
+
+    async def open(self) -> None:
+        """Connect, and learn the model's name.
+
+        Raises:
+            JobFailed: the server cannot be reached or lists no model.
+        """
+        timeout = httpx2.Timeout(_SECONDS, connect=_CONNECT_SECONDS)
+        self._client = httpx2.AsyncClient(headers=self._headers, timeout=timeout, trust_env=False)
+        if self._model is None:
+            answer = await self._asked("GET", "/v1/models", None)
+            try:
+                self._model = str(answer["data"][0]["id"])
+            except (KeyError, IndexError, TypeError) as error:
+                raise JobFailed(f"{self._url} lists no model under /v1/models; set algorithm.teacher_model") from error
+
+    async def logprobs(self, token_ids: IntArray) -> FloatArray:
+        """Of each token given those before it [T]; the first is 0.
+
+        Raises:
+            JobFailed: the server does not answer, or not so.
+        """
+        body = {
+            "model": self._model,
+            "prompt": token_ids.tolist(),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
+        answer = await self._asked("POST", "/v1/completions", body)
+        try:
+            places = answer["choices"][0]["prompt_logprobs"][1:]
+            logprobs = [float(place[str(token)]["logprob"]) for place, token in zip(places, token_ids[1:], strict=True)]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise JobFailed(
+                f"{self._url} gave no logprobs of the prompt ({error!r}): the teacher has to be a server that knows "
+                "prompt_logprobs, such as vLLM, with the tokenizer of the base"
+            ) from error
+        return np.array([0.0, *logprobs], np.float32)
+
+    async def close(self) -> None:
+        """Close connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _asked(self, method: str, path: str, body: Any) -> Any:
+        assert self._client is not None
+        detail = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                answer = await self._client.request(method, self._url + path, json=body)
+                if answer.status_code == 200:
+                    return answer.json()
+                detail = f"answers {answer.status_code}: {answer.text[:200]}"
+                if answer.status_code < 500:
+                    break
+            except (httpx2.HTTPError, ValueError) as error:
+                detail = f"does not answer: {error!r}"
+        raise JobFailed(f"the teacher at {self._url}{path} {detail}; the job can be resumed when it is there")
