@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from motet import plain_yaml
-from motet.config import Config, RunConfig
+from motet.config import Config, EngineConfig, RunConfig
 from motet.config.mistakes import explain, no_such_field
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
@@ -45,14 +45,20 @@ def load_jobs(path: str | Path, overrides: Sequence[str] = (), *, trust_remote_c
     return config.model_copy(update={"engine": engine})
 
 
-def load_service(path: Path | None) -> ServiceConfig:
-    """A service's configuration file; defaults without one.
+def load_service(path: Path | None, hosts: int | None = None) -> ServiceConfig:
+    """A service's configuration file; defaults without one. `hosts` goes before its `engine.hosts`.
 
     Raises:
         ConfigError: the file is missing or wrong.
     """
-    if path is None:
-        return ServiceConfig()
+    config = ServiceConfig() if path is None else _read_service(path)
+    if hosts is not None:
+        engine = _valid(EngineConfig, {**config.engine.model_dump(), "hosts": hosts}, "--hosts")
+        config = config.model_copy(update={"engine": engine})
+    return config
+
+
+def _read_service(path: Path) -> ServiceConfig:
     try:
         tree = plain_yaml.read(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, ConfigError) as error:

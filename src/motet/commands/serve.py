@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from motet import wall
+from motet.cluster.client import EngineClient
+from motet.cluster.host import start_engine
 from motet.config.service import RateConfig, ServiceConfig
 from motet.errors import ConfigError
-from motet.service.engine.client import EngineClient, start_engine
 from motet.tasks.reward_installed import install
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 from motet.channel import Parent
+from motet.cluster.messages import Failed, Start, ToEngine
 from motet.errors import RunError
 from motet.hosting.answers import reason
 from motet.hosting.server import EngineServer
 from motet.jobfile import validate
 from motet.launch import warm_up
 from motet.runtime.rundir import RunDirectory
-from motet.service.engine.messages import Failed, Start, ToEngine
 
 _LOCK_SECONDS = 60.0
 
@@ -33,7 +33,9 @@ def main() -> None:
     try:
         tree = {"base": start.base, "run": start.run, "engine": start.engine, "rollout": start.rollout}
         config = validate({**tree, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")
-        server = EngineServer(config, _run_directory(Path(config.run)), start, parent)
+        engine = config.engine.model_copy(update={"trust_remote_code": start.trust_remote_code})
+        config = config.model_copy(update={"engine": engine})
+        server = EngineServer(config, _run_directory(Path(config.run), start.host), start, parent)
         serving.set()
         asyncio.run(server.serve())
         server.workshop.close()
@@ -52,12 +54,12 @@ def _end_with(parent: int, serving: threading.Event) -> None:
         os._exit(0)
 
 
-def _run_directory(path: Path) -> RunDirectory:
+def _run_directory(path: Path, host: int | None) -> RunDirectory:
     """Locked; the engine of a service that was killed may still be in its last turn."""
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
-            return RunDirectory(path)
+            return RunDirectory(path, "" if host is None else f"host-{host}")
         except RunError:
             if not os.access(path, os.W_OK) or time.monotonic() > deadline:
                 raise
