@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -106,7 +107,9 @@ class Child(Generic[Received]):
         self.close_input()
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                os.kill(
+                    self._process.pid, signal.SIGKILL
+                )  # not its `kill`, which may take the exit status from the loop
         await self._process.wait()
 
 

@@ -96,6 +96,12 @@ class EngineClient:
         await asyncio.gather(*(host.stop() for host in self.hosts))
         self._handling.shutdown(wait=False)
 
+    async def kill(self) -> None:
+        """End the processes at once, where `stop` has not; what was committed stays."""
+        if self._placing is not None:
+            self._placing.cancel()
+        await asyncio.gather(*(host.kill() for host in self.hosts))
+
     def refuse(self, reason: str) -> None:
         """Give up the questions that are open."""
         for host in self.hosts:

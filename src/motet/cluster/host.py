@@ -149,6 +149,15 @@ class Host:
         if self._keeping is not None:
             await self._keeping
 
+    async def kill(self) -> None:
+        """End the process at once."""
+        self._closing.set()
+        if self._engine is not None:
+            await self._engine.kill()
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+
     async def _keep(self) -> None:
         quick = 0
         while not self._closing.is_set():

@@ -261,6 +261,7 @@ def _progress(progress: JobProgress) -> dict[str, Any]:
         "step": progress.step,
         "rollouts_done": progress.rollouts_done,
         "rollouts_wanted": progress.rollouts_wanted,
+        "tokens": progress.tokens,
         "tokens_per_second": round(progress.tokens_per_second, 1),
         "seconds_left": progress.seconds_left,
     }

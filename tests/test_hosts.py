@@ -1,0 +1,104 @@
+"""Jobs on several hosts: whichever host has a job, whatever dies, the bytes are those of one process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+import motet
+from motet.runtime.checkpoint import JobDirectory
+from tests.service_run import Json, Service, serving, tiny
+
+ENGINE = {"samplers": 0, "threads": 1}
+NAMES = [f"job-{number}" for number in range(8)]
+
+
+def job(name: str) -> Json:
+    """Of some seconds, with a rank of its own."""
+    return tiny(name, steps=6, adapter={"rank": 2 + int(name[-1])}, optimizer={"lr": 1e-3})
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Each job's adapter, trained by one process."""
+    run = motet.run(
+        [job(name) for name in NAMES], base="small", directory=tmp_path_factory.mktemp("alone"), engine=ENGINE, quiet=True
+    )  # fmt: skip
+    return {name: (one.adapter / "adapter_model.safetensors").read_bytes() for name, one in run.jobs.items()}
+
+
+def hosts_of(service: Service) -> dict[str, int]:
+    """Which host has each job that runs."""
+    jobs: list[Any] = [service.job(name) for name in NAMES]
+    return {one["name"]: one["progress"]["host"] for one in jobs if one["progress"] is not None}
+
+
+def metric(service: Service, name: str) -> dict[str, float]:
+    """A figure of each host."""
+    found = re.findall(rf'^{name}\{{host="(\d+)"\}} (\S+)$', service.get("/metrics").text, re.M)
+    return {host: float(value) for host, value in found}
+
+
+def test_a_host_that_dies_loses_nothing_and_the_others_do_not_notice(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    with serving(tmp_path, "--hosts", "2") as service:
+        for name in NAMES:
+            service.submit(job(name))
+        service.until(lambda: len(hosts_of(service)) == len(NAMES))
+        where = hosts_of(service)
+        assert sorted(where.values()) == [0] * 4 + [1] * 4
+        service.reaches(next(name for name in NAMES if where[name] == 1), 1)
+        service.engines()[1].kill()
+        for name in NAMES:
+            assert service.ended(name) == "succeeded", service.job(name)["message"]
+            assert service.weights(name) == alone[name]
+            assert service.steps(name) == [0, 1, 2, 3, 4, 5, 6][: len(service.steps(name))]
+        for name in NAMES:
+            if where[name] == 0:
+                assert service.states(name).count("running") == 1
+        service.until(lambda: metric(service, "motet_engine_starts") == {"0": 1.0, "1": 2.0})
+        service.until(lambda: metric(service, "motet_engine_ready") == {"0": 1.0, "1": 1.0})
+        assert metric(service, "motet_device_train_seconds").keys() == {"0", "1"}
+
+
+def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    names = NAMES[:4]
+    (tmp_path / "jobs.yaml").write_text(
+        yaml.safe_dump({"base": "small", "engine": {**ENGINE, "hosts": 2}, "jobs": [job(name) for name in names]})
+    )
+    command = [sys.executable, "-m", "motet", "run", str(tmp_path / "jobs.yaml"), "--run", str(tmp_path / "run")]
+    with (tmp_path / "out").open("ab") as out:
+        first = subprocess.Popen(command, stdout=out, stderr=out)
+    try:
+        waited(lambda: all(steps(tmp_path / "run" / name) for name in names), first)
+        hosts = [child for child in psutil.Process(first.pid).children() if "motet.hosting" in child.cmdline()]
+        hosts[1].kill()
+        waited(lambda: max(max(steps(tmp_path / "run" / name)) for name in names) >= 3, first)
+    finally:
+        first.kill()
+        first.wait()
+    assert subprocess.run(command, check=False, capture_output=True, text=True, timeout=120).returncode == 0
+    for name in names:
+        assert (tmp_path / "run" / name / "versions" / "v6" / "adapter_model.safetensors").read_bytes() == alone[name]
+
+
+def steps(directory: Path) -> list[int]:
+    """The steps that a job has committed."""
+    return JobDirectory(directory).steps()
+
+
+def waited(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """Wait for something that a process does."""
+    deadline = time.monotonic() + 90.0
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
