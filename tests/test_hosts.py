@@ -69,6 +69,29 @@ def test_a_host_that_dies_loses_nothing_and_the_others_do_not_notice(tmp_path: P
         assert metric(service, "motet_device_train_seconds").keys() == {"0", "1"}
 
 
+def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
+    tmp_path: Path, alone: dict[str, bytes]
+) -> None:
+    config = tmp_path / "limits.yaml"
+    config.write_text("engine: {samplers: 0, threads: 1, hosts: 2}\nlimits: {running_jobs: 3}\n")
+    with serving(tmp_path / "service", "--config", str(config)) as service:
+        jobs = [job("job-0"), tiny("long-0", 1000), job("job-1"), tiny("long-1", 1000)]
+        for one in jobs:
+            service.submit(one)
+        for name in ("job-0", "long-0", "job-1"):
+            service.becomes(name, "running")
+        assert service.job("long-1")["state"] == "queued", "its tenant has three out, over both hosts"
+        service.steer("long-0", "cancel")
+        service.becomes("long-1", "running")
+        service.steer("long-1", "cancel")  # one host has nothing to do now, and the other one two jobs
+        for name in ("job-0", "job-1"):
+            assert service.ended(name) == "succeeded"
+            assert service.weights(name) == alone[name]
+            assert service.steps(name) == list(range(len(service.steps(name))))
+        assert sorted(service.states(name).count("running") for name in ("job-0", "job-1")) == [1, 2]
+        assert "paused" not in service.states("job-1")
+
+
 def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(tmp_path: Path, alone: dict[str, bytes]) -> None:
     names = NAMES[:4]
     (tmp_path / "jobs.yaml").write_text(

@@ -71,7 +71,9 @@ class EngineClient:
 
     @property
     def progress(self) -> dict[str, dict[str, Any]]:
-        """How running jobs stand, by id, and on which host."""
+        """How running jobs stand, by id; where there are several hosts, also on which."""
+        if len(self.hosts) == 1:
+            return self.hosts[0].progress
         return {job: {**now, "host": host.number} for host in self.hosts for job, now in host.progress.items()}
 
     def jobs_on(self, host: Host) -> int:
