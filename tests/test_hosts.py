@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from motet.runtime.checkpoint import JobDirectory
 from tests.service_run import Json, Service, serving, tiny
 
 ENGINE = {"samplers": 0, "threads": 1}
+STORE = 80 * 2**20  # the least that Ray takes
 NAMES = [f"job-{number}" for number in range(8)]
 
 
@@ -36,6 +38,34 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {name: (one.adapter / "adapter_model.safetensors").read_bytes() for name, one in run.jobs.items()}
 
 
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
+    """Where hosts are: two processes of this machine, or one on each of two nodes of a Ray cluster."""
+    if request.param == "local":
+        yield {"launcher": "local"}
+        return
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE})
+    nodes.add_node(num_cpus=1, object_store_memory=STORE)
+    yield {"launcher": "ray", "address": nodes.address}
+    nodes.shutdown()
+
+
+@contextlib.contextmanager
+def hosting(directory: Path, cluster: Json, **fields: Any) -> Iterator[Service]:
+    """A service with two hosts."""
+    config = directory / "hosts.yaml"
+    config.write_text(yaml.safe_dump({"engine": {**ENGINE, "hosts": 2}, "cluster": cluster, **fields}))
+    with serving(directory / "service", "--config", str(config)) as service:
+        yield service
+
+
+def kill_host(run: Path, number: int) -> None:
+    """As the system does that has no memory left."""
+    psutil.Process(int((run / f".lock.host-{number}").read_text())).kill()
+
+
 def hosts_of(service: Service) -> dict[str, int]:
     """Which host has each job that runs."""
     jobs: list[Any] = [service.job(name) for name in NAMES]
@@ -48,15 +78,17 @@ def metric(service: Service, name: str) -> dict[str, float]:
     return {host: float(value) for host, value in found}
 
 
-def test_a_host_that_dies_loses_nothing_and_the_others_do_not_notice(tmp_path: Path, alone: dict[str, bytes]) -> None:
-    with serving(tmp_path, "--hosts", "2") as service:
+def test_a_host_that_dies_loses_nothing_and_the_others_do_not_notice(
+    tmp_path: Path, cluster: Json, alone: dict[str, bytes]
+) -> None:
+    with hosting(tmp_path, cluster) as service:
         for name in NAMES:
             service.submit(job(name))
         service.until(lambda: len(hosts_of(service)) == len(NAMES))
         where = hosts_of(service)
         assert sorted(where.values()) == [0] * 4 + [1] * 4
         service.reaches(next(name for name in NAMES if where[name] == 1), 1)
-        service.engines()[1].kill()
+        kill_host(service.directory / "run", 1)
         for name in NAMES:
             assert service.ended(name) == "succeeded", service.job(name)["message"]
             assert service.weights(name) == alone[name]
@@ -70,11 +102,9 @@ def test_a_host_that_dies_loses_nothing_and_the_others_do_not_notice(tmp_path: P
 
 
 def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
-    tmp_path: Path, alone: dict[str, bytes]
+    tmp_path: Path, cluster: Json, alone: dict[str, bytes]
 ) -> None:
-    config = tmp_path / "limits.yaml"
-    config.write_text("engine: {samplers: 0, threads: 1, hosts: 2}\nlimits: {running_jobs: 3}\n")
-    with serving(tmp_path / "service", "--config", str(config)) as service:
+    with hosting(tmp_path, cluster, limits={"running_jobs": 3}) as service:
         jobs = [job("job-0"), tiny("long-0", 1000), job("job-1"), tiny("long-1", 1000)]
         for one in jobs:
             service.submit(one)
@@ -92,18 +122,26 @@ def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
         assert "paused" not in service.states("job-1")
 
 
-def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(tmp_path: Path, alone: dict[str, bytes]) -> None:
+def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(
+    tmp_path: Path, cluster: Json, alone: dict[str, bytes]
+) -> None:
     names = NAMES[:4]
     (tmp_path / "jobs.yaml").write_text(
-        yaml.safe_dump({"base": "small", "engine": {**ENGINE, "hosts": 2}, "jobs": [job(name) for name in names]})
+        yaml.safe_dump(
+            {
+                "base": "small",
+                "engine": {**ENGINE, "hosts": 2},
+                "cluster": cluster,
+                "jobs": [job(name) for name in names],
+            }
+        )
     )
     command = [sys.executable, "-m", "motet", "run", str(tmp_path / "jobs.yaml"), "--run", str(tmp_path / "run")]
     with (tmp_path / "out").open("ab") as out:
         first = subprocess.Popen(command, stdout=out, stderr=out)
     try:
         waited(lambda: all(steps(tmp_path / "run" / name) for name in names), first)
-        hosts = [child for child in psutil.Process(first.pid).children() if "motet.hosting" in child.cmdline()]
-        hosts[1].kill()
+        kill_host(tmp_path / "run", 1)
         waited(lambda: max(max(steps(tmp_path / "run" / name)) for name in names) >= 3, first)
     finally:
         first.kill()

@@ -66,10 +66,10 @@ def _read_service(path: Path) -> ServiceConfig:
     known = list(ServiceConfig.model_fields)
     if not isinstance(tree, dict) or set(tree) - set(known):
         raise ConfigError(
-            f"{path} must hold {', '.join(known)} and nothing else; engine and rollout are those of a job file"
+            f"{path} must hold {', '.join(known)} and nothing else; engine, rollout and cluster are those of a job file"
         )
     job = {"name": "none", "data": "toy:add", "reward": "exact"}
-    of_run = {name: tree[name] for name in ("engine", "rollout") if name in tree}
+    of_run = {name: tree[name] for name in ("engine", "rollout", "cluster") if name in tree}
     validate({"base": "small", "run": "none", **of_run, "jobs": [job]}, str(path))  # errors as for a job file
     config = _valid(ServiceConfig, tree, str(path))
     rewards = {
@@ -207,7 +207,7 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
         except ConfigError as error:
             raise ConfigError(f"--set {override!r}: quote the value if it is meant as text: {error}") from error
         top, _, rest = path.partition(".")
-        if top in ("base", "run", "engine", "rollout"):
+        if top in ("base", "run", "engine", "rollout", "cluster"):
             set_path(tree, path, value)
         elif top == "jobs":
             chosen = [job for job in jobs if rest.startswith(f"{job.get('name')}.")]  # names may have dots

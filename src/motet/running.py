@@ -93,7 +93,8 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
-    if config.engine.hosts > 1 and not sequential and base is None:
+    hosted = config.engine.hosts > 1 or config.cluster.launcher != "local"
+    if hosted and not sequential and base is None:
         return _run_on_hosts(config, accept_changes=accept_changes, observe=observe, notify=notify, watch=watch)
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(

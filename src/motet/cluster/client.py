@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.cluster import messages as m
-from motet.cluster.host import Engine, EngineHandlers, Host
+from motet.cluster.host import Engine, EngineHandlers, Host, Launch
 from motet.cluster.placement import HostLoad, moved, placed
 from motet.errors import EngineError, HostGone
 from motet.runtime.slots import FREE, Claim, Rule
@@ -42,8 +42,11 @@ class _Placed:
 class EngineClient:
     """Starts hosts, gives them jobs and questions, and receives what becomes of them."""
 
-    def __init__(self, starts: Sequence[m.Start], directory: Path) -> None:
-        """`starts` has the first message of each host. Host N writes to `engine-N.log`, the first one to `engine.log`."""
+    def __init__(self, starts: Sequence[m.Start], directory: Path, launch: Launch | None = None) -> None:
+        """`starts` has the first message of each host. Host N writes to `engine-N.log`, the first one to `engine.log`.
+
+        `launch` starts their processes: on this machine unless it is given.
+        """
         # of its own: what others wait for in threads, a slow disk or a slow name, does not keep the engine waiting
         self._handling = ThreadPoolExecutor(1, "motet-events")
         logs = [directory / (f"engine-{number}.log" if number else "engine.log") for number in range(len(starts))]

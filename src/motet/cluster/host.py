@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from motet.channel import Child
 from motet.cluster import messages as m
-from motet.errors import ConfigError, EngineError, HostGone
+from motet.errors import ConfigError, EngineError, HostGone, MotetError
 
 _log = logging.getLogger(__name__)
 
@@ -53,12 +53,19 @@ Heard = Callable[["Host", m.Ready | m.Failed | m.JobEvent | m.Released | None], 
 """What is called in the event loop when a host says something of itself or of a job; None: its process is gone."""
 
 
+Launch = Callable[[Path], Awaitable[Engine]]
+"""Starts the process of a host somewhere; what it prints goes to the file."""
+
+
 class Host:
     """The process, which is started again when it dies. Lives in one event loop."""
 
-    def __init__(self, number: int, start: m.Start, log: Path, handling: Executor) -> None:
+    def __init__(
+        self, number: int, start: m.Start, log: Path, handling: Executor, launch: Launch | None = None
+    ) -> None:
         """`start` is the first message. What the process prints goes to `log`; events are handled by `handling`."""
         self.number, self.log, self._start, self._handling = number, log, start, handling
+        self._launch: Launch = launch or start_engine
         self.slots = int(start.engine.get("slots", 1))
         self._handlers: EngineHandlers | None = None
         self._heard: Heard = lambda host, message: None
@@ -146,8 +153,10 @@ class Host:
                     await self._stopped.wait()
         if self._engine is not None:
             self._engine.close_input()
+        elif self._keeping is not None:
+            self._keeping.cancel()  # it may wait for a machine
         if self._keeping is not None:
-            await self._keeping
+            await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def kill(self) -> None:
         """End the process at once."""
@@ -164,6 +173,8 @@ class Host:
             self._ready_since = math.inf
             try:
                 await self._run_once()
+            except MotetError as error:
+                self.failure = str(error)
             except Exception:  # it could not be started, or it sent nonsense
                 _log.exception("the engine could not be kept")
             finally:
@@ -185,7 +196,7 @@ class Host:
     async def _run_once(self) -> None:
         self.starts += 1
         self._stopped.clear()
-        self._engine, self._adopted = self._adopted or await start_engine(self.log), None
+        self._engine, self._adopted = self._adopted or await self._launch(self.log), None
         self._engine.send(self._start)
         async for message in self._engine.messages():
             await self._handle(message)
@@ -194,6 +205,7 @@ class Host:
         """Nothing of a process is left, and whoever waits for its answers learns it."""
         if self._engine is not None:
             await self._engine.kill()
+            self._engine = None
         self.ready = False
         self._stopped.set()
         self.progress = {}

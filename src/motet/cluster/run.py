@@ -12,7 +12,7 @@ from typing import Any
 from motet.cluster import messages as m
 from motet.cluster.client import EngineClient
 from motet.cluster.host import EngineHandlers
-from motet.cluster.starts import starts
+from motet.cluster.starts import launcher, starts
 from motet.config import JobConfig, RunConfig
 from motet.config.service import ANY_SIZE
 from motet.errors import ConfigError, RunError
@@ -107,7 +107,8 @@ class HostedRun:
             accept_changes=accept_changes,
             trust_remote_code=config.engine.trust_remote_code,
         )
-        self._client = EngineClient(starts(start, config.engine, config.rollout), directory.path)
+        messages = starts(start, config.engine, config.rollout)
+        self._client = EngineClient(messages, directory.path, launcher(config.cluster, config.engine))
         self._stopping = asyncio.Event()
         self._jobs = {job.config.name: job for job in jobs}
 

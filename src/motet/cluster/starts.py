@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from msgspec.structs import replace
 
 from motet import budgets
+from motet.cluster.host import Launch
 from motet.cluster.messages import Start
+from motet.config.cluster import ClusterConfig
 from motet.config.engine import EngineConfig
 from motet.config.rollout import RolloutConfig
 from motet.errors import ConfigError
@@ -42,3 +46,23 @@ def engine_of_host(engine: EngineConfig, host: int) -> EngineConfig:
     shared = engine.devices.count(device) if engine.devices else engine.hosts
     fraction = engine.kv_memory_fraction / shared
     return engine.model_copy(update={**own, "threads": threads, "kv_memory_fraction": fraction})
+
+
+def launcher(cluster: ClusterConfig, engine: EngineConfig) -> Launch | None:
+    """Who starts the processes; None is this machine.
+
+    Raises:
+        ConfigError: nobody can.
+    """
+    if cluster.launcher == "local":
+        return None
+    if find_spec("ray") is None:
+        raise ConfigError("cluster.launcher is ray, which is not installed: pip install 'motet[ray]'")
+    if not engine.threads or engine.devices:
+        raise ConfigError(
+            "cluster.launcher is ray: set engine.threads to the cores that each host asks Ray for, and leave engine.devices "
+            "out, because Ray chooses devices"
+        )
+    from motet.cluster.ray_hosts import RayLauncher
+
+    return RayLauncher(cluster.address, cores=engine.threads, gpus=int(engine.device.startswith("cuda")))

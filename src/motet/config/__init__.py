@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
+from motet.config.cluster import ClusterConfig
 from motet.config.engine import EngineConfig
 from motet.config.job import (
     GENERATED_ROWS,
@@ -44,6 +45,8 @@ class RunConfig(Config):
     """The device and its budgets."""
     rollout: Annotated[RolloutConfig, named("engine")] = RolloutConfig()
     """Where rollouts are sampled."""
+    cluster: Annotated[ClusterConfig, named("launcher")] = ClusterConfig()
+    """Where the processes of `engine.hosts` are."""
     jobs: list[JobConfig] = Field(min_length=1)
     """What to train, all at once."""
     run: str = "runs/default"
@@ -81,6 +84,7 @@ __all__ = [
     "GIVEN_ROWS",
     "AdapterConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "DataConfig",
     "EngineConfig",

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from motet.channel import Parent
+from motet.cluster.listener import ADDRESS, TOKEN
 from motet.cluster.messages import Failed, Start, ToEngine
 from motet.errors import RunError
 from motet.hosting.answers import reason
@@ -24,7 +25,9 @@ _LOCK_SECONDS = 60.0
 
 def main() -> None:
     """Load what is slow, then the base, say that all is ready, and serve until the input ends."""
-    parent, serving = Parent[ToEngine](ToEngine), threading.Event()
+    address, token = os.environ.pop(ADDRESS, ""), os.environ.pop(TOKEN, "")
+    parent = Parent[ToEngine].at(address, token, ToEngine) if address else Parent[ToEngine](ToEngine)
+    serving = threading.Event()
     threading.Thread(target=_end_with, args=(parent.lines.fileno(), serving), name="motet-parent", daemon=True).start()
     warm_up()
     start = parent.first()
@@ -48,7 +51,7 @@ def main() -> None:
 def _end_with(parent: int, serving: threading.Event) -> None:
     """End at once when the other process does while this one loads: the next engine needs the cores and the directory."""
     hung_up = select.poll()
-    hung_up.register(parent, 0)
+    hung_up.register(parent, getattr(select, "POLLRDHUP", 0))
     hung_up.poll()
     if not serving.is_set():
         os._exit(0)

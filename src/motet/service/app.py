@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from motet.cluster.client import EngineClient
 from motet.cluster.host import EngineHandlers
 from motet.cluster.messages import Start
-from motet.cluster.starts import starts
+from motet.cluster.starts import launcher, starts
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.errors import error_body, handle_errors
@@ -159,7 +159,11 @@ def _parts(settings: Settings, store: Store) -> Parts:
     storage, bus = Storage(settings.directory), EventBus()
     log = EventLog(store, bus)
     adapters = Adapters(store, storage, settings.base)
-    engine = EngineClient(starts(_start(settings, storage), config.engine, config.rollout), settings.directory)
+    engine = EngineClient(
+        starts(_start(settings, storage), config.engine, config.rollout),
+        settings.directory,
+        launcher(config.cluster, config.engine),
+    )
     ledger = Ledger(store)
     quotas = Quotas(store, storage, ledger, config.limits, config.engine.slots)
     enforcer = QuotaEnforcer(quotas, ledger, engine)
