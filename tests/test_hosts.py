@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,15 @@ import pytest
 import yaml
 
 import motet
+from motet.cluster.host import Engine
+from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
+from motet.cluster.run import HostedJob, HostedRun
+from motet.jobfile import validate
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.interrupt import Interrupt
+from motet.runtime.progress import JobProgress
+from motet.runtime.rundir import RunDirectory
+from motet.types import JobState
 from tests.service_run import Json, Service, serving, tiny
 
 ENGINE = {"samplers": 0, "threads": 1}
@@ -38,7 +48,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return {name: (one.adapter / "adapter_model.safetensors").read_bytes() for name, one in run.jobs.items()}
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+SOON = pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.soak)], indirect=True)
+ALWAYS = pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
     """Where hosts are: two processes of this machine, or one on each of two nodes of a Ray cluster."""
     if request.param == "local":
@@ -61,9 +75,11 @@ def hosting(directory: Path, cluster: Json, **fields: Any) -> Iterator[Service]:
         yield service
 
 
-def kill_host(run: Path, number: int) -> None:
+def kill_host(run: Path, number: int, cluster: Json) -> None:
     """As the system does that has no memory left."""
-    psutil.Process(int((run / f".lock.host-{number}").read_text())).kill()
+    process = psutil.Process(int((run / f".lock.host-{number}").read_text()))
+    assert any("raylet" in one.name() for one in process.parents()) == (cluster["launcher"] == "ray")
+    process.kill()
 
 
 def hosts_of(service: Service) -> dict[str, int]:
@@ -78,6 +94,7 @@ def metric(service: Service, name: str) -> dict[str, float]:
     return {host: float(value) for host, value in found}
 
 
+@SOON
 def test_a_host_that_dies_loses_nothing_and_the_others_do_not_notice(
     tmp_path: Path, cluster: Json, alone: dict[str, bytes]
 ) -> None:
@@ -88,7 +105,7 @@ def test_a_host_that_dies_loses_nothing_and_the_others_do_not_notice(
         where = hosts_of(service)
         assert sorted(where.values()) == [0] * 4 + [1] * 4
         service.reaches(next(name for name in NAMES if where[name] == 1), 1)
-        kill_host(service.directory / "run", 1)
+        kill_host(service.directory / "run", 1, cluster)
         for name in NAMES:
             assert service.ended(name) == "succeeded", service.job(name)["message"]
             assert service.weights(name) == alone[name]
@@ -101,6 +118,7 @@ def test_a_host_that_dies_loses_nothing_and_the_others_do_not_notice(
         assert metric(service, "motet_device_train_seconds").keys() == {"0", "1"}
 
 
+@SOON
 def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
     tmp_path: Path, cluster: Json, alone: dict[str, bytes]
 ) -> None:
@@ -122,6 +140,7 @@ def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
         assert "paused" not in service.states("job-1")
 
 
+@ALWAYS
 def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(
     tmp_path: Path, cluster: Json, alone: dict[str, bytes]
 ) -> None:
@@ -141,7 +160,7 @@ def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(
         first = subprocess.Popen(command, stdout=out, stderr=out)
     try:
         waited(lambda: all(steps(tmp_path / "run" / name) for name in names), first)
-        kill_host(tmp_path / "run", 1)
+        kill_host(tmp_path / "run", 1, cluster)
         waited(lambda: max(max(steps(tmp_path / "run" / name)) for name in names) >= 3, first)
     finally:
         first.kill()
@@ -163,3 +182,76 @@ def waited(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> N
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+class Cable:
+    """Between a host and whoever started it: what goes through waits while it is cut."""
+
+    def __init__(self) -> None:
+        self.whole = asyncio.Event()
+        self.whole.set()
+
+    async def lay(self, address: str) -> str:
+        """Lead to an address of this machine; gives that of the other end, which one process can use."""
+        host, _, port = address.rpartition(":")
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            server.close()
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+            with contextlib.suppress(ConnectionError):
+                await asyncio.gather(self._flow(reader, far_writer), self._flow(far_reader, writer))
+
+        server = await asyncio.start_server(carry, host, 0)
+        return f"{host}:{server.sockets[0].getsockname()[1]}"
+
+    async def _flow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while part := await reader.read(2**16):
+            await self.whole.wait()
+            writer.write(part)
+        writer.close()
+
+
+@pytest.mark.parametrize("seconds", [3.0, pytest.param(30.0, marks=pytest.mark.soak)])
+def test_a_network_that_is_away_for_a_while_changes_nothing(
+    tmp_path: Path, alone: dict[str, bytes], seconds: float
+) -> None:
+    cable, cut, starts = Cable(), asyncio.Event(), list[Path]()
+
+    async def launch(log: Path) -> Engine:
+        async def begin(address: str, token: str) -> Awaitable[int]:
+            settings = {**os.environ, ADDRESS: await cable.lay(address), TOKEN: token}
+            started.append(await asyncio.create_subprocess_exec(sys.executable, "-m", "motet.hosting", env=settings))
+            return started[0].wait()
+
+        async def end() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                started[0].kill()
+            await started[0].wait()
+
+        started: list[asyncio.subprocess.Process] = []
+        starts.append(log)
+        return await engine_that_connects("127.0.0.1", begin, end)
+
+    def observe(jobs: Sequence[JobProgress]) -> None:
+        if any(one.step for one in jobs) and not cut.is_set():
+            cut.set()
+            cable.whole.clear()
+            asyncio.get_running_loop().call_later(seconds, cable.whole.set)
+
+    tree = {
+        "base": "small",
+        "run": str(tmp_path),
+        "engine": {**ENGINE, "hosts": 2},
+        "jobs": [job(name) for name in NAMES[:4]],
+    }
+    config = validate(tree, "the test")
+    with contextlib.closing(RunDirectory(tmp_path, "run")) as directory:
+        jobs = [HostedJob(one, directory.job(one.name), JobProgress(one.name, one.steps)) for one in config.jobs]
+        run, interrupt = HostedRun(config, directory, jobs, launch), Interrupt()
+        interrupt.run(lambda: run.run(interrupt, observe))
+    assert cut.is_set()
+    for one in jobs:
+        assert one.progress.state is JobState.SUCCEEDED
+        assert one.lines == set(range(7))
+        assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
+    assert sorted(path.name for path in starts) == ["engine-1.log", "engine.log"], "nothing was started again"

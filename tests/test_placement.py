@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from motet import budgets
+from motet.cluster.messages import Start
 from motet.cluster.placement import HostLoad, moved, placed
+from motet.cluster.starts import engine_of_host, launcher, starts
+from motet.config import ClusterConfig, EngineConfig, RolloutConfig
+from motet.config.service import ANY_SIZE
+from motet.errors import ConfigError
 from motet.runtime.slots import Claim, Rule
 
 TENANTS = ("", "ann", "ben")
@@ -48,6 +56,29 @@ def test_a_tenant_has_no_more_jobs_out_than_may_run(drawn: Drawn, limit: int) ->
 
 def test_no_host_takes_no_job() -> None:
     assert placed(Claim("new"), [], {}) is None
+
+
+def test_hosts_share_the_cores_and_the_memory_unless_each_has_a_device() -> None:
+    whole = EngineConfig(hosts=2, kv_memory_fraction=0.4, device="cpu")
+    first, second = engine_of_host(whole, 0), engine_of_host(whole, 1)
+    assert first == second
+    assert (first.hosts, first.threads, first.kv_memory_fraction) == (1, max(1, budgets.cores() // 2), 0.2)
+    assert engine_of_host(whole.model_copy(update={"threads": 3}), 0).threads == 3
+    apart = whole.model_copy(update={"devices": ["cuda:0", "cuda:1"]})
+    assert [engine_of_host(apart, host).device for host in range(2)] == ["cuda:0", "cuda:1"]
+    assert engine_of_host(apart, 1).kv_memory_fraction == 0.4
+
+
+def test_hosts_that_cannot_work_are_refused() -> None:
+    start = Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
+    with pytest.raises(ConfigError, match=r"engine\.hosts is 2 and engine\.shard 2"):
+        starts(start, EngineConfig(hosts=2, shard=2), RolloutConfig())
+    with pytest.raises(ConfigError, match="has servers for one host"):
+        starts(start, EngineConfig(hosts=2), RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"]))
+    with pytest.raises(ConfigError, match=r"set engine\.threads"):
+        launcher(ClusterConfig(launcher="ray"), EngineConfig())
+    with pytest.raises(ValidationError, match="name one for each host"):
+        EngineConfig(hosts=2, devices=["cuda:0"])
 
 
 @given(hosts_with_jobs)

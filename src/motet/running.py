@@ -135,6 +135,7 @@ def _run_on_hosts(
     watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None,
 ) -> RunResult:
     from motet.cluster.run import HostedJob, HostedRun, NoticesTo
+    from motet.cluster.starts import launcher
 
     log, notices = logging.getLogger("motet.cluster"), NoticesTo(notify or (lambda line: None))
     log.addHandler(notices)
@@ -147,7 +148,8 @@ def _run_on_hosts(
                 job = HostedJob(one, at, JobProgress(one.name, one.steps))
                 job.lines.update(_take_up(at, job.progress))
                 jobs.append(job)
-            run = HostedRun(config, directory, jobs, accept_changes=accept_changes)
+            launch = launcher(config.cluster, config.engine)
+            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes)
             if watch is not None:
                 watch(run.now)
             interrupt = Interrupt(notify)

@@ -51,7 +51,8 @@ class EngineClient:
         self._handling = ThreadPoolExecutor(1, "motet-events")
         logs = [directory / (f"engine-{number}.log" if number else "engine.log") for number in range(len(starts))]
         self.hosts = [
-            Host(n, start, log, self._handling) for n, (start, log) in enumerate(zip(starts, logs, strict=True))
+            Host(number, start, log, self._handling, launch)
+            for number, (start, log) in enumerate(zip(starts, logs, strict=True))
         ]
         self._handlers: EngineHandlers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import secrets
 from collections.abc import Awaitable, Callable
 
@@ -14,55 +15,41 @@ ADDRESS, TOKEN = "MOTET_HOST_PARENT", "MOTET_HOST_TOKEN"
 """In the environment of a host's process: where it connects to, and what it says first."""
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Begin = Callable[[str, str], Awaitable[Awaitable[object]]]
+"""Starts a process with an address and a token; what it gives is done when the process has ended."""
 
 
-class Listener:
-    """Waits for hosts to connect. Lives in one event loop."""
+async def engine_that_connects(host: str, begin: Begin, end: Callable[[], Awaitable[None]]) -> Engine:
+    """The process that `begin` starts, once it has connected to this address of this machine; `end` ends it.
 
-    def __init__(self) -> None:
-        self._server: asyncio.Server | None = None
-        self._expected: dict[str, asyncio.Future[Streams]] = {}
+    Raises:
+        ConnectionError: it ended before it connected; or what its end was, where that is an error.
+    """
+    token, connected = secrets.token_hex(16), asyncio.get_running_loop().create_future()
 
-    async def open(self, host: str) -> int:
-        """Listen at an address of this machine; gives the port."""
-        if self._server is None:
-            self._server = await asyncio.start_server(self._connected, host, 0, limit=LONGEST_LINE)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
-
-    def close(self) -> None:
-        """Listen no longer; who has connected stays."""
-        if self._server is not None:
-            self._server.close()
-
-    async def engine(
-        self, begin: Callable[[str], Awaitable[Awaitable[object]]], end: Callable[[], Awaitable[None]]
-    ) -> Engine:
-        """The process that `begin` starts with a token, once it has connected; what `begin` gives is done when it ends."""
-        token = secrets.token_hex(16)
-        connected = self._expected[token] = asyncio.get_running_loop().create_future()
-        try:
-            ended = asyncio.ensure_future(await begin(token))
-            await asyncio.wait((connected, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not connected.done():
-                ended.result()  # why, where it is known
-                raise ConnectionError("the process of a host ended before it connected")
-        except BaseException:
-            await end()
-            raise
-        finally:
-            del self._expected[token]
-        reader, writer = connected.result()
-        ended.add_done_callback(lambda _: _hang_up(writer, ended))
-        return Child[m.FromEngine](m.FromEngine, reader, writer, end)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = await reader.readline()
-        expected = self._expected.get(first.decode("utf-8", "replace").strip())
-        if expected is None or expected.done():
+        if connected.done() or not hmac.compare_digest(first.strip(), token.encode()):
             writer.close()
         else:
-            expected.set_result((reader, writer))
+            connected.set_result((reader, writer))
+
+    server = await asyncio.start_server(greet, host, 0, limit=LONGEST_LINE)
+    try:
+        port = server.sockets[0].getsockname()[1]
+        ended = asyncio.ensure_future(await begin(f"{host}:{port}", token))
+        await asyncio.wait((connected, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not connected.done():
+            ended.result()
+            raise ConnectionError("the process ended before it connected")
+    except BaseException:
+        await end()
+        raise
+    finally:
+        server.close()
+    streams: Streams = connected.result()
+    ended.add_done_callback(lambda _: _hang_up(streams[1], ended))
+    return Child[m.FromEngine](m.FromEngine, *streams, end)
 
 
 def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.Future[object]) -> None:

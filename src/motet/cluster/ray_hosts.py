@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from motet.cluster.host import Engine
-from motet.cluster.listener import ADDRESS, TOKEN, Listener
+from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
 from motet.errors import EngineError
 
 
@@ -26,7 +26,7 @@ class RayLauncher:
     def __init__(self, address: str, *, cores: int, gpus: int = 0) -> None:
         """`address` is as for `ray.init`; each host asks for so many cores and GPUs of one node."""
         self._address, self._cores, self._gpus = address, cores, gpus
-        self._listener, self._opening = Listener(), asyncio.Lock()
+        self._opening = asyncio.Lock()
 
     async def __call__(self, log: Path) -> Engine:
         """Start the process of a host where there is room, and wait until it has connected.
@@ -37,24 +37,23 @@ class RayLauncher:
         try:
             async with self._opening:
                 await asyncio.to_thread(self._connect)
-            here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-            port = await self._listener.open(here)
-            return await self._started(f"{here}:{port}", log)
+            return await self._started(log)
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             raise EngineError(f"Ray at {self._address!r} could not start a host: {error}") from error
 
-    async def _started(self, here: str, log: Path) -> Engine:
+    async def _started(self, log: Path) -> Engine:
+        here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         process: Any = _HostProcess.options(  # type: ignore[attr-defined]
             num_cpus=self._cores, num_gpus=self._gpus, scheduling_strategy="SPREAD", max_restarts=0, max_concurrency=2
         ).remote()
 
-        async def begin(token: str) -> Any:
-            return process.run.remote({ADDRESS: here, TOKEN: token}, os.getcwd(), str(log))
+        async def begin(address: str, token: str) -> Any:
+            return process.run.remote({ADDRESS: address, TOKEN: token}, os.getcwd(), str(log))
 
         async def end() -> None:
             ray.kill(process)
 
-        return await self._listener.engine(begin, end)
+        return await engine_that_connects(here, begin, end)
 
     def _connect(self) -> None:
         if not ray.is_initialized():

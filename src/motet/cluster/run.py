@@ -11,8 +11,8 @@ from typing import Any
 
 from motet.cluster import messages as m
 from motet.cluster.client import EngineClient
-from motet.cluster.host import EngineHandlers
-from motet.cluster.starts import launcher, starts
+from motet.cluster.host import EngineHandlers, Launch
+from motet.cluster.starts import starts
 from motet.config import JobConfig, RunConfig
 from motet.config.service import ANY_SIZE
 from motet.errors import ConfigError, RunError
@@ -81,9 +81,15 @@ class HostedRun:
     """Gives the jobs to hosts and waits until all have ended."""
 
     def __init__(
-        self, config: RunConfig, directory: RunDirectory, jobs: Sequence[HostedJob], *, accept_changes: bool
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        jobs: Sequence[HostedJob],
+        launch: Launch | None = None,
+        *,
+        accept_changes: bool = False,
     ) -> None:
-        """`accept_changes` goes on with jobs that differ from what their directories were made with.
+        """`launch` starts the hosts; `accept_changes` goes on with jobs that differ from what their directories were made with.
 
         Raises:
             ConfigError: the jobs cannot run in other processes.
@@ -107,8 +113,7 @@ class HostedRun:
             accept_changes=accept_changes,
             trust_remote_code=config.engine.trust_remote_code,
         )
-        messages = starts(start, config.engine, config.rollout)
-        self._client = EngineClient(messages, directory.path, launcher(config.cluster, config.engine))
+        self._client = EngineClient(starts(start, config.engine, config.rollout), directory.path, launch)
         self._stopping = asyncio.Event()
         self._jobs = {job.config.name: job for job in jobs}
 
