@@ -18,9 +18,12 @@ import pytest
 import yaml
 
 import motet
+from motet.channel import encode
 from motet.cluster.host import Engine
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
+from motet.cluster.messages import JobEvent, Ready
 from motet.cluster.run import HostedJob, HostedRun
+from motet.config import JobConfig
 from motet.jobfile import validate
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
@@ -255,3 +258,40 @@ def test_a_network_that_is_away_for_a_while_changes_nothing(
         assert one.lines == set(range(7))
         assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
     assert sorted(path.name for path in starts) == ["engine-1.log", "engine.log"], "nothing was started again"
+
+
+def test_a_stranger_who_connects_is_no_host() -> None:
+    async def connect() -> list[Ready]:
+        async def begin(address: str, token: str) -> Awaitable[object]:
+            host, _, port = address.rpartition(":")
+            for first, note in (("0" * len(token), "stranger"), (token, "host")):
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.write(f"{first}\n".encode() + encode(Ready([note])))
+                await asyncio.sleep(0.1)
+                writers.append(writer)
+            return ended.wait()
+
+        async def end() -> None:
+            ended.set()
+
+        writers, ended = list[asyncio.StreamWriter](), asyncio.Event()
+        engine = await engine_that_connects("127.0.0.1", begin, end)
+        message = await anext(engine.messages())
+        await engine.kill()
+        for writer in writers:
+            writer.close()
+        assert isinstance(message, Ready)
+        return [message]
+
+    assert [one.notes for one in asyncio.run(connect())] == [["host"]]
+
+
+def test_a_step_that_is_told_again_counts_once(tmp_path: Path) -> None:
+    one = HostedJob(JobConfig.model_validate(job("job-0")), JobDirectory(tmp_path), JobProgress("job-0", 6))
+    for step in (0, 1, 1, 0, 2):
+        one.hear(JobEvent("job-0", "step", {"step": step, "loss": 0.1, "reward": step / 4}))
+    assert (one.progress.rewards, one.progress.step) == ([0.0, 0.25, 0.5], 3)
+    for tokens, counted in ((5, 5), (9, 9), (2, 11)):  # another host begins anew
+        figures = {"phase": "sampling", "tokens": tokens, "rollouts_done": 0, "rollouts_wanted": 1}
+        one.see(figures)
+        assert one.progress.tokens == counted
