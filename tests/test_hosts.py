@@ -126,20 +126,31 @@ def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
     tmp_path: Path, cluster: Json, alone: dict[str, bytes]
 ) -> None:
     with hosting(tmp_path, cluster, limits={"running_jobs": 3}) as service:
-        jobs = [job("job-0"), tiny("long-0", 1000), job("job-1"), tiny("long-1", 1000)]
-        for one in jobs:
-            service.submit(one)
-        for name in ("job-0", "long-0", "job-1"):
+        for name in ("one", "two", "three", "four"):
+            service.submit(tiny(name, 1000))
+        for name in ("one", "two", "three"):
             service.becomes(name, "running")
-        assert service.job("long-1")["state"] == "queued", "its tenant has three out, over both hosts"
-        service.steer("long-0", "cancel")
-        service.becomes("long-1", "running")
-        service.steer("long-1", "cancel")  # one host has nothing to do now, and the other one two jobs
+        assert service.job("four")["state"] == "queued", "its tenant has three out, over both hosts"
+        service.steer("one", "pause")
+        service.becomes("four", "running")
+        service.steer("one", "resume")
+        time.sleep(0.7)
+        assert service.job("one")["state"] == "paused", "others have its tenant's places"
+        service.steer("four", "cancel")
+        service.becomes("one", "running")
+        for name in ("one", "two", "three"):
+            service.steer(name, "cancel")
+            service.becomes(name, "cancelled")
+
+        for one in (job("job-0"), tiny("long", 1000), job("job-1")):
+            service.submit(one)
+            service.becomes(one["name"], "running")
+        service.steer("long", "cancel")  # one host has nothing to do now, and the other one two jobs
         for name in ("job-0", "job-1"):
             assert service.ended(name) == "succeeded"
             assert service.weights(name) == alone[name]
-            assert service.steps(name) == list(range(len(service.steps(name))))
-        assert sorted(service.states(name).count("running") for name in ("job-0", "job-1")) == [1, 2]
+            assert service.steps(name) == list(range(7))
+        assert [service.states(name).count("running") for name in ("job-0", "job-1")] == [1, 2]
         assert "paused" not in service.states("job-1")
 
 

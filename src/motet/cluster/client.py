@@ -167,8 +167,15 @@ class EngineClient:
             self._asked.add(message.job)
             self._unplaced = True
             self._look.set()
+        elif isinstance(message, m.SteerJob) and message.action == "resume" and self._has_to_wait(job):
+            self._route(m.ForgetJob(message.job))
+            self._unplaced = True
         elif not (job.leaving and isinstance(message, m.SteerJob) and message.action != "cancel"):
             job.host.send(message)
+
+    def _has_to_wait(self, job: _Placed) -> bool:
+        """Whether a paused job cannot go on, because its tenant has as many out as may run."""
+        return job.state is JobState.PAUSED and placed(job.claim, list(self._loads()), self._rules) is None
 
     def _hear(self, host: Host, message: m.Ready | m.Failed | m.JobEvent | m.Released | None) -> None:
         match message:
