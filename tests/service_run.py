@@ -94,10 +94,14 @@ class Service:
 
     def engine(self) -> Any:
         """The engine's process."""
+        (one,) = self.engines()
+        return one
+
+    def engines(self) -> list[Any]:
+        """The processes of its hosts, in the order they were started."""
         assert self.process is not None
         found = psutil.Process(self.process.pid).children()
-        (one,) = [child for child in found if "motet.hosting" in child.cmdline()]
-        return one
+        return [child for child in found if "motet.hosting" in child.cmdline()]
 
     def kill(self) -> None:
         """Kill it as a machine that loses its power does; its engine finds that out by itself."""
@@ -131,7 +135,7 @@ class Service:
             time.sleep(0.02)
 
     def _story(self) -> str:
-        names = ("out", "engine.log")
+        names = ("out", *sorted(path.name for path in self.directory.glob("engine*.log")))
         return "\n".join(path.read_text() for path in map(self.directory.joinpath, names) if path.is_file())
 
     # --- who asks -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from motet.cluster.messages import Complete, Done, Examine, Examined, FromEngine, Refused
 from motet.config import EngineConfig
 from motet.device import Device
 from motet.errors import AdapterError
@@ -23,7 +24,6 @@ from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
 from motet.runtime.meter import COMPLETIONS
 from motet.runtime.scheduler import FairScheduler
-from motet.service.engine.messages import Complete, Done, Examine, Examined, FromEngine, Refused
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 
 

@@ -279,7 +279,7 @@ FILES = {
     "a list": ("- a", "must hold `base:` and `jobs:`"),
     "unknown section": (
         "base: small\njob: []\njobs: []",
-        "jobs.yaml: job: there is no such field; did you mean jobs? There are base, defaults, engine, jobs, ",
+        "jobs.yaml: job: there is no such field; did you mean jobs? There are base, cluster, defaults, engine, jobs, ",
     ),
     "a job's field for all": (
         "base: small\noptimizer: {lr: 1}\njobs: [{name: a}]",
@@ -300,7 +300,7 @@ FILES = {
     "no base": ("jobs: [{name: a, data: x, reward: exact}]", "base: is missing"),
     "engine": (
         "base: small\nengine: {gpu: 1}\njobs: [{name: a, data: x, reward: exact}]",
-        "engine.gpu: there is no such field; there are block_size, device, dtype",
+        "engine.gpu: there is no such field; there are block_size, device, devices, dtype, hosts",
     ),
     "duplicate names": (
         "base: small\njobs: [{name: a, data: x, reward: exact}, {name: a, data: y, reward: exact}]",

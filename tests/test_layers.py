@@ -37,6 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tasks", "model"}),
     frozenset({"rollout", "training", "agents"}),
     frozenset({"runtime"}),
+    frozenset({"cluster"}),
     frozenset({"service"}),
     frozenset(
         {
@@ -63,7 +64,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"schemas", "settings"}),
     frozenset({"database"}),
-    frozenset({"errors", "storage", "engine", "events"}),
+    frozenset({"errors", "storage", "answers", "events"}),
     frozenset({"adapters", "tenants"}),
     frozenset({"rewards"}),
     frozenset({"jobs"}),

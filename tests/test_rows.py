@@ -12,7 +12,7 @@ from motet.errors import DataError
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import load_dataset
 from motet.tasks.rows import row_of
-from tests.test_chat import byte_tokenizer
+from tests.scripted_model import byte_tokenizer
 
 # Hugging Face's own way to say what an assistant wrote, which few templates have: the reference here.
 MARKED = (

@@ -97,3 +97,18 @@ def test_words_reach_a_running_process_only(holder: subprocess.Popen[str], tmp_p
     with pytest.raises(RunError, match="there is no run directory"):
         send(tmp_path / "nowhere", "a", "cancel")
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_parts_of_a_run_share_its_directory_and_nobody_else(tmp_path: Path) -> None:
+    one, two = RunDirectory(tmp_path, "host-0"), RunDirectory(tmp_path, "host-1")
+    assert one.run_id == two.run_id
+    assert one.attempt != two.attempt
+    for part in ("", "host-0"):
+        with pytest.raises(RunError, match="in use by another process"):
+            RunDirectory(tmp_path, part)
+    one.close()
+    two.close()
+    alone = RunDirectory(tmp_path)
+    with pytest.raises(RunError, match="in use by another process"):
+        RunDirectory(tmp_path, "host-0")
+    alone.close()

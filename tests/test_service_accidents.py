@@ -17,13 +17,13 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 
 import motet
 from motet.channel import LONGEST_LINE, decode, encode
+from motet.cluster.host import EngineHandlers, Host
+from motet.cluster.messages import FromEngine, JobEvent, Scored, ScoreRequest, Start
 from motet.config import RewardConfig
 from motet.config.service import ANY_SIZE
 from motet.hosting.server import ask_scores
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
-from motet.service.engine.client import EngineClient, EngineHandlers
-from motet.service.engine.messages import FromEngine, JobEvent, Scored, ScoreRequest, Start
 from motet.service.events import EventBus, EventLog
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import JobQueue, StartCondition
@@ -290,19 +290,19 @@ def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_lo
     async def score(request: ScoreRequest) -> Scored:
         return Scored(request.key)
 
-    client = EngineClient(Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE), tmp_path / "log")
-    client._handlers = EngineHandlers(
+    host = Host(0, Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE), tmp_path / "log", ThreadPoolExecutor(1))
+    host._handlers = EngineHandlers(
         list, lambda event: heard.append(event.job), lambda _: None, score, lambda *_: None, lambda *_: None, lambda _: None
     )  # fmt: skip
 
     async def work(url: str) -> None:
         with busy_threads():
             async with asyncio.timeout(10):
-                await client._handle(JobEvent("job-1", "step", {}))
+                await host._handle(JobEvent("job-1", "step", {}))
             rewards = HttpRewards(Addresses(("localhost",)), trust=ssl.create_default_context())
             reward = RewardConfig(name="http", args={"url": url, "args": {"scale": 7.0}}, wall_seconds=5)
             assert await rewards("job", reward, {"id": 7}, ["one", "three"]) == [3.0, 5.0]
-        await client.stop()
+        await host.stop()
 
     with misbehaving() as server:
         asyncio.run(work(server.url("good", "localhost")))

@@ -19,10 +19,10 @@ import pytest
 import sqlalchemy
 import transformers
 
+from motet.cluster.client import EngineClient
 from motet.config import DataConfig
 from motet.errors import DataError
 from motet.service.adapters.adapters import Adapters
-from motet.service.engine.client import EngineClient
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
 from motet.service.jobs.validation import TEMPLATE_PARAMETERS
 from motet.service.rewards.grading import _LANES, Grading

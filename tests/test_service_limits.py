@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from motet.client import Client
+from motet.cluster.client import EngineClient
+from motet.cluster.messages import SetRule, ToEngine, Usage
 from motet.config.service import LimitsConfig, RateConfig
 from motet.errors import ConfigError, ServiceError
 from motet.jobfile import load_service
 from motet.runtime.slots import Rule
 from motet.service.database.store import Store
-from motet.service.engine.client import EngineClient
-from motet.service.engine.messages import SetRule, ToEngine, Usage
 from motet.service.http.throttle import RateLimit
 from motet.service.jobs.handover import Handover
 from motet.service.tenants.enforcement import QuotaEnforcer

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from motet.cluster.client import EngineClient
 from motet.errors import DataError
 from motet.service.adapters.adapters import Adapters
 from motet.service.adapters.archive import MOST_MEMBERS, pack, unpack
 from motet.service.database.tables import UploadedAdapter, new_id
-from motet.service.engine.client import EngineClient
 from motet.service.settings import Settings
 from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
 from tests.adapter_files import link, tarred
@@ -372,7 +372,7 @@ def test_every_change_is_written_down_once(house: House) -> None:
 
 def test_metrics_are_for_admins_and_for_the_token(tmp_path: Path) -> None:
     with open_house(tmp_path, metrics_token="for-prometheus") as house:
-        house.part(EngineClient).progress = {house.job["id"]: {"tokens_per_second": 7.0}}
+        house.part(EngineClient).hosts[0].progress = {house.job["id"]: {"tokens_per_second": 7.0}}
         house.refused(401, "GET", "/metrics", "none")
         house.refused(401, "GET", "/metrics", "wrong")
         house.refused(403, "GET", "/metrics", "ours")

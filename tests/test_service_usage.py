@@ -69,7 +69,9 @@ def test_usage_is_what_the_jobs_did_and_all_of_the_time(service: Service) -> Non
     seconds = {one["name"] or one["kind"]: one["device_seconds"] for one in lines}
     assert seconds["long"] > seconds["short"] > 0
     text = service.get("/metrics").text
-    device = sum(float(value) for value in re.findall(r"^motet_device_(?:decode|train)_seconds (\S+)$", text, re.M))
+    device = sum(
+        float(value) for value in re.findall(r"^motet_device_(?:decode|train)_seconds\{host=\"0\"\} (\S+)$", text, re.M)
+    )
     busy = sum(value for name, value in seconds.items() if name != "idle")
     assert device * 0.9 <= busy, "time of the device was not told"
 

@@ -38,7 +38,7 @@ def test_company_changes_no_bit_of_a_client_or_of_a_job(alone: tuple[Any, dict[s
         assert service.weights("sort") == adapters["sort"]
 
 
-def _with_kills(service: Service, *, of_engine: bool) -> Any:
+def _with_kills(service: Service, who: str) -> Any:
     """The six steps, with a kill between a gradient and its step."""
     client = Script(service, "steps", "none", "0.6")
     service.until(lambda: len(service.ask("GET", "/v1/jobs")["data"]) == 1)
@@ -46,19 +46,19 @@ def _with_kills(service: Service, *, of_engine: bool) -> Any:
     service.reaches(job["name"], 2)
     commands = service.directory / "run" / job["id"] / "commands"
     service.until(lambda: any(path.with_suffix(".out").exists() for path in commands.glob("*.cmd")))
-    if of_engine:
-        service.engine().kill()
-    else:
+    if who == "service":
         service.kill()
         service.start()
+    else:
+        service.engines()[service.job(job["name"])["progress"]["host"]].kill()
     return client.found()
 
 
-@pytest.mark.parametrize("of_engine", [True, False], ids=["engine", "service"])
-def test_kill_9_changes_no_bit(alone: tuple[Any, dict[str, bytes]], tmp_path: Path, of_engine: bool) -> None:
+@pytest.mark.parametrize("who", ["engine", "service", "host"])
+def test_kill_9_changes_no_bit(alone: tuple[Any, dict[str, bytes]], tmp_path: Path, who: str) -> None:
     expected, adapters = alone
-    with serving(tmp_path) as service:
-        found = _with_kills(service, of_engine=of_engine)
+    with serving(tmp_path, *(["--hosts", "2"] if who == "host" else [])) as service:
+        found = _with_kills(service, who)
         assert found["values"] == expected["values"]
         assert service.weights(job_of(found["model"])) == adapters["client"]
         assert service.ended(job_of(found["model"])) == "succeeded"

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
+import socket
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, get_args
 
@@ -68,9 +70,15 @@ def _array(kind: Any, value: Any) -> Any:
 class Child(Generic[Received]):
     """A child process, as its parent sees it. Lives in one event loop."""
 
-    def __init__(self, process: asyncio.subprocess.Process, kinds: Any) -> None:
-        """`kinds` is the union of the messages that it may send."""
-        self._process, self._kinds = process, kinds
+    def __init__(
+        self,
+        kinds: Any,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        end: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`kinds` is the union of the messages that it may send; `end` ends it where it has not ended, and waits for that."""
+        self._kinds, self._reader, self._writer, self._end = kinds, reader, writer, end
 
     @classmethod
     async def start(cls, module: str, kinds: Any, log: Path) -> Child[Received]:
@@ -81,44 +89,57 @@ class Child(Generic[Received]):
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=out,
                 start_new_session=True, limit=LONGEST_LINE, env=dict(os.environ),
             )  # fmt: skip
-        return cls(process, kinds)
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        async def end() -> None:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)  # not its `kill`, which may take the exit status from the loop
+            await process.wait()
+
+        return cls(kinds, process.stdout, process.stdin, end)
 
     def send(self, message: Message) -> None:
         """Send one message; to a process that is gone, nothing."""
-        assert self._process.stdin is not None
-        if not self._process.stdin.is_closing():
-            self._process.stdin.write(encode(message))
+        if not self._writer.is_closing():
+            self._writer.write(encode(message))
 
     async def messages(self) -> AsyncIterator[Received]:
         """What it sends, until it dies."""
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            if line.endswith(b"\n"):  # not one that was cut off when the process was killed
-                yield decode(line, self._kinds)
+        with contextlib.suppress(ConnectionError):
+            async for line in self._reader:
+                if line.endswith(b"\n"):  # not one that was cut off when the process was killed
+                    yield decode(line, self._kinds)
 
     def close_input(self) -> None:
         """Let it end."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._writer.close()
 
     async def kill(self) -> None:
         """End it, where it has not ended, and wait for that."""
         self.close_input()
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        await self._process.wait()
+        await self._end()
 
 
 class Parent(Generic[Received]):
-    """The parent of this process, which has given it its standard streams. Threads may share it."""
+    """The parent of this process, which has given it its standard streams or an address. Threads may share it."""
 
-    def __init__(self, kinds: Any) -> None:
+    def __init__(self, kinds: Any, lines: BinaryIO | None = None, out: BinaryIO | None = None) -> None:
         """Take the streams over: nothing that a library prints may pass for a message. `kinds` as in `Child`."""
-        self.lines, self._kinds = sys.stdin.buffer, kinds
-        self._out: BinaryIO = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+        self.lines, self._kinds = lines or sys.stdin.buffer, kinds
+        self._out: BinaryIO = out or os.fdopen(os.dup(sys.stdout.fileno()), "wb")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._lock = threading.Lock()
+
+    @classmethod
+    def at(cls, address: str, token: str, kinds: Any) -> Parent[Received]:
+        """Connect to a parent on another machine, which listens at `host:port` and knows the token."""
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(f"{token}\n".encode())
+        return cls(kinds, connection.makefile("rb"), connection.makefile("wb"))
 
     def send(self, message: Message) -> None:
         """Send one message.

@@ -226,6 +226,9 @@ def serve(
         str | None, typer.Option(help="postgresql://… or sqlite:///… [default: a file in the directory].")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML with `engine`, `rollout`, `limits`, `rate`.")] = None,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, help="Processes that each have the base and train a part of the jobs.")
+    ] = None,
     no_keys: Annotated[
         bool, typer.Option("--no-keys", help="No key is needed; only on this machine's own address.")
     ] = False,
@@ -249,7 +252,7 @@ def serve(
         database=database,
         no_keys=no_keys,
         hub=hub,
-        config=load_service(config),
+        config=load_service(config, hosts),
         rewards=rewards,
     )
 

@@ -109,6 +109,10 @@ class DeviceError(MotetError):
     """The device failed while it worked for several jobs, and it cannot be told whose fault it was."""
 
 
+class HostGone(EngineError):
+    """The host that was to answer is not there, or went away meanwhile; ask again, another one may be."""
+
+
 class RankGone(MotetError):
     """A process that a part of the base lies on ended."""
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from motet import plain_yaml
-from motet.config import Config, RunConfig
+from motet.config import Config, EngineConfig, RunConfig
 from motet.config.mistakes import explain, no_such_field
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
@@ -45,14 +45,20 @@ def load_jobs(path: str | Path, overrides: Sequence[str] = (), *, trust_remote_c
     return config.model_copy(update={"engine": engine})
 
 
-def load_service(path: Path | None) -> ServiceConfig:
-    """A service's configuration file; defaults without one.
+def load_service(path: Path | None, hosts: int | None = None) -> ServiceConfig:
+    """A service's configuration file; defaults without one. `hosts` goes before its `engine.hosts`.
 
     Raises:
         ConfigError: the file is missing or wrong.
     """
-    if path is None:
-        return ServiceConfig()
+    config = ServiceConfig() if path is None else _read_service(path)
+    if hosts is not None:
+        engine = _valid(EngineConfig, {**config.engine.model_dump(), "hosts": hosts}, "--hosts")
+        config = config.model_copy(update={"engine": engine})
+    return config
+
+
+def _read_service(path: Path) -> ServiceConfig:
     try:
         tree = plain_yaml.read(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, ConfigError) as error:
@@ -60,10 +66,10 @@ def load_service(path: Path | None) -> ServiceConfig:
     known = list(ServiceConfig.model_fields)
     if not isinstance(tree, dict) or set(tree) - set(known):
         raise ConfigError(
-            f"{path} must hold {', '.join(known)} and nothing else; engine and rollout are those of a job file"
+            f"{path} must hold {', '.join(known)} and nothing else; engine, rollout and cluster are those of a job file"
         )
     job = {"name": "none", "data": "toy:add", "reward": "exact"}
-    of_run = {name: tree[name] for name in ("engine", "rollout") if name in tree}
+    of_run = {name: tree[name] for name in ("engine", "rollout", "cluster") if name in tree}
     validate({"base": "small", "run": "none", **of_run, "jobs": [job]}, str(path))  # errors as for a job file
     config = _valid(ServiceConfig, tree, str(path))
     rewards = {
@@ -201,7 +207,7 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
         except ConfigError as error:
             raise ConfigError(f"--set {override!r}: quote the value if it is meant as text: {error}") from error
         top, _, rest = path.partition(".")
-        if top in ("base", "run", "engine", "rollout"):
+        if top in ("base", "run", "engine", "rollout", "cluster"):
             set_path(tree, path, value)
         elif top == "jobs":
             chosen = [job for job in jobs if rest.startswith(f"{job.get('name')}.")]  # names may have dots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import Workshop, assemble, open_base, services
 from motet.preparing import identity, prepare_all
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
@@ -21,7 +23,7 @@ from motet.runtime.opening import check_identity, open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
-from motet.types import JobState
+from motet.types import HostNow, JobState
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -74,6 +76,7 @@ def run_config(
     observe: Callable[[Sequence[JobProgress]], None] | None = None,
     started: Callable[[Workshop, Sequence[Job]], None] | None = None,
     notify: Callable[[str], None] | None = None,
+    watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None = None,
 ) -> RunResult:
     """Run all jobs to their end (or until Ctrl-C, which finishes the steps under way and saves).
 
@@ -83,12 +86,16 @@ def run_config(
         sequential: one job after another instead of all at once; the bytes are the same.
         accept_changes: go on in a run directory that was made with another configuration.
         observe: called a few times a second with the progress of all jobs.
-        started: called once, before the first step, with what was loaded.
-        notify: called with a line for the person who pressed Ctrl-C.
+        started: called once, before the first step, with what was loaded; not where hosts load it.
+        notify: called with a line for the person who pressed Ctrl-C, and of hosts that end.
+        watch: called once with what says how hosts stand, where there are several.
 
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
+    hosted = config.engine.hosts > 1 or config.cluster.launcher != "local"
+    if hosted and not sequential and base is None:
+        return _run_on_hosts(config, accept_changes=accept_changes, observe=observe, notify=notify, watch=watch)
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(
             contextlib.closing(RunDirectory(Path(config.run)))
@@ -101,7 +108,7 @@ def run_config(
         for job in jobs:
             described = identity(job, opened.info, config)
             open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes)
-            _take_up(job)
+            _take_up(job.directory, job.progress)
         workshop = assemble(opened, config, [need for _, need in prepared], directory)
         workshop.notes += _left_out(jobs)
         for reason in workshop.inexact:
@@ -115,21 +122,60 @@ def run_config(
             interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, observe))
         finally:
             workshop.close()
-        results = {job.name: _result(job) for job in jobs}
+        results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
         return RunResult(directory.path, results, _report(directory.path), tuple(workshop.notes))
 
 
-def _take_up(job: Job) -> None:
-    """Start from what an earlier process left: jobs that ended stay ended (unless more steps are wanted), others go on."""
-    committed = job.directory.newest()
+def _run_on_hosts(
+    config: RunConfig,
+    *,
+    accept_changes: bool,
+    observe: Callable[[Sequence[JobProgress]], None] | None,
+    notify: Callable[[str], None] | None,
+    watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None,
+) -> RunResult:
+    from motet.cluster.run import HostedJob, HostedRun, NoticesTo
+    from motet.cluster.starts import launcher
+
+    log, notices = logging.getLogger("motet.cluster"), NoticesTo(notify or (lambda line: None))
+    log.addHandler(notices)
+    try:
+        with contextlib.closing(RunDirectory(Path(config.run), "run")) as directory:
+            jobs = []
+            for one in config.jobs:
+                at = directory.job(one.name)
+                check_identity(at, of_config(one), accept_changes=accept_changes)
+                job = HostedJob(one, at, JobProgress(one.name, one.steps))
+                job.lines.update(_take_up(at, job.progress))
+                jobs.append(job)
+            launch = launcher(config.cluster, config.engine)
+            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes)
+            if watch is not None:
+                watch(run.now)
+            interrupt = Interrupt(notify)
+            interrupt.run(lambda: run.run(interrupt, observe))
+            results = {job.config.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
+            return RunResult(directory.path, results, _report(directory.path))
+    finally:
+        log.removeHandler(notices)
+
+
+def _take_up(directory: JobDirectory, progress: JobProgress) -> list[int]:
+    """Start from what an earlier process left: jobs that ended stay ended (unless more steps are wanted), others go on.
+
+    Gives the steps that are recorded.
+    """
+    committed = directory.newest()
     if committed is None:
-        return
-    job.progress.step = committed.step
-    job.progress.take_up(job.directory.read_metrics(committed))
-    state = job.directory.read_status().get("state")
-    if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and committed.step >= job.config.steps):
-        job.progress.state = JobState(state)
-        job.progress.message = "done before" if state == JobState.SUCCEEDED else "cancelled before"
+        return []
+    lines = directory.read_metrics(committed)
+    progress.step = committed.step
+    progress.take_up(lines)
+    state = directory.read_status().get("state")
+    if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and committed.step >= progress.steps):
+        progress.state = JobState(state)
+        progress.message = "done before" if state == JobState.SUCCEEDED else "cancelled before"
+    return [int(line["step"]) for line in lines]
 
 
 async def _run_jobs(
@@ -173,18 +219,20 @@ def _left_out(jobs: Sequence[Job]) -> list[str]:
     ]
 
 
-def _result(job: Job) -> JobResult:
-    last, best = job.version_directory("latest"), job.version_directory("best")
+def _result(directory: JobDirectory, progress: JobProgress, inexact: Sequence[str]) -> JobResult:
+    committed = directory.newest()
+    last = directory.version(committed.step if committed else 0)
+    best = directory.version(committed.best_version) if committed and committed.best_version is not None else last
     return JobResult(
-        name=job.name,
-        state=job.state,
+        name=progress.name,
+        state=progress.state,
         adapter=last,
         best=best if best.is_dir() else last,
-        rewards=tuple(job.progress.rewards),
-        evaluations=tuple(job.progress.evaluations),
-        message=job.progress.message,
-        inexact=tuple(job.inexact),
-        spent=job.progress.spent,
+        rewards=tuple(progress.rewards),
+        evaluations=tuple(progress.evaluations),
+        message=progress.message,
+        inexact=tuple(inexact),
+        spent=progress.spent,
     )
 
 
@@ -263,7 +311,12 @@ def _run_shown(config: RunConfig, *, sequential: bool, accept_changes: bool) -> 
     view.start()
     try:
         return run_config(
-            config, sequential=sequential, accept_changes=accept_changes, observe=view.update, notify=view.tell
+            config,
+            sequential=sequential,
+            accept_changes=accept_changes,
+            observe=view.update,
+            notify=view.tell,
+            watch=view.watch,
         )
     finally:
         view.stop()

@@ -129,6 +129,18 @@ class ServerLoad:
 
 
 @dataclass(frozen=True)
+class HostNow:
+    """What a process that has a base and trains jobs on it is doing."""
+
+    name: str
+    up: bool
+    jobs: int
+    tokens_per_second: float
+    note: str
+    """Why it is away."""
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How a completion is drawn from the model."""
 

@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +17,7 @@ from motet.running import RunResult, run_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.tensorboard import TensorBoardExport
-from motet.types import JobState
+from motet.types import HostNow, JobState
 from motet.view import glyphs_of, make_view, summary_table
 
 
@@ -46,6 +46,10 @@ def run_file(
         view.update(progress)
         export.update()
 
+    def watch(hosts: Callable[[], Sequence[HostNow]]) -> None:
+        view.watch(hosts)
+        view.start()
+
     def started(workshop: Workshop, jobs: Sequence[Job]) -> None:
         _print_notes(console, workshop.notes, printed)
         rates = sorted({f"{job.base_rate:.2g}" for job in jobs if job.config.optimizer.lr == "auto"})
@@ -63,6 +67,7 @@ def run_file(
                 observe=observe,
                 started=started,
                 notify=view.tell,
+                watch=watch,
             )
         finally:
             view.stop()

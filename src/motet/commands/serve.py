@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from motet import wall
+from motet.cluster.client import EngineClient
+from motet.cluster.host import start_engine
 from motet.config.service import RateConfig, ServiceConfig
 from motet.errors import ConfigError
-from motet.service.engine.client import EngineClient, start_engine
 from motet.tasks.reward_installed import install
 
 if TYPE_CHECKING:
@@ -64,14 +65,15 @@ def serve(
 
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        asyncio.run(_run(make, directory / "engine.log", host, port))
+        here = config.cluster.launcher == "local"
+        asyncio.run(_run(make, directory / "engine.log" if here else None, host, port))
     except KeyboardInterrupt:
         return
 
 
-async def _run(make: Callable[[], FastAPI], log: Path, host: str, port: int) -> None:
-    """Make the application and serve it. The engine's process is started first: both take seconds to be loaded."""
-    engine = await start_engine(log)
+async def _run(make: Callable[[], FastAPI], log: Path | None, host: str, port: int) -> None:
+    """Make the application and serve it. With `log` an engine's process is started first: both take seconds to be loaded."""
+    engine = None if log is None else await start_engine(log)
     try:
         import uvicorn
 
@@ -79,9 +81,11 @@ async def _run(make: Callable[[], FastAPI], log: Path, host: str, port: int) -> 
 
         app = make()
     except BaseException:
-        await engine.kill()
+        if engine is not None:
+            await engine.kill()
         raise
-    app.state.parts[EngineClient].adopt(engine)
+    if engine is not None:
+        app.state.parts[EngineClient].adopt(engine)
 
     lifecycle = app.state.parts[Lifecycle]
 

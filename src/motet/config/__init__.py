@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field, field_validator, model_validator
 
 from motet.config.chain import check_chains
+from motet.config.cluster import ClusterConfig
 from motet.config.engine import EngineConfig
 from motet.config.job import (
     GENERATED_ROWS,
@@ -45,6 +46,8 @@ class RunConfig(Config):
     """The device and its budgets."""
     rollout: Annotated[RolloutConfig, named("engine")] = RolloutConfig()
     """Where rollouts are sampled."""
+    cluster: Annotated[ClusterConfig, named("launcher")] = ClusterConfig()
+    """Where the processes of `engine.hosts` are."""
     jobs: list[JobConfig] = Field(min_length=1)
     """What to train, all at once."""
     run: str = "runs/default"
@@ -87,6 +90,7 @@ __all__ = [
     "GIVEN_ROWS",
     "AdapterConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "Config",
     "DataConfig",
     "EngineConfig",

@@ -49,17 +49,29 @@ class EngineConfig(Config):
     shard: int = Field(1, ge=1, le=64)
     """Processes that the base lies over while it trains, a part of every weight in each: for a base that is too large for one;
     the bytes are the same. On CPU, with rollouts from servers; with the embedded engine this process has the whole base too."""
+    hosts: int = Field(1, ge=1, le=1024)
+    """Processes that each have the whole base and train their part of the jobs; a job's bytes do not depend on it. `slots`,
+    `max_rows` and `reward_processes` are of each. On CPU each has its part of the cores unless `threads` is set."""
+    devices: list[str] = []
+    """The device of each host, such as `[cuda:0, cuda:1]`; without it all use `device`."""
     reward_processes: int = Field(2, ge=1, le=4096)
     """Processes that run rewards."""
     trust_remote_code: bool = Field(False, exclude=True)
     """Only settable on the command line: `--trust-remote-code`."""
 
-    @field_validator("device")
+    @field_validator("device", "devices")
     @classmethod
-    def _is_a_device(cls, device: str) -> str:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
-            raise ValueError("must be auto, cpu, cuda or, where there are several, cuda:1")
-        return device
+    def _are_devices(cls, given: str | list[str]) -> str | list[str]:
+        for device in [given] if isinstance(given, str) else given:
+            if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+                raise ValueError("must be auto, cpu, cuda or, where there are several, cuda:1")
+        return given
+
+    @model_validator(mode="after")
+    def _each_host_has_a_device(self) -> EngineConfig:
+        if self.devices and len(self.devices) != self.hosts:
+            raise ValueError(f"hosts is {self.hosts}, and devices has {len(self.devices)}: name one for each host")
+        return self
 
     @model_validator(mode="after")
     def _shards_lie_on_cpus(self) -> EngineConfig:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from motet.config.cluster import ClusterConfig
 from motet.config.engine import EngineConfig
 from motet.config.job import PRIORITIES
 from motet.config.rollout import VERSIONS_BESIDES, RolloutConfig
@@ -90,6 +91,8 @@ class ServiceConfig(Config):
     engine: EngineConfig = EngineConfig()
     """As in a job file."""
     rollout: RolloutConfig = RolloutConfig()
+    """As in a job file."""
+    cluster: Annotated[ClusterConfig, named("launcher")] = ClusterConfig()
     """As in a job file."""
     limits: LimitsConfig = LimitsConfig()
     """What each tenant may use unless an admin sets something else for it."""

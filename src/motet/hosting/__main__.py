@@ -11,20 +11,23 @@ import time
 from pathlib import Path
 
 from motet.channel import Parent
+from motet.cluster.listener import ADDRESS, TOKEN
+from motet.cluster.messages import Failed, Start, ToEngine
 from motet.errors import RunError
 from motet.hosting.answers import reason
 from motet.hosting.server import EngineServer
 from motet.jobfile import validate
 from motet.launch import warm_up
 from motet.runtime.rundir import RunDirectory
-from motet.service.engine.messages import Failed, Start, ToEngine
 
 _LOCK_SECONDS = 60.0
 
 
 def main() -> None:
     """Load what is slow, then the base, say that all is ready, and serve until the input ends."""
-    parent, serving = Parent[ToEngine](ToEngine), threading.Event()
+    address, token = os.environ.pop(ADDRESS, ""), os.environ.pop(TOKEN, "")
+    parent = Parent[ToEngine].at(address, token, ToEngine) if address else Parent[ToEngine](ToEngine)
+    serving = threading.Event()
     threading.Thread(target=_end_with, args=(parent.lines.fileno(), serving), name="motet-parent", daemon=True).start()
     warm_up()
     start = parent.first()
@@ -33,7 +36,9 @@ def main() -> None:
     try:
         tree = {"base": start.base, "run": start.run, "engine": start.engine, "rollout": start.rollout}
         config = validate({**tree, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")
-        server = EngineServer(config, _run_directory(Path(config.run)), start, parent)
+        engine = config.engine.model_copy(update={"trust_remote_code": start.trust_remote_code})
+        config = config.model_copy(update={"engine": engine})
+        server = EngineServer(config, _run_directory(Path(config.run), start.host), start, parent)
         serving.set()
         asyncio.run(server.serve())
         server.workshop.close()
@@ -46,18 +51,18 @@ def main() -> None:
 def _end_with(parent: int, serving: threading.Event) -> None:
     """End at once when the other process does while this one loads: the next engine needs the cores and the directory."""
     hung_up = select.poll()
-    hung_up.register(parent, 0)
+    hung_up.register(parent, getattr(select, "POLLRDHUP", 0))
     hung_up.poll()
     if not serving.is_set():
         os._exit(0)
 
 
-def _run_directory(path: Path) -> RunDirectory:
+def _run_directory(path: Path, host: int | None) -> RunDirectory:
     """Locked; the engine of a service that was killed may still be in its last turn."""
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
-            return RunDirectory(path)
+            return RunDirectory(path, "" if host is None else f"host-{host}")
         except RunError:
             if not os.access(path, os.W_OK) or time.monotonic() > deadline:
                 raise

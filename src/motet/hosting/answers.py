@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from motet import seeds
-from motet.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
-from motet.runtime.job import Services
-from motet.runtime.meter import COMPLETIONS
-from motet.service.engine.messages import (
+from motet.cluster.messages import (
     Complete,
     Done,
     Examine,
@@ -29,6 +26,9 @@ from motet.service.engine.messages import (
     Tokens,
     Unfit,
 )
+from motet.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
+from motet.runtime.job import Services
+from motet.runtime.meter import COMPLETIONS
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.types import AdapterRef, GenerateRequest, IntArray, Message, Problem
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from motet.budgets import Need
 from motet.channel import Parent
+from motet.cluster import messages as m
 from motet.config import JobConfig, RunConfig
 from motet.errors import ConfigError
 from motet.hosting.answers import Answers, Send, reason
@@ -22,7 +23,6 @@ from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
-from motet.service.engine import messages as m
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_asking import AskedOfService
 from motet.tasks.reward_elsewhere import ELSEWHERE
@@ -56,17 +56,8 @@ class EngineServer:
         self.base = load(config.base, config.engine)
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
         self._scores = AskedOfService(ask_scores(parent.send))
-        shared = services(
-            self.workshop,
-            self.directory,
-            RewardPool(
-                config.engine.reward_processes,
-                dict.fromkeys(ELSEWHERE, self._scores),
-                {name: Installed(**one) for name, one in start.rewards.items()},
-                self._scores.rest,
-                Walls(required=True, exempt=frozenset(start.unwalled)),
-            ),
-        )
+        self._start = start
+        shared = services(self.workshop, self.directory, None if start.own_jobs else self._rewards())
         info = self.base.info
         self._shared = replace(shared, positions=info.max_positions, vocabulary=info.vocab_size)
         self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, max_idle=start.patience_seconds)
@@ -76,8 +67,20 @@ class EngineServer:
         self._measured, self._windows = time.monotonic(), 0
         self._changes: dict[str, m.ChangeJob] = {}
         """Of jobs that are being prepared: another budget or priority."""
+        self._leaving: set[str] = set()
+        """Jobs that are to save and go to another host."""
         self._wanted: dict[str, str] = {}  # of jobs that are being prepared: what was asked for last
         self._preparing = asyncio.Lock()  # one after another, so that jobs queue in the order they came
+
+    def _rewards(self) -> RewardPool:
+        """Rewards of other people's jobs."""
+        return RewardPool(
+            self._config.engine.reward_processes,
+            dict.fromkeys(ELSEWHERE, self._scores),
+            {name: Installed(**one) for name, one in self._start.rewards.items()},
+            self._scores.rest,
+            Walls(required=True, exempt=frozenset(self._start.unwalled)),
+        )
 
     async def serve(self) -> None:
         """Handle messages until the input ends."""
@@ -125,6 +128,9 @@ class EngineServer:
             case m.Nudge():
                 if (job := self.pipeline.jobs.get(message.job)) is not None:
                     job.news.set()
+            case m.ReleaseJob():
+                self._leaving.add(message.job)
+                self._steer(message.job, "pause")
             case m.ForgetJob():
                 self.pipeline.forget(message.job)
             case m.Complete():
@@ -159,11 +165,13 @@ class EngineServer:
             self._steer(name, self._wanted.pop(name))
 
     def _prepared(self, tree: Mapping[str, Any], first_step: int) -> Job:
-        job, _ = prepare(JobConfig.model_validate(tree), self.base.info, self.directory, OF_A_JOB)
-        open_job(job.directory, identity(job, self.base.info, self._config), accept_changes=True)
+        start, info = self._start, self.base.info
+        job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, None if start.own_jobs else OF_A_JOB)
+        accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
+        open_job(job.directory, identity(job, info, self._config), **accepts)
         for why in self.workshop.inexact:
             job.note_inexact(why)
-        job.observer = lambda kind, data: self._event(job.name, kind, data)
+        job.observer = lambda kind, data: self._event(job, kind, data)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
             tokens = job.directory.read_tokens(committed)
@@ -172,8 +180,23 @@ class EngineServer:
                     job.observer("step", {**record, **tokens.get(int(record["step"]), {})})
         return job
 
-    def _event(self, job: str, kind: str, data: Mapping[str, Any]) -> None:
-        self._parent.send(m.Obeyed(job) if kind == "command" else m.JobEvent(job, kind, as_json(data)))
+    def _event(self, job: Job, kind: str, data: Mapping[str, Any]) -> None:
+        if kind == "command":
+            self._parent.send(m.Obeyed(job.name))
+        elif not (job.name in self._leaving and data.get("state") == JobState.PAUSED):  # it goes on elsewhere
+            self._parent.send(m.JobEvent(job.name, kind, as_json(data), job.progress.spent))
+
+    def _release(self) -> None:
+        """Let go of the jobs that are to leave and have saved."""
+        for name in list(self._leaving):
+            job = self.pipeline.jobs.get(name)
+            if job is not None and job.state is JobState.PAUSED:
+                self.pipeline.forget(name)
+            elif job is not None and not job.state.final:
+                self.pipeline.pause(name)  # again: a fault of the device has put it back into the queue
+            if name not in self.pipeline.jobs and name not in self._wanted:
+                self._leaving.discard(name)
+                self._parent.send(m.Released(name))
 
     def _change(self, change: m.ChangeJob) -> None:
         if change.job in self.pipeline.jobs:
@@ -193,6 +216,7 @@ class EngineServer:
             await asyncio.sleep(_LOOK_SECONDS)
             for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
                 self.pipeline.forget(job.name)
+            self._release()
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
@@ -237,6 +261,7 @@ def _progress(progress: JobProgress) -> dict[str, Any]:
         "step": progress.step,
         "rollouts_done": progress.rollouts_done,
         "rollouts_wanted": progress.rollouts_wanted,
+        "tokens": progress.tokens,
         "tokens_per_second": round(progress.tokens_per_second, 1),
         "seconds_left": progress.seconds_left,
     }

@@ -64,8 +64,8 @@ class Shards:
 
 def _layers(decoder: nn.Module) -> list[nn.Module]:
     """The decoder's layers: of the lists of modules that it has, the one that holds the most weights."""
-    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-    layers: nn.Module = max(lists, key=lambda one: sum(weight.numel() for weight in one.parameters()))
+    lists = [modules for modules in decoder.modules() if isinstance(modules, nn.ModuleList)]
+    layers: nn.Module = max(lists, key=lambda modules: sum(weight.numel() for weight in modules.parameters()))
     return list(layers.children())
 
 

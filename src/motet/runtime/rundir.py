@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 from motet.errors import RunError
 from motet.runtime.checkpoint import JobDirectory, replace_file
@@ -23,15 +23,22 @@ _COMMANDS = ("pause", "resume", "cancel")
 class RunDirectory:
     """Locked while open. `run_id` stays, `attempt` counts openings: together they keep engine-side names unique."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, part: str = "") -> None:
+        """Open it for this process alone, or, with `part`, beside others that are other parts of one run."""
         self.path = path
+        self._locks = contextlib.ExitStack()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._take_lock()
+            self._take_lock(".lock", shared=bool(part))
+            if part:
+                self._take_lock(f".lock.{part}")
         except OSError as error:
             raise RunError(
                 f"{path} cannot be a run directory: {error.strerror}; give another one with --run"
             ) from error
+        except RunError:
+            self._locks.close()
+            raise
         self.run_id, self.attempt = self._identify()
 
     def job(self, name: str) -> JobDirectory:
@@ -39,28 +46,31 @@ class RunDirectory:
         return JobDirectory(self.path / name)
 
     def close(self) -> None:
-        """Release the lock."""
-        self._lock.close()
+        """Release the locks."""
+        self._locks.close()
 
-    def _take_lock(self) -> IO[str]:
-        file = (self.path / ".lock").open("a+")
+    def _take_lock(self, name: str, *, shared: bool = False) -> None:
+        file = self._locks.enter_context((self.path / name).open("a+"))
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             owner = file.read().strip()
-            file.close()
             raise RunError(
                 f"{self.path} is in use by another process{f' (pid {owner})' if owner else ''}; wait for it, stop it, or give "
                 "another directory with --run"
             ) from None
         file.truncate(0)
-        file.write(str(os.getpid()))
+        file.write("" if shared else str(os.getpid()))
         file.flush()
-        return file
 
     def _identify(self) -> tuple[str, int]:
         path = self.path / "run.json"
+        with (self.path / ".lock.count").open("a") as counting:  # parts of a run open it at the same time
+            fcntl.flock(counting, fcntl.LOCK_EX)
+            return self._count(path)
+
+    def _count(self, path: Path) -> tuple[str, int]:
         try:
             values = json.loads(path.read_text())
             run_id, attempt = str(values["run_id"]), int(values["attempt"]) + 1

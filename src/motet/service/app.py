@@ -11,10 +11,12 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from motet.cluster.client import EngineClient
+from motet.cluster.host import EngineHandlers
+from motet.cluster.messages import Start
+from motet.cluster.starts import launcher, starts
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
-from motet.service.engine.client import EngineClient, EngineHandlers
-from motet.service.engine.messages import Start
 from motet.service.errors import error_body, handle_errors
 from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import Access
@@ -157,7 +159,11 @@ def _parts(settings: Settings, store: Store) -> Parts:
     storage, bus = Storage(settings.directory), EventBus()
     log = EventLog(store, bus)
     adapters = Adapters(store, storage, settings.base)
-    engine = EngineClient(_start(settings, storage), settings.directory / "engine.log")
+    engine = EngineClient(
+        starts(_start(settings, storage), config.engine, config.rollout),
+        settings.directory,
+        launcher(config.cluster, config.engine),
+    )
     ledger = Ledger(store)
     quotas = Quotas(store, storage, ledger, config.limits, config.engine.slots)
     enforcer = QuotaEnforcer(quotas, ledger, engine)
@@ -193,7 +199,7 @@ def _start(settings: Settings, storage: Storage) -> Start:
     return Start(
         base=settings.base,
         run=str(storage.run),
-        engine=config.engine.model_dump(mode="json"),
+        engine={},
         rollout=config.rollout.model_dump(mode="json"),
         rewards={name: asdict(one) for name, one in settings.rewards.items()},
         unwalled=list(config.unwalled),

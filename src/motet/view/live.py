@@ -15,7 +15,7 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from motet.runtime.progress import JobProgress
-from motet.types import JobState, ServerLoad
+from motet.types import HostNow, JobState, ServerLoad
 from motet.view.tables import running_table
 from motet.view.text import STATE_STYLES, UNICODE, Glyphs, count_text, duration_text, shorten
 from motet.view.view import View
@@ -44,7 +44,7 @@ class Frame:
     elapsed: float
     rate: float
     glyphs: Glyphs
-    servers: Sequence[ServerLoad] = ()
+    servers: Sequence[ServerLoad | HostNow] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, then a line for each job that fits."""
@@ -110,19 +110,15 @@ class Frame:
         lines = []
         for server in self.servers[:_MAX_SERVERS]:
             state = JobState.RUNNING if server.up else JobState.FAILED
-            host = server.url.partition("://")[2]
-            doing = (
-                f"{server.requests:>3} requests  {count_text(server.tokens):>6} tokens  {server.versions} versions"
-                if server.up
-                else f"away: {server.note}"
-            )
+            name, doing = _doing(server)
             line = Text(f"{self.glyphs.states[state]} ", style=STATE_STYLES[state], no_wrap=True)
-            line.append(f"{self.glyphs.plain(host)}  {self.glyphs.plain(doing)}", style="bright_black")
+            line.append(f"{self.glyphs.plain(name)}  {self.glyphs.plain(doing)}", style="bright_black")
             line.truncate(width)
             lines.append(line)
         if rest := self.servers[_MAX_SERVERS:]:
-            up, tokens = sum(server.up for server in rest), count_text(sum(server.tokens for server in rest))
-            others = f"  +{len(rest)} more servers, {up} of them up, {tokens} tokens"
+            up = sum(server.up for server in rest)
+            tokens = sum(server.tokens for server in rest if isinstance(server, ServerLoad))
+            others = f"  +{len(rest)} more, {up} of them up" + (f", {count_text(tokens)} tokens" if tokens else "")
             lines.append(Text(others, style="bright_black", no_wrap=True))
         return lines
 
@@ -147,6 +143,16 @@ class Frame:
             lines = lines[:_REASON_LINES]
             lines[-1] = lines[-1][: room - 1].rstrip() + self.glyphs.ellipsis
         return [Text("    " + line, style=style, no_wrap=True) for line in lines]
+
+
+def _doing(server: ServerLoad | HostNow) -> tuple[str, str]:
+    """Its name, and what it does."""
+    name = server.name if isinstance(server, HostNow) else server.url.partition("://")[2]
+    if not server.up:
+        return name, f"away: {server.note}"
+    if isinstance(server, HostNow):
+        return name, f"{server.jobs:>3} jobs  {count_text(server.tokens_per_second):>6} tok/s"
+    return name, f"{server.requests:>3} requests  {count_text(server.tokens):>6} tokens  {server.versions} versions"
 
 
 class LiveView(View):

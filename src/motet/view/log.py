@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from motet.runtime.progress import JobProgress
-from motet.types import JobState
+from motet.types import HostNow, JobState
 from motet.view.text import Glyphs, count_text, duration_text, evaluation_text, reward_text
 from motet.view.view import View
 
@@ -37,9 +37,10 @@ class LogView(View):
         self.clock.see(jobs)
         self._last = tuple(jobs)
         for server in self.servers():
-            if server.up is not self._up.get(server.url, False):
-                self.tell(f"server {server.url} {'answers' if server.up else f'is away: {server.note}'}")
-            self._up[server.url] = server.up
+            name = server.name if isinstance(server, HostNow) else f"server {server.url}"
+            if server.up is not self._up.get(name, False):
+                self.tell(f"{name} {'answers' if server.up else f'is away: {server.note}'}")
+            self._up[name] = server.up
         width = min(max((len(job.name) for job in jobs), default=0), 24)
         for job in jobs:
             for line in self._news(job):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console
 
 from motet.runtime.progress import JobProgress
-from motet.types import JobState, ServerLoad
+from motet.types import HostNow, JobState, ServerLoad
 from motet.view.text import glyphs_of
 
 _WINDOW = 15.0  # seconds over which the rate of all jobs is measured
@@ -59,15 +59,15 @@ class View(ABC):
 
     def __init__(self, console: Console, now: Callable[[], float] = time.monotonic) -> None:
         self.console, self.glyphs, self.clock = console, glyphs_of(console), RunClock(now)
-        self.servers: Callable[[], Sequence[ServerLoad]] = tuple
+        self.servers: Callable[[], Sequence[ServerLoad | HostNow]] = tuple
 
     @property
     def seconds(self) -> Mapping[str, float]:
         """How long each job ran, as far as this view saw."""
         return self.clock.seconds
 
-    def watch(self, servers: Callable[[], Sequence[ServerLoad]]) -> None:
-        """Show, besides jobs, what these servers do."""
+    def watch(self, servers: Callable[[], Sequence[ServerLoad | HostNow]]) -> None:
+        """Show, besides jobs, what these servers or hosts do."""
         self.servers = servers
 
     def start(self) -> None:

@@ -124,7 +124,7 @@ function makeHead(context, refreshed, complain, leaving) {
     say(state, job.state);
     if (waits && waits[0] !== job.state) waits = null;
     const progress = job.state === "running" ? job.progress : null, reward = job.reward;
-    say(detail, [`step ${count(job.step)} of ${count(job.steps)}`, waits ? waits[1] : progress?.phase,
+    say(detail, [`step ${count(job.step)} of ${count(job.steps)}`, waits ? waits[1] : progress?.phase, Number.isInteger(progress?.host) && `host ${progress.host}`,
       progress && `${count(progress.tokens_per_second)} tokens/s`, Number.isFinite(progress?.seconds_left) && `${span(progress.seconds_left)} to go`,
       Number.isFinite(reward) && `reward ${measured(reward)}`, job.tenant, `${age(job.created)} old`].filter(Boolean).join(" · "));
     bar.className = `progress ${job.state}`;

@@ -6,11 +6,11 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
+from motet.cluster.client import EngineClient
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
-from motet.service.engine.client import EngineClient
 from motet.service.errors import Refusal
 from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import Access

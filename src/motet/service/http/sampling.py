@@ -12,12 +12,12 @@ from fastapi import Depends
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from motet.cluster.client import EngineClient
+from motet.cluster.messages import Complete, Tokens
 from motet.errors import EngineError
 from motet.service.adapters.adapters import NoModelError
+from motet.service.answers import finish_reason, stream
 from motet.service.database.tenants import Principal
-from motet.service.engine.answers import finish_reason, stream
-from motet.service.engine.client import EngineClient
-from motet.service.engine.messages import Complete, Tokens
 from motet.service.errors import Refusal
 from motet.service.http.depends import AdaptersDep, QuotasDep
 from motet.service.schemas import Asked

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from motet.cluster.client import EngineClient
+from motet.cluster.messages import AddJob
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
-from motet.service.engine.client import EngineClient
-from motet.service.engine.messages import AddJob
 from motet.service.events import EventLog
 from motet.service.jobs.initial_adapter import InitialAdapters
 from motet.service.jobs.recorder import EventRecorder

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from motet.cluster.messages import JobEvent, Usage
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import now
-from motet.service.engine.messages import JobEvent, Usage
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
 from motet.service.rewards.workers import RewardWorkers
 from motet.service.storage import Storage
@@ -49,7 +49,9 @@ class EventRecorder:
             self._write(lambda: self._workers.ended(job_id))
 
     def record_event(self, event: JobEvent) -> None:
-        """Keep an event as the engine sends it."""
+        """Keep an event as the engine sends it; jobs that stop with the service go on with its next start."""
+        if self._closing and event.data.get("state") in (JobState.PAUSED.value, JobState.QUEUED.value):
+            return
         self.record(event.job, event.kind, event.data)
 
     def record_usage(self, usage: Usage) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from motet.algorithms.client import ClientDriven
+from motet.cluster.client import EngineClient
+from motet.cluster.messages import Action, ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
 from motet.errors import ConfigError, StoreError
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store, find_job
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
-from motet.service.engine.client import EngineClient
-from motet.service.engine.messages import Action, ChangeJob, ForgetJob, SteerJob
 from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import AT_ONCE, JobQueue, StartCondition, StartPlan

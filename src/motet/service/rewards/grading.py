@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from motet.cluster.client import EngineClient
 from motet.config import RewardConfig
 from motet.errors import ConfigError, EngineError, RewardError
 from motet.service.adapters.adapters import Adapters, NoModelError
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
-from motet.service.engine.client import EngineClient
 from motet.service.rewards import judging
 from motet.tasks.graders import combined, item_of
 from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, ScoreModel, Single, parse

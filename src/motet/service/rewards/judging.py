@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from motet.service.engine.answers import whole
-from motet.service.engine.client import EngineClient
-from motet.service.engine.messages import Complete
+from motet.cluster.client import EngineClient
+from motet.cluster.messages import Complete
+from motet.service.answers import whole
 from motet.tasks.graders.shapes import Judge, JudgeSampling, LabelModel, ScoreModel
 from motet.tasks.graders.template import MOST_FILLED, UnfilledError, fill
 from motet.tasks.rewards import last_number

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from motet.cluster.messages import Scored, ScoreRequest
 from motet.config import RewardConfig
 from motet.errors import ScorerAway
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
-from motet.service.engine.messages import Scored, ScoreRequest
 from motet.service.rewards.grading import Grading
 from motet.service.rewards.workers import RewardWorkers
 from motet.tasks.reward_elsewhere import ScoreOrReason, to_wire

@@ -13,13 +13,13 @@ from fastapi import APIRouter, Query, UploadFile
 from fastapi import File as FormFile
 from fastapi.responses import Response, StreamingResponse
 
+from motet.cluster.client import EngineClient
+from motet.cluster.messages import Examine, Examined, Unfit
 from motet.errors import DataError
 from motet.service.adapters.adapters import Adapters as AdaptersPart
 from motet.service.adapters.archive import pack_into, unpack_apart
 from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
-from motet.service.engine.client import EngineClient
-from motet.service.engine.messages import Examine, Examined, Unfit
 from motet.service.errors import Refusal
 from motet.service.http.depends import (
     AdaptersDep,

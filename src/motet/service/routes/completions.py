@@ -14,9 +14,9 @@ from fastapi.responses import JSONResponse, Response
 from msgspec.structs import replace
 from pydantic import BaseModel, Field
 
+from motet.cluster.messages import Tokens
+from motet.service.answers import whole
 from motet.service.database.tables import new_id
-from motet.service.engine.answers import whole
-from motet.service.engine.messages import Tokens
 from motet.service.errors import Refusal
 from motet.service.http.depends import AdaptersDep, Asker, EngineDep, StorageDep, StoreDep
 from motet.service.http.sampling import MOST_SEQUENCES, STREAMED, ModelNamesDep, Sampled, Text, streamed, usage

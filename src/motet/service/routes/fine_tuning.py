@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 
+from motet.cluster.messages import Action
 from motet.config import JobConfig
 from motet.errors import ConfigError, StoreError
 from motet.service.database.tables import Event, FineTuning, StoredJob
-from motet.service.engine.messages import Action
 from motet.service.errors import Refusal
 from motet.service.http.depends import (
     Asker,

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
+from motet.cluster.client import EngineClient
 from motet.service.database.tables import StoredJob
 from motet.service.http.auth import bearer
 from motet.service.http.depends import AccessDep, AdaptersDep, EngineDep, RecorderDep, SettingsDep, StoreDep, admin_only
@@ -55,9 +56,25 @@ def metrics(
         job = adapters.by_id(job_id)
         if isinstance(job, StoredJob):
             rate.labels(store.tenants.name_of(job.tenant_id), job.name).set(progress["tokens_per_second"])
-    Gauge("motet_engine_ready", "Whether the engine runs.", registry=registry).set(engine.ready.is_set())
-    Gauge("motet_engine_starts", "How often the engine was started.", registry=registry).set(engine.starts)
-    for name in ("decode", "train"):
-        seconds = Gauge(f"motet_device_{name}_seconds", f"Seconds the device spent on {name}.", registry=registry)
-        seconds.set(engine.device.get(name, 0.0))
+    _add_hosts(registry, engine)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_hosts(registry: CollectorRegistry, engine: EngineClient) -> None:
+    def gauge(name: str, text: str) -> Gauge:
+        return Gauge(f"motet_{name}", text, ["host"], registry=registry)
+
+    ready, starts = gauge("engine_ready", "Whether the host runs."), gauge("engine_starts", "How often it was started.")
+    jobs = gauge("engine_jobs", "Jobs that it has.")
+    rate = gauge("engine_tokens_per_second", "Tokens that its jobs sample and train.")
+    device = {
+        name: gauge(f"device_{name}_seconds", f"Seconds its device spent on {name}.") for name in ("decode", "train")
+    }
+    for host in engine.hosts:
+        label = str(host.number)
+        ready.labels(label).set(host.ready)
+        starts.labels(label).set(host.starts)
+        jobs.labels(label).set(engine.jobs_on(host))
+        rate.labels(label).set(sum(job["tokens_per_second"] for job in host.progress.values()))
+        for name, seconds in device.items():
+            seconds.labels(label).set(host.device.get(name, 0.0))

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Depends, Header, Query
 from pydantic import Field
 
+from motet.cluster.messages import Action
 from motet.service.database.tables import StoredJob
-from motet.service.engine.messages import Action
 from motet.service.errors import Refusal
 from motet.service.http.depends import (
     Asker,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from motet.cluster.client import EngineClient
+from motet.cluster.messages import SetRule
 from motet.config.service import LimitsConfig
 from motet.errors import LimitError, StoreError
 from motet.runtime.slots import Rule
 from motet.service.database.tables import StoredJob
-from motet.service.engine.client import EngineClient
-from motet.service.engine.messages import SetRule
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import ASK, Quotas, spent
 from motet.types import JobState

@@ -9,12 +9,12 @@ from typing import Any
 
 from sqlalchemy import select
 
+from motet.cluster.client import EngineClient
+from motet.cluster.messages import Nudge
 from motet.runtime.journal import AnyCommand, Journal, JournalError, Nothing
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
-from motet.service.engine.client import EngineClient
-from motet.service.engine.messages import Nudge
 from motet.service.errors import Refusal
 from motet.service.jobs.submissions import Submissions
 from motet.service.settings import Settings

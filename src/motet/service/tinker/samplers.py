@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.errors import EngineError
+from motet.cluster.client import EngineClient
+from motet.cluster.messages import Complete, PromptScored, Tokens
+from motet.errors import EngineError, HostGone
 from motet.service.database.tenants import Principal
-from motet.service.engine.client import EngineClient
-from motet.service.engine.messages import Complete, PromptScored, Tokens
 from motet.service.errors import Refusal
 from motet.service.storage import Storage
 from motet.service.tinker.checkpoints import SAMPLER, Checkpoints
@@ -104,8 +104,8 @@ class Samplers:
             await self._engine.ready.wait()
             try:
                 return await self._answer(who, sampler, wanted)
-            except EngineError:
-                if self._engine.ready.is_set() or not left:  # else the engine went away, and another one comes
+            except HostGone:  # another one comes
+                if not left:
                     raise
         raise AssertionError
 

@@ -1,7 +1,7 @@
-"""The service's client of its engine process: start it, send it jobs and questions, receive what becomes of them.
+"""One host: the process that has a base and trains and answers on it, as whoever gives it jobs sees it.
 
-When the process dies it is started again, and the jobs that have not ended are sent to it in the order they came. One that
-dies right after its start is started again after a while, which grows, for as long as the service runs.
+When the process dies it is started again. One that dies right after its start is started again after a while, which grows, for
+as long as anybody wants hosts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from motet.channel import Child
-from motet.errors import ConfigError, EngineError
-from motet.service.engine import messages as m
+from motet.cluster import messages as m
+from motet.errors import ConfigError, EngineError, HostGone, MotetError
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +34,10 @@ Engine = Child[m.FromEngine]
 
 @dataclass(frozen=True)
 class EngineHandlers:
-    """Who handles what the engine sends. Events and usage come in a thread, one after another."""
+    """Who handles what hosts send. Open jobs are asked for, and events and usage come, in one thread, one after another."""
 
     open_jobs: Callable[[], list[m.AddJob]]
-    """All jobs that have not ended, for a process that starts."""
+    """All jobs that have not ended, in the order they came."""
     event: Callable[[m.JobEvent], None]
     usage: Callable[[m.Usage], None]
     score: Callable[[m.ScoreRequest], Awaitable[m.Scored]]
@@ -49,14 +49,26 @@ class EngineHandlers:
     """A command of a job's client is done."""
 
 
-class EngineClient:
-    """The engine's process, as the service sees it."""
+Heard = Callable[["Host", m.Ready | m.Failed | m.JobEvent | m.Released | None], None]
+"""What is called in the event loop when a host says something of itself or of a job; None: its process is gone."""
 
-    def __init__(self, start: m.Start, log: Path) -> None:
-        """`start` is the first message. What the process prints goes to `log`."""
-        self._start, self._log = start, log
+
+Launch = Callable[[Path], Awaitable[Engine]]
+"""Starts the process of a host somewhere; what it prints goes to the file."""
+
+
+class Host:
+    """The process, which is started again when it dies. Lives in one event loop."""
+
+    def __init__(
+        self, number: int, start: m.Start, log: Path, handling: Executor, launch: Launch | None = None
+    ) -> None:
+        """`start` is the first message. What the process prints goes to `log`; events are handled by `handling`."""
+        self.number, self.log, self._start, self._handling = number, log, start, handling
+        self._launch: Launch = launch or start_engine
+        self.slots = int(start.engine.get("slots", 1))
         self._handlers: EngineHandlers | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._heard: Heard = lambda host, message: None
         self._engine: Engine | None = None
         self._adopted: Engine | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -65,12 +77,10 @@ class EngineClient:
         self._keys = itertools.count()
         self._stopped = asyncio.Event()
         self._closing = asyncio.Event()
-        # of its own: what others wait for in threads, a slow disk or a slow name, does not keep the engine waiting
-        self._handling = ThreadPoolExecutor(1, "motet-events")
         self._ready_since = math.inf
-        self.ready = asyncio.Event()
+        self.ready = False
         self.failure = ""
-        """Why there is no engine, for a person."""
+        """Why it is not there, for a person."""
         self.progress: dict[str, dict[str, Any]] = {}
         self.device: dict[str, float] = {}
         self.starts = 0
@@ -79,35 +89,40 @@ class EngineClient:
         """Have a process that was started already (`start_engine`) as the first; before `start`."""
         self._adopted = engine
 
-    def start(self, handlers: EngineHandlers) -> None:
+    def start(self, handlers: EngineHandlers, heard: Heard) -> None:
         """Start the process and keep it running."""
-        self._handlers, self._loop = handlers, asyncio.get_running_loop()
+        self._handlers, self._heard = handlers, heard
         self._keeping = asyncio.create_task(self._keep())
 
     def send(self, *messages: m.ToEngine) -> None:
-        """Send messages, from any thread; a process that is not there learns it when it starts, from `open_jobs`."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._write, *messages)
+        """Send messages; a process that is not there gets none."""
+        if self._engine is not None:
+            for message in messages:
+                self._engine.send(message)
 
-    async def ask(self, question: m.Question) -> AsyncIterator[m.Answer]:
+    @property
+    def asked(self) -> int:
+        """Questions that it answers now."""
+        return len(self._open)
+
+    async def ask(self, question: m.Question) -> AsyncGenerator[m.Answer, None]:
         """What answers a question, until it is done.
 
         Raises:
+            HostGone: it is not there, or went away meanwhile.
             EngineError: it cannot be answered now, and why.
             ConfigError: it can never be answered, and why.
         """
-        if not self.ready.is_set():
-            raise EngineError(self.failure or "the engine is starting; try again in a moment")
         key, answers = next(self._keys), asyncio.Queue[m.Answer]()
         self._open[key] = answers
-        self._write(replace(question, key=key))
+        self.send(replace(question, key=key))
         done = False
         try:
             while not done:
                 answer = await answers.get()
                 done = isinstance(answer, m.Done | m.Refused)
                 if isinstance(answer, m.Refused):
-                    raise (ConfigError if answer.never else EngineError)(answer.reason)
+                    raise _refusal(answer, gone=not self.ready)
                 if isinstance(question, m.Complete):
                     self._count(question.tenant, answer)
                 if not done:
@@ -115,7 +130,7 @@ class EngineClient:
         finally:
             del self._open[key]
             if not done:
-                self._write(m.Abandon(key))
+                self.send(m.Abandon(key))
 
     def _count(self, tenant: str, answer: m.Answer) -> None:
         if self._handlers is not None and isinstance(answer, m.PromptRead):
@@ -131,16 +146,26 @@ class EngineClient:
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the process."""
         self._closing.set()
-        if self.ready.is_set():
-            self._write(m.Stop())
+        if self.ready:
+            self.send(m.Stop())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self._stopped.wait()
         if self._engine is not None:
             self._engine.close_input()
+        elif self._keeping is not None:
+            self._keeping.cancel()  # it may wait for a machine
         if self._keeping is not None:
-            await self._keeping
-        self._handling.shutdown(wait=False)
+            await asyncio.gather(self._keeping, return_exceptions=True)
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        self._closing.set()
+        if self._engine is not None:
+            await self._engine.kill()
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def _keep(self) -> None:
         quick = 0
@@ -148,7 +173,9 @@ class EngineClient:
             self._ready_since = math.inf
             try:
                 await self._run_once()
-            except Exception:  # the database was away when it started, or it sent nonsense
+            except MotetError as error:
+                self.failure = str(error)
+            except Exception:  # it could not be started, or it sent nonsense
                 _log.exception("the engine could not be kept")
             finally:
                 await self._clean_up()
@@ -160,7 +187,7 @@ class EngineClient:
         """Before it is started again: not at all the first time, then longer and longer."""
         seconds = 0.0 if quick <= 1 else min(2.0 ** (quick - 2), _LONGEST_WAIT)
         if quick > 1 and not self.failure:
-            self.failure = f"the engine ended {quick} times right after it was started; {self._log.name} says why"
+            self.failure = f"the engine ended {quick} times right after it was started; {self.log.name} says why"
         _log.warning("%s; it is started again in %g s", self.failure or "the engine ended", seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -169,26 +196,23 @@ class EngineClient:
     async def _run_once(self) -> None:
         self.starts += 1
         self._stopped.clear()
-        self._engine, self._adopted = self._adopted or await start_engine(self._log), None
+        self._engine, self._adopted = self._adopted or await self._launch(self.log), None
         self._engine.send(self._start)
         async for message in self._engine.messages():
             await self._handle(message)
-
-    def _write(self, *messages: m.ToEngine) -> None:
-        if self._engine is not None:
-            for message in messages:
-                self._engine.send(message)
 
     async def _clean_up(self) -> None:
         """Nothing of a process is left, and whoever waits for its answers learns it."""
         if self._engine is not None:
             await self._engine.kill()
-        self.ready.clear()
+            self._engine = None
+        self.ready = False
         self._stopped.set()
         self.progress = {}
         for task in list(self._scoring.values()):  # the next process asks again
             task.cancel()
         self.refuse("the engine ended while it answered; try again in a moment")
+        self._heard(self, None)
 
     async def _handle(self, message: m.FromEngine) -> None:
         handlers, loop = self._handlers, asyncio.get_running_loop()
@@ -197,11 +221,12 @@ class EngineClient:
             case m.Ready():
                 for note in message.notes:
                     _log.warning("%s", note)
-                self._write(*await loop.run_in_executor(self._handling, handlers.open_jobs))
                 self.failure, self._ready_since = "", time.monotonic()
-                self.ready.set()
+                self.ready = True
+                self._heard(self, message)
             case m.Failed():
                 self.failure = message.reason
+                self._heard(self, message)
             case m.Stopped():
                 self._stopped.set()
             case m.Progress():
@@ -217,28 +242,39 @@ class EngineClient:
             case m.Rest():
                 handlers.rest(message.job, message.wanted)
             case m.JobEvent() | m.Usage():
-                await loop.run_in_executor(self._handling, self._keep_event, message, handlers)
+                await loop.run_in_executor(self._handling, _keep_event, message, handlers)
+                if isinstance(message, m.JobEvent):
+                    self._heard(self, message)
+            case m.Released():
+                self._heard(self, message)
             case _:
                 if (answers := self._open.get(message.key)) is not None:
                     answers.put_nowait(message)
 
     async def _score(self, request: m.ScoreRequest, handlers: EngineHandlers) -> None:
-        self._write(await handlers.score(request))
+        self.send(await handlers.score(request))
 
     def _scored(self, key: int, task: asyncio.Task[None]) -> None:
         if self._scoring.get(key) is task:
             del self._scoring[key]
 
-    def _keep_event(self, message: m.JobEvent | m.Usage, handlers: EngineHandlers) -> None:
-        try:
-            if isinstance(message, m.Usage):
-                handlers.usage(message)
-            elif not (self._closing.is_set() and message.data.get("state") in ("paused", "queued")):
-                handlers.event(message)  # else it goes on with the next start
-        except Exception:  # whatever it is, this process has to go on listening
-            _log.exception("an event was not kept: %s", message)
+
+def _keep_event(message: m.JobEvent | m.Usage, handlers: EngineHandlers) -> None:
+    try:
+        if isinstance(message, m.Usage):
+            handlers.usage(message)
+        else:
+            handlers.event(message)
+    except Exception:  # whatever it is, this process has to go on listening
+        _log.exception("an event was not kept: %s", message)
+
+
+def _refusal(answer: m.Refused, *, gone: bool) -> EngineError | ConfigError:
+    if gone:
+        return HostGone(answer.reason)
+    return (ConfigError if answer.never else EngineError)(answer.reason)
 
 
 async def start_engine(log: Path) -> Engine:
-    """Start the engine's process, which loads what it needs and waits for its first message; what it prints goes to a file."""
+    """Start the process of a host, which loads what it needs and waits for its first message; what it prints goes to a file."""
     return await Child.start("motet.hosting", m.FromEngine, log)

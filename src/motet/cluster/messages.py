@@ -1,4 +1,4 @@
-"""What the service and its engine process send each other.
+"""What hosts, and whoever gives them jobs, send each other.
 
 Questions have a `key`, which their answers repeat; `Done` or `Refused` is the last answer to one.
 """
@@ -14,7 +14,7 @@ from motet.types import Chunk, FloatArray, SamplingParams
 
 Action = Literal["pause", "resume", "cancel"]
 
-# --- service → engine -------------------------------------------------------------------------------------------------------
+# --- to a host -------------------------------------------------------------------------------------------------------
 
 
 class Start(Message, frozen=True):
@@ -33,6 +33,13 @@ class Start(Message, frozen=True):
     """Rewards that may run without a wall."""
     patience_seconds: float
     largest: Largest
+    host: int | None = None
+    """Its number, where several share the run directory."""
+    own_jobs: bool = False
+    """Whether jobs are of the person who started all this: their rewards need no wall, their data and addresses no bounds."""
+    accept_changes: bool = True
+    """Whether a job goes on that differs from what its directory was made with, or that is damaged."""
+    trust_remote_code: bool = False
 
 
 class Stop(Message, frozen=True):
@@ -65,6 +72,12 @@ class ChangeJob(Message, frozen=True):
     job: str
     budget: int | None
     priority: int
+
+
+class ReleaseJob(Message, frozen=True):
+    """Let a job finish its step and save, and forget it: another host takes it up. Answered by `Released`."""
+
+    job: str
 
 
 class ForgetJob(Message, frozen=True):
@@ -137,10 +150,11 @@ class Scored(Message, frozen=True):
 
 Question = Complete | Examine
 ToEngine = (
-    Start | Stop | AddJob | SteerJob | ChangeJob | ForgetJob | Nudge | SetRule | Complete | Examine | Abandon | Scored
+    Start | Stop | AddJob | SteerJob | ChangeJob | ReleaseJob | ForgetJob | Nudge | SetRule
+    | Complete | Examine | Abandon | Scored
 )  # fmt: skip
 
-# --- engine → service -------------------------------------------------------------------------------------------------------
+# --- from a host -------------------------------------------------------------------------------------------------------
 
 
 class Ready(Message, frozen=True):
@@ -174,6 +188,14 @@ class JobEvent(Message, frozen=True):
     kind: str
     """`state` or `step`."""
     data: dict[str, Any]
+    spent: bool = False
+    """Whether the job is paused because its budget is spent."""
+
+
+class Released(Message, frozen=True):
+    """A job has saved and is unknown here."""
+
+    job: str
 
 
 class Obeyed(Message, frozen=True):
@@ -274,6 +296,6 @@ class Refused(Message, frozen=True):
 
 Answer = PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
 FromEngine = (
-    Ready | Failed | Stopped | Progress | JobEvent | Obeyed | Usage | ScoreRequest | CancelScore | Rest
+    Ready | Failed | Stopped | Progress | JobEvent | Released | Obeyed | Usage | ScoreRequest | CancelScore | Rest
     | PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
 )  # fmt: skip

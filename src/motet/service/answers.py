@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from motet.service.engine.client import EngineClient
-from motet.service.engine.messages import Answer, Complete, PromptRead, Tokens
+from motet.cluster.client import EngineClient
+from motet.cluster.messages import Answer, Complete, PromptRead, Tokens
 from motet.types import Chunk, FinishReason
 
 

@@ -1,0 +1,59 @@
+"""Hosts on other machines: each connects to whoever started it, with a token that only the two know."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable
+
+from motet.channel import LONGEST_LINE, Child
+from motet.cluster import messages as m
+from motet.cluster.host import Engine
+
+ADDRESS, TOKEN = "MOTET_HOST_PARENT", "MOTET_HOST_TOKEN"
+"""In the environment of a host's process: where it connects to, and what it says first."""
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Begin = Callable[[str, str], Awaitable[Awaitable[object]]]
+"""Starts a process with an address and a token; what it gives is done when the process has ended."""
+
+
+async def engine_that_connects(host: str, begin: Begin, end: Callable[[], Awaitable[None]]) -> Engine:
+    """The process that `begin` starts, once it has connected to this address of this machine; `end` ends it.
+
+    Raises:
+        ConnectionError: it ended before it connected; or what its end was, where that is an error.
+    """
+    token, connected = secrets.token_hex(16), asyncio.get_running_loop().create_future()
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = await reader.readline()
+        if connected.done() or not hmac.compare_digest(first.strip(), token.encode()):
+            writer.close()
+        else:
+            connected.set_result((reader, writer))
+
+    server = await asyncio.start_server(greet, host, 0, limit=LONGEST_LINE)
+    try:
+        port = server.sockets[0].getsockname()[1]
+        ended = asyncio.ensure_future(await begin(f"{host}:{port}", token))
+        await asyncio.wait((connected, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not connected.done():
+            ended.result()
+            raise ConnectionError("the process ended before it connected")
+    except BaseException:
+        await end()
+        raise
+    finally:
+        server.close()
+    streams: Streams = connected.result()
+    ended.add_done_callback(lambda _: _hang_up(streams[1], ended))
+    return Child[m.FromEngine](m.FromEngine, *streams, end)
+
+
+def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.Future[object]) -> None:
+    """A process that is gone sends nothing any more, also where its machine could not say so."""
+    if not ended.cancelled():
+        ended.exception()
+    writer.transport.abort()

@@ -1,0 +1,197 @@
+"""The jobs of one person on hosts, from their start to their end; `motet run` with `engine.hosts` above 1."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from motet.cluster import messages as m
+from motet.cluster.client import EngineClient
+from motet.cluster.host import EngineHandlers, Launch
+from motet.cluster.starts import starts
+from motet.config import JobConfig, RunConfig
+from motet.config.service import ANY_SIZE
+from motet.errors import ConfigError, RunError
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.interrupt import Interrupt
+from motet.runtime.progress import JobProgress
+from motet.runtime.rundir import RunDirectory
+from motet.runtime.slots import FREE
+from motet.types import HostNow, JobState
+
+_LOOK_SECONDS = 0.25
+_NEVER = 1e9
+"""Seconds after which a job that only waits would lose its slot to another tenant's: here all jobs are one person's."""
+
+
+@dataclass
+class HostedJob:
+    """A job, and how it stands as far as hosts have said."""
+
+    config: JobConfig
+    directory: JobDirectory
+    progress: JobProgress
+    inexact: list[str] = field(default_factory=list)
+    """Why its bytes may depend on more than itself."""
+    lines: set[int] = field(default_factory=set)
+    """Steps whose line of the metrics is known: another host tells some of them again."""
+
+    counted: int = 0
+    """Tokens that its host had counted when it was last seen."""
+
+    @property
+    def open(self) -> bool:
+        """Whether there is something left to do."""
+        return not self.progress.state.final and not self.progress.spent
+
+    def hear(self, event: m.JobEvent) -> None:
+        """Take in what a host says."""
+        now = self.progress
+        if event.kind == "step":
+            step = int(event.data["step"])
+            if step not in self.lines:
+                self.lines.add(step)
+                if "loss" in event.data:
+                    now.stepped(event.data)
+                    now.step = step + 1
+                if "eval" in event.data:
+                    now.evaluated(step, event.data["eval"])
+        else:
+            now.state, now.message = JobState(event.data["state"]), str(event.data.get("message", ""))
+            now.phase, now.spent = "", event.spent
+            self.inexact = [str(reason) for reason in event.data.get("inexact", self.inexact)]
+            if now.state is JobState.RUNNING and not now.started:
+                now.started, now.first_step = time.monotonic(), now.step
+
+    def see(self, figures: Mapping[str, Any]) -> None:
+        """Take in how it stands on its host."""
+        now, tokens = self.progress, int(figures["tokens"])
+        now.tokens += (
+            tokens if tokens < self.counted else tokens - self.counted
+        )  # fewer than before: it went to another host
+        self.counted, now.phase = tokens, str(figures["phase"])
+        now.rollouts_done, now.rollouts_wanted = int(figures["rollouts_done"]), int(figures["rollouts_wanted"])
+
+
+class HostedRun:
+    """Gives the jobs to hosts and waits until all have ended."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        jobs: Sequence[HostedJob],
+        launch: Launch | None = None,
+        *,
+        accept_changes: bool = False,
+    ) -> None:
+        """`launch` starts the hosts; `accept_changes` goes on with jobs that differ from what their directories were made with.
+
+        Raises:
+            ConfigError: the jobs cannot run in other processes.
+        """
+        for job in jobs:
+            if any(reward.function is not None for reward in job.config.rewards):
+                raise ConfigError(
+                    f"job {job.config.name}: its reward is a function of this process, which hosts do not have; name it as "
+                    "`file.py:function`, or set engine.hosts to 1"
+                )
+        start = m.Start(
+            base=config.base,
+            run=str(directory.path),
+            engine={},
+            rollout=config.rollout.model_dump(mode="json"),
+            rewards={},
+            unwalled=[],
+            patience_seconds=_NEVER,
+            largest=ANY_SIZE,
+            own_jobs=True,
+            accept_changes=accept_changes,
+            trust_remote_code=config.engine.trust_remote_code,
+        )
+        self._client = EngineClient(starts(start, config.engine, config.rollout), directory.path, launch)
+        self._stopping = asyncio.Event()
+        self._jobs = {job.config.name: job for job in jobs}
+
+    def now(self) -> list[HostNow]:
+        """How the hosts stand; nothing once the run ends."""
+        return (
+            []
+            if self._stopping.is_set()
+            else [
+                HostNow(
+                    f"host {host.number}",
+                    host.ready,
+                    self._client.jobs_on(host),
+                    sum(float(job["tokens_per_second"]) for job in host.progress.values()),
+                    host.failure or ("starting" if host.starts < 2 else "starting again"),
+                )
+                for host in self._client.hosts
+            ]
+        )
+
+    async def run(self, interrupt: Interrupt, observe: Callable[[Sequence[JobProgress]], None] | None) -> None:
+        """Run until every job has ended, has spent its budget, or is saved because somebody asked to stop.
+
+        Raises:
+            RunError: no host can start, and why.
+        """
+        progress, stopping = [job.progress for job in self._jobs.values()], self._stopping
+        self._client.start(self._handlers())
+        try:
+            with interrupt.heard(stopping.set, progress):
+                while not stopping.is_set() and any(job.open for job in self._jobs.values()):
+                    self._look(observe)
+                    if self._client.failure:
+                        raise RunError(self._client.failure)
+                    await asyncio.sleep(_LOOK_SECONDS)
+                stopping.set()
+                await self._client.stop()
+        finally:
+            await self._client.kill()
+            for job in progress:
+                job.state = JobState.PAUSED if job.state in (JobState.QUEUED, JobState.RUNNING) else job.state
+            self._look(observe)
+
+    def _look(self, observe: Callable[[Sequence[JobProgress]], None] | None) -> None:
+        for name, figures in self._client.progress.items():
+            self._jobs[name].see(figures)
+        if observe is not None:
+            observe([job.progress for job in self._jobs.values()])
+
+    def _handlers(self) -> EngineHandlers:
+        async def score(request: m.ScoreRequest) -> m.Scored:
+            return m.Scored(request.key, away=True)
+
+        return EngineHandlers(
+            open_jobs=lambda: [self._message(job) for job in self._jobs.values() if job.open],
+            event=lambda event: self._jobs[event.job].hear(event),
+            usage=lambda usage: None,
+            score=score,
+            rest=lambda job, wanted: None,
+            tokens=lambda tenant, read, sampled: None,
+            obeyed=lambda job: None,
+        )
+
+    @staticmethod
+    def _message(job: HostedJob) -> m.AddJob:
+        tree = job.config.model_dump(mode="json")
+        return m.AddJob(tree, "run", max(job.lines, default=-1) + 1, "", FREE)
+
+
+class NoticesTo(logging.Handler):
+    """Hands what the processes' keeper warns of to a person, each sentence once."""
+
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._notify, self._said = notify, set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say it."""
+        if (line := record.getMessage()) not in self._said:
+            self._said.add(line)
+            self._notify(line)

@@ -1,1 +1,0 @@
-"""The HTTP process's end of the engine."""

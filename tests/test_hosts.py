@@ -1,0 +1,308 @@
+"""Jobs on several hosts: whichever host has a job, whatever dies, the bytes are those of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+import motet
+from motet.channel import encode
+from motet.cluster.host import Engine
+from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
+from motet.cluster.messages import JobEvent, Ready
+from motet.cluster.run import HostedJob, HostedRun
+from motet.config import JobConfig
+from motet.jobfile import validate
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.interrupt import Interrupt
+from motet.runtime.progress import JobProgress
+from motet.runtime.rundir import RunDirectory
+from motet.types import JobState
+from tests.service_run import Json, Service, serving, tiny
+
+ENGINE = {"samplers": 0, "threads": 1}
+STORE = 80 * 2**20  # the least that Ray takes
+NAMES = [f"job-{number}" for number in range(8)]
+
+
+def job(name: str) -> Json:
+    """Of some seconds, with a rank of its own."""
+    return tiny(name, steps=6, adapter={"rank": 2 + int(name[-1])}, optimizer={"lr": 1e-3})
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Each job's adapter, trained by one process."""
+    run = motet.run(
+        [job(name) for name in NAMES], base="small", directory=tmp_path_factory.mktemp("alone"), engine=ENGINE, quiet=True
+    )  # fmt: skip
+    return {name: (one.adapter / "adapter_model.safetensors").read_bytes() for name, one in run.jobs.items()}
+
+
+SOON = pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.soak)], indirect=True)
+ALWAYS = pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
+    """Where hosts are: two processes of this machine, or one on each of two nodes of a Ray cluster."""
+    if request.param == "local":
+        yield {"launcher": "local"}
+        return
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE})
+    nodes.add_node(num_cpus=1, object_store_memory=STORE)
+    yield {"launcher": "ray", "address": nodes.address}
+    nodes.shutdown()
+
+
+@contextlib.contextmanager
+def hosting(directory: Path, cluster: Json, **fields: Any) -> Iterator[Service]:
+    """A service with two hosts."""
+    config = directory / "hosts.yaml"
+    config.write_text(yaml.safe_dump({"engine": {**ENGINE, "hosts": 2}, "cluster": cluster, **fields}))
+    with serving(directory / "service", "--config", str(config)) as service:
+        yield service
+
+
+def kill_host(run: Path, number: int, cluster: Json) -> None:
+    """As the system does that has no memory left."""
+    process = psutil.Process(int((run / f".lock.host-{number}").read_text()))
+    assert any("raylet" in one.name() for one in process.parents()) == (cluster["launcher"] == "ray")
+    process.kill()
+
+
+def hosts_of(service: Service) -> dict[str, int]:
+    """Which host has each job that runs."""
+    jobs: list[Any] = [service.job(name) for name in NAMES]
+    return {one["name"]: one["progress"]["host"] for one in jobs if one["progress"] is not None}
+
+
+def metric(service: Service, name: str) -> dict[str, float]:
+    """A figure of each host."""
+    found = re.findall(rf'^{name}\{{host="(\d+)"\}} (\S+)$', service.get("/metrics").text, re.M)
+    return {host: float(value) for host, value in found}
+
+
+@SOON
+def test_a_host_that_dies_loses_nothing_and_the_others_do_not_notice(
+    tmp_path: Path, cluster: Json, alone: dict[str, bytes]
+) -> None:
+    with hosting(tmp_path, cluster) as service:
+        for name in NAMES:
+            service.submit(job(name))
+        service.until(lambda: len(hosts_of(service)) == len(NAMES))
+        where = hosts_of(service)
+        assert sorted(where.values()) == [0] * 4 + [1] * 4
+        service.reaches(next(name for name in NAMES if where[name] == 1), 1)
+        kill_host(service.directory / "run", 1, cluster)
+        for name in NAMES:
+            assert service.ended(name) == "succeeded", service.job(name)["message"]
+            assert service.weights(name) == alone[name]
+            assert service.steps(name) == [0, 1, 2, 3, 4, 5, 6][: len(service.steps(name))]
+        for name in NAMES:
+            if where[name] == 0:
+                assert service.states(name).count("running") == 1
+        service.until(lambda: metric(service, "motet_engine_starts") == {"0": 1.0, "1": 2.0})
+        service.until(lambda: metric(service, "motet_engine_ready") == {"0": 1.0, "1": 1.0})
+        assert metric(service, "motet_device_train_seconds").keys() == {"0", "1"}
+
+
+@SOON
+def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
+    tmp_path: Path, cluster: Json, alone: dict[str, bytes]
+) -> None:
+    with hosting(tmp_path, cluster, limits={"running_jobs": 3}) as service:
+        for name in ("one", "two", "three", "four"):
+            service.submit(tiny(name, 1000))
+        for name in ("one", "two", "three"):
+            service.becomes(name, "running")
+        assert service.job("four")["state"] == "queued", "its tenant has three out, over both hosts"
+        service.steer("one", "pause")
+        service.becomes("four", "running")
+        service.steer("one", "resume")
+        time.sleep(0.7)
+        assert service.job("one")["state"] == "paused", "others have its tenant's places"
+        service.steer("four", "cancel")
+        service.becomes("one", "running")
+        for name in ("one", "two", "three"):
+            service.steer(name, "cancel")
+            service.becomes(name, "cancelled")
+
+        for one in (job("job-0"), tiny("long", 1000), job("job-1")):
+            service.submit(one)
+            service.becomes(one["name"], "running")
+        service.steer("long", "cancel")  # one host has nothing to do now, and the other one two jobs
+        for name in ("job-0", "job-1"):
+            assert service.ended(name) == "succeeded"
+            assert service.weights(name) == alone[name]
+            assert service.steps(name) == list(range(7))
+        assert [service.states(name).count("running") for name in ("job-0", "job-1")] == [1, 2]
+        assert "paused" not in service.states("job-1")
+
+
+@ALWAYS
+def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(
+    tmp_path: Path, cluster: Json, alone: dict[str, bytes]
+) -> None:
+    names = NAMES[:4]
+    (tmp_path / "jobs.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "base": "small",
+                "engine": {**ENGINE, "hosts": 2},
+                "cluster": cluster,
+                "jobs": [job(name) for name in names],
+            }
+        )
+    )
+    command = [sys.executable, "-m", "motet", "run", str(tmp_path / "jobs.yaml"), "--run", str(tmp_path / "run")]
+    with (tmp_path / "out").open("ab") as out:
+        first = subprocess.Popen(command, stdout=out, stderr=out)
+    try:
+        waited(lambda: all(steps(tmp_path / "run" / name) for name in names), first)
+        kill_host(tmp_path / "run", 1, cluster)
+        waited(lambda: max(max(steps(tmp_path / "run" / name)) for name in names) >= 3, first)
+    finally:
+        first.kill()
+        first.wait()
+    assert subprocess.run(command, check=False, capture_output=True, text=True, timeout=120).returncode == 0
+    for name in names:
+        assert (tmp_path / "run" / name / "versions" / "v6" / "adapter_model.safetensors").read_bytes() == alone[name]
+
+
+def steps(directory: Path) -> list[int]:
+    """The steps that a job has committed."""
+    return JobDirectory(directory).steps()
+
+
+def waited(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    """Wait for something that a process does."""
+    deadline = time.monotonic() + 90.0
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Cable:
+    """Between a host and whoever started it: what goes through waits while it is cut."""
+
+    def __init__(self) -> None:
+        self.whole = asyncio.Event()
+        self.whole.set()
+
+    async def lay(self, address: str) -> str:
+        """Lead to an address of this machine; gives that of the other end, which one process can use."""
+        host, _, port = address.rpartition(":")
+
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            server.close()
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+            with contextlib.suppress(ConnectionError):
+                await asyncio.gather(self._flow(reader, far_writer), self._flow(far_reader, writer))
+
+        server = await asyncio.start_server(carry, host, 0)
+        return f"{host}:{server.sockets[0].getsockname()[1]}"
+
+    async def _flow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while part := await reader.read(2**16):
+            await self.whole.wait()
+            writer.write(part)
+        writer.close()
+
+
+@pytest.mark.parametrize("seconds", [3.0, pytest.param(30.0, marks=pytest.mark.soak)])
+def test_a_network_that_is_away_for_a_while_changes_nothing(
+    tmp_path: Path, alone: dict[str, bytes], seconds: float
+) -> None:
+    cable, cut, starts = Cable(), asyncio.Event(), list[Path]()
+
+    async def launch(log: Path) -> Engine:
+        async def begin(address: str, token: str) -> Awaitable[int]:
+            settings = {**os.environ, ADDRESS: await cable.lay(address), TOKEN: token}
+            started.append(await asyncio.create_subprocess_exec(sys.executable, "-m", "motet.hosting", env=settings))
+            return started[0].wait()
+
+        async def end() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                started[0].kill()
+            await started[0].wait()
+
+        started: list[asyncio.subprocess.Process] = []
+        starts.append(log)
+        return await engine_that_connects("127.0.0.1", begin, end)
+
+    def observe(jobs: Sequence[JobProgress]) -> None:
+        if any(one.step for one in jobs) and not cut.is_set():
+            cut.set()
+            cable.whole.clear()
+            asyncio.get_running_loop().call_later(seconds, cable.whole.set)
+
+    tree = {
+        "base": "small",
+        "run": str(tmp_path),
+        "engine": {**ENGINE, "hosts": 2},
+        "jobs": [job(name) for name in NAMES[:4]],
+    }
+    config = validate(tree, "the test")
+    with contextlib.closing(RunDirectory(tmp_path, "run")) as directory:
+        jobs = [HostedJob(one, directory.job(one.name), JobProgress(one.name, one.steps)) for one in config.jobs]
+        run, interrupt = HostedRun(config, directory, jobs, launch), Interrupt()
+        interrupt.run(lambda: run.run(interrupt, observe))
+    assert cut.is_set()
+    for one in jobs:
+        assert one.progress.state is JobState.SUCCEEDED
+        assert one.lines == set(range(7))
+        assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
+    assert sorted(path.name for path in starts) == ["engine-1.log", "engine.log"], "nothing was started again"
+
+
+def test_a_stranger_who_connects_is_no_host() -> None:
+    async def connect() -> list[Ready]:
+        async def begin(address: str, token: str) -> Awaitable[object]:
+            host, _, port = address.rpartition(":")
+            for first, note in (("0" * len(token), "stranger"), (token, "host")):
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.write(f"{first}\n".encode() + encode(Ready([note])))
+                await asyncio.sleep(0.1)
+                writers.append(writer)
+            return ended.wait()
+
+        async def end() -> None:
+            ended.set()
+
+        writers, ended = list[asyncio.StreamWriter](), asyncio.Event()
+        engine = await engine_that_connects("127.0.0.1", begin, end)
+        message = await anext(engine.messages())
+        await engine.kill()
+        for writer in writers:
+            writer.close()
+        assert isinstance(message, Ready)
+        return [message]
+
+    assert [one.notes for one in asyncio.run(connect())] == [["host"]]
+
+
+def test_a_step_that_is_told_again_counts_once(tmp_path: Path) -> None:
+    one = HostedJob(JobConfig.model_validate(job("job-0")), JobDirectory(tmp_path), JobProgress("job-0", 6))
+    for step in (0, 1, 1, 0, 2):
+        one.hear(JobEvent("job-0", "step", {"step": step, "loss": 0.1, "reward": step / 4}))
+    assert (one.progress.rewards, one.progress.step) == ([0.0, 0.25, 0.5], 3)
+    for tokens, counted in ((5, 5), (9, 9), (2, 11)):  # another host begins anew
+        figures = {"phase": "sampling", "tokens": tokens, "rollouts_done": 0, "rollouts_wanted": 1}
+        one.see(figures)
+        assert one.progress.tokens == counted

@@ -1,0 +1,112 @@
+"""Which host a job goes to, and which job moves: laws of the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from motet import budgets
+from motet.cluster.messages import Start
+from motet.cluster.placement import HostLoad, moved, placed
+from motet.cluster.starts import engine_of_host, launcher, starts
+from motet.config import ClusterConfig, EngineConfig, RolloutConfig
+from motet.config.service import ANY_SIZE
+from motet.errors import ConfigError
+from motet.runtime.slots import Claim, Rule
+
+TENANTS = ("", "ann", "ben")
+Drawn = tuple[int, list[list[str]]]
+hosts_with_jobs = st.tuples(
+    st.integers(1, 4), st.lists(st.lists(st.sampled_from(TENANTS), max_size=9), min_size=1, max_size=5)
+)  # fmt: skip
+
+
+def loads(drawn: Drawn) -> list[HostLoad]:
+    """Hosts with jobs of these tenants, which run as far as there are slots."""
+    slots, tenants = drawn
+    hosts = []
+    for host, jobs in enumerate(tenants):
+        claims = tuple(Claim(f"{host}-{number}", tenant) for number, tenant in enumerate(jobs))
+        hosts.append(HostLoad(host, slots, claims[:slots], claims[slots:]))
+    return hosts
+
+
+@given(hosts_with_jobs, st.sampled_from(TENANTS))
+def test_a_job_goes_to_the_emptiest_host_and_there_to_the_fewest_of_its_tenant(drawn: Drawn, tenant: str) -> None:
+    hosts = loads(drawn)
+    number = placed(Claim("new", tenant), hosts, {})
+    assert number is not None
+    chosen = hosts[number]
+    assert all(chosen.fullness <= host.fullness for host in hosts)
+    as_empty = [host for host in hosts if host.fullness == chosen.fullness]
+    assert all(chosen.of_tenant(tenant) <= host.of_tenant(tenant) for host in as_empty)
+
+
+@given(hosts_with_jobs, st.integers(1, 6))
+def test_a_tenant_has_no_more_jobs_out_than_may_run(drawn: Drawn, limit: int) -> None:
+    hosts, rules = loads(drawn), {"ann": Rule(running=limit)}
+    out = sum(host.of_tenant("ann") for host in hosts)
+    assert (placed(Claim("new", "ann"), hosts, rules) is None) == (len(hosts) > 1 and out >= limit)
+    assert placed(Claim("new", "ben"), hosts, rules) is not None
+
+
+def test_no_host_takes_no_job() -> None:
+    assert placed(Claim("new"), [], {}) is None
+
+
+def test_hosts_share_the_cores_and_the_memory_unless_each_has_a_device() -> None:
+    whole = EngineConfig(hosts=2, kv_memory_fraction=0.4, device="cpu")
+    first, second = engine_of_host(whole, 0), engine_of_host(whole, 1)
+    assert first == second
+    assert (first.hosts, first.threads, first.kv_memory_fraction) == (1, max(1, budgets.cores() // 2), 0.2)
+    assert engine_of_host(whole.model_copy(update={"threads": 3}), 0).threads == 3
+    apart = whole.model_copy(update={"devices": ["cuda:0", "cuda:1"]})
+    assert [engine_of_host(apart, host).device for host in range(2)] == ["cuda:0", "cuda:1"]
+    assert engine_of_host(apart, 1).kv_memory_fraction == 0.4
+
+
+def test_hosts_that_cannot_work_are_refused() -> None:
+    start = Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
+    with pytest.raises(ConfigError, match=r"engine\.hosts is 2 and engine\.shard 2"):
+        starts(start, EngineConfig(hosts=2, shard=2), RolloutConfig())
+    with pytest.raises(ConfigError, match="has servers for one host"):
+        starts(start, EngineConfig(hosts=2), RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"]))
+    with pytest.raises(ConfigError, match=r"set engine\.threads"):
+        launcher(ClusterConfig(launcher="ray"), EngineConfig())
+    with pytest.raises(ValidationError, match="name one for each host"):
+        EngineConfig(hosts=2, devices=["cuda:0"])
+
+
+@given(hosts_with_jobs)
+def test_moves_end_with_hosts_as_even_as_they_can_be(drawn: Drawn) -> None:
+    hosts, most = loads(drawn), sum(map(len, drawn[1])) + 1
+    for _ in range(most):
+        name = moved(hosts)
+        if name is None:
+            break
+        source = next(host for host in hosts if any(claim.job == name for claim in host.jobs))
+        waits = {claim.job for claim in source.waiting}
+        assert name in waits or not waits, "one that waits costs nothing"
+        claim = next(claim for claim in source.jobs if claim.job == name)
+        fullest = max(host.fullness for host in hosts)
+        assert source.fullness == fullest
+        kept = [
+            replace(
+                host,
+                running=tuple(one for one in host.running if one != claim),
+                waiting=tuple(one for one in host.waiting if one != claim),
+            )
+            for host in hosts
+        ]
+        to = placed(claim, kept, {})
+        assert to not in (None, source.host), "it would come back"
+        hosts = [replace(host, waiting=(*host.waiting, claim)) if host.host == to else host for host in kept]
+        assert max(host.fullness for host in hosts) <= fullest
+    else:
+        raise AssertionError("jobs move for ever")
+    counts = [len(host.jobs) for host in hosts]
+    assert max(counts) - min(counts) <= 1
