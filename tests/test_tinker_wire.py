@@ -194,7 +194,7 @@ def test_commands_are_written_once_and_forgotten_once_committed(tmp_path: Path) 
     assert [kept.outcome(number) for number in (1, 2, 3)] == [Done({"a": 1}), Done({"a": 2}), None]
 
 
-def _by_hand(name: str, lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+def _by_hand(name: str, lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     ratio = torch.exp(lp - q)
     match name:
         case "cross_entropy":
@@ -205,7 +205,15 @@ def _by_hand(name: str, lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor) -> t
             return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
         case "cispo":
             return -ratio.clamp(0.0, 4.0).detach() * lp * a
+        case "gspo":
+            means = [((lp - q) * mask)[part].sum() / mask[part].sum() for part in SEQUENCES]
+            means = torch.cat([mean.expand(len(lp[part])) for mean, part in zip(means, SEQUENCES, strict=True)])
+            ratio = torch.exp(means.detach() + lp - lp.detach())
+            return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
     return -(lp * a - 0.5 * 0.05 * (lp - q) ** 2)
+
+
+SEQUENCES = (slice(0, 20), slice(20, 64))
 
 
 @pytest.mark.parametrize("name", CLIENT_LOSSES)
@@ -213,14 +221,15 @@ def test_losses_and_gradients_are_those_of_the_formulas(name: str) -> None:
     generator = torch.Generator().manual_seed(5)
     lp, q, a, w = (torch.randn(64, generator=generator) for _ in range(4))
     lp.requires_grad_()
+    mask = (torch.rand(64, generator=generator) < 0.7).float()
     known = {key: value if value is not None else 0.05 for key, value in CLIENT_LOSSES[name].settings.items()}
     inputs = LossInputs(
         logprobs_N=lp, entropy_N=torch.zeros(64), sampler_logprobs_N=q, advantages_N=a, weights_N=w,
-        sample_N=torch.zeros(64, dtype=torch.int64), n_samples=1,
+        sample_N=(torch.arange(64) >= 20).long(), n_samples=2, ratio_mask_N=mask,
     )  # fmt: skip
     found = (ClientLoss(name, known).token_losses(inputs)[0] * w).sum()
     (gradient,) = torch.autograd.grad(found, lp)
-    expected = (_by_hand(name, lp, q, a) * w).sum()
+    expected = (_by_hand(name, lp, q, a, mask) * w).sum()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, lp)[0])
 

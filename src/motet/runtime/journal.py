@@ -61,6 +61,7 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
     weights: Tensor | None = None  # [T] or [T, K]
     logprobs: Tensor | None = None  # [T]
     advantages: Tensor | None = None  # [T]
+    sequence_ratio_mask: Tensor | None = None  # [T] 0 or 1
 
     @property
     def length(self) -> int:
@@ -87,6 +88,7 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
             versions=np.full(length, -1, np.int32),
             weights=None if self.weights is None else shifted(self.weights),
             targets=np.concatenate([np.zeros_like(targets[:1]), targets]).astype(np.int32),
+            ratio_mask=None if self.sequence_ratio_mask is None else shifted(self.sequence_ratio_mask),
         )
 
 

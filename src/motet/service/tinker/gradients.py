@@ -13,8 +13,7 @@ from motet.service.tinker.wire import WireError, dense, tokens_of
 MOST_DATA = 4096
 """Of one request; the client splits what is more."""
 _ELSEWHERE = {
-    "stable_reinforce": "it is not published; use importance_sampling, ppo or cispo",
-    "gspo": "use ppo or cispo, or compute it with forward_backward_custom",
+    "stable_reinforce": "it is not published; use importance_sampling, ppo, cispo or gspo",
     "custom": "run it in the client: forward_backward_custom",
 }
 
@@ -76,7 +75,7 @@ def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:
             raise WireError(f"{where}: {name} has shape {list(values.shape)}, target_tokens {list(targets.shape)}")
         if not np.isfinite(values).all():
             raise WireError(f"{where}: {name} has a number that is not finite")
-        found[name] = Tensor.of(values)
+        found[name] = Tensor.of(values if name != "sequence_ratio_mask" else (values != 0).astype(np.float32))
     if "weights" not in wanted and targets.ndim == 2:
         raise WireError(f"{where}: target_tokens of two dimensions are for cross_entropy")
     count = targets.shape[1] if targets.ndim == 2 else 0

@@ -73,7 +73,10 @@ class Models:
         Raises:
             Refusal: they want another.
         """
-        if name not in (None, self.base, "base", Path(self.base).name):
+        names = {self.base, self.tokenizer, Path(self.base).name, "base"}
+        if name and Path(name).is_absolute():  # a copy of theirs
+            name, names = Path(name).name, {Path(one).name for one in names}
+        if name is not None and name not in names:
             raise Refusal(400, f"base_model {name!r} is not served here; give {self.base!r}")
 
     def create(self, who: Principal, model_id: str, lora: Lora, first: AnyCommand, about: dict[str, Any]) -> str:
