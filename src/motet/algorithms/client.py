@@ -36,9 +36,7 @@ CLIENT_LOSSES: Mapping[str, Inputs] = {
     "importance_sampling": Inputs(_POLICY, {}),
     "ppo": Inputs(_POLICY, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "cispo": Inputs(_POLICY, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
-    "gspo": Inputs(
-        (*_POLICY, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    ),
+    "gspo": Inputs((*_POLICY, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "dro": Inputs(_POLICY, {"beta": None}),
 }
 """The losses that a client can name. All are summed, and nothing is normalised."""

@@ -219,7 +219,9 @@ def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[FloatArra
         sampler_logprobs_N=gathered([sample.logprobs for sample in samples]),
         advantages_N=gathered([sample.advantages for sample in samples]),
         weights_N=gathered([sample.weights for sample in samples]),
-        sample_N=torch.from_numpy(np.repeat(np.arange(len(samples)), [one.n_trainable * one.n_targets for one in samples])),
+        sample_N=torch.from_numpy(
+            np.repeat(np.arange(len(samples)), [one.n_trainable * one.n_targets for one in samples])
+        ),
         n_samples=len(samples),
         ratio_mask_N=gathered([sample.ratio_mask for sample in samples]),
     )

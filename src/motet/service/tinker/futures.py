@@ -55,7 +55,7 @@ class Futures:
             Refusal: too many of this tenant's are open.
         """
         self._forget_old()
-        if sum(one.tenant_id == who.tenant_id and not one.fetched for one in self._samples.values()) >= MOST_OPEN:
+        if self.open(who) >= MOST_OPEN:
             work.close()
             raise Refusal(429, f"{MOST_OPEN} samples are open; fetch some first", headers={"Retry-After": "1"})
         name = f"sample-{secrets.token_hex(12)}"
@@ -68,6 +68,10 @@ class Futures:
 
         sample.task.add_done_callback(ended)
         return name
+
+    def open(self, who: Principal) -> int:
+        """Samples of a tenant that are under way or were not fetched yet."""
+        return sum(one.tenant_id == who.tenant_id and not one.fetched for one in self._samples.values())
 
     def cancel(self, who: Principal, request_id: str) -> None:
         """Nobody waits for a sample any more."""

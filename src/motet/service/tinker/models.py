@@ -122,6 +122,12 @@ class Models:
             raise Refusal(404, f"there is no model {model_id!r}")
         return job
 
+    def everybodys(self, model_id: str) -> list[StoredJob]:
+        """Models of an id whoever has them, oldest first."""
+        query = select(StoredJob).where(StoredJob.idempotency_key == model_id).order_by(StoredJob.number)
+        with self._store.transaction() as session:
+            return list(session.scalars(query))
+
     def of_session(self, who: Principal, session_id: str | None = None) -> list[StoredJob]:
         """A tenant's models, of one session or of all, newest first."""
         begin = "session-" if session_id is None else f"{session_id}:train:"

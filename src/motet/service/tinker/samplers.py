@@ -29,6 +29,8 @@ from motet.types import FinishReason, SamplingParams
 
 _ID = re.compile(r"(session-[0-9a-f]{16}):sample:\d{1,12}:(?:(base)|path-([\w=-]+)|(\d{1,10})-(live|\d{1,10}))")
 _MAX_TOKENS = 1024
+NO_LOGPROB = -99999.0
+"""What clients know a place without likeliest tokens by, with token id 0."""
 _TRIES = 5
 
 
@@ -112,11 +114,16 @@ class Samplers:
     async def _answer(self, who: Principal, sampler: Sampler, wanted: Sample) -> bytes:
         tokens: dict[int, list[int]] = {index: [] for index in range(wanted.num_samples)}
         logprobs: dict[int, list[float]] = {index: [] for index in range(wanted.num_samples)}
-        cut, scores = set[int](), None
+        cut, scores, top = set[int](), None, None
+        last = wanted.prompt_logprobs_last_n
         async for answer in self._engine.ask(question(who, sampler, wanted)):
             if isinstance(answer, PromptScored):
                 scores = answer.logprobs.copy()
-                scores[: 1 if wanted.prompt_logprobs_last_n is None else -wanted.prompt_logprobs_last_n] = np.nan
+                scores[: 1 if last is None else -last] = np.nan
+                if answer.top_ids is not None and answer.top_logprobs is not None:
+                    top = answer.top_ids.copy(), answer.top_logprobs.copy()
+                    top[0][: 1 if last is None else -last] = 0
+                    top[1][: 1 if last is None else -last] = NO_LOGPROB
             if isinstance(answer, Tokens):
                 chunk = answer.chunk
                 tokens[chunk.index] += chunk.token_ids.tolist()
@@ -125,7 +132,7 @@ class Samplers:
                     raise EngineError(chunk.error or "the sample was ended; sample again")
                 if chunk.finish_reason is FinishReason.LENGTH:
                     cut.add(chunk.index)
-        return write_samples([(tokens[index], logprobs[index], index in cut) for index in sorted(tokens)], scores)
+        return write_samples([(tokens[index], logprobs[index], index in cut) for index in sorted(tokens)], scores, top)
 
 
 def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
@@ -150,5 +157,6 @@ def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
         sampling=sampling,
         prompt=[token for chunk in wanted.prompt.chunks for token in chunk.tokens],
         stop_token_ids=ids,
-        prompt_logprobs=bool(wanted.prompt_logprobs),
+        prompt_logprobs=bool(wanted.prompt_logprobs or wanted.topk_prompt_logprobs),
+        prompt_top=wanted.topk_prompt_logprobs,
     )
