@@ -22,6 +22,7 @@ from motet.runtime.journal import (
     OptimStep,
     Tensor,
 )
+from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
@@ -54,6 +55,14 @@ def test_a_command_is_kept_once_and_its_outcome_answers_it(house: House) -> None
     assert [(one.key, one.value) for one in output.metrics] == [("loss:sum", 6.0)]
 
 
+@pytest.mark.parametrize("route", ["save_weights", "save_weights_for_sampler", "save_weights_external"])
+def test_a_checkpoint_that_expires_is_asked_for_twice(house: House, route: str) -> None:
+    model = made(house)
+    body = {"model_id": model, "seq_id": 1, "path": "x", "ttl_seconds": 3600}
+    first, again = (house.ask("POST", f"{PREFIX}/{route}", json=body).json() for _ in range(2))
+    assert first == again == {"request_id": f"{model}/1"}
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dimuon": ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "adam_params"),
     "field": ("optim_step", {"adam_params": {"momentum": 1}}, "adam_params.momentum"),
@@ -73,7 +82,7 @@ def test_a_refused_command_uses_its_number_up(house: House, name: str) -> None:
 
 def test_a_client_that_says_nothing_for_a_day_has_finished(house: House) -> None:
     now = 0.0
-    leases = Leases(house.part(Models), house.store, lambda: now)
+    leases = Leases(house.part(Models), house.part(Futures), house.store, lambda: now)
     silent, alive = made(house), made(house)
     leases.end_silent()
     for _ in range(25):

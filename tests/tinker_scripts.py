@@ -6,6 +6,7 @@ The package is not there where Motet's tests run; what a script finds is written
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -294,6 +295,19 @@ def refusals(service: Any) -> Found:
     client.forward_backward(plain(), "cross_entropy").result()
     found["after"] = client.optim_step(ADAM).result().metrics
     return found
+
+
+def flood(service: Any) -> Found:
+    """500 samples open at a time, until a file named by the last argument is there."""
+    base = service.create_sampling_client(base_model="small").result()
+    params, stop = types.SamplingParams(max_tokens=24, stop=[]), Path(sys.argv[5])
+    begin = functools.partial(base.sample, prompt=text(TOKENS), num_samples=1, sampling_params=params)
+    waiting, done = [begin() for _ in range(500)], 0
+    while not stop.exists():
+        waiting.pop(0).result()
+        done += 1
+        waiting.append(begin())
+    return {"done": done}
 
 
 def steps(service: Any) -> Found:

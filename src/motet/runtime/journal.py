@@ -123,7 +123,7 @@ class Save(Command, frozen=True):
     """Below the job's `checkpoints`."""
     optimizer: bool
     about: dict[str, Any] = {}
-    """Kept beside it; its `number` is the command's."""
+    """Kept beside it; its `number` is the command's, and with a `ttl` it `expires` so many seconds after it was saved."""
     answer: dict[str, Any] = {}
 
 

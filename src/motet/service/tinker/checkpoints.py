@@ -65,7 +65,7 @@ def iso(seconds: float) -> str:
 
 def about_of(number: int, ttl: int | None, metadata: dict[str, Any] | None) -> dict[str, Any]:
     """What is kept beside a checkpoint that command `number` saves."""
-    return {"number": number, "expires": None if ttl is None else time.time() + ttl, "user_metadata": metadata}
+    return {"number": number, "ttl": ttl, "user_metadata": metadata}
 
 
 class Checkpoints:

@@ -100,7 +100,7 @@ class Models:
             "adapter": {"rank": lora.rank, "alpha": ALPHA, "target_modules": targets},
             "optimizer": {"max_skipped": 10**7},
             "steps": steps,
-            "seed": lora.seed,
+            "seed": int(number) if lora.seed is None else lora.seed,  # the same program makes the same model
         }
         fresh = self._store.submitted(who, model_id) is None
         job = self._submissions.submit(who, tree, model_id, driven=True)

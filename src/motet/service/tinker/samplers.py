@@ -6,6 +6,7 @@ The id of a sampling session says all of it, so nothing has to be remembered:
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from motet import seeds
 from motet.errors import EngineError
 from motet.service.database.tenants import Principal
 from motet.service.engine.client import EngineClient
@@ -56,8 +58,6 @@ class Sampler:
 class Samplers:
     """Finds what an id means, and samples from it."""
 
-    base = Sampler(None, None)
-
     def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, engine: EngineClient) -> None:
         self._models, self._checkpoints, self._storage, self._engine = models, checkpoints, storage, engine
 
@@ -96,14 +96,41 @@ class Samplers:
         """
         return Sampler(path, self._checkpoints.find(who, path).directory)
 
-    async def sample(self, who: Principal, sampler: Sampler, wanted: Sample) -> bytes:
+    def of(self, who: Principal, wanted: Sample) -> Sampler:
+        """What a sample is to come from.
+
+        Raises:
+            Refusal: there is no such thing for them.
+        """
+        if wanted.sampling_session_id is not None:
+            return self.find(who, wanted.sampling_session_id)
+        if wanted.model_path is not None:
+            return self.of_path(who, wanted.model_path)
+        self._models.check_base(wanted.base_model)
+        return Sampler(None, None)
+
+    @staticmethod
+    def seeded(wanted: Sample) -> Sample:
+        """The same with a seed; where none was given, of the sampling session's number and the sample's."""
+        given = wanted.sampling_params
+        if given.seed is not None:
+            return wanted
+        if wanted.sampling_session_id is None or wanted.seq_id is None:
+            seed = time.time_ns()
+        else:
+            session = int(wanted.sampling_session_id.split(":")[2])
+            seed = seeds.key(0, "tinker", session, wanted.seq_id) >> 1
+        return wanted.model_copy(update={"sampling_params": given.model_copy(update={"seed": seed})})
+
+    async def sample(self, who: Principal, wanted: Sample) -> bytes:
         """Complete a prompt, as a binary message.
 
         Raises:
-            EngineError, ConfigError: it cannot be answered, now or ever, and why.
+            Refusal, EngineError, ConfigError: it cannot be answered, now or ever, and why.
         """
         for left in reversed(range(_TRIES)):
             await self._engine.ready.wait()
+            sampler = await asyncio.to_thread(self.of, who, wanted)
             try:
                 return await self._answer(who, sampler, wanted)
             except EngineError:
@@ -151,7 +178,7 @@ def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
         who.tenant_id,
         None if sampler.directory is None else str(sampler.directory),
         wanted.num_samples,
-        given.seed if given.seed is not None else time.time_ns(),
+        given.seed or 0,
         stream=False,
         logprobs=False,
         sampling=sampling,
