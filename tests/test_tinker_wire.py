@@ -63,6 +63,17 @@ def test_a_checkpoint_that_expires_is_asked_for_twice(house: House, route: str) 
     assert first == again == {"request_id": f"{model}/1"}
 
 
+def test_a_sampling_session_that_is_counted_twice_is_one(house: House) -> None:
+    """The package counts again when it sends again."""
+    model = made(house)
+    body = {"model_id": model, "seq_id": 1}
+    promises = [
+        house.ask("POST", f"{PREFIX}/save_weights_for_sampler", json={**body, "sampling_session_seq_id": count}).json()
+        for count in (0, 1)
+    ]
+    assert promises == [{"request_id": f"{model}/1"}] * 2
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dimuon": ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "adam_params"),
     "field": ("optim_step", {"adam_params": {"momentum": 1}}, "adam_params.momentum"),

@@ -118,8 +118,8 @@ class Samplers:
         if wanted.sampling_session_id is None or wanted.seq_id is None:
             seed = time.time_ns()
         else:
-            session = int(wanted.sampling_session_id.split(":")[2])
-            seed = seeds.key(0, "tinker", session, wanted.seq_id) >> 1
+            session, model = re.findall(r":sample:(\d+):(?:(\d+)-)?", wanted.sampling_session_id)[0]
+            seed = seeds.key(0, "tinker", int(session), int(model or 0), wanted.seq_id) >> 1
         return wanted.model_copy(update={"sampling_params": given.model_copy(update={"seed": seed})})
 
     async def sample(self, who: Principal, wanted: Sample) -> bytes:

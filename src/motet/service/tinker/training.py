@@ -148,7 +148,8 @@ def save_for_sampler(
         raise Refusal(400, "give path or sampling_session_seq_id")
     session, _, model = wanted.model_id.partition(":train:")
     what = "live" if wanted.kind == "inflight" else str(number)
-    answer["sampling_session_id"] = sampler_id(session, wanted.sampling_session_seq_id, f"{model}-{what}")
+    # by the command's own number: a client that sends it again counts its sampling session once more
+    answer["sampling_session_id"] = sampler_id(session, number, f"{model}-{what}")
     command = Nothing(answer) if what == "live" else Save(f"{SAMPLER}/snapshot-{number}", False, about, answer)
     return _promise(models.order(job, number, command))
 
