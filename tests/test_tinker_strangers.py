@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,15 @@ from hypothesis import strategies as st
 
 from motet.runtime.client_loop import ABOUT
 from motet.runtime.journal import Done, Journal, Nothing
+from motet.service.database.store import Store
+from motet.service.errors import Refusal
+from motet.service.events import EventBus
+from motet.service.settings import Settings
 from motet.service.tinker import runs, sampling, startup, training
 from motet.service.tinker.futures import Futures
+from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
-from motet.service.tinker.samplers import path_part, sampler_id
+from motet.service.tinker.samplers import Samplers, path_part, sampler_id
 from tests.house import House
 from tests.tinker_requests import journal, made, request, sent
 from tests.tinker_run import job_of
@@ -162,6 +168,27 @@ def test_a_link_opens_what_it_was_made_for(house: House) -> None:
     link = urls["adapter_config.json"]
     assert house.http.get(link).text == "{}", "without a key"
     assert house.http.get(f"{link[:-8]}AAAAAAA=").status_code == 403
+
+
+def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
+    prompt = {"chunks": [{"tokens": [1, 2]}]}
+    name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
+    who, other = (house.store.tenants.who(house.keys[key]) for key in ("ours", "theirs"))
+    assert who is not None
+    assert other is not None
+    parts = (house.part(Models), house.part(Samplers), house.part(Store), house.part(EventBus))
+    fresh = Futures(*parts, house.part(Settings).directory / "samples")
+
+    async def asked() -> Any:
+        with pytest.raises(Refusal, match="sample again"):
+            await fresh.wait(other, name)
+        found = await fresh.wait(who, name, 0.0)
+        fresh.cancel(who, name)
+        return found
+
+    found = asyncio.run_coroutine_threadsafe(asked(), house.app.state.loop).result(20)
+    assert (found["type"], found["queue_state"]) == ("try_again", "active")
+    house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
 
 
 _KNOWN: list[tuple[str, Journal, dict[str, bytes]]] = []

@@ -3,11 +3,12 @@
     python tinker_loop.py URL CLIENTS STEPS GROUPS EACH MAX_TOKENS < lines
 
 Each line on stdin is a repeat: all clients train a fresh model from its creation to its last step, and a line of JSON tells
-the seconds. The prompts and the rewards are those of the job that `service_side.py` submits.
+the seconds. Prompts and rewards are like those of the job that `service_side.py` submits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -70,15 +71,17 @@ def main() -> None:
     url, (clients, *work) = sys.argv[1], [int(word) for word in sys.argv[2:]]
     for _ in sys.stdin:
         started = time.perf_counter()
-        services = [tinker.ServiceClient(base_url=url, api_key="tml-none") for _ in range(clients)]
-        threads = [threading.Thread(target=train, args=(one, *work)) for one in services]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
-        for one in services:
-            one.close()
+        with contextlib.ExitStack() as stack:
+            services = [
+                stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-none")) for _ in range(clients)
+            ]
+            threads = [threading.Thread(target=train, args=(one, *work)) for one in services]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            seconds = time.perf_counter() - started
+        print(json.dumps({"seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":
