@@ -20,7 +20,7 @@ def tokens(service: Service) -> dict[str, int]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_500_open_samples_take_a_share_and_not_more(tmp_path: Path) -> None:
     tinker_python()
     config, stop = tmp_path / "rows.yaml", tmp_path / "stop"
@@ -35,9 +35,9 @@ def test_500_open_samples_take_a_share_and_not_more(tmp_path: Path) -> None:
         service.reaches("mine", 2)
         service.become(service.admin_key)
         before = tokens(service)
-        service.until(lambda: tokens(service)["jobs"] - before["jobs"] > 60_000)
+        service.until(lambda: tokens(service)["jobs"] - before["jobs"] > 30_000)
         used = {name: count - before[name] for name, count in tokens(service).items()}
         stop.touch()
         assert client.found()["done"] > 500
-        print(used)
+        print(f"{used['jobs'] / (used['jobs'] + used['clients']):.1%} of the tokens were the job's")
         assert used["jobs"] >= 0.45 * (used["jobs"] + used["clients"])
