@@ -59,8 +59,8 @@ vllm: $(VENV)/.installed-dev  ## make .envs/vllm with a vLLM for CPUs, which tes
 	@$(BIN)/python -m bench.speed.envs vllm
 
 .PHONY: tinker
-tinker: $(VENV)/.installed-dev  ## make .envs/tinker with the tinker package, which tests drive a service with (a minute or two)
-	@$(BIN)/python -m bench.speed.envs tinker
+tinker: $(VENV)/.installed-dev  ## make .envs/tinker… with the newest and the oldest tinker package, which tests drive a service with (a few minutes)
+	@$(BIN)/python -m bench.speed.envs tinker tinker-0.25.0
 
 .PHONY: agents
 agents: $(VENV)/.installed-dev  ## make .envs/agents with packages that agents are written on, which tests train (a minute)
@@ -71,7 +71,8 @@ test: lint vllm tinker agents  ## lint, then every test that this machine can ru
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.installed-dev vllm  ## the long tests: ten thousand requests to a service, a thousand publishes on a real vLLM (several minutes)
+soak: $(VENV)/.installed-dev vllm tinker  ## the long tests: ten thousand requests to a service, a thousand publishes on a real vLLM (several minutes)
+	@$(BIN)/python -m bench.speed.envs older
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s $(PYTEST_ARGS)
 
 .PHONY: lint

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from motet import AdamW, EngineConfig, Verbs
+from motet.algorithms import datum
 from tests.service_run import Service, serving, tiny
 from tests.tinker_run import Script, job_of, run_script, tinker_python
 
@@ -36,6 +40,24 @@ def test_company_changes_no_bit_of_a_client_or_of_a_job(alone: tuple[Any, dict[s
             assert one["values"] == expected["values"]
             assert service.weights(job_of(one["model"])) == adapters["client"]
         assert service.weights("sort") == adapters["sort"]
+
+
+def test_the_verbs_of_python_train_the_same_bytes(alone: tuple[Any, dict[str, bytes]], tmp_path: Path) -> None:
+    """What the script `steps` asks over HTTP, without a service."""
+    expected, adapters = alone
+    with Verbs("small", engine=EngineConfig(samplers=0, threads=1)) as verbs:
+        verbs.add_adapter("a", rank=8, seed=3)
+        for step in range(6):
+            rng, data = np.random.default_rng(7), []
+            for index in range(2 + step % 3):
+                tokens = [5, 16, 27, 38, 49, 60, 71, 82, 90 + index]
+                q, advantages = -9.0 + 2 * rng.standard_normal(8), rng.standard_normal(8)
+                data.append(datum(tokens[:-1], tokens[1:], logprobs=q, advantages=advantages))
+            values = [verbs.forward_backward({"a": data}, "ppo")["a"].stats.loss for _ in range(2)]
+            verbs.optim_step("a", AdamW(1e-3, eps=1e-12, clip_norm=math.inf))
+            assert values == expected["values"][step]
+        verbs.save_adapter("a", tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == adapters["client"]
 
 
 def _with_kills(service: Service, who: str) -> Any:

@@ -15,7 +15,7 @@ from motet import AdamW, Message, Problem, Verbs
 from motet.algorithms import Grpo
 from motet.algorithms.supervised import Supervised
 from motet.batch import Example, Row
-from motet.errors import AdapterError
+from motet.errors import AdapterError, ConfigError
 from motet.types import Group, Rollout
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,10 +50,12 @@ def test_the_example_is_short_and_learns(tmp_path: Path, monkeypatch: pytest.Mon
         assert (tmp_path / "runs" / "loop" / task / "adapter_model.safetensors").is_file()
 
 
-def test_the_pages_loop_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_loops_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (loop,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "loop.md").read_text(), re.DOTALL)
-    exec(compile(loop, "loop.md", "exec"), {"__name__": "loop"})  # noqa: S102
+    loops = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "loop.md").read_text(), re.DOTALL)
+    assert len(loops) == 2
+    for loop in loops:
+        exec(compile(loop, "loop.md", "exec"), {"__name__": "loop"})  # noqa: S102
     assert (tmp_path / "adapter-a" / "adapter_model.safetensors").is_file()
 
 
@@ -104,6 +106,10 @@ def test_one_loop_may_mix_losses(verbs: Verbs) -> None:
 
 
 def test_mistakes_are_said(verbs: Verbs) -> None:
+    with pytest.raises(ConfigError, match="use importance_sampling, ppo, cispo or gspo"):
+        verbs.forward_backward({}, "stable_reinforce")
+    with pytest.raises(ConfigError, match="it takes clip_low_threshold"):
+        verbs.forward_backward({}, "ppo", loss_fn_config={"epsilon": 0.2})
     verbs.add_adapter("a", rank=4)
     with pytest.raises(AdapterError, match="is there already"):
         verbs.add_adapter("a")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.speed.envs import directory, python_of
 
 from tests.service_run import Service
 
@@ -17,20 +18,31 @@ SCRIPTS = Path(__file__).with_name("tinker_scripts.py")
 SECONDS = 180.0
 
 
-def tinker_python() -> str:
-    """The interpreter that has the package; skips where there is none."""
-    found = Path(os.environ.get("MOTET_TINKER_PYTHON") or ROOT / ".envs" / "tinker" / "bin" / "python")
+NEWEST = "tinker"
+
+
+def tinker_python(env: str = NEWEST) -> str:
+    """The interpreter that has the package in a release of its own; skips where there is none."""
+    found = python_of(directory(), env)
     if not found.exists():
-        pytest.skip(f"tinker is not installed in {found.parents[1]}: run `make tinker`")
+        pytest.skip(f"{env} is not installed in {found.parents[1]}: run `make tinker` (`make soak` has all releases)")
     return str(found)
 
 
 class Script:
     """One that runs."""
 
-    def __init__(self, service: Service, name: str, key: str, *options: str) -> None:
+    def __init__(self, service: Service, name: str, key: str, *options: str, env: str = NEWEST) -> None:
         self._out = service.directory / f"{name}-{os.urandom(4).hex()}.json"
-        command = [tinker_python(), str(SCRIPTS), name, f"{service.url}/tinker", f"tml-{key}", str(self._out), *options]
+        command = [
+            tinker_python(env),
+            str(SCRIPTS),
+            name,
+            f"{service.url}/tinker",
+            f"tml-{key}",
+            str(self._out),
+            *options,
+        ]
         settings = {"TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, env={**os.environ, **settings}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -46,9 +58,9 @@ class Script:
         return json.loads(self._out.read_text())
 
 
-def run_script(service: Service, name: str, key: str = "none", *options: str) -> Any:
+def run_script(service: Service, name: str, key: str = "none", *options: str, env: str = NEWEST) -> Any:
     """What a script finds."""
-    return Script(service, name, key, *options).found()
+    return Script(service, name, key, *options, env=env).found()
 
 
 def job_of(model_id: str) -> str:

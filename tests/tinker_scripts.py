@@ -5,6 +5,9 @@ The package is not there where Motet's tests run; what a script finds is written
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import json
 import sys
 import time
@@ -51,7 +54,12 @@ def logprobs_of(result: Any) -> list[Any]:
 
 
 def new(service: Any, rank: int = 4, **fields: Any) -> Any:
-    return service.create_lora_training_client(base_model="small", rank=rank, seed=3, **fields).result()
+    return here(service.create_lora_training_client(base_model="small", rank=rank, seed=3, **fields))
+
+
+def here(client: Any) -> Any:
+    """A client that was asked for; old releases give it at once."""
+    return client.result() if hasattr(client, "result") else client
 
 
 def first_loop(service: Any) -> Found:
@@ -287,6 +295,19 @@ def refusals(service: Any) -> Found:
     return found
 
 
+def flood(service: Any) -> Found:
+    """500 samples open at a time, until a file named by the last argument is there."""
+    base = service.create_sampling_client(base_model="small").result()
+    params, stop = types.SamplingParams(max_tokens=24, stop=[]), Path(sys.argv[5])
+    begin = functools.partial(base.sample, prompt=text(TOKENS), num_samples=1, sampling_params=params)
+    waiting, done = [begin() for _ in range(500)], 0
+    while not stop.exists():
+        waiting.pop(0).result()
+        done += 1
+        waiting.append(begin())
+    return {"done": done}
+
+
 def steps(service: Any) -> Found:
     """Six steps of several gradients each; the last argument is a pause, in seconds, between gradients and step."""
     client, pause = new(service, rank=8), float(sys.argv[5]) if len(sys.argv) > 5 else 0.0
@@ -304,8 +325,10 @@ def steps(service: Any) -> Found:
 
 def main() -> None:
     name, url, key, out = sys.argv[1:5]
-    with tinker.ServiceClient(base_url=url, api_key=key) as service:
-        found = globals()[name](service)
+    service = tinker.ServiceClient(base_url=url, api_key=key)
+    with service if hasattr(service, "__exit__") else contextlib.nullcontext():  # since 0.30 it says when it ends
+        known = importlib.import_module("tinker_releases") if name == "releases" else sys.modules[__name__]
+        found = getattr(known, name)(service)
     Path(out).write_text(json.dumps(found))
 
 

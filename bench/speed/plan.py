@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.speed.against_itself import (
     at_once_block,
+    clients_block,
     few_rows_block,
     many_adapters_blocks,
     memory_block,
@@ -32,6 +33,8 @@ def cpu_blocks(quick: bool) -> list[Block]:
         start_block(),
         decode_block(quick, "small"),
         train_block(quick, "small"),
+        clients_block(1),
+        clients_block(8),
     ]
     return [block for block in found if block.quick or not quick]
 

@@ -59,6 +59,11 @@ def program(name: str, base: str, directory: Path, envs: Path, *, quick: bool, d
         absent = "" if python.is_file() else f"there is no environment {envs / env}: `make bench` makes it"
         command = _command(python, file, {**settings, "eager": quick, **own})
         return Program(name, command, environment, _failure(envs, env) or absent)
+    if kind == "service":
+        tinker = python_of(envs, "tinker")
+        absent = "" if tinker.is_file() else f"there is no environment {envs / 'tinker'}: `make bench` makes it"
+        settings |= {"model": base, "tinker": str(tinker)}
+        return Program(name, _command(Path(sys.executable), "service_side", settings), environment, absent)
     if kind != "machine":
         settings |= {"model": base, "numerics": OURS[kind]}
     file = "machine_side" if kind == "machine" else "motet_side"

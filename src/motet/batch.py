@@ -38,6 +38,7 @@ class Sample:
     proximal_logprobs: FloatArray | None = (
         None  # [T] of the policy at the start of the step, for off-policy corrections
     )
+    ratio_mask: FloatArray | None = None  # [T] 1 where a token counts in the ratio of its sequence; None is everywhere
 
     @property
     def n_tokens(self) -> int:

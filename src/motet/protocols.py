@@ -36,6 +36,18 @@ class RolloutEngine(Protocol):
         """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
         ...
 
+    async def top_logprobs(
+        self, token_ids: IntArray, adapter: AdapterRef | None, k: int
+    ) -> tuple[IntArray, FloatArray]:
+        """The k likeliest tokens [T, k] at each place given those before it, best first, and their logprobs at temperature 1.
+
+        The first place has zeros.
+
+        Raises:
+            EngineError: this engine does not tell.
+        """
+        ...
+
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
         """Make a version servable from a PEFT directory."""
         ...

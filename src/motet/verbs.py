@@ -16,7 +16,8 @@ from anyio.from_thread import start_blocking_portal
 
 from motet import budgets, seeds
 from motet.algorithms.algorithm import StepBatch
-from motet.batch import AdamW, Batch, OptimStats, Segment, Trained
+from motet.algorithms.client import ClientLoss
+from motet.batch import AdamW, Batch, OptimStats, Sample, Segment, Trained
 from motet.config import AdapterConfig, EngineConfig
 from motet.launch import build, load
 from motet.tasks.chat import Chat, stop_token_ids
@@ -97,20 +98,35 @@ class Verbs:
         return self._call(lambda: self._sample(problems, n, seed, params))
 
     def forward_backward(
-        self, batches: Mapping[str, StepBatch], loss: Loss, temperature: float = 1.0
+        self,
+        batches: Mapping[str, StepBatch | Sequence[Sample]],
+        loss: Loss | str,
+        temperature: float = 1.0,
+        *,
+        loss_fn_config: Mapping[str, float] | None = None,
     ) -> dict[str, Trained]:
         """Add the gradient of each adapter's samples, in one packed pass; sums, and the logprobs of each sample.
 
-        An adapter without samples is left out.
+        An adapter without samples is left out. Of samples without an algorithm's denominator losses are summed.
+
+        Args:
+            batches: of each adapter what an algorithm made (`Algorithm.batch`), or samples made by hand (`algorithms.datum`).
+            loss: an algorithm, or the name of one of the Tinker protocol's losses.
+            temperature: of the logprobs.
+            loss_fn_config: settings of a loss by name.
+
+        Raises:
+            ConfigError: there is no such loss or setting, and what there is.
         """
-        segments = self._segments(batches, loss, temperature)
+        chosen = ClientLoss.of(loss, loss_fn_config) if isinstance(loss, str) else loss
+        segments = self._segments(batches, chosen, temperature)
         if not segments:
             return {}
         trained = self._on_device(lambda: self._workshop.trainer.forward_backward(Batch(segments)))
         return {segment.adapter: one for segment, one in zip(segments, trained, strict=True)}
 
     def forward(
-        self, batches: Mapping[str, StepBatch], temperature: float = 1.0, *, base: bool = False
+        self, batches: Mapping[str, StepBatch | Sequence[Sample]], temperature: float = 1.0, *, base: bool = False
     ) -> dict[str, tuple[FloatArray, ...]]:
         """Logprobs of each sample, no gradient; `base=True` leaves the adapters out."""
         segments = self._segments(batches, None, temperature)
@@ -173,11 +189,17 @@ class Verbs:
         return Group(problem, seed, version, tuple(rollouts))
 
     @staticmethod
-    def _segments(batches: Mapping[str, StepBatch], loss: Loss | None, temperature: float) -> tuple[Segment, ...]:
+    def _segments(
+        batches: Mapping[str, StepBatch | Sequence[Sample]], loss: Loss | None, temperature: float
+    ) -> tuple[Segment, ...]:
         """One for each adapter that has something to train."""
+        whole = {
+            name: batch if isinstance(batch, StepBatch) else StepBatch(tuple(batch), 1.0)
+            for name, batch in batches.items()
+        }
         return tuple(
             Segment(name, batch.samples, loss, batch.denominator, temperature)
-            for name, batch in batches.items()
+            for name, batch in whole.items()
             if batch.samples
         )
 

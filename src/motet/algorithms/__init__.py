@@ -1,5 +1,6 @@
 """How jobs learn. An algorithm of your own derives from one of these: `algorithm: file.py:Class`."""
 
+from motet.algorithms.client import datum
 from motet.algorithms.dapo import Dapo
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Cispo, DrGrpo, Grpo, Gspo, ImportanceSampling, Ppo, Reinforce, Rloo
@@ -15,4 +16,5 @@ __all__ = [
     "Ppo",
     "Reinforce",
     "Rloo",
+    "datum",
 ]

@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from motet.algorithms.algorithm import Algorithm
 from motet.batch import Sample
+from motet.errors import ConfigError
 from motet.types import FloatArray
 
 if TYPE_CHECKING:
@@ -36,9 +40,49 @@ CLIENT_LOSSES: Mapping[str, Inputs] = {
     "importance_sampling": Inputs(_POLICY, {}),
     "ppo": Inputs(_POLICY, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "cispo": Inputs(_POLICY, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "gspo": Inputs((*_POLICY, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "dro": Inputs(_POLICY, {"beta": None}),
 }
 """The losses that a client can name. All are summed, and nothing is normalised."""
+_ELSEWHERE = {
+    "stable_reinforce": "it is not published; use importance_sampling, ppo, cispo or gspo",
+    "custom": "run it in the client: forward_backward_custom",
+}
+
+
+def datum(
+    tokens: ArrayLike,
+    target_tokens: ArrayLike,
+    *,
+    weights: ArrayLike | None = None,
+    logprobs: ArrayLike | None = None,
+    advantages: ArrayLike | None = None,
+    sequence_ratio_mask: ArrayLike | None = None,
+) -> Sample:
+    """What a client trains on, by the names of the Tinker protocol: T tokens, and what each place of them is to predict.
+
+    Targets and weights may be [T] or [T, K]. The sample has T + 1 tokens: its first is predicted by nothing, and its last,
+    which is none of theirs, predicts nothing.
+    """
+    ids, targets = np.asarray(tokens, np.int32), np.asarray(target_tokens, np.int32)
+    length = len(ids) + 1
+
+    def shifted(values: ArrayLike | None) -> FloatArray:
+        if values is None:
+            return np.zeros(length, np.float32)
+        own = np.asarray(values, np.float32)
+        return np.concatenate([np.zeros_like(own[:1]), own])
+
+    return Sample(
+        token_ids=np.append(ids, np.int32(0)),
+        loss_mask=np.arange(length) > 0,
+        logprobs=shifted(logprobs),
+        advantages=shifted(advantages),
+        versions=np.full(length, -1, np.int32),
+        weights=None if weights is None else shifted(weights),
+        targets=np.concatenate([np.zeros_like(targets[:1]), targets]),
+        ratio_mask=None if sequence_ratio_mask is None else shifted(sequence_ratio_mask),
+    )
 
 
 @dataclass(frozen=True)
@@ -47,6 +91,27 @@ class ClientLoss:
 
     name: str
     settings: Mapping[str, float]
+
+    @classmethod
+    def of(cls, name: str, given: Mapping[str, float] | None = None) -> ClientLoss:
+        """A loss by its name, with settings where they are not to be the defaults.
+
+        Raises:
+            ConfigError: there is no such loss or setting, and what there is.
+        """
+        if name not in CLIENT_LOSSES:
+            instead = _ELSEWHERE.get(name, f"there are {', '.join(CLIENT_LOSSES)}")
+            raise ConfigError(f"loss_fn {name!r} is not here: {instead}")
+        given, known = given or {}, CLIENT_LOSSES[name].settings
+        if odd := sorted(set(given) - set(known)):
+            takes = ", ".join(known) or "no settings"
+            raise ConfigError(f"loss_fn_config.{odd[0]} is nothing that {name} takes; it takes {takes}")
+        found = {key: given.get(key, default) for key, default in known.items()}
+        if missing := [key for key, value in found.items() if value is None]:
+            raise ConfigError(f"{name} needs loss_fn_config.{missing[0]}")
+        if not all(np.isfinite(list(given.values()))):
+            raise ConfigError("loss_fn_config has a number that is not finite")
+        return cls(name, {key: value for key, value in found.items() if value is not None})
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
         """Loss of each trainable token [N], and whether a clip touched it [N]."""

@@ -43,6 +43,8 @@ class LossInputs:
     """Of the base; needed for a KL penalty, and then also a metric."""
     proximal_logprobs_N: Tensor | None = None  # [N]
     """Of the policy at the start of the step; `correct_sampler` uses it."""
+    ratio_mask_N: Tensor | None = None  # [N]
+    """1 where a token counts in the ratio of its sequence, else 0; a client's `gspo` uses it."""
 
 
 TokenLosses = tuple[Tensor, Tensor]
@@ -73,12 +75,18 @@ def gspo(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> 
     Typical ranges are tiny: 3e-4 below and 4e-4 above.
     Source: GSPO (Zheng et al. 2025, arXiv 2507.18071), eq. 5 to 7.
     """
-    # index_select, not indexing: the backward of indexing may add in any order.
-    zeros_S = log_ratio_N.new_zeros(inputs.n_samples)
-    lengths_S = zeros_S.index_add(0, inputs.sample_N, torch.ones_like(log_ratio_N))
-    means_S = zeros_S.index_add(0, inputs.sample_N, log_ratio_N) / lengths_S.clamp(min=1)
+    means_N = _means_of_sequences(inputs, log_ratio_N, torch.ones_like(log_ratio_N))
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    return _clipped_surrogate(low, high, torch.exp(means_S).index_select(0, inputs.sample_N), inputs.advantages_N)
+    return _clipped_surrogate(low, high, torch.exp(means_N), inputs.advantages_N)
+
+
+def _means_of_sequences(inputs: LossInputs, values_N: Tensor, mask_N: Tensor) -> Tensor:
+    """Of each token's sequence, over its tokens in the mask [N]."""
+    # index_select, not indexing: the backward of indexing may add in any order.
+    zeros_S = values_N.new_zeros(inputs.n_samples)
+    lengths_S = zeros_S.index_add(0, inputs.sample_N, mask_N)
+    means_S = zeros_S.index_add(0, inputs.sample_N, values_N * mask_N) / lengths_S.clamp(min=1)
+    return means_S.index_select(0, inputs.sample_N)
 
 
 def _clipped_surrogate(low: float, high: float, ratio_N: Tensor, advantages_N: Tensor) -> TokenLosses:
@@ -177,7 +185,8 @@ def client_losses(name: str, settings: Mapping[str, float], inputs: LossInputs) 
     """A loss of `algorithms.client.CLIENT_LOSSES`, with the ratio r = π / sampler and absolute bounds on it.
 
     Source: the Tinker API's documentation, "Loss functions". `cispo` has no gradient through its weight; `dro` is
-    −(A·log π − β/2 (log r)²).
+    −(A·log π − β/2 (log r)²); `gspo` is `ppo` with the ratio of the sequence, whose gradient goes to each token by itself
+    (GSPO-token: arXiv 2507.18071, eq. 13 to 15).
     """
     logprobs_N, advantages_N = inputs.logprobs_N, inputs.advantages_N
     if name == "cross_entropy":
@@ -191,6 +200,9 @@ def client_losses(name: str, settings: Mapping[str, float], inputs: LossInputs) 
     if name == "cispo":
         ratio_N = torch.exp(log_ratio_N.detach())
         return -ratio_N.clamp(low, high) * advantages_N * logprobs_N, (ratio_N < low) | (ratio_N > high)
+    if name == "gspo":
+        mask_N = torch.ones_like(log_ratio_N) if inputs.ratio_mask_N is None else inputs.ratio_mask_N
+        log_ratio_N = _means_of_sequences(inputs, log_ratio_N.detach(), mask_N) + logprobs_N - logprobs_N.detach()
     return _clipped_surrogate(low, high, torch.exp(log_ratio_N), advantages_N)
 
 
@@ -215,8 +227,11 @@ def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[FloatArra
         sampler_logprobs_N=gathered([sample.logprobs for sample in samples]),
         advantages_N=gathered([sample.advantages for sample in samples]),
         weights_N=gathered([sample.weights for sample in samples]),
-        sample_N=torch.zeros_like(logprobs_N, dtype=torch.int64),
+        sample_N=torch.from_numpy(
+            np.repeat(np.arange(len(samples)), [one.n_trainable * one.n_targets for one in samples])
+        ),
         n_samples=len(samples),
+        ratio_mask_N=gathered([sample.ratio_mask for sample in samples]),
     )
     return float((loss.token_losses(inputs)[0] * inputs.weights_N).double().sum())
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from motet.channel import Message
 from motet.config.service import Largest
 from motet.runtime.slots import Rule
-from motet.types import Chunk, FloatArray, SamplingParams
+from motet.types import Chunk, FloatArray, IntArray, SamplingParams
 
 Action = Literal["pause", "resume", "cancel"]
 
@@ -122,6 +122,8 @@ class Complete(Message, frozen=True):
     """Token ids that end a completion; None: those of the base."""
     prompt_logprobs: bool = False
     """Whether `PromptScored` is wanted too."""
+    prompt_top: int = 0
+    """How many of the likeliest tokens of each place are wanted with it."""
     key: int = 0
 
 
@@ -252,6 +254,9 @@ class PromptScored(Message, frozen=True):
 
     key: int
     logprobs: FloatArray
+    top_ids: IntArray | None = None  # [T, k]
+    """The likeliest tokens of each place, best first, the first place's 0."""
+    top_logprobs: FloatArray | None = None  # [T, k]
 
 
 class Tokens(Message, frozen=True):

@@ -101,11 +101,19 @@ class Answers:
         async with self._turn(request.job, question.tenant, question.n):
             self._scheduler.spend(request.job, len(prompt_ids))
             if question.prompt_logprobs:
-                self._send(PromptScored(key, await self._engine.score(prompt_ids, ref)))
+                self._send(await self._scored(question, prompt_ids, ref))
             async for chunk in self._engine.generate(request):
                 self._scheduler.spend(request.job, len(chunk.token_ids))
                 ids = chunk.token_ids.tolist() if question.logprobs else ()
                 self._send(Tokens(key, chunk, [self._chat.completion_text([token]) for token in ids]))
+
+    async def _scored(self, question: Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> PromptScored:
+        logprobs = await self._engine.score(prompt_ids, ref)
+        if not question.prompt_top:
+            return PromptScored(question.key, logprobs)
+        return PromptScored(
+            question.key, logprobs, *await self._engine.top_logprobs(prompt_ids, ref, question.prompt_top)
+        )
 
     @contextlib.asynccontextmanager
     async def _turn(self, account: str, tenant: str, rows: int) -> AsyncIterator[None]:

@@ -120,13 +120,44 @@ class EmbeddedEngine:
 
     async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
         """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
+        weights = self._weights(adapter)
+        return await self._device.run(lambda: self._score(token_ids, weights), light=True)
+
+    async def top_logprobs(
+        self, token_ids: IntArray, adapter: AdapterRef | None, k: int
+    ) -> tuple[IntArray, FloatArray]:
+        """The k likeliest tokens [T, k] at each place, best first, and their logprobs at temperature 1."""
+        weights = self._weights(adapter)
+        return await self._device.run(lambda: self._top_logprobs(token_ids, weights, k), light=True)
+
+    def _weights(self, adapter: AdapterRef | None) -> AdapterWeights | None:
         if adapter is not None and adapter not in self._versions:
             raise EngineError(f"version {adapter.version} of adapter {adapter.name!r} is not loaded")
-        weights = None if adapter is None else self._versions[adapter]
-        return await self._device.run(lambda: self._score(token_ids, weights), light=True)
+        return None if adapter is None else self._versions[adapter]
 
     @torch.no_grad()
     def _score(self, token_ids: IntArray, weights: AdapterWeights | None) -> FloatArray:
+        found, tokens_T = self._next_tokens(token_ids, weights)
+        following_T = torch.cat([tokens_T[1:], tokens_T[:1]])
+        scored = np.zeros(len(token_ids), np.float32)
+        scored[1:] = found.logprobs(following_T)[: len(token_ids) - 1].cpu().numpy()
+        return scored
+
+    @torch.no_grad()
+    def _top_logprobs(self, token_ids: IntArray, weights: AdapterWeights | None, k: int) -> tuple[IntArray, FloatArray]:
+        found, _ = self._next_tokens(token_ids, weights)
+        order_TK = torch.topk(found.logits_NV[: len(token_ids) - 1], k, dim=-1).indices
+        ids = np.zeros((len(token_ids), k), np.int32)
+        logprobs = np.zeros((len(token_ids), k), np.float32)
+        ids[1:] = order_TK.cpu().numpy()
+        for rank in range(k):
+            tokens_N = torch.zeros(len(found.logits_NV), dtype=torch.int64, device=order_TK.device)
+            tokens_N[: len(order_TK)] = order_TK[:, rank]
+            logprobs[1:, rank] = found.logprobs(tokens_N)[: len(order_TK)].cpu().numpy()
+        return ids, logprobs
+
+    def _next_tokens(self, token_ids: IntArray, weights: AdapterWeights | None) -> tuple[Distribution, torch.Tensor]:
+        """What follows each token of a prompt, and the prompt, both in padded rows."""
         base, n_tokens = self.base, len(token_ids)
         tokens_T = base.pad(torch.from_numpy(token_ids.astype(np.int64)).to(base.device))
         positions_T = base.pad(torch.arange(n_tokens, device=base.device))
@@ -135,11 +166,7 @@ class EmbeddedEngine:
         routing = self.decoder.runner.stacks.routing([(weights, 0, n_tokens)], base.device)
         with base.routed(routing):
             logits_TV = base.logits(base.hidden(tokens_T, positions_T, attention))
-        following_T = torch.cat([tokens_T[1:], tokens_T[:1]])
-        logprobs_T = Distribution.of(logits_TV, [1.0]).logprobs(following_T)
-        scored = np.zeros(n_tokens, np.float32)
-        scored[1:] = logprobs_T[: n_tokens - 1].cpu().numpy()
-        return scored
+        return Distribution.of(logits_TV, [1.0]), tokens_T
 
     def refuse(self, request: GenerateRequest) -> None:
         """Raise for a request that can never be served.

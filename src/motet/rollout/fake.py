@@ -107,6 +107,19 @@ class FakeEngine:
         await self.suspend()
         return policy.logprobs(token_ids)
 
+    async def top_logprobs(
+        self, token_ids: IntArray, adapter: AdapterRef | None, k: int
+    ) -> tuple[IntArray, FloatArray]:
+        """The k likeliest tokens [T, k] at each place, best first, and their logprobs."""
+        policy = self._policy(adapter, "score")
+        await self.suspend()
+        ids, logprobs = np.zeros((len(token_ids), k), np.int32), np.zeros((len(token_ids), k), np.float32)
+        for place in range(1, len(token_ids)):
+            row = policy.row(int(token_ids[place - 1]), 1.0)
+            ids[place] = np.argsort(-row, kind="stable")[:k]
+            logprobs[place] = row[ids[place]]
+        return ids, logprobs
+
     async def abort(self, name: str) -> None:
         """End one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
         for (request, job), aborted in self._open.items():

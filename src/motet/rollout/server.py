@@ -139,6 +139,14 @@ class ServerEngine:
 
     # --- versions ---------------------------------------------------------------------------------------------------------
 
+    async def top_logprobs(
+        self, token_ids: IntArray, adapter: AdapterRef | None, k: int
+    ) -> tuple[IntArray, FloatArray]:
+        """Servers are not asked for it."""
+        raise EngineError(
+            "an engine that is a server does not tell the likeliest tokens; sample on the embedded engine"
+        )
+
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
         """Make a version servable from a PEFT directory, which may go afterwards."""
         await self.take(ref, lambda staged: copy_adapter(source, staged))

@@ -144,6 +144,12 @@ class SpreadEngine:
         """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
         return await self.here.score(token_ids, adapter)
 
+    async def top_logprobs(
+        self, token_ids: IntArray, adapter: AdapterRef | None, k: int
+    ) -> tuple[IntArray, FloatArray]:
+        """The k likeliest tokens [T, k] at each place, best first, and their logprobs."""
+        return await self.here.top_logprobs(token_ids, adapter, k)
+
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
         """Make a version servable from a PEFT directory."""
         self.install(ref, self.here.read(source))

@@ -218,7 +218,9 @@ class ClientLoop(Driver):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             trainer.save_adapter(name, draft, optimizer=command.optimizer)
-            (draft / ABOUT).write_bytes(msgspec.json.encode(command.about))
+            ttl = command.about.get("ttl")  # not a moment: who sends the command again sends the same
+            expires = None if ttl is None else time.time() + ttl
+            (draft / ABOUT).write_bytes(msgspec.json.encode({**command.about, "expires": expires}))
             sync_directory(draft)
             shutil.rmtree(final, ignore_errors=True)
             draft.rename(final)

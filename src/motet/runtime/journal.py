@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from motet.algorithms.client import datum
 from motet.batch import Sample
 from motet.runtime.checkpoint import sync_directory
 from motet.types import FloatArray
@@ -61,6 +62,7 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
     weights: Tensor | None = None  # [T] or [T, K]
     logprobs: Tensor | None = None  # [T]
     advantages: Tensor | None = None  # [T]
+    sequence_ratio_mask: Tensor | None = None  # [T] 0 or 1
 
     @property
     def length(self) -> int:
@@ -68,26 +70,11 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
         return len(self.tokens) // 4
 
     def sample(self) -> Sample:
-        """The trainable sequence of T + 1 tokens; its first one is predicted by nothing, its last one predicts nothing."""
-        tokens = np.frombuffer(self.tokens, "<i4")
+        """The trainable sequence of T + 1 tokens (`algorithms.client.datum`)."""
         targets = np.frombuffer(self.targets, "<i4").reshape((-1, self.n_targets) if self.n_targets else (-1,))
-        length = len(tokens) + 1
-
-        def shifted(values: Tensor | None) -> FloatArray:
-            if values is None:
-                return np.zeros(length, np.float32)
-            own = values.array()
-            return np.concatenate([np.zeros_like(own[:1]), own])
-
-        return Sample(
-            token_ids=np.append(tokens, np.int32(0)).astype(np.int32),
-            loss_mask=np.arange(length) > 0,
-            logprobs=shifted(self.logprobs),
-            advantages=shifted(self.advantages),
-            versions=np.full(length, -1, np.int32),
-            weights=None if self.weights is None else shifted(self.weights),
-            targets=np.concatenate([np.zeros_like(targets[:1]), targets]).astype(np.int32),
-        )
+        names = ("weights", "logprobs", "advantages", "sequence_ratio_mask")
+        inputs = {name: tensor.array() for name in names if (tensor := getattr(self, name)) is not None}
+        return datum(np.frombuffer(self.tokens, "<i4"), targets, **inputs)
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
@@ -121,7 +108,7 @@ class Save(Command, frozen=True):
     """Below the job's `checkpoints`."""
     optimizer: bool
     about: dict[str, Any] = {}
-    """Kept beside it; its `number` is the command's."""
+    """Kept beside it; its `number` is the command's, and with a `ttl` it `expires` so many seconds after it was saved."""
     answer: dict[str, Any] = {}
 
 

@@ -55,6 +55,7 @@ from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker import runs, sampling, startup, training
 from motet.service.tinker.checkpoints import Checkpoints
+from motet.service.tinker.downloads import Downloads
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
@@ -181,13 +182,15 @@ def _parts(settings: Settings, store: Store) -> Parts:
         bus.publish,
     )  # fmt: skip
     models = Models(settings, store, storage, submissions, quotas, engine)
-    leases = Leases(models, store)
+    checkpoints = Checkpoints(models)
+    samplers = Samplers(models, checkpoints, storage, engine)
+    futures = Futures(models, samplers, store, bus, settings.directory / "samples")
+    leases = Leases(models, futures, store)
     lifecycle = Lifecycle(
         engine, handlers, bus, queue, enforcer, recorder, workers, grading, ledger, leases, (checks, reads)
     )  # fmt: skip
-    checkpoints = Checkpoints(models)
     return Parts(
-        models, leases, checkpoints, Samplers(models, checkpoints, storage, engine), Futures(models, store, bus),
+        models, leases, checkpoints, Downloads(), samplers, futures,
         settings, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, grading, recorder, handover,
         queue, submissions, checks, reads, lifecycle, FineTunings(store, storage, adapters),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),

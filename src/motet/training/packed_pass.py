@@ -157,6 +157,7 @@ class PackedPass:
             n_samples=len(segment.samples),
             reference_logprobs_N=rows.gather_optional(segment, "reference_logprobs"),
             proximal_logprobs_N=rows.gather_optional(segment, "proximal_logprobs"),
+            ratio_mask_N=rows.gather_optional(segment, "ratio_mask"),
         )
         with _one_order(self._base.device):
             return *loss_and_stats(segment.loss, segment.denominator, inputs), logprobs_N.detach()

@@ -39,30 +39,32 @@ class Parts:
         return part
 
 
-def _part(kind: type) -> Any:
+def part(kind: type) -> Any:
+    """The part of a service of this type."""
+
     def of_app(request: Request) -> object:
         return request.app.state.parts[kind]
 
     return Depends(of_app)
 
 
-AccessDep = Annotated[Access, _part(Access)]
-AdaptersDep = Annotated[Adapters, _part(Adapters)]
-BusDep = Annotated[EventBus, _part(EventBus)]
-CheckThreadsDep = Annotated[CheckThreads, _part(CheckThreads)]
-EngineDep = Annotated[EngineClient, _part(EngineClient)]
-EventLogDep = Annotated[EventLog, _part(EventLog)]
-FineTuningsDep = Annotated[FineTunings, _part(FineTunings)]
-GradingDep = Annotated[Grading, _part(Grading)]
-LedgerDep = Annotated[Ledger, _part(Ledger)]
-QuotasDep = Annotated[Quotas, _part(Quotas)]
-ReadThreadsDep = Annotated[ReadThreads, _part(ReadThreads)]
-RecorderDep = Annotated[EventRecorder, _part(EventRecorder)]
-SettingsDep = Annotated[Settings, _part(Settings)]
-StorageDep = Annotated[Storage, _part(Storage)]
-StoreDep = Annotated[Store, _part(Store)]
-SubmissionsDep = Annotated[Submissions, _part(Submissions)]
-WorkersDep = Annotated[RewardWorkers, _part(RewardWorkers)]
+AccessDep = Annotated[Access, part(Access)]
+AdaptersDep = Annotated[Adapters, part(Adapters)]
+BusDep = Annotated[EventBus, part(EventBus)]
+CheckThreadsDep = Annotated[CheckThreads, part(CheckThreads)]
+EngineDep = Annotated[EngineClient, part(EngineClient)]
+EventLogDep = Annotated[EventLog, part(EventLog)]
+FineTuningsDep = Annotated[FineTunings, part(FineTunings)]
+GradingDep = Annotated[Grading, part(Grading)]
+LedgerDep = Annotated[Ledger, part(Ledger)]
+QuotasDep = Annotated[Quotas, part(Quotas)]
+ReadThreadsDep = Annotated[ReadThreads, part(ReadThreads)]
+RecorderDep = Annotated[EventRecorder, part(EventRecorder)]
+SettingsDep = Annotated[Settings, part(Settings)]
+StorageDep = Annotated[Storage, part(Storage)]
+StoreDep = Annotated[Store, part(Store)]
+SubmissionsDep = Annotated[Submissions, part(Submissions)]
+WorkersDep = Annotated[RewardWorkers, part(RewardWorkers)]
 
 
 def _principal(request: Request, access: AccessDep) -> Principal:

@@ -19,8 +19,8 @@ from motet.service.errors import Refusal
 from motet.service.tinker.models import Models
 from motet.service.tinker.requests import NAME
 
-WEIGHTS, SAMPLER = "weights", "sampler_weights"
-_TYPES = {WEIGHTS: "training", SAMPLER: "sampler"}
+WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
+_TYPES = {WEIGHTS: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 _SNAPSHOT = re.compile(r"snapshot-\d+")
 
 
@@ -52,7 +52,7 @@ class Checkpoint:
             "time": iso((self.directory / ABOUT).stat().st_mtime),
             "tinker_path": self.path,
             "size_bytes": sum(path.stat().st_size for path in files),
-            "public": False,
+            "public": bool(about.get("public")),
             "user_metadata": about.get("user_metadata"),
             "expires_at": None if about.get("expires") is None else iso(about["expires"]),
         }
@@ -65,7 +65,7 @@ def iso(seconds: float) -> str:
 
 def about_of(number: int, ttl: int | None, metadata: dict[str, Any] | None) -> dict[str, Any]:
     """What is kept beside a checkpoint that command `number` saves."""
-    return {"number": number, "expires": None if ttl is None else time.time() + ttl, "user_metadata": metadata}
+    return {"number": number, "ttl": ttl, "user_metadata": metadata}
 
 
 class Checkpoints:
@@ -92,7 +92,13 @@ class Checkpoints:
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in _TYPES:
             raise Refusal(400, f"{path!r} is no path of weights; write tinker://<model>/weights/<name>")
-        return self.named(self._models.find(who, parts[0]), parts[1], parts[2])
+        try:
+            return self.named(self._models.find(who, parts[0]), parts[1], parts[2])
+        except Refusal:
+            for job in self._models.everybodys(parts[0]):  # what somebody published is there for all
+                if (published := self._there(job, parts[1], parts[2])) and published.about().get("public"):
+                    return published
+            raise
 
     def named(self, job: StoredJob, kind: str, name: str) -> Checkpoint:
         """The checkpoint of a kind and name.
@@ -123,9 +129,30 @@ class Checkpoints:
         """Delete one."""
         shutil.rmtree(checkpoint.directory, ignore_errors=True)
 
+    def copy(self, source: Checkpoint, job: StoredJob, ttl: int | None) -> Checkpoint:
+        """The same files, of another model."""
+        copied = Checkpoint(
+            job, source.kind, source.name, self._models.directory(job) / "checkpoints" / source.kind / source.name
+        )
+        draft = copied.directory.with_name(f".part-{source.name}")
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.copytree(source.directory, draft)
+        about = {**source.about(), "public": False, "expires": None if ttl is None else time.time() + ttl}
+        (draft / ABOUT).write_bytes(msgspec.json.encode(about))
+        shutil.rmtree(copied.directory, ignore_errors=True)
+        draft.rename(copied.directory)
+        return copied
+
     def expire(self, checkpoint: Checkpoint, seconds: int | None) -> None:
         """Let it go so many seconds from now; None keeps it."""
-        about = {**checkpoint.about(), "expires": None if seconds is None else time.time() + seconds}
+        self._say(checkpoint, expires=None if seconds is None else time.time() + seconds)
+
+    def publish(self, checkpoint: Checkpoint, public: bool) -> None:
+        """Let every tenant read one, or its own alone again."""
+        self._say(checkpoint, public=public)
+
+    def _say(self, checkpoint: Checkpoint, **more: Any) -> None:
+        about = {**checkpoint.about(), **more}
         draft = checkpoint.directory / f".part-{ABOUT}"
         draft.write_bytes(msgspec.json.encode(about))
         draft.rename(checkpoint.directory / ABOUT)

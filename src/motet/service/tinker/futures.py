@@ -1,16 +1,20 @@
-"""Answers that clients come back for: outcomes of commands from journals, and samples from memory.
+"""Answers that clients come back for: outcomes of commands from journals, and samples.
 
-A sample's future is gone with the process; a client that asks for it hears so and samples again.
+What a sample was asked lies in a file until its answer is long gone: a process that starts anew samples it again when the
+client comes back, from the same seed and so with the same tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from motet.errors import ConfigError, EngineError
 from motet.runtime.journal import Done, Failed, Gradient
@@ -20,6 +24,8 @@ from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
 from motet.service.events import EventBus, within
 from motet.service.tinker.models import Models
+from motet.service.tinker.requests import Sample
+from motet.service.tinker.samplers import Samplers
 from motet.service.tinker.wire import write_gradient
 from motet.types import JobState
 
@@ -33,6 +39,14 @@ Answer = bytes | dict[str, Any]
 """A binary message, or JSON."""
 
 
+_NAME = re.compile(r"sample-[0-9a-f]{24}")
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    tenant_id: str
+    body: dict[str, Any]
+
+
 @dataclass
 class _Sample:
     tenant_id: str
@@ -44,22 +58,32 @@ class _Sample:
 class Futures:
     """All answers that are waited for."""
 
-    def __init__(self, models: Models, store: Store, bus: EventBus) -> None:
-        self._models, self._store, self._bus = models, store, bus
+    def __init__(self, models: Models, samplers: Samplers, store: Store, bus: EventBus, asked: Path) -> None:
+        """`asked` is the directory of what samples were asked."""
+        self._models, self._samplers, self._store, self._bus = models, samplers, store, bus
+        self._asked = asked
         self._samples: dict[str, _Sample] = {}
 
-    def begin(self, who: Principal, work: Coroutine[Any, Any, bytes]) -> str:
+    def begin(self, who: Principal, wanted: Sample) -> str:
         """Begin a sample; gives the id of its future.
 
         Raises:
             Refusal: too many of this tenant's are open.
         """
         self._forget_old()
-        if sum(one.tenant_id == who.tenant_id and not one.fetched for one in self._samples.values()) >= MOST_OPEN:
-            work.close()
+        if self.open(who) >= MOST_OPEN:
             raise Refusal(429, f"{MOST_OPEN} samples are open; fetch some first", headers={"Retry-After": "1"})
         name = f"sample-{secrets.token_hex(12)}"
-        sample = self._samples[name] = _Sample(who.tenant_id, asyncio.create_task(work))
+        kept = _Asked(who.tenant_id, wanted.model_dump(mode="json"))
+        draft = self._asked / f".part-{name}"
+        self._asked.mkdir(exist_ok=True)
+        draft.write_bytes(msgspec.json.encode(kept))
+        draft.rename(self._asked / name)
+        self._begin(who, name, wanted)
+        return name
+
+    def _begin(self, who: Principal, name: str, wanted: Sample) -> _Sample:
+        sample = self._samples[name] = _Sample(who.tenant_id, asyncio.create_task(self._samplers.sample(who, wanted)))
 
         def ended(task: asyncio.Task[bytes]) -> None:
             sample.done = time.monotonic()
@@ -67,14 +91,18 @@ class Futures:
                 task.exception()  # whoever fetches it hears of it
 
         sample.task.add_done_callback(ended)
-        return name
+        return sample
+
+    def open(self, who: Principal) -> int:
+        """Samples of a tenant that are under way or were not fetched yet."""
+        return sum(one.tenant_id == who.tenant_id and not one.fetched for one in self._samples.values())
 
     def cancel(self, who: Principal, request_id: str) -> None:
         """Nobody waits for a sample any more."""
         sample = self._samples.get(request_id)
         if sample is not None and sample.tenant_id == who.tenant_id:
             sample.task.cancel()
-            del self._samples[request_id]
+            self._forget(request_id)
 
     async def wait(self, who: Principal, request_id: str, seconds: float = POLL_SECONDS) -> Answer:
         """An answer, or after so many seconds that there is none yet.
@@ -113,7 +141,7 @@ class Futures:
             await within(changed, left)
 
     async def _sample(self, who: Principal, request_id: str, seconds: float) -> Answer:
-        sample = self._samples.get(request_id)
+        sample = self._samples.get(request_id) or self._once_more(who, request_id)
         if sample is None or sample.tenant_id != who.tenant_id:
             raise Refusal(410, f"there is no request {request_id!r} any more; sample again")
         await asyncio.wait([sample.task], timeout=0 if self._bus.closed else seconds)
@@ -131,7 +159,24 @@ class Futures:
         now = time.monotonic()
         old = [name for name, one in self._samples.items() if one.done is not None and now - one.done > _KEPT_SECONDS]
         for name in old:
-            del self._samples[name]
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        del self._samples[name]
+        (self._asked / name).unlink(missing_ok=True)
+
+    def _once_more(self, who: Principal, name: str) -> _Sample | None:
+        """Begin a sample that a process before this one was asked."""
+        if not _NAME.fullmatch(name) or not (self._asked / name).is_file():
+            return None
+        kept = msgspec.json.decode((self._asked / name).read_bytes(), type=_Asked)
+        return self._begin(who, name, Sample.model_validate(kept.body)) if kept.tenant_id == who.tenant_id else None
+
+    def clear(self) -> None:
+        """Files of samples that nobody came back for."""
+        for path in self._asked.glob("*"):
+            if path.name not in self._samples and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
+                path.unlink(missing_ok=True)
 
 
 def _ended(job: StoredJob | None) -> str:

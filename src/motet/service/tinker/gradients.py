@@ -6,17 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from motet.algorithms.client import CLIENT_LOSSES
+from motet.algorithms.client import CLIENT_LOSSES, ClientLoss
+from motet.errors import ConfigError
 from motet.runtime.journal import Datum, ForwardBackward, Tensor
 from motet.service.tinker.wire import WireError, dense, tokens_of
 
 MOST_DATA = 4096
 """Of one request; the client splits what is more."""
-_ELSEWHERE = {
-    "stable_reinforce": "it is not published; use importance_sampling, ppo or cispo",
-    "gspo": "use ppo or cispo, or compute it with forward_backward_custom",
-    "custom": "run it in the client: forward_backward_custom",
-}
 
 
 def command_of(request: Any) -> ForwardBackward:
@@ -25,33 +21,24 @@ def command_of(request: Any) -> ForwardBackward:
     Raises:
         WireError: it asks for something that is not there, and what to use.
     """
-    name = request.loss_fn
-    if name not in CLIENT_LOSSES:
-        known = ", ".join(CLIENT_LOSSES)
-        raise WireError(f"loss_fn {name!r} is not here: {_ELSEWHERE.get(name, f'there are {known}')}")
+    try:
+        loss = ClientLoss.of(request.loss_fn, _settings(request))
+    except ConfigError as error:
+        raise WireError(str(error)) from error
     if not 0 < len(request.data) <= MOST_DATA:
         raise WireError(f"data: {len(request.data)} are not between 1 and {MOST_DATA}")
-    wanted = CLIENT_LOSSES[name].tensors
+    wanted = CLIENT_LOSSES[loss.name].tensors
     data = [_datum(index, datum, wanted) for index, datum in enumerate(request.data)]
-    return ForwardBackward(data, name, _settings(request, name), bool(request.forward_only))
+    return ForwardBackward(data, loss.name, dict(loss.settings), bool(request.forward_only))
 
 
-def _settings(request: Any, name: str) -> dict[str, float]:
+def _settings(request: Any) -> dict[str, float]:
     given = {one.key: float(one.value) for one in request.settings}
     for one in request.v2:
         if one.value.HasField("text"):
-            raise WireError(f"loss_fn_config.{one.key} is a text; {name} takes numbers")
+            raise WireError(f"loss_fn_config.{one.key} is a text; {request.loss_fn} takes numbers")
         given[one.key] = float(one.value.number)
-    known = CLIENT_LOSSES[name].settings
-    if odd := sorted(set(given) - set(known)):
-        takes = ", ".join(known) or "no settings"
-        raise WireError(f"loss_fn_config.{odd[0]} is nothing that {name} takes; it takes {takes}")
-    found = {key: given.get(key, default) for key, default in known.items()}
-    if missing := [key for key, value in found.items() if value is None]:
-        raise WireError(f"{name} needs loss_fn_config.{missing[0]}")
-    if not all(np.isfinite(list(given.values()))):
-        raise WireError("loss_fn_config has a number that is not finite")
-    return {key: value for key, value in found.items() if value is not None}
+    return given
 
 
 def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:
@@ -76,7 +63,7 @@ def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:
             raise WireError(f"{where}: {name} has shape {list(values.shape)}, target_tokens {list(targets.shape)}")
         if not np.isfinite(values).all():
             raise WireError(f"{where}: {name} has a number that is not finite")
-        found[name] = Tensor.of(values)
+        found[name] = Tensor.of(values if name != "sequence_ratio_mask" else (values != 0).astype(np.float32))
     if "weights" not in wanted and targets.ndim == 2:
         raise WireError(f"{where}: target_tokens of two dimensions are for cross_entropy")
     count = targets.shape[1] if targets.ndim == 2 else 0

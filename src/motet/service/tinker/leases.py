@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from motet.service.database.store import Store
+from motet.service.tinker.futures import Futures
 from motet.service.tinker.models import SESSION, Models
 
 LEASE_SECONDS = 24 * 3600.0
@@ -19,8 +20,10 @@ _log = logging.getLogger(__name__)
 class Leases:
     """When each session was heard of last. In memory: a service that starts hears of all of them then."""
 
-    def __init__(self, models: Models, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
-        self._models, self._store, self._clock = models, store, clock
+    def __init__(
+        self, models: Models, futures: Futures, store: Store, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._models, self._futures, self._store, self._clock = models, futures, store, clock
         self._seen: dict[str, float] = {}
 
     def renew(self, session_id: str) -> None:
@@ -31,6 +34,7 @@ class Leases:
     def end_silent(self) -> None:
         """Finish the models of sessions that were not heard of for too long."""
         now, seen = self._clock(), dict[str, float]()
+        self._futures.clear()
         for job in self._store.open_jobs():
             session, driven, _ = (job.idempotency_key or "").partition(":train:")
             if driven and SESSION.fullmatch(session):

@@ -73,7 +73,10 @@ class Models:
         Raises:
             Refusal: they want another.
         """
-        if name not in (None, self.base, "base", Path(self.base).name):
+        names = {self.base, self.tokenizer, Path(self.base).name, "base"}
+        if name and Path(name).is_absolute():  # a copy of theirs
+            name, names = Path(name).name, {Path(one).name for one in names}
+        if name is not None and name not in names:
             raise Refusal(400, f"base_model {name!r} is not served here; give {self.base!r}")
 
     def create(self, who: Principal, model_id: str, lora: Lora, first: AnyCommand, about: dict[str, Any]) -> str:
@@ -97,7 +100,7 @@ class Models:
             "adapter": {"rank": lora.rank, "alpha": ALPHA, "target_modules": targets},
             "optimizer": {"max_skipped": 10**7},
             "steps": steps,
-            "seed": lora.seed,
+            "seed": int(number) if lora.seed is None else lora.seed,  # the same program makes the same model
         }
         fresh = self._store.submitted(who, model_id) is None
         job = self._submissions.submit(who, tree, model_id, driven=True)
@@ -118,6 +121,12 @@ class Models:
         if job is None:
             raise Refusal(404, f"there is no model {model_id!r}")
         return job
+
+    def everybodys(self, model_id: str) -> list[StoredJob]:
+        """Models of an id whoever has them, oldest first."""
+        query = select(StoredJob).where(StoredJob.idempotency_key == model_id).order_by(StoredJob.number)
+        with self._store.transaction() as session:
+            return list(session.scalars(query))
 
     def of_session(self, who: Principal, session_id: str | None = None) -> list[StoredJob]:
         """A tenant's models, of one session or of all, newest first."""

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from motet.service.errors import Refusal
-from motet.service.http.depends import Asker
+from motet.service.http.depends import Asker, part
 from motet.service.tinker.checkpoints import Checkpoints
+from motet.service.tinker.downloads import Downloads
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
@@ -28,31 +29,11 @@ def new_router() -> APIRouter:
     return APIRouter(prefix=PREFIX, include_in_schema=False)  # whoever speaks another's protocol has its description
 
 
-def _models(request: Request) -> Models:
-    found: Models = request.app.state.parts[Models]
-    return found
-
-
-def _checkpoints(request: Request) -> Checkpoints:
-    found: Checkpoints = request.app.state.parts[Checkpoints]
-    return found
-
-
-def _futures(request: Request) -> Futures:
-    found: Futures = request.app.state.parts[Futures]
-    return found
-
-
-def _samplers(request: Request) -> Samplers:
-    found: Samplers = request.app.state.parts[Samplers]
-    return found
-
-
 def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
     """Reads a command of a model. Where it is refused, its number is used up all the same: those after it go on."""
 
     async def read(request: Request, who: Asker) -> Body:
-        models = _models(request)
+        models: Models = request.app.state.parts[Models]
         try:
             given = await request.json()
         except ValueError as error:
@@ -69,13 +50,9 @@ def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
     return read
 
 
-def _leases(request: Request) -> Leases:
-    found: Leases = request.app.state.parts[Leases]
-    return found
-
-
-LeasesDep = Annotated[Leases, Depends(_leases)]
-ModelsDep = Annotated[Models, Depends(_models)]
-CheckpointsDep = Annotated[Checkpoints, Depends(_checkpoints)]
-FuturesDep = Annotated[Futures, Depends(_futures)]
-SamplersDep = Annotated[Samplers, Depends(_samplers)]
+DownloadsDep = Annotated[Downloads, part(Downloads)]
+LeasesDep = Annotated[Leases, part(Leases)]
+ModelsDep = Annotated[Models, part(Models)]
+CheckpointsDep = Annotated[Checkpoints, part(Checkpoints)]
+FuturesDep = Annotated[Futures, part(Futures)]
+SamplersDep = Annotated[Samplers, part(Samplers)]

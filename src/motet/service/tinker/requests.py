@@ -76,13 +76,6 @@ class OfModel(Request):
     model_id: Id
 
 
-class Numbered(OfModel):
-    """A command of which nothing else is read."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
-    seq_id: Seq
-
-
 class Adam(Request):
     """AdamW's settings for one step."""
 
@@ -122,6 +115,15 @@ class SaveForSampler(OfModel):
     user_metadata: Metadata | None = None
 
 
+class SaveExternal(OfModel):
+    """A checkpoint to take home."""
+
+    seq_id: Seq
+    path: Name
+    ttl_seconds: Ttl | None = None
+    age_encryption_recipients: None = None
+
+
 class LoadWeights(Request):
     """Go on from a checkpoint: with `model_id` and `seq_id`, or with `session_id` and `model_seq_id` as a new model."""
 
@@ -134,6 +136,17 @@ class LoadWeights(Request):
     path: Id
     optimizer: bool
     optimizer_config: OptimizerKind | None = None
+    weights_access_token: None = None
+
+
+class CopyWeights(Request):
+    """A checkpoint to have once more: as a model of a session, or in a session of its own."""
+
+    session_id: Id | None = None
+    model_seq_id: int | None = Field(None, ge=0)
+    destination_project_id: str | None = None
+    source_path: Id
+    ttl_seconds: Ttl | None = None
     weights_access_token: None = None
 
 
@@ -181,7 +194,7 @@ class Sample(Request):
     sampling_session_id: Id | None = None
     seq_id: int | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Literal[0] = 0
+    topk_prompt_logprobs: int = Field(0, ge=0, le=100)
     topk_sample_logprobs: Literal[0] = 0
     target_prompt_logprobs: None = None
     prompt_alt_tokens_k: Literal[0] = 0

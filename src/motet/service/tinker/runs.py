@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from email.utils import formatdate
 from typing import Annotated, Any
 
-from fastapi import Query, Response
+from fastapi import Query, Request, Response
+from fastapi.responses import FileResponse
 from pydantic import BaseModel
 
+from motet.runtime.journal import Nothing
 from motet.service.database.tables import StoredJob
-from motet.service.http.depends import Asker
+from motet.service.errors import Refusal
+from motet.service.http.depends import Asker, StoreDep
 from motet.service.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoints, iso
+from motet.service.tinker.downloads import ARCHIVE, SECONDS, archive_of, files_of
 from motet.service.tinker.models import Models
-from motet.service.tinker.parts import CheckpointsDep, ModelsDep, new_router
-from motet.service.tinker.requests import Ttl
+from motet.service.tinker.parts import CheckpointsDep, DownloadsDep, ModelsDep, new_router
+from motet.service.tinker.requests import CopyWeights, Lora, Ttl
 
 router = new_router()
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -106,6 +113,108 @@ def set_ttl(
     found = checkpoints.named(models.find(who, run), kind, name)
     checkpoints.expire(found, wanted.ttl_seconds)
     return found.shown()
+
+
+@router.post("/training_runs/{run}/checkpoints/{kind}/{name}/publish", status_code=204)
+def publish(
+    who: Asker, store: StoreDep, models: ModelsDep, checkpoints: CheckpointsDep, run: str, kind: str, name: str
+) -> Response:
+    """Let every tenant sample and start from a checkpoint."""
+    checkpoint = checkpoints.named(models.find(who, run), kind, name)
+    checkpoints.publish(checkpoint, True)
+    store.audit(who, "publish checkpoint", checkpoint.path)
+    return Response(status_code=204)
+
+
+@router.delete("/training_runs/{run}/checkpoints/{kind}/{name}/publish", status_code=204)
+def unpublish(
+    who: Asker, store: StoreDep, models: ModelsDep, checkpoints: CheckpointsDep, run: str, kind: str, name: str
+) -> Response:
+    """Keep it to its own tenant again."""
+    checkpoint = checkpoints.named(models.find(who, run), kind, name)
+    checkpoints.publish(checkpoint, False)
+    store.audit(who, "unpublish checkpoint", checkpoint.path)
+    return Response(status_code=204)
+
+
+@router.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
+def external_urls(
+    request: Request, who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, downloads: DownloadsDep,
+    run: str, kind: str, name: str,
+) -> dict[str, Any]:  # fmt: skip
+    """A link to each file of a checkpoint."""
+    found, expires = checkpoints.named(models.find(who, run), kind, name), time.time() + SECONDS
+    urls = {
+        file: str(request.url_for("download_checkpoint", token=downloads.token(found, file, expires)))
+        for file in files_of(found)
+    }
+    return {"urls": urls, "expires": iso(expires)}
+
+
+@router.get("/training_runs/{run}/checkpoints/{kind}/{name}/archive")
+def archive(
+    request: Request, who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, downloads: DownloadsDep,
+    run: str, kind: str, name: str,
+) -> Response:  # fmt: skip
+    """A link to all of them in one, as packages before 0.36 ask."""
+    found, expires = checkpoints.named(models.find(who, run), kind, name), time.time() + SECONDS
+    url = request.url_for("download_checkpoint", token=downloads.token(found, ARCHIVE, expires))
+    return Response(status_code=302, headers={"Location": str(url), "Expires": formatdate(expires, usegmt=True)})
+
+
+@router.get("/downloads/{token}")
+def download_checkpoint(store: StoreDep, checkpoints: CheckpointsDep, downloads: DownloadsDep, token: str) -> Response:
+    """What a link opens: whoever has it needs no key."""
+    link = downloads.open(token)
+    job = store.job_by_id(link.job)
+    if job is None:
+        raise Refusal(404, "the model is gone")
+    directory = checkpoints.named(job, link.kind, link.name).directory
+    if link.file == ARCHIVE:
+        return Response(archive_of(directory), media_type="application/x-tar")
+    return FileResponse(directory / link.file, filename=link.file)
+
+
+@router.post("/copy_weights")
+def copy_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wanted: CopyWeights) -> dict[str, Any]:
+    """A checkpoint once more, in a training run of its own that has ended."""
+    source = checkpoints.find(who, wanted.source_path)
+    session_id, number = wanted.session_id or models.new_session(), wanted.model_seq_id or 0
+    model_id = models.model_id(session_id, number)
+    lora = Lora(**models.journal(source.job).description()["lora"])
+    models.create(who, model_id, lora, Nothing(), {"from": wanted.source_path})
+    copy = checkpoints.copy(source, models.find(who, model_id), wanted.ttl_seconds)
+    models.finish(copy.job)
+    return {"tinker_path": copy.path}
+
+
+@router.get("/auth/apikey/me")
+def whoami(who: Asker) -> dict[str, Any]:
+    """Whose key it is."""
+    return {"user_urn": f"urn:motet:key:{who.key_id}", "org_urn": f"urn:motet:tenant:{who.tenant}"}
+
+
+ELSEWHERE = {
+    ("POST", "/create_custom_loss"): "losses run in the client: call forward_backward_custom with the function itself",
+    ("PUT", "/sessions/{session_id}/project"): "there are no projects here; a tenant's key says whose a model is",
+    ("GET", "/sessions/{session_id}/trace_export"): "no traces are kept; `motet show` and the dashboard show a model",
+    ("POST", "/sessions/search"): "list sessions instead, or look at `motet ls`",
+    ("GET", "/audit"): "`GET /v1/audit` has the entries",
+    ("GET", "/billing/usage/events"): "nothing is billed; `motet usage` shows what was used",
+    ("GET", "/billing/usage/checkpoints/current"): "nothing is billed; `motet usage` shows what was used",
+}
+"""What the package can ask and a service does otherwise."""
+
+
+def _instead(words: str) -> Callable[[Asker], None]:
+    def refuse(who: Asker) -> None:
+        raise Refusal(400, words)
+
+    return refuse
+
+
+for (_method, _path), _words in ELSEWHERE.items():
+    router.add_api_route(_path, _instead(_words), methods=[_method])
 
 
 @router.get("/sessions")

@@ -6,6 +6,7 @@ The id of a sampling session says all of it, so nothing has to be remembered:
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from motet import seeds
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Complete, PromptScored, Tokens
 from motet.errors import EngineError, HostGone
@@ -29,6 +31,8 @@ from motet.types import FinishReason, SamplingParams
 
 _ID = re.compile(r"(session-[0-9a-f]{16}):sample:\d{1,12}:(?:(base)|path-([\w=-]+)|(\d{1,10})-(live|\d{1,10}))")
 _MAX_TOKENS = 1024
+NO_LOGPROB = -99999.0
+"""What clients know a place without likeliest tokens by, with token id 0."""
 _TRIES = 5
 
 
@@ -53,8 +57,6 @@ class Sampler:
 
 class Samplers:
     """Finds what an id means, and samples from it."""
-
-    base = Sampler(None, None)
 
     def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, engine: EngineClient) -> None:
         self._models, self._checkpoints, self._storage, self._engine = models, checkpoints, storage, engine
@@ -94,14 +96,41 @@ class Samplers:
         """
         return Sampler(path, self._checkpoints.find(who, path).directory)
 
-    async def sample(self, who: Principal, sampler: Sampler, wanted: Sample) -> bytes:
+    def of(self, who: Principal, wanted: Sample) -> Sampler:
+        """What a sample is to come from.
+
+        Raises:
+            Refusal: there is no such thing for them.
+        """
+        if wanted.sampling_session_id is not None:
+            return self.find(who, wanted.sampling_session_id)
+        if wanted.model_path is not None:
+            return self.of_path(who, wanted.model_path)
+        self._models.check_base(wanted.base_model)
+        return Sampler(None, None)
+
+    @staticmethod
+    def seeded(wanted: Sample) -> Sample:
+        """The same with a seed; where none was given, of the sampling session's number and the sample's."""
+        given = wanted.sampling_params
+        if given.seed is not None:
+            return wanted
+        if wanted.sampling_session_id is None or wanted.seq_id is None:
+            seed = time.time_ns()
+        else:
+            session, model = re.findall(r":sample:(\d+):(?:(\d+)-)?", wanted.sampling_session_id)[0]
+            seed = seeds.key(0, "tinker", int(session), int(model or 0), wanted.seq_id) >> 1
+        return wanted.model_copy(update={"sampling_params": given.model_copy(update={"seed": seed})})
+
+    async def sample(self, who: Principal, wanted: Sample) -> bytes:
         """Complete a prompt, as a binary message.
 
         Raises:
-            EngineError, ConfigError: it cannot be answered, now or ever, and why.
+            Refusal, EngineError, ConfigError: it cannot be answered, now or ever, and why.
         """
         for left in reversed(range(_TRIES)):
             await self._engine.ready.wait()
+            sampler = await asyncio.to_thread(self.of, who, wanted)
             try:
                 return await self._answer(who, sampler, wanted)
             except HostGone:  # another one comes
@@ -112,11 +141,16 @@ class Samplers:
     async def _answer(self, who: Principal, sampler: Sampler, wanted: Sample) -> bytes:
         tokens: dict[int, list[int]] = {index: [] for index in range(wanted.num_samples)}
         logprobs: dict[int, list[float]] = {index: [] for index in range(wanted.num_samples)}
-        cut, scores = set[int](), None
+        cut, scores, top = set[int](), None, None
+        last = wanted.prompt_logprobs_last_n
         async for answer in self._engine.ask(question(who, sampler, wanted)):
             if isinstance(answer, PromptScored):
                 scores = answer.logprobs.copy()
-                scores[: 1 if wanted.prompt_logprobs_last_n is None else -wanted.prompt_logprobs_last_n] = np.nan
+                scores[: 1 if last is None else -last] = np.nan
+                if answer.top_ids is not None and answer.top_logprobs is not None:
+                    top = answer.top_ids.copy(), answer.top_logprobs.copy()
+                    top[0][: 1 if last is None else -last] = 0
+                    top[1][: 1 if last is None else -last] = NO_LOGPROB
             if isinstance(answer, Tokens):
                 chunk = answer.chunk
                 tokens[chunk.index] += chunk.token_ids.tolist()
@@ -125,7 +159,7 @@ class Samplers:
                     raise EngineError(chunk.error or "the sample was ended; sample again")
                 if chunk.finish_reason is FinishReason.LENGTH:
                     cut.add(chunk.index)
-        return write_samples([(tokens[index], logprobs[index], index in cut) for index in sorted(tokens)], scores)
+        return write_samples([(tokens[index], logprobs[index], index in cut) for index in sorted(tokens)], scores, top)
 
 
 def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
@@ -144,11 +178,12 @@ def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
         who.tenant_id,
         None if sampler.directory is None else str(sampler.directory),
         wanted.num_samples,
-        given.seed if given.seed is not None else time.time_ns(),
+        given.seed or 0,
         stream=False,
         logprobs=False,
         sampling=sampling,
         prompt=[token for chunk in wanted.prompt.chunks for token in chunk.tokens],
         stop_token_ids=ids,
-        prompt_logprobs=bool(wanted.prompt_logprobs),
+        prompt_logprobs=bool(wanted.prompt_logprobs or wanted.topk_prompt_logprobs),
+        prompt_top=wanted.topk_prompt_logprobs,
     )

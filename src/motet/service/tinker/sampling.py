@@ -41,7 +41,7 @@ def sampler(who: Asker, models: ModelsDep, samplers: SamplersDep, name: str) -> 
 
 @router.post("/asample")
 async def asample(
-    who: Asker, models: ModelsDep, quotas: QuotasDep, samplers: SamplersDep, futures: FuturesDep, wanted: Sample
+    who: Asker, quotas: QuotasDep, samplers: SamplersDep, futures: FuturesDep, wanted: Sample
 ) -> dict[str, Any]:
     """Begin to complete a prompt."""
     length = sum(len(chunk.tokens) for chunk in wanted.prompt.chunks)
@@ -52,12 +52,6 @@ async def asample(
     ):
         raise Refusal(400, "prompt_logprobs_last_n: ask for prompt_logprobs, and for fewer than the prompt has")
     await asyncio.to_thread(quotas.check_tokens, who.tenant_id)
-    if wanted.sampling_session_id is not None:
-        found = await asyncio.to_thread(samplers.find, who, wanted.sampling_session_id)
-    elif wanted.model_path is not None:
-        found = await asyncio.to_thread(samplers.of_path, who, wanted.model_path)
-    else:
-        models.check_base(wanted.base_model)
-        found = samplers.base
-    name = futures.begin(who, samplers.sample(who, found, wanted))
+    await asyncio.to_thread(samplers.of, who, wanted)
+    name = futures.begin(who, samplers.seeded(wanted))
     return {"request_id": name, "sample_sequence_ids": [f"{name}-{index}" for index in range(wanted.num_samples)]}

@@ -13,7 +13,7 @@ from motet.runtime.journal import Load, Nothing, OptimStep, Save
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.http.depends import Asker, QuotasDep
-from motet.service.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoint, about_of
+from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
 from motet.service.tinker.gradients import command_of
 from motet.service.tinker.models import SESSION, Models
 from motet.service.tinker.parts import CheckpointsDep, FuturesDep, ModelsDep, new_router, numbered
@@ -21,9 +21,9 @@ from motet.service.tinker.requests import (
     CreateModel,
     LoadWeights,
     Lora,
-    Numbered,
     OfModel,
     RetrieveFuture,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
     Step,
@@ -148,7 +148,8 @@ def save_for_sampler(
         raise Refusal(400, "give path or sampling_session_seq_id")
     session, _, model = wanted.model_id.partition(":train:")
     what = "live" if wanted.kind == "inflight" else str(number)
-    answer["sampling_session_id"] = sampler_id(session, wanted.sampling_session_seq_id, f"{model}-{what}")
+    # by the command's own number: a client that sends it again counts its sampling session once more
+    answer["sampling_session_id"] = sampler_id(session, number, f"{model}-{what}")
     command = Nothing(answer) if what == "live" else Save(f"{SAMPLER}/snapshot-{number}", False, about, answer)
     return _promise(models.order(job, number, command))
 
@@ -198,12 +199,21 @@ class _refusing:
 
 
 @router.post("/save_weights_external")
-def save_external(who: Asker, models: ModelsDep, wanted: Annotated[Numbered, Depends(numbered(Numbered))]) -> None:
-    """Not here."""
-    models.refuse(models.find(who, wanted.model_id), wanted.seq_id)
-    raise Refusal(
-        400, "weights do not leave for other stores: save_weights_for_sampler, then `motet pull` fetches them"
-    )
+def save_external(
+    who: Asker,
+    models: ModelsDep,
+    quotas: QuotasDep,
+    checkpoints: CheckpointsDep,
+    wanted: Annotated[SaveExternal, Depends(numbered(SaveExternal))],
+) -> dict[str, Any]:
+    """Save a PEFT directory to take home."""
+    job = models.find(who, wanted.model_id)
+    with _refusing(models, job, wanted.seq_id):
+        checkpoints.check_free(job, EXTERNAL, wanted.path, wanted.seq_id)
+        quotas.check_storage(who.tenant_id, 0)
+    about = about_of(wanted.seq_id, wanted.ttl_seconds, None)
+    answer = {"type": "save_weights_external", "path": f"tinker://{wanted.model_id}/{EXTERNAL}/{wanted.path}"}
+    return _promise(models.order(job, wanted.seq_id, Save(f"{EXTERNAL}/{wanted.path}", False, about, answer)))
 
 
 @router.post("/retrieve_future", response_model=None)

@@ -36,7 +36,8 @@ Output loss_fn_output_type:1:string loss_fn_outputs:2:*Record metrics:3:*Number
 Record type_tag:1:string fields:2:*Field num_datums:3:int64
 Field key:1:string value:2:Batched
 Batched data:1:bytes offsets:2:bytes dtype:3:int32 trailing_shape:4:*int64
-Samples sequences:1:*Sequence prompt_logprobs:2:bytes
+Samples sequences:1:*Sequence prompt_logprobs:2:bytes topk_prompt_logprobs:3:Top
+Top token_ids:1:bytes logprobs:2:bytes k:3:uint32 length:4:uint32
 Sequence stop_reason:1:int32 tokens:2:bytes logprobs:3:bytes
 """
 """A message a line: its name, then name, number and kind of each field; `*` repeats."""
@@ -157,13 +158,22 @@ def write_gradient(outcome: Gradient) -> bytes:
 
 
 def write_samples(
-    sequences: Sequence[tuple[Sequence[int], Sequence[float], bool]], prompt_logprobs: FloatArray | None
+    sequences: Sequence[tuple[Sequence[int], Sequence[float], bool]],
+    prompt_logprobs: FloatArray | None,
+    top: tuple[IntArray, FloatArray] | None = None,
 ) -> bytes:
-    """Completions of a prompt: token ids, their logprobs and whether the length ended it, of each."""
+    """Completions of a prompt: token ids, their logprobs and whether the length ended it, of each.
+
+    `top` are the likeliest tokens [T, k] of the prompt's places, and their logprobs.
+    """
     result = KINDS["Samples"]()
     for tokens, logprobs, cut in sequences:
         one = result.sequences.add(stop_reason=LENGTH if cut else STOP)
         one.tokens, one.logprobs = np.asarray(tokens, "<i4").tobytes(), np.asarray(logprobs, "<f4").tobytes()
     if prompt_logprobs is not None:
         result.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
+    if top is not None:
+        found = result.topk_prompt_logprobs
+        found.token_ids, found.logprobs = top[0].astype("<i4").tobytes(), top[1].astype("<f4").tobytes()
+        found.length, found.k = top[0].shape
     return bytes(result.SerializeToString())

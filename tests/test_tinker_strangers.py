@@ -1,0 +1,225 @@
+"""Who may ask what of the Tinker protocol, and what nonsense does: every route with every kind of key, and broken messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from motet.runtime.client_loop import ABOUT
+from motet.runtime.journal import Done, Journal, Nothing
+from motet.service.database.store import Store
+from motet.service.errors import Refusal
+from motet.service.events import EventBus
+from motet.service.settings import Settings
+from motet.service.tinker import runs, sampling, startup, training
+from motet.service.tinker.futures import Futures
+from motet.service.tinker.models import Models
+from motet.service.tinker.parts import PREFIX
+from motet.service.tinker.samplers import Samplers, path_part, sampler_id
+from tests.house import House
+from tests.tinker_requests import journal, made, request, sent
+from tests.tinker_run import job_of
+
+OPEN = {"/healthz", "/downloads/{token}"}
+"""Those that want no key: a link to a file is one itself."""
+NAMELESS = {
+    *("/client/config", "/client/dynamic_config", "/get_server_capabilities", "/create_session", "/session_heartbeat"),
+    *("/telemetry", "/create_model", "/training_runs", "/checkpoints", "/sessions", "/auth/apikey/me"),
+    *("/sessions/{session_id}", "/sessions/{session_id}/finish", *(path for _, path in runs.ELSEWHERE)),
+}
+"""Those that name nothing of anybody's, or show and end only what is the asker's own."""
+CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
+
+
+def routes() -> set[tuple[str, str]]:
+    """Every method and path below the prefix."""
+    found = [route for module in (startup, training, sampling, runs) for route in module.router.routes]
+    return {
+        (method, route.path.removeprefix(PREFIX))
+        for route in found
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    }
+
+
+def saved(house: House, model: str) -> Path:
+    """A checkpoint of a model, as its session would write it."""
+    job = house.ask("GET", f"/v1/jobs/{job_of(model)}").json()["id"]
+    place = house.storage.job(job).path / "checkpoints" / "weights" / "w"
+    place.mkdir(parents=True)
+    (place / ABOUT).write_text(json.dumps({"number": 9}))
+    (place / "adapter_config.json").write_text("{}")
+    return place
+
+
+def naming(model: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """What each route is asked that names something of a tenant's: the body, and what stands in its path."""
+    path, session = f"tinker://{model}/weights/w", model.partition(":")[0]
+    live = sampler_id(session, 0, path_part(path))
+    new, prompt = {"session_id": session, "model_seq_id": 7}, {"chunks": [{"tokens": [1, 2]}]}
+    command = {"model_id": model, "seq_id": 3}
+    return {
+        ("POST", "/get_info"): {"model_id": model},
+        ("POST", "/optim_step"): {**command, "adam_params": {}},
+        ("POST", "/save_weights"): {**command, "path": "x"},
+        ("POST", "/save_weights_for_sampler"): {**command, "path": "x"},
+        ("POST", "/save_weights_external"): {**command, "path": "x"},
+        ("POST", "/load_weights"): {**new, "path": path, "optimizer": False},
+        ("POST", "/copy_weights"): {**new, "model_seq_id": 8, "source_path": path},
+        ("POST", "/weights_info"): {"tinker_path": path},
+        ("POST", "/create_sampling_session"): {"session_id": session, "sampling_session_seq_id": 0, "model_path": path},
+        ("GET", "/samplers/{name}"): {"name": live},
+        ("POST", "/asample"): {"prompt": prompt, "sampling_params": {}, "sampling_session_id": live},
+        ("POST", "/retrieve_future"): {"request_id": f"{model}/1"},
+        ("GET", "/training_runs/{run}"): {},
+        ("GET", "/training_runs/{run}/checkpoints"): {},
+        ("POST", f"{CHECKPOINT}/publish"): {},
+        ("DELETE", f"{CHECKPOINT}/publish"): {},
+        ("PUT", f"{CHECKPOINT}/ttl"): {"ttl_seconds": 100},
+        ("GET", f"{CHECKPOINT}/external_weights_urls"): {},
+        ("GET", f"{CHECKPOINT}/archive"): {},
+        ("DELETE", CHECKPOINT): {},
+        ("POST", "/unload_model"): {"model_id": model},
+    }
+
+
+def asked(house: House, key: str, method: str, path: str, model: str, body: dict[str, Any]) -> Any:
+    """An answer to one of them."""
+    place = path.format(**{"run": model, "kind": "weights", "name": "w", "session_id": model.partition(":")[0], **body})
+    return house.ask(method, PREFIX + place, key, json=body)
+
+
+def test_every_route_wants_a_key_that_is_good(house: House) -> None:
+    model = made(house)
+    for method, path in routes():
+        if path not in OPEN:
+            for key in ("none", "wrong", "revoked", "expired"):
+                answer = asked(house, key, method, path, model, {"name": "x", "token": "x"})
+                assert answer.status_code == 401, (method, path, key, answer.text)
+    headers = {"X-API-Key": f"tml-{house.keys['ours']}"}
+    assert house.http.post(f"{PREFIX}/create_session", headers=headers, json={"tags": []}).status_code == 200
+
+
+def test_what_is_anothers_is_not_there(house: House) -> None:
+    model = made(house)
+    place, kept = saved(house, model), journal(house, model)
+    kept.write(1, Nothing())
+    kept.answer(1, Done())
+    everything = naming(model)
+    unasked = {one for one in routes() if one[1] not in OPEN | NAMELESS} - {*everything}
+    assert unasked == {("POST", "/forward_backward"), ("POST", "/cancel_future")}
+    before = sorted(kept.path.iterdir())
+    for (method, path), body in everything.items():
+        answer = asked(house, "theirs", method, path, model, body)
+        assert answer.status_code == 404, (method, path, answer.text)
+    assert sent(house, request(model).SerializeToString(), "theirs").status_code == 404
+    for listed in ("training_runs", "checkpoints"):
+        assert house.ask("GET", f"{PREFIX}/{listed}", "theirs").json()[listed] == []
+    assert (
+        house.ask("POST", f"{PREFIX}/sessions/{model.partition(':')[0]}/finish", "theirs", json={}).status_code == 204
+    )
+    assert (sorted(kept.path.iterdir()), json.loads((place / ABOUT).read_text())) == (before, {"number": 9})
+    for number, ((method, path), body) in enumerate(everything.items()):
+        answer = asked(
+            house, "ours", method, path, model, {**body, **({"seq_id": number + 3} if "seq_id" in body else {})}
+        )
+        assert answer.status_code < 400, (method, path, answer.text)
+        if path == "/asample":
+            cancel_of_another(house, answer.json()["request_id"])
+
+
+def cancel_of_another(house: House, name: str) -> None:
+    """Nobody ends a sample of another tenant's."""
+    futures = house.part(Futures)
+    who = house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    counts = []
+    for key in ("theirs", "ours"):
+        house.ask("POST", f"{PREFIX}/cancel_future", key, json={"request_id": name})
+        counts.append(futures.open(who))
+    assert counts == [1, 0]
+
+
+def test_what_is_published_is_there_for_all_until_it_is_not(house: House) -> None:
+    model = made(house)
+    place, path = saved(house, model), f"tinker://{model}/weights/w"
+    for method, status in (("POST", 200), ("DELETE", 404)):
+        house.ask(method, f"{PREFIX}/training_runs/{model}/checkpoints/weights/w/publish")
+        info = house.ask("POST", f"{PREFIX}/weights_info", "theirs", json={"tinker_path": path})
+        assert info.status_code == status
+        removed = house.ask("DELETE", f"{PREFIX}/training_runs/{model}/checkpoints/weights/w", "theirs")
+        assert (removed.status_code, place.is_dir()) == (404, True)
+
+
+def test_a_link_opens_what_it_was_made_for(house: House) -> None:
+    model = made(house)
+    saved(house, model)
+    urls = house.ask("GET", f"{PREFIX}/training_runs/{model}/checkpoints/weights/w/external_weights_urls").json()[
+        "urls"
+    ]
+    assert [*urls] == ["adapter_config.json"]
+    link = urls["adapter_config.json"]
+    assert house.http.get(link).text == "{}", "without a key"
+    assert house.http.get(f"{link[:-8]}AAAAAAA=").status_code == 403
+
+
+def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
+    prompt = {"chunks": [{"tokens": [1, 2]}]}
+    name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
+    who, other = (house.store.tenants.who(house.keys[key]) for key in ("ours", "theirs"))
+    assert who is not None
+    assert other is not None
+    parts = (house.part(Models), house.part(Samplers), house.part(Store), house.part(EventBus))
+    fresh = Futures(*parts, house.part(Settings).directory / "samples")
+
+    async def asked() -> Any:
+        with pytest.raises(Refusal, match="sample again"):
+            await fresh.wait(other, name)
+        found = await fresh.wait(who, name, 0.0)
+        fresh.cancel(who, name)
+        return found
+
+    found = asyncio.run_coroutine_threadsafe(asked(), house.app.state.loop).result(20)
+    assert (found["type"], found["queue_state"]) == ("try_again", "active")
+    house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
+
+
+_KNOWN: list[tuple[str, Journal, dict[str, bytes]]] = []
+
+
+def two_models(house: House) -> tuple[str, Journal, dict[str, bytes]]:
+    """A model for many requests, and a neighbour with what lies in its journal."""
+    if not _KNOWN:
+        model, neighbour = made(house), made(house)
+        assert sent(house, request(neighbour).SerializeToString()).status_code == 200
+        kept = journal(house, neighbour)
+        _KNOWN.append((model, kept, {path.name: path.read_bytes() for path in kept.path.iterdir()}))
+    return _KNOWN[0]
+
+
+def broken(body: bytes, data: st.DataObject) -> bytes:
+    """A message with some of its bytes changed, left out or put in."""
+    changed = bytearray(body)
+    for _ in range(data.draw(st.integers(1, 6))):
+        place = data.draw(st.integers(0, len(changed)))
+        changed[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+    return bytes(changed)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_nonsense_is_a_400_and_changes_nothing_beside_it(house: House, data: st.DataObject) -> None:
+    model, neighbour, before = two_models(house)
+    answer = sent(house, broken(request(model, data.draw(st.integers(1, 5))).SerializeToString(), data))
+    assert answer.status_code in (200, 400, 404), answer.text  # it may mean something still, or another model
+    if answer.status_code == 400:
+        assert answer.json()["error"]["message"]
+    assert {path.name: path.read_bytes() for path in neighbour.path.iterdir()} == before
