@@ -107,7 +107,8 @@ def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tm
     teacher = {"type": "distill", "teacher": server.url, "teacher_key_env": KEY, "group_size": 2}
     jobs = [job("taught", "toy:reverse", 8, algorithm=teacher, steps=2), job("refused", "toy:reverse", 8, steps=1)]
     jobs[1]["algorithm"] = {**jobs[0]["algorithm"], "teacher_key_env": "MOTET_TEST_NO_KEY"}
-    result = run_config(config(tmp_path, {}, jobs, rollout={"engine": "embedded"}), base=small)
+    here = config(tmp_path, {"urls": [server.url]}, jobs).model_copy(update={"rollout": RolloutConfig()})
+    result = run_config(here, base=small)
     assert result.jobs["taught"].state == "succeeded", result.jobs["taught"].message
     first = lines(tmp_path, "taught")[0]
     assert 0 <= abs(first["loss"]) < FLOAT32_GAP
