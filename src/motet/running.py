@@ -220,9 +220,7 @@ def _left_out(jobs: Sequence[Job]) -> list[str]:
 
 
 def _result(directory: JobDirectory, progress: JobProgress, inexact: Sequence[str]) -> JobResult:
-    committed = directory.newest()
-    last = directory.version(committed.step if committed else 0)
-    best = directory.version(committed.best_version) if committed and committed.best_version is not None else last
+    last, best = directory.version_named("latest"), directory.version_named("best")
     return JobResult(
         name=progress.name,
         state=progress.state,

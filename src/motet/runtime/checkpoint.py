@@ -163,6 +163,14 @@ class JobDirectory:
         """Where a version's PEFT directory lies, if it is kept."""
         return self.path / "versions" / f"v{number}"
 
+    def version_named(self, name: str) -> Path:
+        """Of a committed version: `best` by evaluation (the last where nothing was evaluated), `latest`, or its number."""
+        committed = self.newest()
+        last = committed.step if committed else 0
+        best = committed.best_version if committed and committed.best_version is not None else last
+        named = {"best": best, "latest": last}
+        return self.version(named[name] if name in named else int(name))
+
     def versions(self) -> list[int]:
         """Numbers of the versions that are kept, in order."""
         directories = (self.path / "versions").glob("v*")

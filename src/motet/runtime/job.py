@@ -165,16 +165,8 @@ class Job:
         """The PEFT directory that the adapter starts from."""
         assert self.config.adapter.init is not None
         if self.before is not None:
-            return self.before.version_directory(self.before_version)
+            return self.before.directory.version_named(self.before_version)
         return Path(self.config.adapter.init).expanduser()
-
-    def version_directory(self, version: str) -> Path:
-        """Of a committed version: `best` by evaluation (the last where nothing was evaluated), `latest`, or its number."""
-        committed = self.directory.newest()
-        last = committed.step if committed else 0
-        best = committed.best_version if committed and committed.best_version is not None else last
-        named = {"best": best, "latest": last}
-        return self.directory.version(named[version] if version in named else int(version))
 
     def evaluates(self, version: int) -> bool:
         """Whether this version is evaluated: the first, the last, and every so many."""
