@@ -19,7 +19,7 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether the C library could be told (glibc only; elsewhere nothing is changed).
     """
-    return _tell(
+    return _set(
         {
             _ARENA_MAX: 1,
             _MMAP_THRESHOLD: _LARGEST_FROM_HEAP,
@@ -35,10 +35,10 @@ def give_back_freed_memory() -> bool:
     Returns:
         Whether the C library could be told.
     """
-    return _tell({_ARENA_MAX: 1, _MMAP_THRESHOLD: _SMALLEST_APART, _TRIM_THRESHOLD: _SMALLEST_APART})
+    return _set({_ARENA_MAX: 1, _MMAP_THRESHOLD: _SMALLEST_APART, _TRIM_THRESHOLD: _SMALLEST_APART})
 
 
-def _tell(settings: dict[int, int]) -> bool:
+def _set(settings: dict[int, int]) -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt

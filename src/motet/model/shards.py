@@ -64,8 +64,8 @@ class Shards:
 
 def _layers(decoder: nn.Module) -> list[nn.Module]:
     """The decoder's layers: of the lists of modules that it has, the one that holds the most weights."""
-    lists = [found for found in decoder.modules() if isinstance(found, nn.ModuleList)]
-    layers: nn.Module = max(lists, key=lambda found: sum(weight.numel() for weight in found.parameters()))
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    layers: nn.Module = max(lists, key=lambda one: sum(weight.numel() for weight in one.parameters()))
     return list(layers.children())
 
 
