@@ -11,7 +11,7 @@ from typing import Protocol
 
 from motet.batch import AdamW, Batch, OptimStats, Trained
 from motet.config import AdapterConfig
-from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray
+from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
 
 class RolloutEngine(Protocol):
@@ -36,9 +36,7 @@ class RolloutEngine(Protocol):
         """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
         ...
 
-    async def top_logprobs(
-        self, token_ids: IntArray, adapter: AdapterRef | None, k: int
-    ) -> tuple[IntArray, FloatArray]:
+    async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
         """The k likeliest tokens [T, k] at each place given those before it, best first, and their logprobs at temperature 1.
 
         The first place has zeros.

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+TopTokens = tuple[IntArray, FloatArray]
+"""The likeliest tokens [T, k] of each place of a prompt, best first, and their logprobs."""
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)

@@ -26,7 +26,7 @@ from motet.model.peft_io import flatten, read_adapter
 from motet.protocols import RolloutEngine, Trainer
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, Sequence
-from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray
+from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
 
 class EmbeddedEngine:
@@ -123,9 +123,7 @@ class EmbeddedEngine:
         weights = self._weights(adapter)
         return await self._device.run(lambda: self._score(token_ids, weights), light=True)
 
-    async def top_logprobs(
-        self, token_ids: IntArray, adapter: AdapterRef | None, k: int
-    ) -> tuple[IntArray, FloatArray]:
+    async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
         """The k likeliest tokens [T, k] at each place, best first, and their logprobs at temperature 1."""
         weights = self._weights(adapter)
         return await self._device.run(lambda: self._top_logprobs(token_ids, weights, k), light=True)
@@ -137,23 +135,20 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _score(self, token_ids: IntArray, weights: AdapterWeights | None) -> FloatArray:
-        found, tokens_T = self._next_tokens(token_ids, weights)
-        following_T = torch.cat([tokens_T[1:], tokens_T[:1]])
+        following, tokens_T = self._next_tokens(token_ids, weights)
+        wanted_T = torch.cat([tokens_T[1:], tokens_T[:1]])
         scored = np.zeros(len(token_ids), np.float32)
-        scored[1:] = found.logprobs(following_T)[: len(token_ids) - 1].cpu().numpy()
+        scored[1:] = following.logprobs(wanted_T)[: len(token_ids) - 1].cpu().numpy()
         return scored
 
     @torch.no_grad()
-    def _top_logprobs(self, token_ids: IntArray, weights: AdapterWeights | None, k: int) -> tuple[IntArray, FloatArray]:
-        found, _ = self._next_tokens(token_ids, weights)
-        order_TK = torch.topk(found.logits_NV[: len(token_ids) - 1], k, dim=-1).indices
-        ids = np.zeros((len(token_ids), k), np.int32)
-        logprobs = np.zeros((len(token_ids), k), np.float32)
-        ids[1:] = order_TK.cpu().numpy()
+    def _top_logprobs(self, token_ids: IntArray, weights: AdapterWeights | None, k: int) -> TopTokens:
+        following, _ = self._next_tokens(token_ids, weights)
+        top_TK = torch.topk(following.logits_NV, k, dim=-1).indices
+        ids, logprobs = np.zeros((len(token_ids), k), np.int32), np.zeros((len(token_ids), k), np.float32)
+        ids[1:] = top_TK[: len(token_ids) - 1].cpu().numpy()
         for rank in range(k):
-            tokens_N = torch.zeros(len(found.logits_NV), dtype=torch.int64, device=order_TK.device)
-            tokens_N[: len(order_TK)] = order_TK[:, rank]
-            logprobs[1:, rank] = found.logprobs(tokens_N)[: len(order_TK)].cpu().numpy()
+            logprobs[1:, rank] = following.logprobs(top_TK[:, rank])[: len(token_ids) - 1].cpu().numpy()
         return ids, logprobs
 
     def _next_tokens(self, token_ids: IntArray, weights: AdapterWeights | None) -> tuple[Distribution, torch.Tensor]:

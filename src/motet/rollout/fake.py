@@ -21,7 +21,16 @@ import numpy as np
 from motet import seeds
 from motet.errors import EngineError
 from motet.model.fake import VOCABULARY, FakeAdapter, FakePolicy, FakeTokenizer, Vector, read_adapter
-from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray, SamplingParams
+from motet.types import (
+    AdapterRef,
+    Chunk,
+    FinishReason,
+    FloatArray,
+    GenerateRequest,
+    IntArray,
+    SamplingParams,
+    TopTokens,
+)
 
 
 class FakeEngine:
@@ -107,9 +116,7 @@ class FakeEngine:
         await self.suspend()
         return policy.logprobs(token_ids)
 
-    async def top_logprobs(
-        self, token_ids: IntArray, adapter: AdapterRef | None, k: int
-    ) -> tuple[IntArray, FloatArray]:
+    async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
         """The k likeliest tokens [T, k] at each place, best first, and their logprobs."""
         policy = self._policy(adapter, "score")
         await self.suspend()

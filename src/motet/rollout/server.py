@@ -27,7 +27,7 @@ from motet.rollout.served_versions import ServedVersions, copy_adapter
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
 from motet.stops import Decode
-from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray, ServerLoad
+from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray, ServerLoad, TopTokens
 
 _log = logging.getLogger(__name__)
 
@@ -139,9 +139,7 @@ class ServerEngine:
 
     # --- versions ---------------------------------------------------------------------------------------------------------
 
-    async def top_logprobs(
-        self, token_ids: IntArray, adapter: AdapterRef | None, k: int
-    ) -> tuple[IntArray, FloatArray]:
+    async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
         """Servers are not asked for it."""
         raise EngineError(
             "an engine that is a server does not tell the likeliest tokens; sample on the embedded engine"
@@ -266,10 +264,7 @@ class ServerEngine:
         return opened.replica
 
     async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
-        """Logprobs [T] of each token given those before it, at temperature 1; the first is 0.
-
-        Every replica that is there answers; they have to agree.
-        """
+        """Logprobs [T] of each token at temperature 1; the first is 0. All replicas answer, and have to agree."""
         name = None if adapter is None else adapter.served_name
         answers: dict[str, FloatArray] = {}
         for attempt in range(_ATTEMPTS):

@@ -18,7 +18,7 @@ from motet.errors import DeviceError
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
-from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray
+from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray, TopTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,9 +144,7 @@ class SpreadEngine:
         """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
         return await self.here.score(token_ids, adapter)
 
-    async def top_logprobs(
-        self, token_ids: IntArray, adapter: AdapterRef | None, k: int
-    ) -> tuple[IntArray, FloatArray]:
+    async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
         """The k likeliest tokens [T, k] at each place, best first, and their logprobs."""
         return await self.here.top_logprobs(token_ids, adapter, k)
 
