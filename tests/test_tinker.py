@@ -119,7 +119,7 @@ def test_the_page_shows_a_loop_that_runs(service: Service) -> None:
 
 
 REFUSALS = {
-    "loss": ("BadRequestError", "use importance_sampling, ppo or cispo"),
+    "loss": ("BadRequestError", "use importance_sampling, ppo, cispo or gspo"),
     "setting": ("BadRequestError", "loss_fn_config.epsilon is nothing that ppo takes; it takes clip_low_threshold"),
     "beta": ("BadRequestError", "dro needs loss_fn_config.beta"),
     "input": ("BadRequestError", "loss_fn_inputs.weights is unknown here"),
