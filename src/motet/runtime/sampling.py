@@ -130,12 +130,7 @@ class JobSampler:
         job, path = self._job, self._job.directory.path
         await self._services.rewards.register(job.name, job.config.rewards, job.data.scorer, log=path / "rewards.log")
         if job.config.environment.own:
-            self._own_environment = workers = EnvironmentWorkers(job.config.environment, path / "environment.log")
-            await workers.open()
-            if workers.info.agent:
-                await workers.close()
-                self._own_environment = _agent_of(job)
-                await self._own_environment.open()
+            self._own_environment = await _own_environment(job)
 
     async def close(self) -> None:
         """End the processes of the job's rewards and environment."""
@@ -359,12 +354,18 @@ class JobSampler:
             self._scoring.discard(asked)
 
 
-def _agent_of(job: Job) -> AgentRunner:
-    """Who runs a job's agent.
+async def _own_environment(job: Job) -> EnvironmentWorkers | AgentRunner:
+    """The environment that a job brings: a class, or a function that is an agent.
 
     Raises:
-        EnvironmentFault: it cannot be run here.
+        EnvironmentFault: it cannot be used.
     """
+    config, log = job.config.environment, job.directory.path / "environment.log"
+    workers = EnvironmentWorkers(config, log)
+    await workers.open()
+    if not workers.info.agent:
+        return workers
+    await workers.close()
     if job.config.rl.over_provision > 1:
         raise EnvironmentFault("algorithm.over_provision puts rollouts aside, which an agent cannot be: leave it out")
     try:
@@ -373,7 +374,9 @@ def _agent_of(job: Job) -> AgentRunner:
         raise EnvironmentFault(
             f"an agent needs {error.name}, which is not installed: pip install 'motet[serve]'"
         ) from error
-    return AgentRunner(job.name, job.config.environment, job.directory.path / "environment.log")
+    runner = AgentRunner(job.name, config, log)
+    await runner.open()
+    return runner
 
 
 async def _until_done(
