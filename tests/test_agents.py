@@ -381,7 +381,7 @@ def test_a_fault_of_an_agent_is_its_rollouts_reason(tmp_path, name, error):
 @pytest.mark.parametrize(("name", "error"), [("stuck", "did not return in time"), ("leaves", "its process ended")])
 def test_an_agent_that_hangs_or_ends_its_process_costs_what_ran_there_and_the_next_group_goes_on(tmp_path, name, error):
     turns = iter(["say 1", "say 0", "say 0", "say 0"])
-    first, second, _ = group(tmp_path, name, says=lambda *_: next(turns), wall_seconds=3.0 if name == "stuck" else 60.0)
+    first, second, _ = group(tmp_path, name, says=lambda *_: next(turns), wall_seconds=5.0 if name == "stuck" else 60.0)
     assert error in "".join(one.error for one in first)
     assert [one.error for one in second] == ["", ""]
 

@@ -113,19 +113,22 @@ class AgentRunner:
         return await judged(list(await asyncio.gather(*running)), context)
 
     async def _run(self, context: GroupContext, index: int) -> Rollout:
-        episode = AgentEpisode(context, index, self._job, self._config.max_turns, self._config.wall_seconds)
-        with self._gateway.serving(episode) as (base_url, key):
-            returned = await self._returned(episode, base_url, key)
-        return _rewarded(episode, returned)
-
-    async def _returned(self, episode: AgentEpisode, base_url: str, key: str) -> m.AgentReturned:
-        number = next(self._numbers)
         try:
             process = await self._running()
-            waiting = process.returned[number] = asyncio.get_running_loop().create_future()
+        except EnvironmentFault as error:  # it loaded before
+            return Rollout(context.problem, index, (), (), error=str(error))
+        episode = AgentEpisode(context, index, self._job, self._config.max_turns, self._config.wall_seconds)
+        with self._gateway.serving(episode) as (base_url, key):
+            returned = await self._returned(process, episode, base_url, key)
+        return _rewarded(episode, returned)
+
+    async def _returned(self, process: _Process, episode: AgentEpisode, base_url: str, key: str) -> m.AgentReturned:
+        number = next(self._numbers)
+        waiting = process.returned[number] = asyncio.get_running_loop().create_future()
+        try:
             process.child.send(m.RunAgent(number, episode.context.problem, base_url, key, episode.deadline))
-        except (EnvironmentFault, EngineError) as error:
-            return m.AgentReturned(number, error=str(error))
+        except EngineError as error:
+            return m.AgentReturned(number, error=f"was given a problem of {error}")
         try:
             async with asyncio.timeout(self._config.wall_seconds + _GRACE_SECONDS):
                 returned: m.AgentReturned = await waiting
