@@ -120,7 +120,7 @@ def test_gradients_of_values_equal_plain_pytorch(tmp_path: Path) -> None:
 def test_heads_add_up_in_the_order_of_segments_however_they_are_batched() -> None:
     base = tiny.base("llama")
     whole = value_segment()
-    parts = [replace(whole, samples=(sample,)) for sample in (*whole.samples, *reversed(whole.samples))]
+    parts = [replace(whole, samples=(sample,)) for sample in (*whole.samples, *whole.samples[:2])]
     together, apart = critic_trainer(base), critic_trainer(base)
     together.forward_backward(Batch((*parts, make_segment("b"))))
     for part in parts:
