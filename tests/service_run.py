@@ -28,7 +28,7 @@ import httpx2
 import psutil  # type: ignore[import-untyped]
 
 ENGINE = "engine: {samplers: 0, threads: 1}\n"
-PATIENCE = 90.0
+PATIENCE = 240.0
 ROWS = b'{"prompt": "a?", "answer": "b"}\n{"prompt": "c?", "answer": "d"}\n'
 FINAL = ("succeeded", "failed", "cancelled")
 
