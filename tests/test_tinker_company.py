@@ -72,7 +72,7 @@ def _with_kills(service: Service, who: str) -> Any:
         service.kill()
         service.start()
     else:
-        service.engines()[service.job(job["name"])["progress"]["host"]].kill()
+        service.engines()[service.job(job["name"])["progress"].get("host", 0)].kill()
     return client.found()
 
 

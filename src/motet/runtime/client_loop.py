@@ -55,6 +55,7 @@ class ClientLoop(Driver):
         self._journal = Journal(job.directory.path)
         self._next = self.session.done.position
         """The number of the next command."""
+        self._journal.reveal(self._next)
         self._waiting = self._rest = False
         self._stats, self._samples, self._tokens = LossStats(), 0, 0
         """Of the gradient that waits for its step."""
@@ -181,7 +182,10 @@ class ClientLoop(Driver):
         await self._finish(number, Done({"metrics": metrics}), optim, {"train": time.monotonic() - started})
 
     async def _finish(self, number: int, done: Done, optim: OptimStats | None, seconds: dict[str, float]) -> None:
-        """Record and commit the next version. Its outcome is written first: what is committed is never obeyed again."""
+        """Record and commit the next version. Its outcome is written first: what is committed is never obeyed again.
+
+        The client has it when the version is there: what it asks next may be sampled from it.
+        """
         learned = LearnedStep(StepBatch((), 1.0), self._stats, optim, self._tokens)
         step = self.session.done.step
         finished = FinishedStep(
@@ -191,9 +195,10 @@ class ClientLoop(Driver):
             tokens_trained=self._tokens,
             position=number + 1,
         )
-        await asyncio.to_thread(self._journal.answer, number, done)
+        await asyncio.to_thread(self._journal.answer, number, done, hidden=True)
         await self.session.finish(finished, None, commit=True)
         self._stats, self._samples, self._tokens, self._next = LossStats(), 0, 0, number + 1
+        await asyncio.to_thread(self._journal.reveal, self._next)
         await asyncio.to_thread(self._journal.forget, self._next)
         self.job.observer("command", {"number": number})
 

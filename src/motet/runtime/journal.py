@@ -8,6 +8,7 @@ ends with the same bytes.
       <number>.cmd       one command; numbers begin at 0 and are obeyed in order, whatever order they come in
       <number>.sum       its digest: who sends another under its number hears of it
       <number>.out       its outcome
+      <number>.new       its outcome while the version that it makes is committed
       finished           there since the client said that no more will come
 
 Whoever writes a file renames it into place when it is whole and synced. A command is written once: who sends it again
@@ -223,9 +224,17 @@ class Journal:
         data = self._read(number, "cmd")
         return None if data is None else msgspec.msgpack.decode(data, type=AnyCommand)
 
-    def answer(self, number: int, outcome: AnyOutcome) -> None:
-        """Keep what came of a command."""
-        self._put(number, "out", msgspec.msgpack.encode(outcome))
+    def answer(self, number: int, outcome: AnyOutcome, *, hidden: bool = False) -> None:
+        """Keep what came of a command; a hidden outcome is there once it is revealed."""
+        self._put(number, "new" if hidden else "out", msgspec.msgpack.encode(outcome))
+
+    def reveal(self, before: int) -> None:
+        """Hidden outcomes of commands before a number, which are in a commit, are there; others never came to be."""
+        for path in list(self.path.glob("*.new")):
+            if int(path.stem) < before:
+                path.rename(path.with_suffix(".out"))
+            else:
+                path.unlink()
 
     @property
     def finished(self) -> bool:

@@ -146,10 +146,18 @@ class RankGroup:
         """
         with self._lock:
             futures = {rank: self._ranks[rank].send(message) for rank, message in messages.items()}
-        answers = {rank: future.result() for rank, future in futures.items()}
+        answers: dict[int, m.FromRank] = {}
+        gone: RankGone | None = None
+        for rank, future in futures.items():
+            try:
+                answers[rank] = future.result()
+            except RankGone as error:
+                gone = error
         refused = [answer for answer in answers.values() if isinstance(answer, m.Refused)]
-        if refused:
+        if refused:  # also where the others ended because this one did
             raise _error(next((one for one in refused if one.kind), refused[0]))
+        if gone is not None:
+            raise gone
         return answers
 
     def ask_all(self, message: m.ToRank) -> dict[int, m.FromRank]:
