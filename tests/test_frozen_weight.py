@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from motet.allocator import keep_freed_memory
 from motet.model import frozen_weight
-from motet.model.frozen_weight import FrozenWeight, pack_all
+from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterWeights
 from motet.model.norm import speed_up_norms
 from motet.model.routing import TrainerRouting, TrainSegment
@@ -58,7 +58,7 @@ def test_small_products_do_not_depend_on_how_many_rows_there_are(shape: tuple[in
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_products_have_the_same_bits(shape: tuple[int, int], bias: bool) -> None:
     weight = frozen(shape, bias)
-    pack_all([weight])
+    reorder_all([weight])
     generator = torch.Generator().manual_seed(1)
     for rows in (4, 8, 12, 28, 64, 132):
         x = torch.randn(rows, shape[1], generator=generator).bfloat16()
@@ -71,21 +71,21 @@ def test_weights_are_packed_where_the_operators_are_there() -> None:
     weights = [frozen(shape, bias) for shape in SHAPES for bias in (False, True)]
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         pytest.fail("this build of torch cannot pack: is that so wherever Motet runs?")
-    pack_all(weights)
+    reorder_all(weights)
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        assert all(weight._packed is not None for weight in weights)
+        assert all(weight._reordered is not None for weight in weights)
 
 
 def test_fp32_is_left_alone() -> None:
     weight = frozen((64, 32), False, torch.float32)
-    pack_all([weight])
-    assert weight._packed is None
+    reorder_all([weight])
+    assert weight._reordered is None
     base = tiny.base("llama", "float32")
-    assert all(layer.fused.frozen._packed is None for layer in base.linears.values())
+    assert all(layer.fused.frozen._reordered is None for layer in base.linears.values())
 
 
 def spoilt(where: Callable[[Tensor], bool]) -> Any:
-    right = frozen_weight._packed_linear
+    right = frozen_weight._reordered_linear
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = right(x, weight, bias)
@@ -99,11 +99,11 @@ def spoilt(where: Callable[[Tensor], bool]) -> Any:
 @pytest.mark.parametrize("rows", [4, 32, 128])
 def test_a_weight_whose_product_disagrees_stays_plain(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """For any of the numbers of rows tried; weights of another shape are packed all the same."""
-    monkeypatch.setattr(frozen_weight, "_packed_linear", spoilt(lambda x: x.shape == (rows, 64)))
+    monkeypatch.setattr(frozen_weight, "_reordered_linear", spoilt(lambda x: x.shape == (rows, 64)))
     bad, good, same_shape = frozen((192, 64), True), frozen((96, 576), True), frozen((192, 64), True)
-    pack_all([bad, good, same_shape])
-    assert bad._packed is same_shape._packed is None
-    assert good._packed is not None
+    reorder_all([bad, good, same_shape])
+    assert bad._reordered is same_shape._reordered is None
+    assert good._reordered is not None
     x = torch.ones(rows, 64).bfloat16()
     assert torch.equal(bad(x), F.linear(x, bad.weight, bad.bias))
 
@@ -113,10 +113,10 @@ def test_without_the_operators_everything_stays_plain(monkeypatch: pytest.Monkey
     def missing(self: FrozenWeight) -> None:
         raise error("no such operator")
 
-    monkeypatch.setattr(FrozenWeight, "pack", missing)
+    monkeypatch.setattr(FrozenWeight, "reorder", missing)
     weight, same_shape = (frozen((64, 32), True) for _ in range(2))
-    pack_all([weight, same_shape])
-    assert weight._packed is same_shape._packed is None
+    reorder_all([weight, same_shape])
+    assert weight._reordered is same_shape._reordered is None
     assert weight(torch.ones(4, 32).bfloat16()).shape == (4, 64)
 
 
@@ -140,7 +140,7 @@ def test_a_quantised_weight_can_stand_in() -> None:
     expected = tiny.packed_logits(base, [(None, tiny.tokens(12))])[0]
     for layer in {layer.fused.leader: layer for layer in base.linears.values()}.values():
         layer.fused.frozen = Quantised(layer.fused.frozen.weight.detach(), layer.fused.frozen.bias)
-    base.pack_weights()
+    base.reorder_weights()
     found = tiny.packed_logits(base, [(None, tiny.tokens(12))])[0]
     assert 0 < float((found - expected).abs().max()) < 0.05 * float(expected.abs().max())
     layer = base.linears["model.layers.0.mlp.down_proj"]
@@ -186,11 +186,11 @@ def test_a_base_can_be_sharded(alone: None) -> None:
 
 def test_packing_changes_no_bit_of_a_base() -> None:
     plain, ours = (tiny.load("qwen2", "bfloat16") for _ in range(2))
-    pack_all([layer.fused.frozen for layer in ours.linears.values()])
+    reorder_all([layer.fused.frozen for layer in ours.linears.values()])
     for layer in plain.linears.values():
-        layer.fused.frozen.unpack()
+        layer.fused.frozen.let_go()
     ids = tiny.tokens(30)
-    assert any(layer.fused.frozen._packed is not None for layer in ours.linears.values())
+    assert any(layer.fused.frozen._reordered is not None for layer in ours.linears.values())
     assert torch.equal(tiny.packed_logits(ours, [(None, ids)])[0], tiny.packed_logits(plain, [(None, ids)])[0])
 
 

@@ -30,7 +30,7 @@ BASES = [
     pytest.param(("small", "bfloat16"), id="small-bf16"),
     pytest.param(("small", "bfloat16", 2), id="small-bf16-two-threads"),
     pytest.param(("smollm2", "bfloat16"), id="smollm2-bf16", marks=pytest.mark.smollm2),
-    pytest.param(("smollm2", "float32"), id="smollm2-fp32", marks=pytest.mark.smollm2),
+    pytest.param(("smollm2", "float32"), id="smollm2-fp32", marks=[pytest.mark.smollm2, pytest.mark.soak]),
 ]
 STEPS = 3
 

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
 ]
 
-STEPS = 40
+STEPS = 24
 REWARD = '''
 def half_right(problem, completion):
     """Share of the answer's letters that the completion has in their places."""

@@ -5,28 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet.config import AdapterConfig, EngineConfig, RolloutConfig, RunConfig
 from motet.errors import ProbeError
-from motet.launch import Workshop, load
+from motet.launch import load
 from motet.rollout.server import Demand, ServerEngine
 from motet.running import run_config
-from motet.runtime.job import Job
 from motet.runtime.probe import Probe
-from motet.runtime.progress import JobProgress
 from motet.servers import TOLERANCE, Launched, build_servers
 from motet.training.torch_trainer import TorchTrainer
 from motet.types import AdapterRef
-from tests.service_run import serving, tiny
+from tests.service_run import Service, serving, tiny
 from tests.vllm_server import launch, vllm_python, vllm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -80,12 +77,16 @@ def lines(directory: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "run" / name / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_three_jobs_learn_at_once(lag: int, small: Any, server: Launched, tmp_path: Path) -> None:
-    sources = {"sort": ("toy:sort_letters", 8), "reverse": ("toy:reverse", 16), "count": ("toy:count_letters", 4)}
+def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) -> None:
+    """Two learn from their newest version alone, and one from versions that are up to two steps old."""
+    sources = {
+        "sort": ("toy:sort_letters", 8, 0),
+        "reverse": ("toy:reverse", 16, 2),
+        "count": ("toy:count_letters", 4, 0),
+    }
     jobs = [
         job(name, source, rank, algorithm={"max_off_policy_steps": lag, "correct_sampler": lag > 0})
-        for name, (source, rank) in sources.items()
+        for name, (source, rank, lag) in sources.items()
     ]
     result = run_config(config(tmp_path, {"urls": [server.url], "api_key_env": KEY}, jobs), base=small)
     for name, found in result.jobs.items():
@@ -94,6 +95,7 @@ def test_three_jobs_learn_at_once(lag: int, small: Any, server: Launched, tmp_pa
         assert after > before + 0.05, f"{name} went from {before} to {after}"
         assert found.inexact, "tokens of a server depend on its company, and the job has to say so"
         steps = [line for line in lines(tmp_path, name) if "reward" in line]
+        lag = sources[name][2]
         assert [line["version"] for line in steps] == [max(0, step - lag) for step in range(8)]
         if lag == 0:
             assert max(line["logprob_gap"] for line in steps if line["tokens"]) < FLOAT32_GAP
@@ -180,7 +182,7 @@ def test_in_bfloat16_the_probe_tells_a_version_from_the_one_before(tmp_path: Pat
     assert len(found) == len(versions) - 1
 
 
-def test_a_service_starts_servers_for_the_jobs_that_it_takes(tmp_path: Path) -> None:
+def test_a_service_starts_servers_for_the_jobs_that_it_takes_and_a_killed_one_again(tmp_path: Path) -> None:
     (tmp_path / "serve.yaml").write_text(
         f"engine: {{dtype: float32, threads: 1, slots: 3}}\nrollout: {{engine: vllm, directory: {tmp_path}/served, launch: "
         f"{{python: {vllm_python()}, max_positions: 512}}}}\n"
@@ -192,49 +194,35 @@ def test_a_service_starts_servers_for_the_jobs_that_it_takes(tmp_path: Path) -> 
             service.become(service.admin_key)
             keys[name] = service.ask("POST", "/v1/keys", json={"tenant": name, "name": "one"})["key"]
             service.become(keys[name])
-            service.submit(tiny(name, 2, adapter={"rank": rank}))
+            service.submit(tiny(name, 4, adapter={"rank": rank}))
         for field, value in (("adapter", {"rank": 65}), ("algorithm", {"max_off_policy_steps": 5})):
             error = service.refused(400, "POST", "/v1/jobs", json={**tiny("large"), field: value})
             assert "were started for; whoever runs it sets rollout.launch.max_" in error["message"]
+        service.reaches(name, 2)
+        (guard,) = guards(service)
+        for child in guard.children():
+            child.kill()
         for name, key in keys.items():
             service.become(key)
             assert service.ended(name) == "succeeded", service.job(name)["message"]
+            assert service.steps(name) == [0, 1, 2, 3, 4], "every step is trained once"
+        (again,) = guards(service)
+        assert again.pid != guard.pid, "nobody started the server again"
+    assert not again.is_running()
 
 
-def test_a_killed_server_costs_time_and_nothing_else(small: Any, tmp_path: Path) -> None:
-    jobs = [job("sort", "toy:sort_letters", 8, steps=5), job("count", "toy:count_letters", 4, steps=5)]
-    killed: list[int] = []
-    parts: list[Workshop] = []
-
-    def observe(progress: Sequence[JobProgress]) -> None:
-        if not killed and min(one.step for one in progress) >= 2:
-            assert parts[0].servers is not None
-            (process,) = parts[0].servers.fleet.processes.values()
-            children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-            killed.extend(int(word) for word in children.stdout.split())
-            for pid in killed:
-                os.kill(pid, signal.SIGKILL)
-
-    def started(workshop: Workshop, jobs: Sequence[Job]) -> None:
-        parts.append(workshop)
-
-    rollout = {"launch": launch().model_dump()}
-    result = run_config(config(tmp_path, rollout, jobs), base=small, observe=observe, started=started)
-    assert parts[0].servers is not None
-    (process,) = parts[0].servers.fleet.processes.values()
-    assert killed, "the test killed nothing"
-    assert process.starts == 2
-    for name, found in result.jobs.items():
-        assert found.state == "succeeded", found.message
-        steps = [line["step"] for line in lines(tmp_path, name) if "reward" in line]
-        assert steps == [0, 1, 2, 3, 4], "every step is trained once"
-    assert not process.alive
+def guards(service: Service) -> list[psutil.Process]:
+    """The processes that start a server and watch over it."""
+    assert service.process is not None
+    below = psutil.Process(service.process.pid).children(recursive=True)
+    return [one for one in below if any("server_guard" in word for word in one.cmdline())]
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize("publishes", [8, pytest.param(50, marks=pytest.mark.soak)])
-def test_the_gap_of_smollm2_over_many_publishes(smollm2_dir: Path, tmp_path: Path, publishes: int) -> None:
+@pytest.mark.soak
+def test_the_gap_of_smollm2_over_many_publishes(smollm2_dir: Path, tmp_path: Path) -> None:
     vllm_python()
+    publishes = 50
     base = load(str(smollm2_dir), EngineConfig(dtype="float32", threads=1))
     few = {"group_size": 4, "groups_per_step": 1}
     (tmp_path / "rewards.py").write_text(

@@ -179,6 +179,7 @@ def _load(base: str, config: EngineConfig) -> LoraModel:
         block_size=config.block_size,
         pack=config.pack_weights,
         numerics=config.numerics,
+        base_format=config.base_format,
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -334,6 +335,7 @@ def _start_samplers(
         base=base.info.name,
         dtype=base.info.dtype,
         pack=config.pack_weights,
+        base_format=config.base_format,
         block_size=base.block_size,
         trust_remote_code=config.trust_remote_code,
         limits=limits,

@@ -25,6 +25,9 @@ class EngineConfig(Config):
     samplers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Processes that sample besides this one, each with a copy of the base and one core; `auto` takes one for each further
     core where memory allows, and none on a GPU."""
+    base_format: Literal["auto", "unpacked", "packed"] = "auto"
+    """A quantised base (a .gguf file, or fp8 with scales for blocks) read as numbers (`unpacked`), or left as it is stored
+    (`packed`): the same bits with half to a quarter of the memory, and slower; `auto` unpacks it while memory lasts."""
     pack_weights: bool = True
     """On CPU in bfloat16, keep a second copy of the base in the layout that its kernels want: the same bits, sooner."""
     slots: int = Field(16, ge=1, le=10**5)
@@ -71,6 +74,12 @@ class EngineConfig(Config):
     def _each_host_has_a_device(self) -> EngineConfig:
         if self.devices and len(self.devices) != self.hosts:
             raise ValueError(f"hosts is {self.hosts}, and devices has {len(self.devices)}: name one for each host")
+        return self
+
+    @model_validator(mode="after")
+    def _shards_are_unpacked(self) -> EngineConfig:
+        if self.shard > 1 and self.base_format == "packed":
+            raise ValueError("a base in shards cannot stay packed yet: set base_format to unpacked, or shard to 1")
         return self
 
     @model_validator(mode="after")

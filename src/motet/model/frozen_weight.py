@@ -26,8 +26,8 @@ _ROWS_TRIED = (4, 32, 128)
 class FrozenWeight(nn.Module):
     """A weight [N, K] and its bias, read anew for every product: whoever shards a model may exchange the parameters.
 
-    Nothing else refers to the parameters but what they are tied to. A weight that is kept in another form (quantised, say)
-    derives from this class and says in `dense`, or in `forward` and `back`, how it is read.
+    Nothing else refers to the parameters but what they are tied to. A weight that is kept in another form derives from this
+    class and says in `dense` how it is read (see `packed.py`).
     """
 
     weight: nn.Parameter
@@ -37,10 +37,23 @@ class FrozenWeight(nn.Module):
         super().__init__()
         self.weight = _parameter(weight)
         self.register_parameter("bias", None if bias is None else _parameter(bias))
+        self._settle()
+
+    def _settle(self) -> None:
         self.tile = 0
         """Rows of every product, 0 for all there are (see `Arithmetic.tile`); set by whoever loads the base."""
-        self._packed: Tensor | None = None
-        self._least = least_rows(weight.numel(), weight.dtype)
+        self._reordered: Tensor | None = None
+        self._least = least_rows(self.shape.numel(), self.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, K]."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers that are multiplied with."""
+        return self.weight.dtype
 
     def dense(self) -> Tensor:
         """The numbers [N, K] that rows are multiplied with."""
@@ -67,9 +80,9 @@ class FrozenWeight(nn.Module):
         return self._with_enough_rows(grad, lambda rows: torch.matmul(rows, self.dense()))
 
     def _product(self, x: Tensor) -> Tensor:
-        if self._packed is None:
+        if self._reordered is None:
             return F.linear(x, self.dense(), self.bias)
-        return _packed_linear(x, self._packed, self.bias)
+        return _reordered_linear(x, self._reordered, self.bias)
 
     def any_rows(self, x: Tensor) -> Tensor:
         """The product of rows that need not be whole tiles."""
@@ -96,13 +109,13 @@ class FrozenWeight(nn.Module):
                 torch.addmm(bias, rows, weight_KN, out=out)
         return out_TN.view(*x.shape[:-1], weight_KN.shape[1])
 
-    def pack(self) -> None:
+    def reorder(self) -> None:
         """Make the second copy, in the layout of oneDNN."""
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _ROWS_TRIED[1])
+        self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight, _ROWS_TRIED[1])
 
-    def unpack(self) -> None:
+    def let_go(self) -> None:
         """Let the second copy go."""
-        self._packed = None
+        self._reordered = None
 
     def agrees(self) -> bool:
         """Whether products with the second copy have the bits of `F.linear`."""
@@ -119,25 +132,25 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
-def pack_all(weights: Iterable[FrozenWeight]) -> None:
-    """Pack the bfloat16 weights on the CPU whose shape passes the trial."""
+def reorder_all(weights: Iterable[FrozenWeight]) -> None:
+    """Keep the second copy of the bfloat16 weights on the CPU whose shape passes the trial."""
     passed: dict[tuple[int, ...], bool] = {}
     for weight in weights:
-        if weight.weight.device.type != "cpu" or weight.weight.dtype != torch.bfloat16 or weight.tile:
+        if type(weight) is not FrozenWeight or weight.weight.device.type != "cpu" or weight.weight.dtype != torch.bfloat16 or weight.tile:
             continue
         shape = (*weight.weight.shape, weight.bias is not None)
         if passed.get(shape) is False:
             continue
         try:
-            weight.pack()
+            weight.reorder()
             if shape not in passed:
                 passed[shape] = weight.agrees()
         except (AttributeError, RuntimeError):  # this build of torch has no such operator
             passed[shape] = False
         if not passed[shape]:
-            weight.unpack()
+            weight.let_go()
 
 
-def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def _reordered_linear(x: Tensor, reordered: Tensor, bias: Tensor | None) -> Tensor:
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(x, reordered, bias, "none", [], "")
     return output

@@ -12,6 +12,7 @@ import torch
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, Numerics
 from motet.model.lora_model import LoraModel, wrap
+from motet.model.packed import BaseFormat, n_hidden
 from motet.model.proof import prove
 from motet.model.shards import Shards
 
@@ -64,6 +65,7 @@ def load_base(
     pack: bool = True,
     numerics: Numerics = "exact",
     trust_remote_code: bool = False,
+    base_format: BaseFormat = "auto",
     arithmetic: Arithmetic | None = None,
     shards: Shards | None = None,
 ) -> LoraModel:
@@ -78,7 +80,7 @@ def load_base(
         raise BaseModelError(f"engine.device is {device}, but torch sees {seen}; use `cpu` or `auto`")
     if place.type == "cuda":
         _add_in_full_precision()
-    model, tokenizer = _load(name, dtype, trust_remote_code)
+    model, tokenizer = _load(name, dtype, trust_remote_code, base_format, place)
     model.to(place).eval().requires_grad_(False)
     limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
     arithmetic = Arithmetic.of(place, numerics) if arithmetic is None else arithmetic
@@ -109,25 +111,29 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
 
 
-def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+def _load(
+    name: str, dtype: str, trust_remote_code: bool, base_format: BaseFormat, place: torch.device
+) -> tuple[Any, Any]:
     import transformers
+
+    from motet.model.checkpoint import Checkpoint
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     source, gguf = find_base(name)
-    wanted: Any = DTYPES.get(dtype, "auto")
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if gguf is not None:
-        options |= {"gguf_file": gguf}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-        if gguf is not None:
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-            wanted = DTYPES.get(dtype, torch.bfloat16)
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=wanted, attn_implementation="eager", **options
+        checkpoint = Checkpoint.of(source, gguf, trust_remote_code)
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        wanted: Any = DTYPES.get(dtype, torch.bfloat16 if checkpoint.method else "auto")
+        model, report = (
+            checkpoint.packed(wanted, options)
+            if checkpoint.stays_packed(base_format, wanted, place)
+            else checkpoint.unpacked(wanted, options)
         )
+    except BaseModelError:
+        raise
     except Exception as error:  # configurations, files and the code of models are wrong in their own ways
         if "trust_remote_code" in str(error):
             raise BaseModelError(
@@ -139,7 +145,6 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
             f"base {name!r} cannot be loaded: {reason.rstrip('.')}; give another: a hub id, a directory, a .gguf file, "
             "`smollm2` (after `make smollm2`) or `small`"
         ) from error
-    model, report = loaded
     _check_weights(name, model, report)
     if dtype == "auto" and model.dtype not in DTYPES.values():
         model.bfloat16()
@@ -147,8 +152,8 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
 
 
 def _check_weights(name: str, model: Any, report: dict[str, Any]) -> None:
-    """Motet cannot multiply with quantised weights; those that a checkpoint lacks would be random numbers."""
-    if getattr(model, "is_quantized", False):
+    """Motet cannot multiply with all quantised weights; those that a checkpoint lacks would be random numbers."""
+    if getattr(model, "is_quantized", False) and not n_hidden(model):
         method = model.config.quantization_config.quant_method.value
         raise BaseModelError(
             f"base {name!r} is quantised ({method}), and Motet multiplies with weights in float32 or bfloat16; give the base "

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from motet import seeds
 from motet.model.arithmetic import ROWS, least_rows, round_up
 from motet.model.frozen_weight import FrozenWeight
+from motet.model.packed import PackedLinear, frozen_weight, joint_weight
 
 Views = dict[str, tuple[Tensor, Tensor]]
 
@@ -210,12 +211,12 @@ class LoraContext:
 class LoraLinear(nn.Module):
     """A frozen linear layer that any number of adapters may add to."""
 
-    def __init__(self, linear: nn.Linear, path: str, context: LoraContext) -> None:
+    def __init__(self, linear: nn.Linear | PackedLinear, path: str, context: LoraContext) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.path = path
         self.context = context
-        self.fused = FusedLinears((path,), FrozenWeight(linear.weight, linear.bias), (self.out_features,))
+        self.fused = FusedLinears((path,), frozen_weight(linear), (self.out_features,))
         self.index = 0
         self.changed = False
         """Whether the model changes in place what the layer gives, which then may be no part of something else."""
@@ -256,9 +257,8 @@ def fuse(layers: Sequence[LoraLinear]) -> None:
     biases = [weight.bias for weight in weights if weight.bias is not None]
     if len(layers) < 2 or len(biases) not in (0, len(layers)):
         return
-    weight = torch.cat([one.weight.detach() for one in weights])
-    frozen = FrozenWeight(weight, torch.cat([bias.detach() for bias in biases]) if biases else None)
-    fused = FusedLinears(tuple(layer.path for layer in layers), frozen, tuple(layer.out_features for layer in layers))
+    paths, sizes = tuple(layer.path for layer in layers), tuple(layer.out_features for layer in layers)
+    fused = FusedLinears(paths, joint_weight(weights), sizes)
     for index, layer in enumerate(layers):
         layer.fused, layer.index = fused, index
 
@@ -266,9 +266,9 @@ def fuse(layers: Sequence[LoraLinear]) -> None:
 _LEFT_OUT = {"experts", "router", "gate", "shared_expert_gate", "lm_head"}
 
 
-def walk_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The adaptable layers by path: every nn.Linear of the decoder but routers and experts."""
+def walk_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | PackedLinear]]:
+    """The adaptable layers by path: every nn.Linear of the decoder, packed or not, but routers and experts."""
     for path, module in model.named_modules():
         parts = path.split(".")
-        if isinstance(module, nn.Linear) and not _LEFT_OUT & set(parts):
+        if isinstance(module, nn.Linear | PackedLinear) and not _LEFT_OUT & set(parts):
             yield path, module

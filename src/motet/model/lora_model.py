@@ -22,10 +22,11 @@ from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
-from motet.model.frozen_weight import FrozenWeight, pack_all
+from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
 from motet.model.norm import speed_up_norms
+from motet.model.packed import frozen_weight, n_hidden
 from motet.model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -93,9 +94,9 @@ class LoraModel:
         fused = {layer.fused.leader: layer.fused.frozen for layer in self.linears.values()}
         return [*fused.values(), self.head]
 
-    def pack_weights(self) -> None:
+    def reorder_weights(self) -> None:
         """Keep a second copy of the frozen weights where products with it are faster and have the same bits."""
-        pack_all(self._frozen_weights())
+        reorder_all(self._frozen_weights())
 
     @contextlib.contextmanager
     def routed(self, routing: Routing) -> Iterator[None]:
@@ -229,7 +230,7 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
         )
     _remove_dropout(model)
     speed_up_norms(decoder)
-    dtype, head = next(iter(linears.values())).weight.dtype, _freeze_head(model)
+    dtype, head = next(iter(linears.values())).fused.frozen.dtype, _freeze_head(model)
     info = _info(name, model, tokenizer, device, dtype, head, tuple(linears))
     base = LoraModel(info, model, decoder, head, dtype, device, context, linears)
     if base.has_experts:
@@ -239,7 +240,7 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
 
 def _freeze_head(model: Any) -> FrozenWeight:
     head = model.get_output_embeddings()
-    frozen = FrozenWeight(head.weight, getattr(head, "bias", None))
+    frozen = frozen_weight(head)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if child is head:
@@ -264,8 +265,8 @@ def _info(
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         processor=torch.backends.cpu.get_cpu_capability() if on_cpu else torch.cuda.get_device_name(device),
-        n_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        vocab_size=len(head.weight),
+        n_parameters=sum(parameter.numel() for parameter in model.parameters()) + n_hidden(model),
+        vocab_size=head.shape[0],
         max_positions=int(config.max_position_embeddings),
         hidden_size=config.hidden_size,
         model_type=config.model_type,

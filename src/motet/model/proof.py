@@ -79,7 +79,7 @@ def prove(
             base.shards = shards
         base.compute_with(base.arithmetic)  # of the fused weights too
         if pack and shards is None:
-            base.pack_weights()
+            base.reorder_weights()
         _limit_to_window(base, {call.layer: call.window for call in calls})
         with base.routed(NoAdapters()):
             _check_exactness(base, sequences)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from motet.channel import Message
 from motet.types import AdapterRef, Chunk, GenerateRequest
 
@@ -15,6 +17,7 @@ class Load(Message, frozen=True):
     dtype: str
     block_size: int
     pack: bool
+    base_format: Literal["auto", "unpacked", "packed"]
     trust_remote_code: bool
     limits: dict[str, int]
     """Of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`."""

@@ -41,6 +41,7 @@ class SamplerProcess:
             device="cpu",
             block_size=load.block_size,
             pack=load.pack,
+            base_format=load.base_format,
             trust_remote_code=load.trust_remote_code,
         )
         self.device = Device()

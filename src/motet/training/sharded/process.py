@@ -52,6 +52,7 @@ def join(message: m.Join) -> RankTrainer:
         device=message.kind,
         block_size=message.block_size,
         pack=False,
+        base_format="unpacked",
         trust_remote_code=message.trust_remote_code,
         shards=Shards(init_device_mesh(message.kind, (message.n_ranks,))),
     )
