@@ -172,7 +172,8 @@ def test_memory_grows_with_the_length_and_not_with_its_square(window, heads):
         generator = torch.Generator().manual_seed(0)
         states = [torch.randn(length, n, WIDTH, generator=generator) for n in (heads, HEADS, HEADS)]
         leaves = [each.requires_grad_(window is not None) for each in states]
-        with LiveMemory() as memory:
+        memory = LiveMemory()
+        with memory:
             output = attend(leaves, metadata=packed_metadata([length], 64, CPU), sliding_window=window)
             if window is not None:
                 output.sum().backward()
