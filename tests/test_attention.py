@@ -127,6 +127,37 @@ def test_scores_far_below_the_largest_weigh_nothing():
     assert torch.allclose(output, value[:1].expand_as(output), rtol=0, atol=1e-37)
 
 
+def sinks_of(heads: int) -> Tensor:
+    """Some above all scores, some far below."""
+    return torch.linspace(-9.0, 6.0, heads)
+
+
+@pytest.mark.parametrize("fold", [1, 3])
+def test_sinks_take_their_share_of_the_softmax(fold):
+    lengths, heads = [7, 50, 1], HEADS * fold
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(sum(lengths), n, WIDTH, generator=generator) for n in (heads, HEADS, HEADS)]
+    states = [each.requires_grad_() for each in states]
+    output = attend(states, metadata=packed_metadata(lengths, BLOCK, CPU), s_aux=sinks_of(heads))
+    plain = []
+    for query, key, value in zip(
+        *(each.double().transpose(0, 1).split(lengths, dim=1) for each in states), strict=True
+    ):
+        key, value = (each.repeat_interleave(fold, dim=0) for each in (key, value))
+        score = (query @ key.transpose(1, 2) / WIDTH**0.5).masked_fill(
+            ~torch.ones(2 * (query.shape[1],)).tril().bool(), -torch.inf
+        )
+        sink = sinks_of(heads)[:, None, None].expand(-1, query.shape[1], 1)
+        plain.append(torch.cat([score, sink], dim=-1).softmax(-1)[..., :-1] @ value)
+    expected = torch.cat(plain, dim=1).transpose(0, 1)
+    assert torch.allclose(output.double(), expected, atol=1e-5)
+    slope = torch.randn(output.shape, generator=generator)
+    for ours, theirs in zip(
+        torch.autograd.grad(output, states, slope), torch.autograd.grad(expected, states, slope.double()), strict=True
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", [[7, 5, 31, 1], [64, 64], [50, 45, 70, 3]])
 def test_gradients_equal_the_plain_formula(lengths):
     generator = torch.Generator().manual_seed(0)

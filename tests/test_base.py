@@ -106,7 +106,6 @@ def test_every_adaptable_layer_is_reached(name):
         ("bert", "BertSelfAttention looks at what comes after a token, so this is no causal language model"),
         ("codegen", "does not run in transformers itself: CodeGenAttention: The size of tensor a"),
         ("gpt2", "has no nn.Linear layer"),
-        ("gpt_oss", "asks its attention for s_aux, which Motet does not understand"),
     ],
 )
 def test_architecture_is_refused_with_the_reason(name, message):

@@ -59,6 +59,14 @@ class _FoldedCall:
     softcap: float | None
     n_kv: int
     fold: int
+    sinks_H: Tensor | None = None
+
+    def sinks(self, n_rows: int) -> Tensor | None:
+        """Of folded rows, fp32 [K, R, 1]; None where there are none."""
+        if self.sinks_H is None:
+            return None
+        sinks_KG = self.sinks_H.float().view(self.n_kv, self.fold)
+        return sinks_KG.repeat(1, -(-n_rows // self.fold))[:, :n_rows, None]
 
 
 @dataclass
@@ -73,7 +81,7 @@ class TorchPass:
         scaling, n_kv, fold = call.scaling, key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
         if math.frexp(scaling)[0] == 0.5:  # a power of two: the query times it is exact, and smaller than the scores
             query_THE, scaling = query_THE * scaling, 1.0
-        folded = _FoldedCall(self.metadata, call.window, scaling, call.softcap, n_kv, fold)
+        folded = _FoldedCall(self.metadata, call.window, scaling, call.softcap, n_kv, fold, call.sinks_H)
         if self.metadata.cache is not None:
             return _through_cache(query_THE, key_TKE, value_TKE, folded, call.layer)
         output: Tensor = _PackedAttention.apply(query_THE, key_TKE, value_TKE, folded)  # type: ignore[no-untyped-call]
@@ -162,10 +170,14 @@ def _attend(
     """Softmax attention of a group over blocks of keys, added in order.
 
     Returns:
-        Output [S, K, R, E], and of each row's scores the largest and the sum of weights relative to it, fp32 [S, K, R, 1].
+        Output [S, K, R, E], and of each row's scores (and its sink) the largest and the sum of weights relative to it, fp32
+        [S, K, R, 1].
     """
     parts = _parts(index, call, query_SKRE.shape[2], call.metadata.rows)
     peak, kept = _largest(parts, query_SKRE, keys_BSKCE, call)
+    sinks = call.sinks(query_SKRE.shape[2])
+    if sinks is not None:
+        torch.maximum(peak, sinks, out=peak)
     output = total = None
     for part in parts:
         score, rows = kept.pop(part.run.start, None), slice(part.first, part.stop)
@@ -182,6 +194,8 @@ def _attend(
                 output[:, :, rows].add_(own)
                 total[:, :, rows].add_(share)
     assert output is not None and total is not None
+    if sinks is not None:
+        total.add_(sinks.sub(peak).clamp_(LEAST_EXPONENT).exp_())
     return output.div_(total).to(query_SKRE.dtype), peak, total
 
 
