@@ -10,6 +10,7 @@ from motet.model.attention import Span, motet_attention
 from motet.model.attention.torch_attention import TorchPass
 from motet.model.attention.torch_metadata import TorchMetadata, cached_metadata, packed_metadata
 from motet.model.kv_cache import KVCache
+from tests.live_memory import LiveMemory
 
 CPU = torch.device("cpu")
 BLOCK, HEADS, WIDTH = 16, 2, 16
@@ -126,6 +127,37 @@ def test_scores_far_below_the_largest_weigh_nothing():
     assert torch.allclose(output, value[:1].expand_as(output), rtol=0, atol=1e-37)
 
 
+def sinks_of(heads: int) -> Tensor:
+    """Some above all scores, some far below."""
+    return torch.linspace(-9.0, 6.0, heads)
+
+
+@pytest.mark.parametrize("fold", [1, 3])
+def test_sinks_take_their_share_of_the_softmax(fold):
+    lengths, heads = [7, 50, 1], HEADS * fold
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(sum(lengths), n, WIDTH, generator=generator) for n in (heads, HEADS, HEADS)]
+    states = [each.requires_grad_() for each in states]
+    output = attend(states, metadata=packed_metadata(lengths, BLOCK, CPU), s_aux=sinks_of(heads))
+    plain = []
+    for query, key, value in zip(
+        *(each.double().transpose(0, 1).split(lengths, dim=1) for each in states), strict=True
+    ):
+        key, value = (each.repeat_interleave(fold, dim=0) for each in (key, value))
+        score = (query @ key.transpose(1, 2) / WIDTH**0.5).masked_fill(
+            ~torch.ones(2 * (query.shape[1],)).tril().bool(), -torch.inf
+        )
+        sink = sinks_of(heads)[:, None, None].expand(-1, query.shape[1], 1)
+        plain.append(torch.cat([score, sink], dim=-1).softmax(-1)[..., :-1] @ value)
+    expected = torch.cat(plain, dim=1).transpose(0, 1)
+    assert torch.allclose(output.double(), expected, atol=1e-5)
+    slope = torch.randn(output.shape, generator=generator)
+    for ours, theirs in zip(
+        torch.autograd.grad(output, states, slope), torch.autograd.grad(expected, states, slope.double()), strict=True
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", [[7, 5, 31, 1], [64, 64], [50, 45, 70, 3]])
 def test_gradients_equal_the_plain_formula(lengths):
     generator = torch.Generator().manual_seed(0)
@@ -161,3 +193,37 @@ def test_gradients_do_not_depend_on_how_far_company_pads(dtype):
 
     for alone, together in zip(gradients(lengths[:1]), gradients(lengths), strict=True):
         assert torch.equal(alone, together[: lengths[0]])
+
+
+@pytest.mark.parametrize(("window", "heads"), [(None, 32), (50, 4)])
+def test_memory_grows_with_the_length_and_not_with_its_square(window, heads):
+    """Of twice the length twice as much at most, beyond the scores of the shorter one, all of which are kept."""
+
+    def most(length: int) -> int:
+        generator = torch.Generator().manual_seed(0)
+        states = [torch.randn(length, n, WIDTH, generator=generator) for n in (heads, HEADS, HEADS)]
+        leaves = [each.requires_grad_(window is not None) for each in states]
+        memory = LiveMemory()
+        with memory:
+            output = attend(leaves, metadata=packed_metadata([length], 64, CPU), sliding_window=window)
+            if window is not None:
+                output.sum().backward()
+        return memory.most
+
+    assert most(2048) < 2.1 * most(1024)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_scores_that_are_not_kept_are_the_same_when_they_are_made_again(dtype):
+    """The last row of a sequence too long for all scores to be kept, against the same row decoded."""
+    length, heads = 1536, 16
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(length, n, WIDTH, generator=generator).to(dtype) for n in (heads, HEADS, HEADS)]
+    whole = attend(states, metadata=packed_metadata([length], 64, CPU), softcap=2.0)
+    cache = KVCache(length // 64, 64, CPU)
+    blocks = cache.take(length // 64)
+    attend([each[:-1] for each in states], metadata=cached_metadata([Span(0, length - 1, blocks)], cache, CPU, 1))
+    last = [each[-1:].expand(4, -1, -1) for each in states]
+    metadata = cached_metadata([Span(length - 1, 1, blocks)], cache, CPU)
+    assert torch.equal(attend(last, metadata=metadata, softcap=2.0)[0], whole[-1])

@@ -28,8 +28,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from motet.model.attention import triton_kernels
 
-sizes = dict(FOLD=3, STEP=21, WIDTH=64, LANES=64, UNIT=16, SOFTCAP=2.0, ROWS=64, KEYS=64, WIDEN=False, CHUNK=512)
+sizes = dict(FOLD=3, STEP=21, WIDTH=64, LANES=64, UNIT=16, SOFTCAP=2.0, ROWS=64, KEYS=64, WIDEN=False, CHUNK=512, SINKS=True)
 types = dict.fromkeys(triton_kernels._STATES, "*bf16") | {"log_sum": "*fp32", "common": "*fp32", "scaling": "fp32"}
+types["sinks"] = "*bf16"
 tables = "rows queries firsts keys tile_sequence tile_query block_sequence block_key readers places"
 types |= dict.fromkeys(tables.split(), "*i32") | dict.fromkeys(sizes, "constexpr")
 for kernel in (triton_kernels.forward, triton_kernels.query_gradients, triton_kernels.key_gradients, triton_kernels.collect):
@@ -52,9 +53,9 @@ def random(rows: int, *heads: int, width: int = 16, seed: int = 0) -> list[Tenso
     return [torch.randn(rows, each, width, generator=generator).to(DEVICE) for each in heads]
 
 
-def attend(metadata: TritonMetadata, states: list[Tensor], window=None, softcap=None) -> Tensor:
+def attend(metadata: TritonMetadata, states: list[Tensor], window=None, softcap=None, sinks=None) -> Tensor:
     scaling = states[0].shape[-1] ** -0.5
-    return TritonPass(metadata).attend(LayerCall(0, scaling, window, softcap), *states)
+    return TritonPass(metadata).attend(LayerCall(0, scaling, window, softcap, sinks), *states)
 
 
 def gradients(output: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
@@ -64,14 +65,21 @@ def gradients(output: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    ("fold", "n_kv", "width", "window", "softcap"),
-    [(1, 2, 16, None, None), (3, 1, 24, 21, None), (4, 1, 16, None, 2.0), (4, 2, 24, 50, 2.0)],
+    ("fold", "n_kv", "width", "window", "softcap", "sinks"),
+    [
+        (1, 2, 16, None, None, False),
+        (3, 1, 24, 21, None, True),
+        (4, 1, 16, None, 2.0, False),
+        (4, 2, 24, 50, 2.0, True),
+    ],
 )
-def test_packed_sequences_and_their_gradients_equal_the_products_of_torch(fold, n_kv, width, window, softcap):
+def test_packed_sequences_and_their_gradients_equal_the_products_of_torch(fold, n_kv, width, window, softcap, sinks):
     states = [each.requires_grad_() for each in random(sum(LENGTHS), fold * n_kv, n_kv, n_kv, width=width)]
-    output = attend(packed_metadata(LENGTHS, DEVICE, PREFIXES), states, window, softcap)
+    sinks_H = test_attention.sinks_of(fold * n_kv).to(DEVICE) if sinks else None
+    output = attend(packed_metadata(LENGTHS, DEVICE, PREFIXES), states, window, softcap, sinks_H)
     metadata = torch_metadata.packed_metadata(LENGTHS, BLOCK, DEVICE, PREFIXES)
-    expected = test_attention.attend(states, metadata=metadata, sliding_window=window, softcap=softcap)
+    options = {"sliding_window": window, "softcap": softcap, "s_aux": sinks_H}
+    expected = test_attention.attend(states, metadata=metadata, **options)
     assert torch.allclose(output, expected, rtol=0, atol=1e-5)
     for ours, theirs in zip(gradients(output, states), gradients(expected, states), strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)

@@ -129,7 +129,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # Refused, each for a reason of its own:
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon_alibi": ("FalconConfig", {"alibi": True}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     "falcon_h1": ("FalconH1Config", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),

@@ -267,7 +267,7 @@ _LEFT_OUT = {"experts", "router", "gate", "shared_expert_gate", "lm_head"}
 
 
 def walk_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | PackedLinear]]:
-    """The adaptable layers by path: every nn.Linear of the decoder, packed or not, but routers and experts."""
+    """By path every nn.Linear of the decoder, or what derives from it, packed or not, but routers and experts."""
     for path, module in model.named_modules():
         parts = path.split(".")
         if isinstance(module, nn.Linear | PackedLinear) and not _LEFT_OUT & set(parts):

@@ -218,7 +218,11 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
     context = LoraContext()
     linears: dict[str, LoraLinear] = {}
     prefix = next((path for path, module in model.named_modules() if module is decoder), "")
+    peculiar = set()
     for path, linear in list(walk_linears(decoder)):
+        if type(linear) is not nn.Linear:  # whatever it multiplies with, it is not just its weight
+            peculiar.add(type(linear).__name__)
+            continue
         full = f"{prefix}.{path}" if prefix else path
         parent, _, leaf = path.rpartition(".")
         wrapped = LoraLinear(linear, full, context)
@@ -226,13 +230,18 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
         linears[full] = wrapped
     if not linears:
         raise BaseModelError(
-            f"{name} has no nn.Linear layer in its decoder, so there is nothing to adapt; {attention.INSTEAD}"
+            f"{name} has no nn.Linear layer in its decoder{', but ' * bool(peculiar)}{' and '.join(sorted(peculiar))}, so "
+            f"there is nothing to adapt; {attention.INSTEAD}"
         )
     _remove_dropout(model)
     speed_up_norms(decoder)
     dtype, head = next(iter(linears.values())).fused.frozen.dtype, _freeze_head(model)
     info = _info(name, model, tokenizer, device, dtype, head, tuple(linears))
     base = LoraModel(info, model, decoder, head, dtype, device, context, linears)
+    if peculiar:
+        base.revise(
+            f"{' and '.join(sorted(peculiar))} layers get no adapter, because they multiply in a way of their own"
+        )
     if base.has_experts:
         base.revise("mixture of experts: routers and routed experts get no adapter, they stay as they are")
     return base

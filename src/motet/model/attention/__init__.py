@@ -46,6 +46,7 @@ def motet_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     attention_pass: AttentionPass | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
@@ -66,6 +67,6 @@ def motet_attention(
         what = ", ".join(strange) or "an attention mask"
         raise BaseModelError(f"{name} asks its attention for {what}, which Motet does not understand; {INSTEAD}")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = LayerCall(int(getattr(module, "layer_idx", -1)), scaling, sliding_window, softcap)
+    call = LayerCall(int(getattr(module, "layer_idx", -1)), scaling, sliding_window, softcap, s_aux)
     attention_pass.calls.append(call)
     return attention_pass.attend(call, *(states[0].transpose(0, 1) for states in (query, key, value)))[None], None

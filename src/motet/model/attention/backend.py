@@ -41,6 +41,8 @@ class LayerCall:
     scaling: float
     window: int | None
     softcap: float | None
+    sinks_H: Tensor | None = None
+    """For each query head a score that takes its share of the softmax and has no value (gpt-oss)."""
 
 
 def prefix_length(prefix: Prefix | None) -> int:

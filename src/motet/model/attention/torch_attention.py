@@ -26,13 +26,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.model.arithmetic import ROWS, least_rows
+from motet.model.arithmetic import ROWS, least_rows, round_up
 from motet.model.attention.backend import LayerCall, Prefix, Span
-from motet.model.attention.torch_metadata import Group, Mask, TorchMetadata, cached_metadata, packed_metadata
+from motet.model.attention.torch_metadata import (
+    TILE,
+    Group,
+    KeyRange,
+    Mask,
+    TorchMetadata,
+    cached_metadata,
+    packed_metadata,
+)
 from motet.model.kv_cache import KVCache
 
-TILE = 128
-"""Folded query rows that are summed in one product."""
+KEPT_SCORES = 1 << 24
+"""Scores of a group that are kept while each row's largest is looked for; those of later blocks are computed a second time."""
 
 LEAST_EXPONENT = -87.0
 """Of a weight, whose exponential is just not subnormal: of what is smaller, −∞ above all, `exp` takes up to 30 times as long.
@@ -51,6 +59,14 @@ class _FoldedCall:
     softcap: float | None
     n_kv: int
     fold: int
+    sinks_H: Tensor | None = None
+
+    def sinks(self, n_rows: int) -> Tensor | None:
+        """Of folded rows, fp32 [K, R, 1]; None where there are none."""
+        if self.sinks_H is None:
+            return None
+        sinks_KG = self.sinks_H.float().view(self.n_kv, self.fold)
+        return sinks_KG.repeat(1, -(-n_rows // self.fold))[:, :n_rows, None]
 
 
 @dataclass
@@ -65,7 +81,7 @@ class TorchPass:
         scaling, n_kv, fold = call.scaling, key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
         if math.frexp(scaling)[0] == 0.5:  # a power of two: the query times it is exact, and smaller than the scores
             query_THE, scaling = query_THE * scaling, 1.0
-        folded = _FoldedCall(self.metadata, call.window, scaling, call.softcap, n_kv, fold)
+        folded = _FoldedCall(self.metadata, call.window, scaling, call.softcap, n_kv, fold, call.sinks_H)
         if self.metadata.cache is not None:
             return _through_cache(query_THE, key_TKE, value_TKE, folded, call.layer)
         output: Tensor = _PackedAttention.apply(query_THE, key_TKE, value_TKE, folded)  # type: ignore[no-untyped-call]
@@ -110,14 +126,42 @@ def _scores(query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor
     return score
 
 
-def _replace_hidden(states_BSKRC: Tensor, mask: Mask | None, first: int, *, infinite: bool) -> None:
+def _replace_hidden(states_BSKRC: Tensor, masks: tuple[Mask, ...], first: int, *, infinite: bool) -> None:
     """Replace what is hidden of rows from the first on: scores by −∞, weights by 0."""
-    if mask is None:
-        return
-    keep_BSRC = mask.keep_BSRC[:, :, :, first:]
-    bits = states_BSKRC[mask.block :, :, :, : keep_BSRC.shape[3]].view(torch.int32).bitwise_and_(keep_BSRC)
-    if infinite:
-        bits.bitwise_or_(mask.hide_BSRC[:, :, :, first:])
+    for mask in masks:
+        row, cut = max(mask.row - first, 0), max(first - mask.row, 0)
+        states = states_BSKRC[mask.block :, :, :, row : row + max(mask.keep_BSRC.shape[3] - cut, 0)]
+        n_rows = states.shape[3]
+        bits = states.view(torch.int32).bitwise_and_(mask.keep_BSRC[:, :, :, cut : cut + n_rows])
+        if infinite:
+            bits.bitwise_or_(mask.hide_BSRC[:, :, :, cut : cut + n_rows])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A run of blocks, and the folded query rows that read it."""
+
+    run: KeyRange
+    first: int
+    stop: int
+    masks: tuple[Mask, ...]
+
+    def scores(self, query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor:
+        """Of its rows, −∞ where a key is hidden; the same bits whenever they are computed."""
+        score = _scores(query_SKRE[:, :, self.first : self.stop], keys_BSKCE[self.run.start : self.run.stop], call)
+        _replace_hidden(score, self.masks, self.first, infinite=True)
+        return score
+
+
+def _parts(index: int, call: _FoldedCall, n_rows: int, multiple: int, begin: int = 1) -> list[_Part]:
+    """In order; each has a multiple of rows, and begins at a multiple."""
+    parts = []
+    for run in call.metadata.groups[index].runs:
+        first = run.first_query * call.fold // begin * begin
+        reach = call.metadata.reach(index, run, call.window, call.fold)
+        stop = first + round_up(max(reach.stop - first, 1), multiple)
+        parts.append(_Part(run, first, min(stop, n_rows), reach.masks))
+    return parts
 
 
 def _attend(
@@ -126,36 +170,60 @@ def _attend(
     """Softmax attention of a group over blocks of keys, added in order.
 
     Returns:
-        Output [S, K, R, E], and of each row's scores the largest and the sum of weights relative to it, fp32 [S, K, R, 1].
+        Output [S, K, R, E], and of each row's scores (and its sink) the largest and the sum of weights relative to it, fp32
+        [S, K, R, 1].
     """
-    runs = [(run, run.first_query * call.fold) for run in call.metadata.groups[index].runs]
-    masks = [call.metadata.mask(index, run, call.window, call.fold) for run, _ in runs]
-    scores = []
-    peak = output = total = None
-    for (run, first), mask in zip(runs, masks, strict=True):
-        score = _scores(query_SKRE[:, :, first:], keys_BSKCE[run.start : run.stop], call)
-        _replace_hidden(score, mask, first, infinite=True)
-        scores.append(score)
+    parts = _parts(index, call, query_SKRE.shape[2], call.metadata.rows)
+    peak, kept = _largest(parts, query_SKRE, keys_BSKCE, call)
+    sinks = call.sinks(query_SKRE.shape[2])
+    if sinks is not None:
+        torch.maximum(peak, sinks, out=peak)
+    output = total = None
+    for part in parts:
+        score, rows = kept.pop(part.run.start, None), slice(part.first, part.stop)
+        if score is None:
+            score = part.scores(query_SKRE, keys_BSKCE, call)
+        weights = score.sub_(peak[:, :, rows]).clamp_(LEAST_EXPONENT).exp_()
+        _replace_hidden(weights, part.masks, part.first, infinite=False)
+        values = values_BSKCE[part.run.start : part.run.stop]
+        sums, shares = torch.matmul(weights.to(values.dtype), values).float(), weights.sum(-1, keepdim=True)
+        for own, share in zip(sums, shares, strict=True):
+            if output is None or total is None:
+                output, total = (_to_all_rows(each, peak.shape[2]) for each in (own, share))
+            else:
+                output[:, :, rows].add_(own)
+                total[:, :, rows].add_(share)
+    assert output is not None and total is not None
+    if sinks is not None:
+        total.add_(sinks.sub(peak).clamp_(LEAST_EXPONENT).exp_())
+    return output.div_(total).to(query_SKRE.dtype), peak, total
+
+
+def _largest(
+    parts: list[_Part], query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """The largest score of each row [S, K, R, 1], and by first block as many scores as are kept."""
+    peak, kept, n_kept = None, {}, 0
+    for part in parts:
+        score = part.scores(query_SKRE, keys_BSKCE, call)
         largest = score.amax(-1, keepdim=True)
         largest = largest.amax(0) if len(largest) > 1 else largest[0]
         if peak is None:
-            peak = largest
+            peak = _to_all_rows(largest, query_SKRE.shape[2], -math.inf)
         else:
-            torch.maximum(peak[:, :, first:], largest, out=peak[:, :, first:])
+            own = peak[:, :, part.first : part.stop]
+            torch.maximum(own, largest, out=own)
+        n_kept += score.numel()
+        if n_kept <= KEPT_SCORES:
+            kept[part.run.start] = score
     assert peak is not None
-    for (run, first), mask, score in zip(runs, masks, scores, strict=True):
-        weights = score.sub_(peak[:, :, first:]).clamp_(LEAST_EXPONENT).exp_()
-        _replace_hidden(weights, mask, first, infinite=False)
-        values = values_BSKCE[run.start : run.stop]
-        parts, shares = torch.matmul(weights.to(values.dtype), values).float(), weights.sum(-1, keepdim=True)
-        for part, share in zip(parts, shares, strict=True):
-            if output is None or total is None:
-                output, total = part, share
-            else:
-                output[:, :, first:].add_(part)
-                total[:, :, first:].add_(share)
-    assert output is not None and total is not None
-    return output.div_(total).to(query_SKRE.dtype), peak, total
+    return peak, kept
+
+
+def _to_all_rows(first_SKRE: Tensor, n_rows: int, value: float = 0.0) -> Tensor:
+    """What the first rows have, and a value for those after them."""
+    pad = n_rows - first_SKRE.shape[2]
+    return F.pad(first_SKRE, (0, 0, 0, pad), value=value) if pad else first_SKRE
 
 
 def _fold(states_THE: Tensor, group: Group, call: _FoldedCall, multiple: int) -> Tensor:
@@ -308,27 +376,27 @@ def _attend_backward(
     dtype = query_SKRE.dtype
     grad_query: Tensor | None = None
     grad_keys, grad_values = torch.empty_like(keys_BSKCE), torch.empty_like(values_BSKCE)
-    for run in call.metadata.groups[index].runs:
-        first = run.first_query * call.fold // TILE * TILE
-        query, grad = query_SKRE[:, :, first:].contiguous(), grad_SKRE[:, :, first:].contiguous()
-        keys, values = keys_BSKCE[run.start], values_BSKCE[run.start]
+    for part in _parts(index, call, query_SKRE.shape[2], TILE, TILE):
+        block, rows = part.run.start, slice(part.first, part.stop)
+        query, grad = query_SKRE[:, :, rows].contiguous(), grad_SKRE[:, :, rows].contiguous()
+        keys, values = keys_BSKCE[block], values_BSKCE[block]
         score = _scores(query, keys[None], call)
         slope = None if call.softcap is None else 1 - (score / call.softcap).square_()
-        weights = score.sub_(log_sum_SKR1[:, :, first:]).clamp_(LEAST_EXPONENT, -LEAST_EXPONENT).exp_()
-        _replace_hidden(weights, call.metadata.mask(index, run, call.window, call.fold), first, infinite=False)
-        grad_values[run.start] = _over_queries(weights[0].to(dtype), grad)
-        grad_score = torch.matmul(grad, values.transpose(-1, -2)).float().sub_(common_SKR1[:, :, first:])
+        weights = score.sub_(log_sum_SKR1[:, :, rows]).clamp_(LEAST_EXPONENT, -LEAST_EXPONENT).exp_()
+        _replace_hidden(weights, part.masks, part.first, infinite=False)
+        grad_values[block] = _over_queries(weights[0].to(dtype), grad)
+        grad_score = torch.matmul(grad, values.transpose(-1, -2)).float().sub_(common_SKR1[:, :, rows])
         grad_score.mul_(weights[0])
         if call.scaling != 1.0:
             grad_score.mul_(call.scaling)
         if slope is not None:
             grad_score.mul_(slope[0])
         grad_score = grad_score.to(dtype)
-        part = torch.matmul(grad_score, keys)
+        own = torch.matmul(grad_score, keys)
         if grad_query is None:
-            grad_query = part.float()
+            grad_query = _to_all_rows(own.float(), query_SKRE.shape[2])
         else:
-            grad_query[:, :, first:].add_(part)
-        grad_keys[run.start] = _over_queries(grad_score, query)
+            grad_query[:, :, rows].add_(own)
+        grad_keys[block] = _over_queries(grad_score, query)
     assert grad_query is not None
     return grad_query.to(dtype), grad_keys, grad_values

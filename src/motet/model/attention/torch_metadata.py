@@ -19,6 +19,12 @@ from motet.model.arithmetic import LEAST_FILL, ROWS, round_up
 from motet.model.attention.backend import Prefix, Span, prefix_length
 from motet.model.kv_cache import KVCache, Writes
 
+TILE = 128
+"""Folded query rows that are summed in one product."""
+
+NO_WINDOW = 1 << 30
+"""More keys than a sequence has."""
+
 MINUS_INFINITY = -(1 << 23)
 """The bits of −∞ in fp32, as int32."""
 
@@ -33,8 +39,6 @@ class KeyRange:
     """Before this padded query nobody in the group sees a key of these blocks."""
     hidden_from: int
     """First block of which some query does not see every key, where no window hides more; `stop` if there is none."""
-    hidden_until: int
-    """From this padded query on everybody sees all of these blocks."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,22 @@ class Mask:
 
     block: int
     """First block of the run that it covers, to the last."""
+    row: int
+    """First of the group's folded query rows that it covers."""
     keep_BSRC: Tensor
-    """int32 [B, S, 1, R, C]: all bits where the key is seen, none where it is hidden; R rows from the first on."""
+    """int32 [B, S, 1, R, C]: all bits where the key is seen, none where it is hidden."""
     hide_BSRC: Tensor
     """The bits of −∞ where it is hidden, none where it is seen."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which folded query rows of a group have to do with a run of blocks, from the first that does."""
+
+    stop: int
+    """From this row on nobody sees a key of it."""
+    masks: tuple[Mask, ...]
+    """For those that see a part of it; what lies between them sees all."""
 
 
 @dataclass(frozen=True)
@@ -90,30 +106,38 @@ class TorchMetadata:
     rows: int = ROWS
     """Queries of a sequence, and rows of its query heads, are padded to a multiple."""
     writes: Writes | None = None
-    _masks: dict[tuple[int, int, int | None, int], Mask | None] = field(default_factory=dict)
+    _reaches: dict[tuple[int, int, int | None, int], Reach] = field(default_factory=dict)
     _paddings: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def mask(self, index: int, run: KeyRange, window: int | None, fold: int) -> Mask | None:
-        """What a group's folded query rows must not see of a run; each query makes `fold` rows. None if all is seen."""
+    def reach(self, index: int, run: KeyRange, window: int | None, fold: int) -> Reach:
+        """What a group's folded query rows see of a run; each query makes `fold` rows."""
         key = (index, run.start, window, fold)
-        if key not in self._masks:
-            self._masks[key] = self._mask(self.groups[index].positions_SQ, run, window, fold)
-        return self._masks[key]
+        if key not in self._reaches:
+            self._reaches[key] = self._reach(self.groups[index].positions_SQ, run, window, fold)
+        return self._reaches[key]
 
-    def _mask(self, positions_SQ: Tensor, run: KeyRange, window: int | None, fold: int) -> Mask | None:
-        start, n_queries = (run.hidden_from, run.hidden_until) if window is None else (run.start, positions_SQ.shape[1])
-        if start == run.stop or not n_queries:
-            return None
-        positions_SQ1 = positions_SQ[:, :n_queries, None]
-        keys_L = torch.arange(start * self.block_size, run.stop * self.block_size, device=positions_SQ.device)
-        hidden_SQL = keys_L > positions_SQ1
+    def _reach(self, positions_SQ: Tensor, run: KeyRange, window: int | None, fold: int) -> Reach:
+        first, n_rows = run.first_query * fold // TILE * TILE, round_up(positions_SQ.shape[1] * fold, self.rows)
+        positions_SR = positions_SQ.repeat_interleave(fold, dim=1)
+        pad = positions_SR[:, -1:].expand(-1, n_rows - positions_SR.shape[1])
+        positions_SR = torch.cat([positions_SR, pad], dim=1)[:, first:]
+        stop, block, last_key = n_rows, run.hidden_from, run.stop * self.block_size - 1
         if window is not None:
-            hidden_SQL |= positions_SQ1 - keys_L >= window
-        hidden_SRL = hidden_SQL.repeat_interleave(fold, dim=1)
-        if n_queries == 1:
-            hidden_SRL = F.pad(hidden_SRL, (0, 0, 0, -fold % self.rows))
-        hidden_BSRC = hidden_SRL.unflatten(-1, (-1, self.block_size)).permute(2, 0, 1, 3)[:, :, None].int().contiguous()
-        return Mask(start - run.start, hidden_BSRC - 1, -hidden_BSRC & MINUS_INFINITY)
+            block = run.start
+            stop = first + _after_last((positions_SR - last_key < window).any(0))
+        if block == run.stop:
+            return Reach(stop, ())
+        key_L = torch.arange(block * self.block_size, last_key + 1, device=positions_SR.device)
+        window = window or NO_WINDOW
+        partial_R = ((positions_SR < last_key) | (positions_SR - key_L[0] >= window)).any(0)
+        masks = []
+        covered = round_up(max(stop, run.first_query * fold + 1), TILE) + self.rows  # as many rows as may be multiplied
+        for start, end in _stretches(partial_R[: covered - first]):
+            distance_SRL = positions_SR[:, start:end, None] - key_L
+            hidden_SRL = (distance_SRL < 0) | (distance_SRL >= window)
+            hidden = hidden_SRL.unflatten(-1, (-1, self.block_size)).permute(2, 0, 1, 3)[:, :, None].int().contiguous()
+            masks.append(Mask(block - run.start, first + start, hidden - 1, -hidden & MINUS_INFINITY))
+        return Reach(stop, tuple(masks))
 
     def padding_SR(self, index: int, fold: int) -> Tensor | None:
         """True for folded query rows that only repeat a sequence's last query: [S, 1, R, 1]; None if there are none."""
@@ -124,6 +148,18 @@ class TorchMetadata:
         if padding_SR1 is None:
             padding_SR1 = self._paddings[(index, fold)] = padding_SQ.repeat_interleave(fold, dim=1)[:, None, :, None]
         return padding_SR1
+
+
+def _after_last(true_R: Tensor) -> int:
+    """The place after the last that is true, 0 where none is."""
+    places = true_R.nonzero()
+    return int(places[-1]) + 1 if len(places) else 0
+
+
+def _stretches(true_R: Tensor) -> list[tuple[int, int]]:
+    """Start and end of each stretch of places that are true."""
+    edges = torch.diff(F.pad(true_R.int(), (1, 1))).nonzero()[:, 0].tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def packed_metadata(
@@ -190,14 +226,11 @@ def _runs(
     least_first: int, most_first: int, n_queries: int, n_blocks: int, block_size: int, rows: int
 ) -> tuple[KeyRange, ...]:
     """One for each block, of a group whose sequences' own first positions lie between these two."""
-    runs = []
-    for block, first in enumerate(_first_queries(most_first, n_queries, n_blocks, block_size, rows)):
-        end = (block + 1) * block_size
-        # the last queries may be padding, which repeats the last query of a sequence that ends in the last block
-        until = n_queries if block + 1 == n_blocks else min(max(0, end - 1 - least_first), n_queries)
-        hidden_from = block if least_first < end - 1 else block + 1
-        runs.append(KeyRange(block, block + 1, first, hidden_from, until))
-    return tuple(runs)
+    firsts = _first_queries(most_first, n_queries, n_blocks, block_size, rows)
+    return tuple(
+        KeyRange(block, block + 1, first, block if least_first < (block + 1) * block_size - 1 else block + 1)
+        for block, first in enumerate(firsts)
+    )
 
 
 def _first_queries(first_position: int, n_queries: int, n_blocks: int, block_size: int, rows: int) -> tuple[int, ...]:
@@ -259,7 +292,7 @@ def _decode_groups(
     table_BS = torch.tensor(tables, device=device).t().contiguous()
     first = 0 if pad else min(span.start for span in spans)
     hidden_from = min((first + 1) // cache.block_size, n_blocks)
-    run = KeyRange(0, n_blocks, 0, hidden_from, 1)
+    run = KeyRange(0, n_blocks, 0, hidden_from)
     return [Group(None, positions, n_blocks, (run,), block_table_BS=table_BS)], None
 
 

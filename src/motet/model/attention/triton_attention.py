@@ -55,6 +55,7 @@ class _KernelCall:
     window: int
     softcap: float
     """0 where there is none."""
+    sinks_H: Tensor | None
 
 
 @dataclass
@@ -82,7 +83,7 @@ class TritonPass:
             ValueError: more query heads share a KV head than a tile has rows.
         """
         window = NO_WINDOW if call.window is None else min(call.window, NO_WINDOW)
-        compiled = _KernelCall(self.metadata, call.scaling, window, call.softcap or 0.0)
+        compiled = _KernelCall(self.metadata, call.scaling, window, call.softcap or 0.0, call.sinks_H)
         with torch.cuda.device_of(query_THE):
             if self.metadata.cache is not None:
                 return _through_cache(query_THE, key_TKE, value_TKE, compiled, call.layer)
@@ -211,10 +212,11 @@ def _launch(
 ) -> None:
     """Fill the output and the logarithms of the sums of weights; `places` are the strides of keys and values, in units."""
     metadata, tiles = call.metadata, call.metadata.tiles(fold)
+    sinks = query_THE if call.sinks_H is None else call.sinks_H  # the kernel does not read what stands there instead
     triton_kernels.forward[(len(tiles.sequence_N), query_THE.shape[1] // fold)](
-        query_THE, *keys_values, output_THE, log_sum_TH, *metadata.sequences, tiles.sequence_N, tiles.query_N,
+        query_THE, *keys_values, output_THE, log_sum_TH, sinks, *metadata.sequences, tiles.sequence_N, tiles.query_N,
         call.scaling, call.window, metadata.keys_SL.shape[1], query_THE.shape[1], *_units(query_THE)[:2], block_size, *places,
-        **_options(query_THE, fold, call.softcap),
+        SINKS=call.sinks_H is not None, **_options(query_THE, fold, call.softcap),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ block of one sequence's keys. A key lies at keys[sequence, l // block_size] and,
 the cache, or a single packed row.
 
 Arguments in capitals are compiled in: the model's shape (FOLD query heads of a KV head, WIDTH of a head, padded to LANES,
-SOFTCAP), the size of tiles (ROWS, of which STEP whole queries; KEYS), UNIT in which strides are counted, and WIDEN on the
+SOFTCAP, whether it has SINKS), the size of tiles (ROWS, of which STEP whole queries; KEYS), UNIT in which strides are counted, and WIDEN on the
 interpreter.
 
 Legend: R rows of a tile, C keys of a block, E head width.
@@ -113,11 +113,11 @@ def _score_gradients(score_RC, slope_RC, seen_RC, log_sum_R, common_R, grad_RE, 
 
 @_kernel
 def forward(
-    query, key, value, output, log_sum,
+    query, key, value, output, log_sum, sinks,
     rows, queries, firsts, keys, tile_sequence, tile_query,
     scaling, window, n_keys, n_heads, query_row, query_head, block_size,
     key_block, key_head, key_place, value_block, value_head, value_place,
-    FOLD: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
+    SINKS: tl.constexpr, FOLD: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Output and logarithms of the sums of weights, of one tile and KV head."""
@@ -130,6 +130,9 @@ def forward(
     query_RE = _load(query, row_R * (query_row * UNIT) + head_R * (query_head * UNIT), live_R, WIDTH, LANES)
     peak_R = tl.full([ROWS], float("-inf"), tl.float32)
     total_R = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        peak_R = tl.load(sinks + head_R, mask=live_R, other=float("-inf")).to(tl.float32)
+        total_R += 1.0
     output_RE = tl.zeros([ROWS, LANES], tl.float32)
     end = first + tl.minimum(start + STEP, n_queries)
     begin = tl.maximum(first + start - window + 1, 0) // KEYS * KEYS  # blocks before it are hidden from every row
