@@ -42,7 +42,9 @@ from tests import tiny_models as tiny
 from tests.test_invariants import REWARDS, config, fingerprint, job
 
 LIMITS = {"max_rows": 8, "kv_tokens": 4096, "prefill_tokens": 1024}
-LOAD = Load(base="small", block_size=64, dtype="bfloat16", pack=True, trust_remote_code=False, limits=LIMITS)
+LOAD = Load(
+    base="small", block_size=64, dtype="bfloat16", pack=True, base_format="auto", trust_remote_code=False, limits=LIMITS
+)
 LONG = 450
 """Tokens that take the process long enough to be met in the middle of them."""
 

@@ -96,10 +96,16 @@ class Checkpoint:
         if self.gguf is not None:
             files = {"gguf_file": self.gguf, "quantization_config": GgufConfig(dequantize=True)}
             return _loaded(AutoModelForCausalLM, self.source, dtype, {**options, **files})
+        if self.method not in _EXPANDED:
+            return _loaded(AutoModelForCausalLM, self.source, dtype, options)
         config = copy.deepcopy(self.config)
-        if self.method in _EXPANDED:
-            config.quantization_config = {**_quantisation(config), "dequantize": True}
-        return _loaded(AutoModelForCausalLM, self.source, dtype, {**options, "config": config})
+        config.quantization_config = {**_quantisation(config), "dequantize": True}
+        model, report = _loaded(AutoModelForCausalLM, self.source, dtype, {**options, "config": config})
+        kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+        for name, weight in model.named_parameters():
+            if not kept & set(name.split(".")):
+                weight.data = weight.data.to(dtype)  # what was not quantised has come in the type of the files
+        return model, report
 
     def packed(self, dtype: torch.dtype, options: Mapping[str, Any]) -> tuple[Any, Any]:
         """The same, with the weights of linear layers as they are stored.
@@ -176,7 +182,7 @@ class _GgufLayers:
         return torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type))).to(dtype)
 
     def _rows_in_order(self, name: str, rows: Tensor) -> Tensor:
-        """ggml has the two halves of each head's rows interleaved, for its own rotary embedding."""
+        """In ggml the two halves of each head's rows are interleaved, for its own rotary embedding."""
         layer, config = name.split(".")[-2], self.model.config
         if layer not in self._rotated:
             return rows

@@ -136,7 +136,12 @@ def reorder_all(weights: Iterable[FrozenWeight]) -> None:
     """Keep the second copy of the bfloat16 weights on the CPU whose shape passes the trial."""
     passed: dict[tuple[int, ...], bool] = {}
     for weight in weights:
-        if type(weight) is not FrozenWeight or weight.weight.device.type != "cpu" or weight.weight.dtype != torch.bfloat16 or weight.tile:
+        if (
+            type(weight) is not FrozenWeight
+            or weight.weight.device.type != "cpu"
+            or weight.weight.dtype != torch.bfloat16
+            or weight.tile
+        ):
             continue
         shape = (*weight.weight.shape, weight.bias is not None)
         if passed.get(shape) is False:

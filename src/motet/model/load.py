@@ -87,6 +87,10 @@ def load_base(
     base = prove(
         lambda: wrap(name, model, tokenizer, place), model, name, block_size, arithmetic, pack=pack, shards=shards
     )
+    if n_hidden(model):
+        base.revise(
+            "its weights stay packed as they are stored: less memory, the same bits, slower (engine.base_format)"
+        )
     if limited:
         base.revise(
             f"sequences are limited to {base.info.max_positions} tokens: beyond that its {limited} looks at the whole batch, "

@@ -26,7 +26,7 @@ from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
 from motet.model.norm import speed_up_norms
-from motet.model.packed import frozen_weight, n_hidden
+from motet.model.packed import PackedLinear, frozen_weight, n_hidden
 from motet.model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
     prefix = next((path for path, module in model.named_modules() if module is decoder), "")
     peculiar = set()
     for path, linear in list(walk_linears(decoder)):
-        if type(linear) is not nn.Linear:  # whatever it multiplies with, it is not just its weight
+        if type(linear) not in (nn.Linear, PackedLinear):  # whatever it multiplies with, it is not just its weight
             peculiar.add(type(linear).__name__)
             continue
         full = f"{prefix}.{path}" if prefix else path

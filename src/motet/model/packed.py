@@ -85,7 +85,12 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, form: Form, dtype: torch.dtype) -> None:
         """In the place of a layer whose weight has not been loaded."""
         super().__init__()
-        self.in_features, self.out_features, self.form, self.dtype = linear.in_features, linear.out_features, form, dtype
+        self.in_features, self.out_features, self.form, self.dtype = (
+            linear.in_features,
+            linear.out_features,
+            form,
+            dtype,
+        )
         device = linear.weight.device
         self._names = tuple(form.tensors(self.out_features, self.in_features))
         for name, (shape, kind) in form.tensors(self.out_features, self.in_features).items():
