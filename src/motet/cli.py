@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -171,6 +171,25 @@ def verify(directory: RunDir) -> None:
     raise typer.Exit(check_files(directory))
 
 
+@app.command(epilog="Example: motet export runs/demo/sort/versions/v25 --merge --to sort-model")
+def export(
+    adapter: Annotated[Path, typer.Argument(help="A PEFT LoRA directory.", show_default=False)],
+    to: Annotated[Path, typer.Option(help="The directory to write.", show_default=False)],
+    merge: Annotated[bool, typer.Option("--merge", help="Add the adapter to the base's weights.")] = False,
+    base: Annotated[str | None, typer.Option(help="What it was trained on [default: as its directory says].")] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="Type of the weights; auto keeps the base's.")
+    ] = "auto",
+) -> None:
+    """Write an adapter and its base as one model, which needs no LoRA: a directory for `transformers`, vLLM and others."""
+    from motet.commands.export import export as write
+
+    if not merge:
+        raise typer.BadParameter("an adapter's directory is what PEFT reads already; add --merge for a whole model")
+    write(adapter, base, to, dtype)
+    typer.echo(to)
+
+
 def _steer(argv: list[str], word: str, url: str | None, key: str | None) -> None:
     from motet.commands import control
 
@@ -255,6 +274,27 @@ def serve(
         config=load_service(config, hosts),
         rewards=rewards,
     )
+
+
+@app.command(
+    "node-agent", epilog="Example: motet node-agent http://127.0.0.1:8000 --host 0.0.0.0 --key-env VLLM_API_KEY"
+)
+def node_agent(
+    server: Annotated[str, typer.Argument(help="URL of the vLLM or SGLang on this node.", show_default=False)],
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Which of the two it is.")] = "vllm",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8430,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where versions are written [default: below /dev/shm, which is memory].")
+    ] = None,
+    key_env: Annotated[
+        str | None, typer.Option(help="The environment variable with the key that requests bring, the server's too.")
+    ] = None,
+) -> None:
+    """Receive versions for the server on this node, so that it shares no file system with the run (`rollout.agents`)."""
+    from motet.commands.node_agent import listen
+
+    listen(server, engine, host=host, port=port, directory=directory, key_env=key_env)
 
 
 for part in (jobs, sharing, usage, scoring, keys):
