@@ -44,7 +44,7 @@ def test_a_merged_model_says_what_base_and_adapter_say(
     expected = peft_logits(PeftModel.from_pretrained(stock, adapter), ids)
     gap = (peft_logits(merged, ids) - expected).abs().max()
     assert gap < tolerance
-    assert (plain - expected).abs().max() > 8 * tolerance, "the adapter has an effect"
+    assert (plain - expected).abs().max() > 4 * tolerance, "the adapter has an effect"
 
 
 def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "preparing",
             "hosting",
             "servers",
+            "simulation",
             "running",
             "commands",
             "client",

@@ -276,6 +276,18 @@ def serve(
     )
 
 
+@app.command(epilog="Example: motet simulate examples/cluster.yaml --hosts 12 --plot cluster.html")
+def simulate(
+    cluster: Annotated[Path, typer.Argument(help="Hosts, what they take, and the jobs that come.", show_default=False)],
+    hosts: Annotated[int | None, typer.Option(min=1, help="So many hosts instead.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Draw jobs over time.")] = None,
+) -> None:
+    """Say how long an imagined cluster takes for some jobs, how busy it is, what it costs, and how fair it is."""
+    from motet.commands.simulate import show
+
+    show(cluster, hosts, plot)
+
+
 @app.command(
     "node-agent", epilog="Example: motet node-agent http://127.0.0.1:8000 --host 0.0.0.0 --key-env VLLM_API_KEY"
 )

@@ -15,6 +15,7 @@ from motet import plain_yaml
 from motet.config import Config, EngineConfig, RunConfig
 from motet.config.mistakes import explain, no_such_field
 from motet.config.service import ServiceConfig
+from motet.config.simulation import SimulationConfig
 from motet.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -77,6 +78,23 @@ def _read_service(path: Path) -> ServiceConfig:
         for name, one in config.rewards.items()
     }
     return config.model_copy(update={"rewards": rewards})
+
+
+def load_simulation(path: Path, hosts: int | None = None) -> SimulationConfig:
+    """Read and validate a cluster that is only thought of, with so many hosts where they are given.
+
+    Raises:
+        ConfigError: it cannot be read, or says what to change.
+    """
+    try:
+        tree = plain_yaml.read(path.read_text())
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(tree, dict) or not isinstance(tree.get("hosts"), dict):
+        raise ConfigError(f"{path} must hold `hosts:` and `jobs:`; see examples/cluster.yaml")
+    if hosts is not None:
+        tree["hosts"]["count"] = hosts
+    return _valid(SimulationConfig, tree, str(path))
 
 
 def parse_jobs(
