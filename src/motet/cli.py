@@ -84,6 +84,10 @@ def run(
         bool, typer.Option("--accept-changes", help="Go on in a run directory although the job file has changed.")
     ] = False,
     tensorboard: Annotated[Path | None, typer.Option(help="Also write TensorBoard events to this directory.")] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Have the hosts on the nodes of a Ray cluster; `auto` finds it."),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train all jobs of a file at once. The same command goes on after Ctrl-C, a crash or a power cut."""
@@ -97,6 +101,7 @@ def run(
             sequential=sequential,
             accept_changes=accept_changes,
             tensorboard=tensorboard,
+            ray=ray,
             trust_remote_code=trust_remote_code,
         )
     )
@@ -148,11 +153,17 @@ def chat(
 @app.command()
 def doctor(
     base: Annotated[str, typer.Argument(help="The base to test with.")] = "small",
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Look at the nodes of a Ray cluster instead; `auto` finds it.")
+    ] = None,
+    directory: Annotated[Path, typer.Option(help="With --ray: what all nodes are to see under this path.")] = Path(
+        "runs"
+    ),
 ) -> None:
     """Show this machine, the budgets Motet derives from it, and whether results are bit-exact on it."""
-    from motet.commands.doctor import examine
+    from motet.commands.doctor import examine, examine_cluster
 
-    raise typer.Exit(examine(base))
+    raise typer.Exit(examine(base) if ray is None else examine_cluster(ray, directory.resolve()))
 
 
 @app.command()
@@ -248,6 +259,10 @@ def serve(
     hosts: Annotated[
         int | None, typer.Option(min=1, help="Processes that each have the base and train a part of the jobs.")
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Have the hosts on the nodes of a Ray cluster; `auto` finds it."),
+    ] = None,
     no_keys: Annotated[
         bool, typer.Option("--no-keys", help="No key is needed; only on this machine's own address.")
     ] = False,
@@ -271,7 +286,7 @@ def serve(
         database=database,
         no_keys=no_keys,
         hub=hub,
-        config=load_service(config, hosts),
+        config=load_service(config, hosts, ray),
         rewards=rewards,
     )
 

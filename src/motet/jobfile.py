@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from motet import plain_yaml
 from motet.config import Config, EngineConfig, RunConfig
+from motet.config.cluster import ClusterConfig
 from motet.config.mistakes import explain, no_such_field
 from motet.config.service import ServiceConfig
 from motet.config.simulation import SimulationConfig
@@ -46,8 +47,8 @@ def load_jobs(path: str | Path, overrides: Sequence[str] = (), *, trust_remote_c
     return config.model_copy(update={"engine": engine})
 
 
-def load_service(path: Path | None, hosts: int | None = None) -> ServiceConfig:
-    """A service's configuration file; defaults without one. `hosts` goes before its `engine.hosts`.
+def load_service(path: Path | None, hosts: int | None = None, ray: str | None = None) -> ServiceConfig:
+    """A service's configuration file; defaults without one. `hosts` goes before its `engine.hosts`, `ray` before `cluster`.
 
     Raises:
         ConfigError: the file is missing or wrong.
@@ -56,6 +57,8 @@ def load_service(path: Path | None, hosts: int | None = None) -> ServiceConfig:
     if hosts is not None:
         engine = _valid(EngineConfig, {**config.engine.model_dump(), "hosts": hosts}, "--hosts")
         config = config.model_copy(update={"engine": engine})
+    if ray is not None:
+        config = config.model_copy(update={"cluster": ClusterConfig(launcher="ray", address=ray)})
     return config
 
 
