@@ -232,7 +232,7 @@ def test_a_full_disk_fails_the_job_and_loses_nothing(tmp_path: Path) -> None:
     whole = run_jobs(tmp_path / "whole", [job("a", steps=6)])
     with small_disk(tmp_path / "disk", "400k") as disk:
         filler = disk / "filler"
-        filler.write_bytes(b"x" * 330_000)
+        filler.write_bytes(b"x" * 325_000)
         run = run_jobs(disk, [job("a", steps=6)])
         message = run.jobs["a"].progress.message
         assert run.state("a") is JobState.FAILED

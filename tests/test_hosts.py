@@ -276,24 +276,19 @@ def test_a_network_that_is_away_for_a_while_changes_nothing(
 
 def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alone: dict[str, bytes]) -> None:
     """It trains on, unseen, while the other host has its jobs."""
-    started, cut = list[asyncio.subprocess.Process](), asyncio.Event()
+    started, cut = list[subprocess.Popen[bytes]](), asyncio.Event()
 
     async def launch(log: Path) -> Engine:
         async def begin(address: str, token: str) -> Awaitable[object]:
             cable = Cable()
             settings = {**os.environ, ADDRESS: await cable.lay(address), TOKEN: token}
             with log.open("ab") as out:
-                started.append(
-                    await asyncio.create_subprocess_exec(
-                        sys.executable, "-m", "motet.hosting", env=settings, stderr=out
-                    )
-                )
-            if len(started) == 2:  # the second one's end is noticed when its cable is cut, and not when it ends
-                return asyncio.ensure_future(lose(cable))
-            return started[-1].wait()
+                started.append(subprocess.Popen([sys.executable, "-m", "motet.hosting"], env=settings, stderr=out))
+            return asyncio.ensure_future(lost(cable, first=len(started) == 1))
 
-        async def lose(cable: Cable) -> None:
-            await cut.wait()
+        async def lost(cable: Cable, *, first: bool) -> None:
+            """What is noticed: not that a process ends, but that the cable of the second one is cut."""
+            await (asyncio.Event() if first else cut).wait()
             cable.whole.clear()
 
         async def end() -> None:
@@ -322,8 +317,8 @@ def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alo
             interrupt.run(lambda: run.run(interrupt, observe))
     finally:
         for process in started:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
+            process.wait()
     assert cut.is_set()
     for one in jobs:
         assert one.progress.state is JobState.SUCCEEDED

@@ -38,7 +38,7 @@ def trained(trainer: TorchTrainer, directory: Path) -> dict[str, bytes]:
             trainer.optim_step(name, ADAMW)
         trainer.forward(Batch((make_segment("c"), make_segment("a"))))
     trainer.forward_backward(Batch((make_segment("b"),)))  # waits for its step when it is saved
-    found = {}
+    found: dict[str, bytes] = {}
     for name in NAMES:
         (directory / name).mkdir(parents=True)
         trainer.save_adapter(name, directory / name, optimizer=True)

@@ -338,31 +338,31 @@ def simulate(config: SimulationConfig) -> Outcome:
         simulation = Simulation(config)
         return simulation, await simulation.run()
 
-    found, seconds = under_virtual_clock(run())
+    ended, seconds = under_virtual_clock(run())
     shares = {jobs.tenant: jobs.share for jobs in config.jobs}
-    had = [found.used[tenant] / share for tenant, share in shares.items()]
-    waits = [job.first - job.arrives for job in found.jobs if job.first is not None]
-    steps = sum(job.done for job in found.jobs)
+    had = [ended.used[tenant] / share for tenant, share in shares.items()]
+    waits = [job.first - job.arrives for job in ended.jobs if job.first is not None]
+    steps = sum(job.done for job in ended.jobs)
     return Outcome(
         hours=seconds / HOUR,
-        utilisation=sum(host.busy for host in found.hosts) / (seconds * len(found.hosts)),
+        utilisation=sum(host.busy for host in ended.hosts) / (seconds * len(ended.hosts)),
         wait=(_part(waits, 0.5), _part(waits, 0.99)),
         steps_per_hour=HOUR * steps / seconds,
-        tokens_per_hour=HOUR * sum(job.done * job.tokens_of_step for job in found.jobs) / seconds,
+        tokens_per_hour=HOUR * sum(job.done * job.tokens_of_step for job in ended.jobs) / seconds,
         fairness=max(had) / min(had) if min(had) else float("inf"),
-        publish=_part([taken for job in found.jobs for taken in job.published], 0.99),
-        moves=sum(max(0, job.starts - 1) for job in found.jobs),
-        cost=config.hosts.costs.price_per_hour * len(found.hosts) * seconds / HOUR,
-        curve=found.curve,
+        publish=_part([taken for job in ended.jobs for taken in job.published], 0.99),
+        moves=sum(max(0, job.starts - 1) for job in ended.jobs),
+        cost=config.hosts.costs.price_per_hour * len(ended.hosts) * seconds / HOUR,
+        curve=ended.curve,
     )
 
 
 def _drawn(jobs: JobsConfig, dice: random.Random) -> list[SimulatedJob]:
     """The jobs of one entry."""
-    found = []
+    drawn = []
     for number in range(jobs.count):
         steps = dice.randint(*jobs.steps)
-        found.append(
+        drawn.append(
             SimulatedJob(
                 claim=Claim(f"{jobs.tenant}/{number}", jobs.tenant),
                 share=jobs.share,
@@ -375,7 +375,7 @@ def _drawn(jobs: JobsConfig, dice: random.Random) -> list[SimulatedJob]:
                 completion=dice.randint(*jobs.completion_tokens),
             )
         )
-    return found
+    return drawn
 
 
 def _part(figures: Sequence[float], part: float) -> float:

@@ -28,15 +28,17 @@ class NodeFacts:
 
 def faults(nodes: Sequence[NodeFacts], directory: Path) -> list[str]:
     """What keeps hosts from running on all nodes, and what to do."""
-    found = []
+    sentences = []
     if len({node.versions for node in nodes}) > 1:
-        found.append("nodes have other versions than each other: install the same everywhere, results depend on them")
+        sentences.append(
+            "nodes have other versions than each other: install the same everywhere, results depend on them"
+        )
     if blind := [node.address for node in nodes if not node.sees]:
-        found.append(
+        sentences.append(
             f"{', '.join(blind)} does not see {directory}: mount one file system under the same path everywhere"
         )
     if away := [node.address for node in nodes if isinstance(node.gloo, str)]:
         local = [node.address for node in nodes if node.name_means.startswith("127.")]
         hint = f" (the name of {', '.join(local)} means itself alone: set GLOO_SOCKET_IFNAME there)" if local else ""
-        found.append(f"{', '.join(away)} does not reach the others by gloo{hint}: open the ports between nodes")
-    return found
+        sentences.append(f"{', '.join(away)} does not reach the others by gloo{hint}: open the ports between nodes")
+    return sentences

@@ -99,7 +99,7 @@ def examine_nodes(address: str, directory: Path) -> list[NodeFacts]:
         directory.mkdir(parents=True, exist_ok=True)
         mark.write_text(mark.name)
         ray.init(address=address, log_to_driver=False, namespace="motet-doctor", ignore_reinit_error=True)
-        return _examined([node for node in ray.nodes() if node["Alive"]], mark)
+        return _examined([node for node in ray.nodes() if node["Alive"]], mark)  # type: ignore[no-untyped-call]
     except (RayError, ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise EngineError(f"Ray at {address!r} could not be examined: {error}") from error
     finally:
@@ -110,12 +110,12 @@ def _examined(nodes: list[dict[str, Any]], mark: Path) -> list[NodeFacts]:
     on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
     actors: list[Any] = [_Node.options(num_cpus=0, scheduling_strategy=one).remote() for one in on]  # type: ignore[attr-defined]
     try:
-        found: list[NodeFacts] = ray.get([actor.look.remote(str(mark)) for actor in actors], timeout=_LOOK_SECONDS)
-        found = [replace(one, address=str(node["NodeManagerAddress"])) for one, node in zip(found, nodes, strict=True)]
-        meeting = f"{found[0].address}:{ray.get(actors[0].free_port.remote(), timeout=_LOOK_SECONDS)}"
+        facts: list[NodeFacts] = ray.get([actor.look.remote(str(mark)) for actor in actors], timeout=_LOOK_SECONDS)
+        facts = [replace(one, address=str(node["NodeManagerAddress"])) for one, node in zip(facts, nodes, strict=True)]
+        meeting = f"{facts[0].address}:{ray.get(actors[0].free_port.remote(), timeout=_LOOK_SECONDS)}"
         rounds = [actor.gloo.remote(rank, len(actors), meeting) for rank, actor in enumerate(actors)]
         gloo: list[float | str] = ray.get(rounds, timeout=2 * _LOOK_SECONDS)
-        return [replace(one, gloo=said) for one, said in zip(found, gloo, strict=True)]
+        return [replace(one, gloo=said) for one, said in zip(facts, gloo, strict=True)]
     finally:
         for actor in actors:
             ray.kill(actor)

@@ -28,8 +28,8 @@ def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
 
     if target.exists() and any(target.iterdir()):
         raise BaseModelError(f"{target} is not empty; give a directory that is not there yet")
-    found = read_adapter(adapter)
-    if not (name := base or found.base):
+    weights = read_adapter(adapter)
+    if not (name := base or weights.base):
         raise AdapterError(f"{adapter} does not say what it was trained on; give --base")
     source, gguf = find_base(name)
     if gguf is not None:
@@ -37,7 +37,7 @@ def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
             f"{name} is a .gguf file, which an adapter cannot be added to; give what it was made from as --base"
         )
     model, tokenizer = _load(name, source, dtype)
-    _add(model, found, adapter, name)
+    _add(model, weights, adapter, name)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 

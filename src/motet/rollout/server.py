@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -259,16 +260,10 @@ class ServerEngine:
 
     async def _choose_replica(self, opened: _Open) -> Replica:
         if opened.replica is None or not opened.replica.up:
-            chosen = await self.fleet.choose(lambda replica: self._order(opened, replica))
+            chosen = await self.fleet.choose(partial(_order, opened, self._versions, self._bounds.rows))
             if opened.replica is None or not opened.replica.up:  # another completion of the request may have chosen
                 opened.replica = chosen
         return opened.replica
-
-    def _order(self, opened: _Open, replica: Replica) -> tuple[bool, ...]:
-        """One that failed it comes last, for it would be idle; before it who is full; before these who had to load first."""
-        adapter = opened.request.adapter
-        far = adapter is not None and not self._versions.near(adapter, replica)
-        return replica.url in opened.failed, replica.requests >= self._bounds.rows, far
 
     async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
         """Logprobs [T] of each token at temperature 1; the first is 0.
@@ -332,6 +327,13 @@ class ServerEngine:
                 f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed the {longest} positions of the server; "
                 "lower sampling.max_tokens, shorten the prompt, or start the server with a longer context"
             )
+
+
+def _order(opened: _Open, versions: ServedVersions, rows: int, replica: Replica) -> tuple[bool, ...]:
+    """One that failed it comes last, for it would be idle; before it who is full; before these who had to load first."""
+    adapter = opened.request.adapter
+    far = adapter is not None and not versions.near(adapter, replica)
+    return replica.url in opened.failed, replica.requests >= rows, far
 
 
 class FileSync:

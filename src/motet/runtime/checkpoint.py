@@ -247,6 +247,7 @@ class JobDirectory:
             return committed
         draft.mkdir()
         save(draft)
+        self._owner.check()  # it may have taken long, and whoever takes a job up removes what is not finished
         committed = dataclasses.replace(committed, **lengths, sums={**sums_of(draft), **sums})
         replace_file(draft / "state.json", sealed(asdict(committed)))
         sync_directory(draft)
