@@ -274,6 +274,11 @@ def test_a_network_that_is_away_for_a_while_changes_nothing(
     assert sorted(path.name for path in starts) == ["engine-1.log", "engine.log"], "nothing was started again"
 
 
+def process_of_host(settings: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as out:
+        return subprocess.Popen([sys.executable, "-m", "motet.hosting"], env=settings, stderr=out)
+
+
 def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alone: dict[str, bytes]) -> None:
     """It trains on, unseen, while the other host has its jobs."""
     started, cut = list[subprocess.Popen[bytes]](), asyncio.Event()
@@ -282,8 +287,7 @@ def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alo
         async def begin(address: str, token: str) -> Awaitable[object]:
             cable = Cable()
             settings = {**os.environ, ADDRESS: await cable.lay(address), TOKEN: token}
-            with log.open("ab") as out:
-                started.append(subprocess.Popen([sys.executable, "-m", "motet.hosting"], env=settings, stderr=out))
+            started.append(process_of_host(settings, log))
             return asyncio.ensure_future(lost(cable, first=len(started) == 1))
 
         async def lost(cable: Cable, *, first: bool) -> None:
