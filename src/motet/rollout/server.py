@@ -266,7 +266,7 @@ class ServerEngine:
         return opened.replica
 
     async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
-        """Logprobs [T] of each token at temperature 1, the first is 0; all homes answer, of the base all replicas, and agree."""
+        """Logprobs [T] of each token at temperature 1, the first 0; all homes answer, of the base all replicas, and agree."""
         name = None if adapter is None else adapter.served_name
         answers: dict[str, FloatArray] = {}
         for attempt in range(_ATTEMPTS):
