@@ -23,9 +23,10 @@ from motet.batch import AdamW, Batch, Sample, Segment
 from motet.config import AdapterConfig
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.protocols import RolloutEngine
+from motet.rollout.connection import Clocks
 from motet.rollout.dialects import DIALECTS
 from motet.rollout.fake import FakeEngine
-from motet.rollout.replica import Clocks, Replica
+from motet.rollout.replica import Replica
 from motet.rollout.server import Bounds, Demand, FileSync, ServerEngine
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles

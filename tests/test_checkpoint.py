@@ -232,7 +232,7 @@ def test_a_full_disk_fails_the_job_and_loses_nothing(tmp_path: Path) -> None:
     whole = run_jobs(tmp_path / "whole", [job("a", steps=6)])
     with small_disk(tmp_path / "disk", "400k") as disk:
         filler = disk / "filler"
-        filler.write_bytes(b"x" * 330_000)
+        filler.write_bytes(b"x" * 325_000)
         run = run_jobs(disk, [job("a", steps=6)])
         message = run.jobs["a"].progress.message
         assert run.state("a") is JobState.FAILED
@@ -284,3 +284,34 @@ def test_a_status_that_is_damaged_is_none(tmp_path: Path) -> None:
     assert directory.read_status() == {}
     directory.write_status({"state": "paused", "message": "ä"})
     assert json.loads((directory.path / "status.json").read_text())["message"] == "ä"
+
+
+def test_who_was_cut_off_writes_nothing_more(tmp_path: Path, save: Save) -> None:
+    first = opened(tmp_path)
+    first.restore()
+    first.commit(Committed(), save)
+    step(first, 0, save)
+
+    def steals(path: Path) -> None:
+        """Another process takes the job up while the first one writes its commit."""
+        save(path)
+        second.restore()
+
+    second = JobDirectory(tmp_path / "a")
+    first.append(first.metrics, {"step": 1})
+    with pytest.raises(RunError, match="was taken up by another process"):
+        first.commit(Committed(step=2), steals)
+    before = second.metrics.read_bytes()
+    for write in (
+        lambda: first.append(first.metrics, {"step": 1}),
+        lambda: first.write_rollouts("1", [{"late": True}]),
+        lambda: first.write_status({"state": "failed"}),
+        lambda: first.commit(Committed(step=1), save),
+    ):
+        with pytest.raises(RunError, match="writes nothing more"):
+            write()
+    assert second.metrics.read_bytes() == before == dump_line({"step": 0})
+    assert second.steps() == [0, 1]
+    assert step(second, 1, save).step == 2
+    first.restore()  # it takes the job up again
+    step(first, 2, save)

@@ -133,13 +133,19 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken_links(page) == ["other.md", "#three", "page.md#nine"]
 
 
+def job_files() -> list[Path]:
+    """The examples that `motet run` takes."""
+    return [file for file in sorted((ROOT / "examples").rglob("*.yaml")) if file.name != "cluster.yaml"]
+
+
 def test_job_examples_validate() -> None:
-    from motet.jobfile import load_jobs, parse_jobs
+    from motet.jobfile import load_jobs, load_simulation, parse_jobs
 
     for place, text in job_examples():
         assert parse_jobs(text, place).jobs
-    for file in sorted((ROOT / "examples").rglob("*.yaml")):
+    for file in job_files():
         assert load_jobs(file).jobs
+    assert load_simulation(ROOT / "examples" / "cluster.yaml").jobs
 
 
 def test_rewards_of_job_examples_load() -> None:
@@ -152,7 +158,7 @@ def test_rewards_of_job_examples_load() -> None:
     in_help = EXAMPLE.split("jobs.yaml):\n")[1].split("\n\n")[0]
     examples = [*job_examples(), ("motet run --help", textwrap.dedent(in_help))]
     runs = [(place, parse_jobs(text, place)) for place, text in examples]
-    runs += [(file.name, load_jobs(file)) for file in sorted((ROOT / "examples").rglob("*.yaml"))]
+    runs += [(file.name, load_jobs(file)) for file in job_files()]
     for place, config in runs:
         for job in config.jobs:
             for reward in job.rewards:

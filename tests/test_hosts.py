@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from motet.channel import encode
 from motet.cluster.host import Engine
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
 from motet.cluster.messages import JobEvent, Ready
+from motet.cluster.nodes import NodeFacts, faults
 from motet.cluster.run import HostedJob, HostedRun
 from motet.config import JobConfig
+from motet.errors import EngineError
 from motet.jobfile import validate
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
@@ -269,6 +272,88 @@ def test_a_network_that_is_away_for_a_while_changes_nothing(
         assert one.lines == set(range(7))
         assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
     assert sorted(path.name for path in starts) == ["engine-1.log", "engine.log"], "nothing was started again"
+
+
+def process_of_host(settings: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as out:
+        return subprocess.Popen([sys.executable, "-m", "motet.hosting"], env=settings, stderr=out)
+
+
+def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    """It trains on, unseen, while the other host has its jobs."""
+    started, cut = list[subprocess.Popen[bytes]](), asyncio.Event()
+
+    async def launch(log: Path) -> Engine:
+        async def begin(address: str, token: str) -> Awaitable[object]:
+            cable = Cable()
+            settings = {**os.environ, ADDRESS: await cable.lay(address), TOKEN: token}
+            started.append(process_of_host(settings, log))
+            return asyncio.ensure_future(lost(cable, first=len(started) == 1))
+
+        async def lost(cable: Cable, *, first: bool) -> None:
+            """What is noticed: not that a process ends, but that the cable of the second one is cut."""
+            await (asyncio.Event() if first else cut).wait()
+            cable.whole.clear()
+
+        async def end() -> None:
+            """Nobody reaches it."""
+
+        if len(started) > 1:
+            raise EngineError("there is no other node")
+        return await engine_that_connects("127.0.0.1", begin, end)
+
+    def observe(jobs: Sequence[JobProgress]) -> None:
+        if all(one.step for one in jobs):
+            cut.set()
+
+    names = NAMES[:4]
+    tree = {
+        "base": "small",
+        "run": str(tmp_path),
+        "engine": {**ENGINE, "hosts": 2},
+        "jobs": [job(name) for name in names],
+    }
+    config = validate(tree, "the test")
+    try:
+        with contextlib.closing(RunDirectory(tmp_path, "run")) as directory:
+            jobs = [HostedJob(one, directory.job(one.name), JobProgress(one.name, one.steps)) for one in config.jobs]
+            run, interrupt = HostedRun(config, directory, jobs, launch), Interrupt()
+            interrupt.run(lambda: run.run(interrupt, observe))
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert cut.is_set()
+    for one in jobs:
+        assert one.progress.state is JobState.SUCCEEDED
+        assert one.lines == set(range(7))
+        assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
+        lines = one.directory.metrics.read_text().splitlines()
+        assert len(lines) == 7, "the one that was cut off wrote none of its own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["ray"], indirect=True)
+def test_the_doctor_looks_at_all_nodes(tmp_path: Path, cluster: Json) -> None:
+    command = [sys.executable, "-m", "motet", "doctor", "--ray", cluster["address"], "--directory", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"GiB free .* \d+ ms", done.stdout)) == 2, done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_with_nodes_is_told_with_what_to_do() -> None:
+    node = NodeFacts("10.0.0.1", ("1", "2", "3"), "10.0.0.1", 8, 2**30, sees=True, free_disk=2**30, gloo=0.01)
+    assert faults([node, replace(node, address="10.0.0.2")], Path("/shared")) == []
+    other = replace(
+        node, address="10.0.0.2", versions=("1", "2", "4"), name_means="127.0.1.1", sees=False, gloo="timed out"
+    )
+    versions, shared, gloo = faults([node, other], Path("/shared"))
+    assert "install the same everywhere" in versions
+    assert shared.startswith("10.0.0.2 does not see /shared: mount")
+    assert gloo.startswith(
+        "10.0.0.2 does not reach the others by gloo (the name of 10.0.0.2 means itself alone: set GLOO_"
+    )
 
 
 def test_a_stranger_who_connects_is_no_host() -> None:

@@ -46,6 +46,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "preparing",
             "hosting",
             "servers",
+            "simulation",
             "running",
             "commands",
             "client",
@@ -116,6 +117,10 @@ SERVERS = (
     "server_process",
     "server_guard",
     "served_versions",
+    "connection",
+    "affinity",
+    "shipping",
+    "node_agent",
 )
 LIGHT = frozenset({"rollout", "rollout.fake", "algorithms", *(f"rollout.{name}" for name in SERVERS)})  # no torch here
 OVER_HTTP = frozenset({"vllm", "sglang"})

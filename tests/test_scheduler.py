@@ -236,6 +236,99 @@ def test_leaving_ends_the_wait_and_lets_the_next_one_go() -> None:
     asyncio.run(main())
 
 
+class Counting(FairScheduler):
+    """Counts how often it looks at what a job or a tenant has had."""
+
+    looks = 0
+
+    def _figure_of_job(self, job: str) -> float | None:
+        self.looks += 1
+        return super()._figure_of_job(job)
+
+    def _figure_of_tenant(self, tenant: str) -> float | None:
+        self.looks += 1
+        return super()._figure_of_tenant(tenant)
+
+
+@pytest.mark.parametrize("per_tenant", [1, 10, 1000])
+def test_a_grant_looks_at_few_accounts(per_tenant: int) -> None:
+    """With a hundred times as many jobs, as many looks for each turn that is given."""
+
+    def looks_for_a_turn(jobs: int) -> float:
+        async def main() -> float:
+            scheduler, tenants = Counting(8), [Tenant(f"{number}", tokens=1 + number % 7) for number in range(jobs)]
+            for tenant in tenants:
+                scheduler.join(tenant.name, 1.0, f"tenant {int(tenant.name) // per_tenant}")
+            tasks = [asyncio.create_task(_serve(scheduler, tenant, [0])) for tenant in tenants]
+            for _ in range(400):
+                await asyncio.sleep(0)
+            before, served = scheduler.looks, sum(len(tenant.served) for tenant in tenants)
+            for _ in range(400):
+                await asyncio.sleep(0)
+            turns = sum(len(tenant.served) for tenant in tenants) - served
+            looks = scheduler.looks - before
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert turns > 100
+            return looks / turns
+
+        return asyncio.run(main())
+
+    assert looks_for_a_turn(1000) < 2 * looks_for_a_turn(10)
+
+
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(0, 40)), min_size=1, max_size=60),
+    changes=st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from(["share", "weight", "leave"]), st.floats(0.1, 9)), max_size=12
+    ),
+)
+@settings(max_examples=100)
+def test_whoever_is_let_in_is_whom_the_policy_names(
+    asked: list[tuple[int, int, int]], changes: list[tuple[int, str, float]]
+) -> None:
+    """The accounts are kept in heaps; the policy looks at all of them."""
+
+    class Watched(FairScheduler):
+        def _grant(self) -> None:
+            waiting = {name: self.standing(name) for name, one in self._accounts.items() if one.waiting}
+            if waiting:
+                tenant = self._waiting.first(self._figure_of_tenant)
+                chosen.append((None if tenant is None else self._first_of(tenant), next_job(waiting)))
+            super()._grant()
+
+    scheduler, chosen = Watched(3), list[tuple[str | None, str]]()
+
+    async def one(job: str, rows: int, cost: int) -> None:
+        async with scheduler.permit(job, rows):
+            await asyncio.sleep(0)
+            scheduler.spend(job, cost)
+
+    async def main() -> None:
+        for number in range(6):
+            scheduler.join(f"{number}", 1.0, f"tenant {number % 3}")
+        tasks = []
+        for turn, (number, rows, cost) in enumerate(asked):
+            if turn < len(changes):
+                job, what, figure = changes[turn]
+                if what == "share":
+                    scheduler.share(f"tenant {job % 3}", figure)
+                elif what == "weight":
+                    scheduler.reweigh(f"{job}", figure)
+                else:
+                    scheduler.leave(f"{job}")
+                    scheduler.join(f"{job}", 1.0, f"tenant {job % 3}")
+            tasks.append(asyncio.create_task(one(f"{number}", rows, cost)))
+            if turn % 12 == 11:  # several come at a time, so that some have to wait
+                await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert scheduler.in_flight == 0
+
+    asyncio.run(main())
+    assert all(one == policy for one, policy in chosen)
+
+
 # --- tenants ----------------------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,8 @@ import asyncio
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from motet.rollout.dialects import DIALECTS, HttpRequest
-from motet.rollout.replica import Clocks, Replica
+from motet.rollout.connection import Clocks, Connection
+from motet.rollout.dialects import HttpRequest
 
 IDLE = 30
 
@@ -55,8 +55,8 @@ def test_a_server_that_goes_leaves_no_connection_open(moment: int) -> None:
     async def test() -> None:
         server = Server()
         await server.start()
-        replica = Replica(f"http://127.0.0.1:{server.port}", DIALECTS["vllm"], Clocks())
-        asking = [asyncio.create_task(replica.request(HttpRequest("/x"), 30)) for _ in range(IDLE)]
+        connection = Connection(f"http://127.0.0.1:{server.port}", Clocks())
+        asking = [asyncio.create_task(connection.request(HttpRequest("/x"), 30)) for _ in range(IDLE)]
         while len(server.connections) < IDLE:
             await asyncio.sleep(0.001)
         server.may_answer.set()
@@ -65,15 +65,15 @@ def test_a_server_that_goes_leaves_no_connection_open(moment: int) -> None:
         server.may_answer.clear()
         server.hang_up()
         await asyncio.sleep(0.05)
-        last = asyncio.create_task(replica.request(HttpRequest("/x"), 30))
+        last = asyncio.create_task(connection.request(HttpRequest("/x"), 30))
         for _ in range(moment):
             await asyncio.sleep(0)
-        replica.leave("gone")
+        connection.leave("gone")
         await asyncio.sleep(0.1)
         if not last.done():  # it had not begun to wait
             server.may_answer.set()
         await asyncio.wait([last])
-        await replica.close()
+        await connection.close()
         await server.close()
         await asyncio.sleep(0.05)
         assert server.open() == 0

@@ -356,7 +356,7 @@ def test_a_compressed_answer_that_cannot_be_read(tmp_path: Path) -> None:
         listener = await asyncio.start_server(handle, "127.0.0.1", 0)
         async with listener:
             replica = engine.fleet.replicas[0]
-            replica.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            replica.server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
             await replica.close()
             for stream in (False, True):
                 with pytest.raises(EngineError, match=r"does not answer|broke off"):

@@ -14,8 +14,9 @@ import trustme
 
 from motet.config import RolloutConfig
 from motet.errors import ConfigError, ServerGone
+from motet.rollout.connection import Clocks
 from motet.rollout.dialects import DIALECTS
-from motet.rollout.replica import Clocks, Replica
+from motet.rollout.replica import Replica
 from motet.servers import trust
 
 

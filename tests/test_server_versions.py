@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from motet.errors import AdapterError, EngineError, ServerGone, ServerRefused
-from motet.rollout.replica import Clocks
+from motet.rollout.connection import Clocks
 from motet.rollout.server import ServerEngine
 from motet.rollout.version_files import VersionFiles
 from motet.training.fake import FakeTrainer
@@ -306,10 +306,10 @@ def test_a_publish_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
 
 
 def stage(files: VersionFiles, version: AdapterRef, text: str = "x") -> Path:
-    with files.write_draft(version) as directory:
+    with files.write_draft(version.served_name) as directory:
         (directory / ("file" if text else ".")).write_text(text)
-        assert not files.path(version).exists()
-    return files.path(version)
+        assert not files.path(version.served_name).exists()
+    return files.path(version.served_name)
 
 
 def test_a_name_appears_whole_and_once(tmp_path: Path) -> None:
@@ -330,11 +330,11 @@ def test_retired_directories_stay_for_two_more(tmp_path: Path) -> None:
     files = VersionFiles(tmp_path / "served")
     paths = [stage(files, ref(version)) for version in range(5)]
     for version in range(4):
-        files.retire(ref(version))
+        files.retire(ref(version).served_name)
     assert [path.exists() for path in paths] == [False, False, True, True, True]
     files.close()
     assert [path.exists() for path in paths] == [False] * 4 + [True]  # what was not retired is kept
-    files.retire(ref(4))
+    files.retire(ref(4).served_name)
     files.close()
     assert not files.directory.exists()
 

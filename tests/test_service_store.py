@@ -13,7 +13,7 @@ from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, inspect, text
+from sqlalchemy import create_engine, event, inspect, text
 
 import motet.service.database.store
 from motet.errors import StoreError
@@ -43,6 +43,37 @@ def at_once(work: Callable[[int], Found], n: int) -> list[Found | Exception]:
     for thread in threads:
         thread.join()
     return found
+
+
+# --- a hundred thousand jobs ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_looks_at_all_jobs(tmp_path: Path) -> None:
+    """What one job or one page needs is found by an index, so it takes as long with a hundred thousand jobs as with ten."""
+
+    def listen(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool) -> None:
+        if "jobs" in statement and not statement.startswith(("EXPLAIN", "INSERT")):
+            asked.append((statement, parameters))
+
+    store, asked = Store(f"sqlite:///{tmp_path}/db"), list[tuple[str, Any]]()
+    who = person(store, "us")
+    first = store.submit(who, "first", {}, 1, "key")
+    event.listen(store._engine, "before_cursor_execute", listen)
+    store.submit(who, "second", {}, 1, "key")
+    assert store.job(who, "first") is not None
+    assert store.job(who, first.id) is not None
+    store.change_job(first.id, state="running")
+    assert [job.name for job in store.open_jobs()] == ["first"]
+    assert store.jobs(who, before=9, limit=5)
+    assert store.jobs(who, state="running", limit=5)
+    store.delete_job(first.id)
+    assert len(asked) >= 8
+    with store._engine.connect() as connection:
+        for statement, parameters in asked:
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+            steps = [row[3] for row in plan]
+            assert not [step for step in steps if step.startswith("SCAN jobs")], (statement, steps)
+    store.close()
 
 
 # --- shape ------------------------------------------------------------------------------------------------------------------

@@ -226,7 +226,13 @@ def test_a_run_ends_when_budgets_are_spent(tmp_path: Path, capfd: pytest.Capture
     small |= {"sampling": {"max_tokens": 8}, "algorithm": {"group_size": 4, "groups_per_step": 2}}
     tree = {"base": "small", "engine": {"samplers": 0, "threads": 1}, "jobs": [{"name": "poor", **small, "budget": 1}]}
     file.write_text(json.dumps(tree))
-    options = {"sequential": False, "accept_changes": False, "tensorboard": None, "trust_remote_code": False}
+    options = {
+        "sequential": False,
+        "accept_changes": False,
+        "tensorboard": None,
+        "ray": None,
+        "trust_remote_code": False,
+    }
     assert run_file(file, [], directory=tmp_path / "run", **options) == 0  # type: ignore[arg-type]
     assert "poor paused after step 1: its budget of 1 tokens is spent" in " ".join(capfd.readouterr().out.split())
     jobs = [{**one, "budget": budget} for one in tree["jobs"] for budget in (1, 10**9)]  # type: ignore[dict-item]

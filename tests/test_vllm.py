@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from motet.running import run_config
 from motet.runtime.probe import Probe
 from motet.servers import TOLERANCE, Launched, build_servers
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import AdapterRef
+from motet.types import ADAPTER_FILES, AdapterRef
 from tests.service_run import Service, serving, tiny
+from tests.test_node_agents import node_agent
 from tests.vllm_server import launch, vllm_python, vllm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
@@ -39,8 +41,13 @@ def small() -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(small: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    with vllm_server(small, tmp_path_factory.mktemp("server")) as found:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def server(small: Any, place: Path) -> Iterator[Launched]:
+    with vllm_server(small, place) as found:
         os.environ[KEY] = found.key
         yield found
         del os.environ[KEY]
@@ -102,6 +109,41 @@ def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) 
     told = httpx2.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {server.key}"}).json()
     assert [card["id"] for card in told["data"] if card["parent"]] == [], "versions stayed loaded"
     assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
+
+
+def test_versions_come_through_an_agent_and_are_found_by_name(
+    small: Any, server: Launched, place: Path, tmp_path: Path
+) -> None:
+    """No directory is shared with the run. Afterwards the server finds one that nobody has told it to load."""
+    one = job("sent", "toy:sort_letters", 8, steps=2, optimizer={"lr": 1e-3})
+    with node_agent(server.url, place / "by-name", server.key) as agent:
+        rollout = {"urls": [server.url], "agents": [agent], "api_key_env": KEY}
+        result = run_config(config(tmp_path, rollout, [one]), base=small).jobs["sent"]
+    assert result.state == "succeeded", result.message
+    assert max(line["logprob_gap"] for line in lines(tmp_path, "sent") if line.get("tokens")) < FLOAT32_GAP
+    (place / "by-name" / "found").mkdir()
+    for file in ADAPTER_FILES:
+        shutil.copyfile(result.adapter / file, place / "by-name" / "found" / file)
+    headers = {"Authorization": f"Bearer {server.key}"}
+    with httpx2.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
+        base = client.get("/v1/models").json()["data"][0]["id"]
+
+        def logprobs(model: str) -> Any:
+            body = {"model": model, "prompt": list(range(9, 29)), "max_tokens": 1, "prompt_logprobs": 0}
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return [
+                next(iter(entry.values()))["logprob"] for entry in answer.json()["choices"][0]["prompt_logprobs"][1:]
+            ]
+
+        by_name = logprobs("found")
+        loaded = {"lora_name": "loaded", "lora_path": str(result.adapter)}
+        assert client.post("/v1/load_lora_adapter", json=loaded).status_code == 200
+        assert by_name == pytest.approx(logprobs("loaded"), abs=1e-6)
+        assert by_name != pytest.approx(logprobs(base), abs=1e-3)
+        assert client.post("/v1/completions", json={"model": "no-such", "prompt": [9]}).status_code == 404
+        for name in ("found", "loaded"):
+            client.post("/v1/unload_lora_adapter", json={"lora_name": name})
 
 
 def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A real vLLM on this CPU for tests, from the environment that `make vllm` makes.
 
 with vllm_server(base, directory) as server: ...     # server.url, server.key, server.process
+
+It finds versions by their names in directory / "by-name".
 """
 
 from __future__ import annotations
@@ -43,8 +45,10 @@ def launch() -> LaunchConfig:
 @contextlib.contextmanager
 def vllm_server(base: Any, directory: Path) -> Iterator[servers.Launched]:
     """A server that runs while the block does."""
-    config = RolloutConfig(engine="vllm", launch=launch())
-    (server,) = servers.launched(base.info, str(base.model.config.name_or_path), config, launch(), WANTED, directory)
+    (directory / "by-name").mkdir()
+    start = launch().model_copy(update={"env": {"VLLM_LORA_RESOLVER_CACHE_DIR": str(directory / "by-name")}})
+    config = RolloutConfig(engine="vllm", launch=start)
+    (server,) = servers.launched(base.info, str(base.model.config.name_or_path), config, start, WANTED, directory)
     server.process.start()
     try:
         _wait(server)

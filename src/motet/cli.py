@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -84,6 +84,10 @@ def run(
         bool, typer.Option("--accept-changes", help="Go on in a run directory although the job file has changed.")
     ] = False,
     tensorboard: Annotated[Path | None, typer.Option(help="Also write TensorBoard events to this directory.")] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Have the hosts on the nodes of a Ray cluster; `auto` finds it."),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train all jobs of a file at once. The same command goes on after Ctrl-C, a crash or a power cut."""
@@ -97,6 +101,7 @@ def run(
             sequential=sequential,
             accept_changes=accept_changes,
             tensorboard=tensorboard,
+            ray=ray,
             trust_remote_code=trust_remote_code,
         )
     )
@@ -148,11 +153,17 @@ def chat(
 @app.command()
 def doctor(
     base: Annotated[str, typer.Argument(help="The base to test with.")] = "small",
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Look at the nodes of a Ray cluster instead; `auto` finds it.")
+    ] = None,
+    directory: Annotated[Path, typer.Option(help="With --ray: what all nodes are to see under this path.")] = Path(
+        "runs"
+    ),
 ) -> None:
     """Show this machine, the budgets Motet derives from it, and whether results are bit-exact on it."""
-    from motet.commands.doctor import examine
+    from motet.commands.doctor import examine, examine_cluster
 
-    raise typer.Exit(examine(base))
+    raise typer.Exit(examine(base) if ray is None else examine_cluster(ray, directory.resolve()))
 
 
 @app.command()
@@ -169,6 +180,25 @@ def verify(directory: RunDir) -> None:
     from motet.commands.verify import verify as check_files
 
     raise typer.Exit(check_files(directory))
+
+
+@app.command(epilog="Example: motet export runs/demo/sort/versions/v25 --merge --to sort-model")
+def export(
+    adapter: Annotated[Path, typer.Argument(help="A PEFT LoRA directory.", show_default=False)],
+    to: Annotated[Path, typer.Option(help="The directory to write.", show_default=False)],
+    merge: Annotated[bool, typer.Option("--merge", help="Add the adapter to the base's weights.")] = False,
+    base: Annotated[str | None, typer.Option(help="What it was trained on [default: as its directory says].")] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], typer.Option(help="Type of the weights; auto keeps the base's.")
+    ] = "auto",
+) -> None:
+    """Write an adapter and its base as one model, which needs no LoRA: a directory for `transformers`, vLLM and others."""
+    from motet.commands.export import export as write
+
+    if not merge:
+        raise typer.BadParameter("an adapter's directory is what PEFT reads already; add --merge for a whole model")
+    write(adapter, base, to, dtype)
+    typer.echo(to)
 
 
 def _steer(argv: list[str], word: str, url: str | None, key: str | None) -> None:
@@ -229,6 +259,10 @@ def serve(
     hosts: Annotated[
         int | None, typer.Option(min=1, help="Processes that each have the base and train a part of the jobs.")
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Have the hosts on the nodes of a Ray cluster; `auto` finds it."),
+    ] = None,
     no_keys: Annotated[
         bool, typer.Option("--no-keys", help="No key is needed; only on this machine's own address.")
     ] = False,
@@ -252,9 +286,42 @@ def serve(
         database=database,
         no_keys=no_keys,
         hub=hub,
-        config=load_service(config, hosts),
+        config=load_service(config, hosts, ray),
         rewards=rewards,
     )
+
+
+@app.command(epilog="Example: motet simulate examples/cluster.yaml --hosts 12 --plot cluster.html")
+def simulate(
+    cluster: Annotated[Path, typer.Argument(help="Hosts, what they take, and the jobs that come.", show_default=False)],
+    hosts: Annotated[int | None, typer.Option(min=1, help="So many hosts instead.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Draw jobs over time.")] = None,
+) -> None:
+    """Say how long an imagined cluster takes for some jobs, how busy it is, what it costs, and how fair it is."""
+    from motet.commands.simulate import show
+
+    show(cluster, hosts, plot)
+
+
+@app.command(
+    "node-agent", epilog="Example: motet node-agent http://127.0.0.1:8000 --host 0.0.0.0 --key-env VLLM_API_KEY"
+)
+def node_agent(
+    server: Annotated[str, typer.Argument(help="URL of the vLLM or SGLang on this node.", show_default=False)],
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Which of the two it is.")] = "vllm",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8430,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where versions are written [default: below /dev/shm, which is memory].")
+    ] = None,
+    key_env: Annotated[
+        str | None, typer.Option(help="The environment variable with the key that requests bring, the server's too.")
+    ] = None,
+) -> None:
+    """Receive versions for the server on this node, so that it shares no file system with the run (`rollout.agents`)."""
+    from motet.commands.node_agent import listen
+
+    listen(server, engine, host=host, port=port, directory=directory, key_env=key_env)
 
 
 for part in (jobs, sharing, usage, scoring, keys):

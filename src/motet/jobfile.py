@@ -13,8 +13,10 @@ from pydantic import ValidationError
 
 from motet import plain_yaml
 from motet.config import Config, EngineConfig, RunConfig
+from motet.config.cluster import ClusterConfig
 from motet.config.mistakes import explain, no_such_field
 from motet.config.service import ServiceConfig
+from motet.config.simulation import SimulationConfig
 from motet.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -45,8 +47,8 @@ def load_jobs(path: str | Path, overrides: Sequence[str] = (), *, trust_remote_c
     return config.model_copy(update={"engine": engine})
 
 
-def load_service(path: Path | None, hosts: int | None = None) -> ServiceConfig:
-    """A service's configuration file; defaults without one. `hosts` goes before its `engine.hosts`.
+def load_service(path: Path | None, hosts: int | None = None, ray: str | None = None) -> ServiceConfig:
+    """A service's configuration file; defaults without one. `hosts` goes before its `engine.hosts`, `ray` before `cluster`.
 
     Raises:
         ConfigError: the file is missing or wrong.
@@ -55,6 +57,8 @@ def load_service(path: Path | None, hosts: int | None = None) -> ServiceConfig:
     if hosts is not None:
         engine = _valid(EngineConfig, {**config.engine.model_dump(), "hosts": hosts}, "--hosts")
         config = config.model_copy(update={"engine": engine})
+    if ray is not None:
+        config = config.model_copy(update={"cluster": ClusterConfig(launcher="ray", address=ray)})
     return config
 
 
@@ -77,6 +81,23 @@ def _read_service(path: Path) -> ServiceConfig:
         for name, one in config.rewards.items()
     }
     return config.model_copy(update={"rewards": rewards})
+
+
+def load_simulation(path: Path, hosts: int | None = None) -> SimulationConfig:
+    """Read and validate a cluster that is only thought of, with so many hosts where they are given.
+
+    Raises:
+        ConfigError: it cannot be read, or says what to change.
+    """
+    try:
+        tree = plain_yaml.read(path.read_text())
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(tree, dict) or not isinstance(tree.get("hosts"), dict):
+        raise ConfigError(f"{path} must hold `hosts:` and `jobs:`; see examples/cluster.yaml")
+    if hosts is not None:
+        tree["hosts"]["count"] = hosts
+    return _valid(SimulationConfig, tree, str(path))
 
 
 def parse_jobs(

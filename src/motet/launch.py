@@ -16,6 +16,7 @@ from motet.allocator import keep_freed_memory
 from motet.config import EngineConfig, RunConfig
 from motet.config.service import Largest
 from motet.device import Device
+from motet.errors import ConfigError
 from motet.model_info import ModelInfo
 from motet.protocols import RolloutEngine, Trainer, WeightSync
 from motet.runtime.job import Services
@@ -254,10 +255,17 @@ def _build_on_servers(
 
 
 def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
-    """The trainer that a configuration asks for."""
+    """The trainer that a configuration asks for.
+
+    Raises:
+        ConfigError: there is no directory for adapters that are parked.
+    """
+    parking = None if config.parking is None else Path(config.parking).expanduser()
+    if parking is not None and not parking.is_dir():
+        raise ConfigError(f"engine.parking {parking} is no directory; make it, on a disk with room for the adapters")
     from motet.training.torch_trainer import TorchTrainer
 
-    return TorchTrainer(base, slots=config.slots, recompute=config.recompute)
+    return TorchTrainer(base, slots=config.slots, recompute=config.recompute, resident=config.resident, parking=parking)
 
 
 def build(

@@ -16,8 +16,9 @@ from motet.config.rollout import VERSIONS_BESIDES
 from motet.config.service import Largest
 from motet.errors import ConfigError
 from motet.model_info import ModelInfo
+from motet.rollout.connection import Clocks
 from motet.rollout.dialects import DIALECTS
-from motet.rollout.replica import Clocks, Replica
+from motet.rollout.replica import Replica
 from motet.rollout.server import Bounds, Demand, ServerEngine
 from motet.rollout.server_process import ServerProcess, free_port
 from motet.rollout.version_files import VersionFiles
@@ -90,7 +91,9 @@ def build_servers(
         Path(config.directory).expanduser() if config.directory else MEMORY if MEMORY.is_dir() else Path(gettempdir())
     )
     files = VersionFiles(directory.resolve() / f"motet-{run_id}")
-    replicas = [Replica(url, dialect, clocks, headers, verify) for url in config.urls]
+    agents = config.agents or [""] * len(config.urls)
+    beside = zip(config.urls, agents, strict=True)
+    replicas = [Replica(url, dialect, clocks, headers, verify, agent) for url, agent in beside]
     processes = {}
     if config.launch is not None:
         model = _model(info.name, config.launch, files)

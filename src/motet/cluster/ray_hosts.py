@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
+import secrets
+import shutil
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from motet.cluster.host import Engine
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
+from motet.cluster.nodes import NodeFacts
 from motet.errors import EngineError
+from motet.rollout.server_process import free_port
+
+_LOOK_SECONDS = 60.0
 
 
 class RayLauncher:
@@ -72,3 +82,72 @@ class _HostProcess:
                 cwd=directory, env={**os.environ, **settings}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True, check=False,
             ).returncode  # fmt: skip
+
+
+def examine_nodes(address: str, directory: Path) -> list[NodeFacts]:
+    """Ask every node of a cluster, and have all of them make a round of gloo.
+
+    Args:
+        address: of the cluster, as for `ray.init`.
+        directory: that all nodes are to share.
+
+    Raises:
+        EngineError: the cluster cannot be reached, or a node does not answer.
+    """
+    mark = directory / f".motet-doctor-{secrets.token_hex(4)}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        mark.write_text(mark.name)
+        ray.init(address=address, log_to_driver=False, namespace="motet-doctor", ignore_reinit_error=True)
+        return _examined([node for node in ray.nodes() if node["Alive"]], mark)  # type: ignore[no-untyped-call]
+    except (RayError, ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise EngineError(f"Ray at {address!r} could not be examined: {error}") from error
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _examined(nodes: list[dict[str, Any]], mark: Path) -> list[NodeFacts]:
+    on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    actors: list[Any] = [_Node.options(num_cpus=0, scheduling_strategy=one).remote() for one in on]  # type: ignore[attr-defined]
+    try:
+        facts: list[NodeFacts] = ray.get([actor.look.remote(str(mark)) for actor in actors], timeout=_LOOK_SECONDS)
+        facts = [replace(one, address=str(node["NodeManagerAddress"])) for one, node in zip(facts, nodes, strict=True)]
+        meeting = f"{facts[0].address}:{ray.get(actors[0].free_port.remote(), timeout=_LOOK_SECONDS)}"
+        rounds = [actor.gloo.remote(rank, len(actors), meeting) for rank, actor in enumerate(actors)]
+        gloo: list[float | str] = ray.get(rounds, timeout=2 * _LOOK_SECONDS)
+        return [replace(one, gloo=said) for one, said in zip(facts, gloo, strict=True)]
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+@ray.remote
+class _Node:
+    """A process on one node that looks around."""
+
+    def look(self, mark: str) -> NodeFacts:
+        """What there is here."""
+        from importlib.metadata import version
+
+        from motet import budgets
+
+        path, name = Path(mark), socket.gethostname()
+        versions = version("motet"), version("torch"), platform.python_version()
+        sees = path.is_file() and path.read_text() == path.name
+        disk = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+        return NodeFacts(
+            "", versions, socket.gethostbyname(name), budgets.cores(), int(budgets.available_memory()), sees, disk
+        )
+
+    def free_port(self) -> int:
+        """A port that nothing listens on."""
+        return free_port()
+
+    def gloo(self, rank: int, world: int, address: str) -> float | str:
+        """A round with all others."""
+        from motet.training.gloo_round import gloo_round
+
+        try:
+            return gloo_round(rank, world, address, _LOOK_SECONDS)
+        except RuntimeError as error:  # what torch.distributed raises for whatever does not work
+            return str(error).splitlines()[0]

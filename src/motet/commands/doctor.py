@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import platform
 import time
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from motet import __version__, budgets, wall
+from motet.cluster.nodes import faults
 from motet.config import EngineConfig
-from motet.errors import MotetError
+from motet.errors import ConfigError, MotetError
 from motet.launch import load
 
 if TYPE_CHECKING:
@@ -46,6 +49,27 @@ def examine(base_name: str) -> int:
         f"slots: {config.slots} adapters at once, {config.max_rows} rows decoded together (engine.slots, engine.max_rows)"
     )
     return 0 if exact else 1
+
+
+def examine_cluster(address: str, directory: Path) -> int:
+    """Print what the nodes of a Ray cluster say; returns 0 when hosts can run on all of them, 1 when not."""
+    if find_spec("ray") is None:
+        raise ConfigError("motet doctor --ray needs Ray, which is not installed: pip install 'motet[ray]'")
+    from motet.cluster.ray_hosts import examine_nodes
+
+    nodes = examine_nodes(address, directory)
+    console = Console()
+    table = Table("node", "motet, torch, python", "its name means", "cores", "free memory", "directory", "gloo round")
+    for node in nodes:
+        shared = f"{node.free_disk / 2**30:,.1f} GiB free" if node.sees else "not shared"
+        gloo = node.gloo if isinstance(node.gloo, str) else f"{1000 * node.gloo:.0f} ms"
+        memory = f"{node.free_memory / 2**30:.1f} GiB"
+        table.add_row(node.address, ", ".join(node.versions), node.name_means, str(node.cores), memory, shared, gloo)
+    console.print(table)
+    wrong = faults(nodes, directory)
+    for sentence in wrong:
+        console.print(sentence, soft_wrap=True, markup=False)
+    return 1 if wrong else 0
 
 
 def _wall() -> Table:

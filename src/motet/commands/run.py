@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from motet.config.cluster import ClusterConfig
 from motet.jobfile import load_jobs
 from motet.launch import Workshop
 from motet.running import RunResult, run_config
@@ -29,12 +30,15 @@ def run_file(
     sequential: bool,
     accept_changes: bool,
     tensorboard: Path | None,
+    ray: str | None,
     trust_remote_code: bool,
 ) -> int:
     """Run a job file; returns the exit code: 0 all succeeded or spent their budgets, 1 a job failed, 130 interrupted."""
     config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)
     if directory is not None:
         config = config.model_copy(update={"run": str(directory)})
+    if ray is not None:
+        config = config.model_copy(update={"cluster": ClusterConfig(launcher="ray", address=ray)})
     console = Console(emoji=False)
     console.print(f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …")
     view = make_view(console, config.base)

@@ -32,6 +32,12 @@ class EngineConfig(Config):
     """On CPU in bfloat16, keep a second copy of the base in the layout that its kernels want: the same bits, sooner."""
     slots: int = Field(16, ge=1, le=10**5)
     """Adapters that train at once; further jobs wait in the queue."""
+    resident: int = Field(0, ge=0, le=10**5)
+    """Adapters that keep masters and AdamW's moments on the device, 16 of their 18 bytes a parameter; those of the others are
+    brought in when they train. 0 is all of them. The bytes of adapters do not depend on it."""
+    parking: str | None = None
+    """A directory on a disk for the masters and moments of adapters that are not `resident`; without one they lie in host
+    memory, which on a CPU saves nothing."""
     max_rows: int = Field(256, ge=4, le=10**6)
     """Completions decoded at a time, in all processes that sample together."""
     kv_tokens: int = Field(0, ge=0, le=10**10)
@@ -80,6 +86,18 @@ class EngineConfig(Config):
     def _shards_are_unpacked(self) -> EngineConfig:
         if self.shard > 1 and self.base_format == "packed":
             raise ValueError("a base in shards cannot stay packed yet: set base_format to unpacked, or shard to 1")
+        return self
+
+    @model_validator(mode="after")
+    def _parks_what_is_whole(self) -> EngineConfig:
+        if self.resident and self.shard > 1:
+            raise ValueError(
+                f"resident is {self.resident} and shard {self.shard}, which do not go together: set one of them to its default"
+            )
+        if self.resident and self.parking is None and self.device == "cpu":
+            raise ValueError(
+                "resident is set and device is cpu: set parking to a directory on a disk, or nothing is saved"
+            )
         return self
 
     @model_validator(mode="after")

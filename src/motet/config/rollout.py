@@ -54,11 +54,14 @@ class RolloutConfig(Config):
     """`embedded` samples on the device that trains; the others are servers, reached over HTTP."""
     urls: list[str] = []
     """Servers that run already (`http://host:8000`), one for each replica."""
+    agents: list[str] = []
+    """The node agent beside each of `urls`, in their order (`motet node-agent`): versions are sent to it, and no directory is
+    shared."""
     launch: LaunchConfig | None = None
     """Servers to start instead."""
     directory: str | None = None
     """Where versions are written for servers to read, under the same path for both: a shared file system for servers on other
-    hosts; by default /dev/shm, which is memory."""
+    hosts that have no `agents`; by default /dev/shm, which is memory."""
     rows: int = Field(64, ge=1, le=10**5)
     """Completions in flight on one replica."""
     keep_versions: int | None = Field(None, ge=0, le=10**5)
@@ -75,13 +78,13 @@ class RolloutConfig(Config):
     health_seconds: float = Field(5.0, gt=0)
     """Between two looks at a server's health, and for its answer."""
     api_key_env: str | None = None
-    """The environment variable that holds the servers' API key."""
+    """The environment variable that holds the key of the servers and their agents."""
     ca_file: str | None = None
     """Certificates to trust for https, besides the system's."""
     verify_tls: bool = True
     """False trusts any certificate."""
 
-    @field_validator("urls")
+    @field_validator("urls", "agents")
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
         for url in urls:
@@ -99,5 +102,9 @@ class RolloutConfig(Config):
             raise ValueError(
                 f"engine {self.engine} needs either `urls` of servers that run or `launch` (`launch: {{}}` will do) "
                 "to start one"
+            )
+        if self.agents and len(self.agents) != len(self.urls):
+            raise ValueError(
+                f"agents names {len(self.agents)} and urls {len(self.urls)}: each of urls has one beside it"
             )
         return self

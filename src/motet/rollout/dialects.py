@@ -7,7 +7,7 @@ what is left out from files of the model. Written from the documentation and sou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from motet.errors import ServerFault
@@ -40,7 +40,15 @@ class HttpRequest:
 
     path: str
     body: Json | None = None
-    """A GET without one."""
+    content: bytes | None = None
+    """Sent instead of a body of JSON."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    verb: str = ""
+
+    @property
+    def method(self) -> str:
+        """GET without a body, unless it is said."""
+        return self.verb or ("GET" if self.body is None else "POST")
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,8 @@ class Dialect:
     """Whether a refusal says that the adapter is not there."""
     known: Callable[[int, str], bool]
     """Whether a refusal to load says that the name is there already."""
+    missing: Callable[[int, str], bool]
+    """Whether a refusal to load says that the directory is not there, or not yet."""
     settings: Settings
 
 
@@ -265,6 +275,7 @@ DIALECTS: Mapping[str, Dialect] = {
         unload=lambda name: HttpRequest("/v1/unload_lora_adapter", {"lora_name": name}),
         unknown=lambda status, detail: status == 404,
         known=lambda status, detail: "already been loaded" in detail,
+        missing=lambda status, detail: "No adapter found for" in detail,
         settings=Settings("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
     ),
     "sglang": Dialect(
@@ -284,6 +295,9 @@ DIALECTS: Mapping[str, Dialect] = {
             phrase in detail for phrase in ("not loaded", "never been loaded", "implicitly load", "does not exist")
         ),
         known=lambda status, detail: "already" in detail,
+        missing=lambda status, detail: (
+            "Repo id must be" in detail
+        ),  # what is no directory is taken for a name of the hub
         settings=Settings("--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"),
     ),
 }

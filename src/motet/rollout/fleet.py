@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from motet.errors import EngineError, ServerGone, ServerUnfit
 from motet.rollout.replica import Replica
@@ -49,17 +49,16 @@ class Fleet:
         """The replicas that answer now."""
         return [replica for replica in self.replicas if replica.up]
 
-    async def choose(self, last: Container[str] = ()) -> Replica:
-        """The replica with the fewest outstanding tokens; waits for one where none is there.
+    async def choose(self, order: Callable[[Replica], tuple[bool, ...]]) -> Replica:
+        """The replica that is first in an order, and among such the one with the fewest outstanding tokens.
 
-        Args:
-            last: URLs of those that are chosen only where there are no others: one that fails at once is always idle.
+        Waits for one where none is there.
 
         Raises:
             EngineError: none came within the patience, and what each said last.
         """
         await self.wait()
-        return min(self.up, key=lambda replica: (replica.url in last, replica.tokens))
+        return min(self.up, key=lambda replica: (order(replica), replica.tokens))
 
     async def wait(self) -> None:
         """Wait until a replica is up; see `choose`."""

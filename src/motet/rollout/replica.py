@@ -9,38 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import anyio
-import httpx2
 import numpy as np
 
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
-from motet.rollout.dialects import Ask, Dialect, Facts, HttpRequest, Json, Piece
+from motet.rollout.connection import Clocks, Connection, detail_of
+from motet.rollout.dialects import Ask, Dialect, Facts, HttpRequest, Piece
+from motet.rollout.shipping import send, take_back, written
 from motet.types import FloatArray, IntArray, ServerLoad
 
 Result = TypeVar("Result")
-
-_GONE = (httpx2.RequestError, httpx2.StreamError, OSError)
-
-
-@dataclass(frozen=True)
-class Clocks:
-    """How long one waits for what, in seconds."""
-
-    connect: float = 5.0
-    health: float = 5.0
-    """Between two looks at a busy server's health, and for its answer."""
-    load: float = 60.0
-    """For loading or unloading a version."""
-    request: float = 1800.0
-    """For one completion: a wide backstop."""
-    retry: float = 0.5
-    """Before the first repetition; it doubles each time."""
-    look: float = 0.5
-    """Between two looks at a server that is away, and at whether its process lives."""
 
 
 @dataclass
@@ -53,17 +34,21 @@ class Replica:
     headers: Mapping[str, str] = field(default_factory=dict)
     verify: Any = True
     """TLS: False, True, or an `ssl.SSLContext`."""
+    agent: str = ""
+    """URL of the node agent beside it, which is sent versions; without one the server reads them from a path that both see."""
     facts: Facts = field(default_factory=Facts)
     loaded: set[str] = field(default_factory=set)
     """Served names that it has, as far as this process knows."""
+    left: set[str] = field(default_factory=set)
+    """Served names whose files lay at its agent when it was greeted, though the server has not loaded them."""
     up: bool = False
     note: str = "not asked yet"
     requests: int = 0
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._client: httpx2.AsyncClient | None = None
-        self._waiting: set[anyio.CancelScope] = set()
+        self.server = Connection(self.url, self.clocks, self.headers, self.verify)
+        self._agent = Connection(self.agent, self.clocks, self.headers, self.verify) if self.agent else None
 
     def load_now(self) -> ServerLoad:
         """Requests and tokens under way, and how many adapters are loaded."""
@@ -82,7 +67,7 @@ class Replica:
         answers = {}
         for path in self.dialect.about:
             try:
-                answers[path] = await self.request(HttpRequest(path), self.clocks.load)
+                answers[path] = await self.server.request(HttpRequest(path), self.clocks.load)
             except ServerRefused as error:
                 if error.status == 401:
                     raise ServerUnfit(str(error)) from error
@@ -93,55 +78,36 @@ class Replica:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerFault(f"{self.url} does not answer as {self.dialect.name} does: {error!r}") from error
         self.loaded = set(self.facts.adapters)
+        self.left = set() if self._agent is None else await written(self._agent) - self.loaded
         self.up, self.note = True, ""
 
     async def healthy(self) -> None:
-        """Ask for its health.
+        """Ask for its health, and for that of the agent beside it.
 
         Raises:
             ServerGone: no answer, or not in time.
         """
-        try:
-            with anyio.fail_after(max(self.clocks.health, self.dialect.health_seconds)):
-                answer = await self._open().get("/health")
-        except (*_GONE, TimeoutError) as error:
-            raise ServerGone(f"{self.url} does not answer: {_reason(error)}") from error
-        if answer.status_code != 200:
-            raise ServerGone(f"{self.url} says that it is not well: {answer.status_code}")
+        seconds = max(self.clocks.health, self.dialect.health_seconds)
+        await self.server.healthy(seconds)
+        if self._agent is not None:
+            await self._agent.healthy(seconds)
 
     def leave(self, reason: str) -> None:
         """It is gone: requests under way are told, and none is sent until it has been greeted again."""
         self.up, self.note = False, reason
         self.loaded.clear()
-        for limit in self._waiting:
-            limit.cancel()
+        for connection in self._connections():
+            connection.leave(reason)
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        for connection in self._connections():
+            await connection.close()
+
+    def _connections(self) -> list[Connection]:
+        return [self.server, *([] if self._agent is None else [self._agent])]
 
     # --- requests ---------------------------------------------------------------------------------------------------------
-
-    async def request(self, request: HttpRequest, seconds: float) -> Any:
-        """One request and its JSON answer (None where there is none).
-
-        Raises:
-            ServerGone: no answer in time.
-            ServerRefused: an error, with what was said.
-        """
-        method, begun = "GET" if request.body is None else "POST", asyncio.get_running_loop().time()
-        asking = self._open().request(method, request.path, json=request.body)
-        try:
-            answer = await self._in_time(asking, request, begun, seconds)
-        except _GONE as error:
-            raise ServerGone(f"{self.url}{request.path} does not answer: {_reason(error)}") from error
-        self._check(request, answer.status_code, answer.text)
-        try:
-            return answer.json()
-        except ValueError:
-            return None
 
     async def load(self, name: str, path: str) -> None:
         """Load a version; one that is there under this name is the same, because names are used once.
@@ -150,7 +116,10 @@ class Replica:
             EngineError: it cannot be loaded, and why.
         """
         try:
-            answer = await self.request(self.dialect.load(name, path), self.clocks.load)
+            if self._agent is None:
+                answer = await self.server.request(self.dialect.load(name, path), self.clocks.load)
+            else:
+                answer = await send(self._agent, name, path)
         except ServerRefused as error:
             if not self.dialect.known(error.status, error.detail):
                 raise
@@ -168,16 +137,20 @@ class Replica:
             EngineError: it stays, and why.
         """
         try:
-            await self.request(self.dialect.unload(name), self.clocks.load)
+            if self._agent is None:
+                await self.server.request(self.dialect.unload(name), self.clocks.load)
+            else:
+                await take_back(self._agent, name)
         except ServerRefused as error:
             if not self.dialect.unknown(error.status, error.detail):
                 raise
         self.loaded.discard(name)
+        self.left.discard(name)
 
     async def logprobs(self, token_ids: IntArray, model: str | None) -> FloatArray:
         """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
         wanted = token_ids.tolist()
-        answer = await self.request(self.dialect.score(wanted, model, self.facts.base), self.clocks.request)
+        answer = await self.server.request(self.dialect.score(wanted, model, self.facts.base), self.clocks.request)
         try:
             logprobs = self.dialect.scores(answer, wanted)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -199,77 +172,15 @@ class Replica:
         self.requests, self.tokens = self.requests + 1, self.tokens + size
         try:
             if ask.stream:
-                async with contextlib.aclosing(self._events(request)) as events:
+                async with contextlib.aclosing(self.server.events(request)) as events:
                     async for event in events:
                         if (piece := reading.take(event)) is not None:
                             yield piece
-            elif (piece := reading.take(await self.request(request, self.clocks.request))) is not None:
+            elif (piece := reading.take(await self.server.request(request, self.clocks.request))) is not None:
                 yield piece
             reading.end()
         finally:
             self.requests, self.tokens = self.requests - 1, self.tokens - size
-
-    async def _events(self, request: HttpRequest) -> AsyncGenerator[Json, None]:
-        seconds, begun = self.clocks.request, asyncio.get_running_loop().time()
-        client = self._open()
-        asking = client.send(client.build_request("POST", request.path, json=request.body), stream=True)
-        try:
-            answer = await self._in_time(asking, request, begun, seconds)
-            try:
-                if answer.status_code != 200:
-                    text = await self._in_time(answer.aread(), request, begun, seconds)
-                    self._check(request, answer.status_code, text.decode(errors="replace"))
-                lines = _lines(answer)
-                while (line := await self._in_time(anext(lines, None), request, begun, seconds)) is not None:
-                    data = line.removeprefix(b"data:").strip()
-                    if line.startswith(b"data:") and data != b"[DONE]":
-                        yield _parsed(self, data.decode(errors="replace"))
-            finally:
-                await answer.aclose()
-        except _GONE as error:
-            raise ServerGone(f"{self.url}{request.path} broke off: {_reason(error)}") from error
-
-    async def _in_time(self, answer: Awaitable[Result], request: HttpRequest, begun: float, seconds: float) -> Result:
-        """Wait for an answer, only so long, and no longer than the server is there.
-
-        What ends the waiting is anyio's, which the client's own cleaning up is shielded from: a timeout of asyncio's met it
-        while it closed connections that the server had left, and the others of these were forgotten and stayed open.
-        """
-        with anyio.CancelScope(deadline=begun + seconds) as limit:
-            self._waiting.add(limit)
-            try:
-                return await answer
-            finally:
-                self._waiting.discard(limit)
-        if asyncio.get_running_loop().time() < begun + seconds:
-            raise ServerGone(f"{self.url} went away: {self.note}")
-        raise ServerGone(f"{self.url}{request.path} has not answered within {seconds:g} s")
-
-    def _open(self) -> httpx2.AsyncClient:
-        if self._client is None:
-            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client = httpx2.AsyncClient(
-                base_url=self.url,
-                headers=dict(self.headers),
-                verify=self.verify,
-                limits=limits,
-                timeout=httpx2.Timeout(None, connect=self.clocks.connect),
-                trust_env=False,
-            )
-        return self._client
-
-    def _check(self, request: HttpRequest, status: int, text: str) -> None:
-        if status == 200:
-            return
-        detail = _detail(text)
-        hint = ""
-        if status in (401, 403):
-            hint = "; is rollout.api_key_env set to the variable that holds its key?"
-        elif status == 404 and request.path.endswith("lora_adapter"):
-            hint = (
-                "; does it load adapters at run time (vLLM: --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True)?"
-            )
-        raise ServerRefused(f"{self.url}{request.path} answers {status}: {detail}{hint}", status, detail)
 
 
 class _Reading:
@@ -322,7 +233,7 @@ class _Reading:
 
     def _read(self, answer: Any) -> Piece | None:
         if isinstance(answer, dict) and "error" in answer:
-            detail = _detail(json.dumps(answer))
+            detail = detail_of(json.dumps(answer))
             raise ServerRefused(f"{self._replica.url} broke off with an error: {detail}", 500, detail)
         try:
             return self._replica.dialect.piece(answer)
@@ -339,39 +250,6 @@ def _is_token(value: Any, vocabulary: int) -> bool:
 
 def _is_logprob(value: Any) -> bool:
     return isinstance(value, int | float) and -9990.0 < value <= 1e-4  # vLLM says −9999 where it has none
-
-
-async def _lines(answer: httpx2.Response) -> AsyncGenerator[bytes, None]:
-    """Lines of a stream of events. Only a newline ends one: a text may hold what Python takes for the end of a line."""
-    rest = b""
-    async for part in answer.aiter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            yield line
-    if rest:
-        yield rest
-
-
-def _parsed(replica: Replica, data: str) -> Json:
-    try:
-        event: Json = json.loads(data)
-    except ValueError as error:
-        raise ServerFault(f"{replica.url} sent an event that is no JSON: {data[:80]!r}") from error
-    return event
-
-
-def _detail(text: str) -> str:
-    """What an error answer says, in one line."""
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
-        answer = json.loads(text)
-        error = answer.get("error", answer)
-        inner = error.get("message", error) if isinstance(error, dict) else error
-        text = str(answer.get("error_message") or inner)
-    return " ".join(text.split())[:400]
-
-
-def _reason(error: BaseException) -> str:
-    return f"{error}" or type(error).__name__
 
 
 async def again(

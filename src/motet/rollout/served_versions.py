@@ -1,4 +1,4 @@
-"""Which versions servers hold: written once, loaded on every replica, handed to one that was away, unloaded in the end."""
+"""Which versions servers hold: written once, loaded where their job is at home, handed to others before they are asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from motet.errors import EngineError, ServerFault, ServerGone
+from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused
+from motet.rollout.affinity import Homes
 from motet.rollout.fleet import Fleet
 from motet.rollout.replica import Replica, again
 from motet.rollout.version_files import VersionFiles
@@ -31,6 +32,8 @@ class _Version:
     """A version as this engine knows it."""
 
     path: Path
+    homes: frozenset[str] = frozenset()
+    """URLs of the replicas that it is loaded on before it is announced."""
     probe: tuple[IntArray, FloatArray] | None = None
     """What was answered first; a replica that gets the version later has to agree."""
 
@@ -48,6 +51,7 @@ class ServedVersions:
         """
         self._files, self._tolerance, self._run_id = files, tolerance, run_id
         self._versions: dict[AdapterRef, _Version] = {}
+        self._homes = Homes()
         self._loading: dict[tuple[str, str], asyncio.Lock] = {}
         self._unloading: set[asyncio.Task[None]] = set()
 
@@ -56,7 +60,7 @@ class ServedVersions:
         return ref in self._versions
 
     async def take(self, ref: AdapterRef, write: Callable[[Path], None], fleet: Fleet) -> None:
-        """Write a version into a directory of its own and load it on every replica that is there.
+        """Write a version into a directory of its own and load it on every replica where its job is at home.
 
         Raises:
             EngineError: no replica took it, or one refused it, and why.
@@ -65,7 +69,7 @@ class ServedVersions:
             raise EngineError(f"version {ref.version} of adapter {ref.name!r} is loaded already")
 
         def staged() -> None:
-            with self._files.write_draft(ref) as directory:
+            with self._files.write_draft(ref.served_name) as directory:
                 write(directory)
 
         writing = asyncio.create_task(asyncio.to_thread(staged))
@@ -74,7 +78,7 @@ class ServedVersions:
         except asyncio.CancelledError:
             self._later(self._forget(ref, writing))
             raise
-        self._versions[ref] = _Version(self._files.path(ref))
+        self._versions[ref] = _Version(self._files.path(ref.served_name))
         try:
             await self._hand_to_all(ref, fleet)
         except BaseException:
@@ -86,7 +90,9 @@ class ServedVersions:
         clock = asyncio.get_running_loop().time
         for loss in range(_LOSSES):
             await fleet.wait()
-            replicas, begun = fleet.up, clock()
+            away = {replica.url for replica in fleet.replicas if not replica.up}
+            self._versions[ref].homes = self._homes.find(ref.name, [replica.url for replica in fleet.replicas], away)
+            replicas, begun = self.places(ref, fleet), clock()
             handed = (self.hand(replica, ref) for replica in replicas)
             outcomes = await asyncio.gather(*handed, return_exceptions=True)
             failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -103,6 +109,15 @@ class ServedVersions:
                 raise failed[0]
             await asyncio.sleep(clocks.retry * 2**loss)
 
+    def places(self, ref: AdapterRef, fleet: Fleet) -> list[Replica]:
+        """Where a version has to answer: those of its homes that are up; of the others only one, where no home is."""
+        return [replica for replica in fleet.up if self.near(ref, replica)] or fleet.up[:1]
+
+    def near(self, ref: AdapterRef, replica: Replica) -> bool:
+        """Whether a request for a version costs a replica no load: its job is at home there, or it was handed it before."""
+        version = self._versions.get(ref)
+        return ref.served_name in replica.loaded or (version is not None and replica.url in version.homes)
+
     async def hand(self, replica: Replica, ref: AdapterRef) -> None:
         """See that a replica has a version, and answers it as the others did, before it is asked for it.
 
@@ -115,7 +130,7 @@ class ServedVersions:
         async with self._loading.setdefault((replica.url, name), asyncio.Lock()):
             if name in replica.loaded:
                 return
-            await again(lambda: replica.load(name, str(version.path)), _ATTEMPTS, replica.clocks.retry, (ServerGone,))
+            await self._load(replica, name, version.path)
             if version.probe is not None:
                 token_ids, expected = version.probe
                 gap = float(np.abs(await replica.logprobs(token_ids, name) - expected).mean())
@@ -126,6 +141,19 @@ class ServedVersions:
                         f"published: logprobs of the probe differ by {gap:.3g} on average"
                     )
 
+    async def _load(self, replica: Replica, name: str, path: Path) -> None:
+        """A path that a server does not see yet may be on its way there, through a file system of the network."""
+        clock = asyncio.get_running_loop().time
+        late = clock() + replica.clocks.load
+        while True:
+            try:
+                await again(lambda: replica.load(name, str(path)), _ATTEMPTS, replica.clocks.retry, (ServerGone,))
+                return
+            except ServerRefused as error:
+                if not replica.dialect.missing(error.status, error.detail) or clock() >= late:
+                    raise
+                await asyncio.sleep(replica.clocks.look)
+
     def probed(self, ref: AdapterRef, token_ids: IntArray, logprobs: FloatArray) -> None:
         """Remember what servers answered first."""
         version = self._versions.get(ref)
@@ -135,6 +163,8 @@ class ServedVersions:
     def drop(self, ref: AdapterRef, fleet: Fleet) -> None:
         """Let go of a version: in the background, and a server that does not is no reason to stop."""
         if self._versions.pop(ref, None) is not None:
+            if all(other.name != ref.name for other in self._versions):
+                self._homes.leave(ref.name)
             self._later(self._unload(ref, fleet))
 
     async def tidy(self, replica: Replica, *perhaps: str) -> None:
@@ -148,7 +178,7 @@ class ServedVersions:
             EngineError: something stays, and why.
         """
         current = {ref.served_name for ref in self._versions}
-        for name in sorted(replica.loaded.union(perhaps) - current):
+        for name in sorted(replica.loaded.union(replica.left, perhaps) - current):
             if f".{self._run_id}." in name or name in perhaps:
                 await again(lambda name=name: replica.unload(name), _ATTEMPTS, replica.clocks.retry)  # type: ignore[misc]
 
@@ -169,16 +199,17 @@ class ServedVersions:
     async def _forget(self, ref: AdapterRef, writing: asyncio.Task[None]) -> None:
         """A publish was cancelled, but its thread cannot be: what it writes goes when it is there."""
         await asyncio.gather(writing, return_exceptions=True)
-        self._files.retire(ref)
+        self._files.retire(ref.served_name)
 
     async def _unload(self, ref: AdapterRef, fleet: Fleet) -> None:
         for replica in fleet.up:
-            self._loading.pop((replica.url, ref.served_name), None)
+            if self._loading.pop((replica.url, ref.served_name), None) is None:
+                continue  # nobody has asked it to load this
             try:
                 await self.tidy(replica, ref.served_name)
             except EngineError as error:
                 _log.warning("%s stays loaded for now: %s", ref.served_name, error)
-        self._files.retire(ref)
+        self._files.retire(ref.served_name)
 
 
 def copy_adapter(source: Path, target: Path) -> None:

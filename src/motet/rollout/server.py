@@ -1,8 +1,9 @@
 """Sampling on servers: vLLM or SGLang, one or several replicas, reached over HTTP.
 
-A request goes whole to the replica with the fewest outstanding tokens. A version is loaded on every replica before it is
-announced; one that was away is handed it again before it is sent a request for it, and has to answer the probe as before. What
-a replica leaves undone is asked of another, or of the same one when it is back.
+A version is loaded where its job is at home before it is announced, and a request goes whole to the home with the fewest
+outstanding tokens. When all homes are full it goes elsewhere: there, as to a replica that was away, the version is handed
+over first and has to answer the probe as before. What a replica leaves undone is asked of another, or of the same one when it
+is back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -258,18 +260,18 @@ class ServerEngine:
 
     async def _choose_replica(self, opened: _Open) -> Replica:
         if opened.replica is None or not opened.replica.up:
-            chosen = await self.fleet.choose(opened.failed)
+            chosen = await self.fleet.choose(partial(_order, opened, self._versions, self._bounds.rows))
             if opened.replica is None or not opened.replica.up:  # another completion of the request may have chosen
                 opened.replica = chosen
         return opened.replica
 
     async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
-        """Logprobs [T] of each token at temperature 1; the first is 0. All replicas answer, and have to agree."""
+        """Logprobs [T] of each token at temperature 1, the first 0; all homes answer, of the base all replicas, and agree."""
         name = None if adapter is None else adapter.served_name
         answers: dict[str, FloatArray] = {}
         for attempt in range(_ATTEMPTS):
             await self.fleet.wait()
-            for replica in self.fleet.up:
+            for replica in self.fleet.up if adapter is None else self._versions.places(adapter, self.fleet):
                 try:
                     if adapter is not None:
                         await self._versions.hand(replica, adapter)
@@ -322,6 +324,13 @@ class ServerEngine:
                 f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed the {longest} positions of the server; "
                 "lower sampling.max_tokens, shorten the prompt, or start the server with a longer context"
             )
+
+
+def _order(opened: _Open, versions: ServedVersions, rows: int, replica: Replica) -> tuple[bool, ...]:
+    """One that failed it comes last, for it would be idle; before it who is full; before these who had to load first."""
+    adapter = opened.request.adapter
+    far = adapter is not None and not versions.near(adapter, replica)
+    return replica.url in opened.failed, replica.requests >= rows, far
 
 
 class FileSync:

@@ -10,11 +10,10 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from motet.errors import EngineError
-from motet.types import AdapterRef
 
 _GRACE = 2
 """Directories that stay a while after their version was unloaded: a server may be reading one."""
@@ -23,28 +22,38 @@ _GRACE = 2
 class VersionFiles:
     """The versions of one run, in a directory of its own that servers see under the same path."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, keep: Callable[[str], bool] = lambda name: False) -> None:
+        """What lies in the directory and is not to be kept goes: an attempt that was killed has left it."""
         self.directory = directory
         self._retired: deque[Path] = deque()
         self._owned: list[Path] = []
         try:
-            shutil.rmtree(directory, ignore_errors=True)  # what an attempt that was killed has left
             directory.mkdir(parents=True, exist_ok=True)
+            for path in directory.iterdir():
+                if not keep(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             raise EngineError(f"{directory} (rollout.directory) cannot be made: {error.strerror}") from error
 
-    def path(self, ref: AdapterRef) -> Path:
-        """Where a version lies."""
-        return self.directory / ref.served_name
+    def path(self, name: str) -> Path:
+        """Where a version lies; `name` is the one that servers know it by."""
+        return self.directory / name
+
+    def names(self) -> list[str]:
+        """The versions that lie here and are not about to go."""
+        going = {path.name for path in self._retired}
+        return sorted(
+            path.name for path in self.directory.iterdir() if path.name not in going and not path.name.startswith(".")
+        )
 
     @contextlib.contextmanager
-    def write_draft(self, ref: AdapterRef) -> Iterator[Path]:
+    def write_draft(self, name: str) -> Iterator[Path]:
         """An empty directory to write a version into; it gets its name when the block ends well.
 
         Raises:
             EngineError: the name was used before.
         """
-        final = self.path(ref)
+        final = self.path(name)
         if final.exists():
             raise EngineError(f"{final} is there already; a version's name is never used twice")
         draft = Path(tempfile.mkdtemp(prefix=".staged-", dir=self.directory))
@@ -55,9 +64,9 @@ class VersionFiles:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
-    def retire(self, ref: AdapterRef) -> None:
+    def retire(self, name: str) -> None:
         """Nothing can ask for a version any more: its directory goes after a few others have come to this point."""
-        self._retired.append(self.path(ref))
+        self._retired.append(self.path(name))
         while len(self._retired) > _GRACE:
             shutil.rmtree(self._retired.popleft(), ignore_errors=True)
 

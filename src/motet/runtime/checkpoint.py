@@ -28,6 +28,7 @@ from typing import Any
 
 from motet.checksums import SUMS, hash_of, sealed, sums_of, unsealed
 from motet.errors import DiskFull, RunError
+from motet.runtime.ownership import Ownership
 from motet.tasks.plain_json import as_json
 from motet.types import ADAPTER_FILES
 
@@ -86,6 +87,7 @@ class JobDirectory:
         self.timings = path / "timings.jsonl"
         self.checksums = path / "checksums.jsonl"
         self._hashes: dict[Path, hashlib._Hash] = {}
+        self._owner = Ownership(path)
 
     @property
     def logs(self) -> tuple[Path, ...]:
@@ -101,6 +103,7 @@ class JobDirectory:
 
     def restore(self) -> Committed | None:
         """Take the directory up where its newest commit left it: whatever was written later is cut off."""
+        self._owner.take()
         for leftover in [*self.path.glob("*/.tmp-*"), *self.path.glob(".tmp-*")]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         committed = self.newest()
@@ -207,6 +210,7 @@ class JobDirectory:
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
         """Add a line to a log; it counts from the next commit on."""
+        self._owner.check()
         line, known = dump_line(record), self._hash(path)
         with path.open("ab") as file:
             file.write(line)
@@ -214,6 +218,7 @@ class JobDirectory:
 
     def write_rollouts(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         """Write the rollout log of one step or evaluation."""
+        self._owner.check()
         path, text = self.path / "rollouts" / f"{name}.jsonl", b"".join(dump_line(record) for record in records)
         replace_file(path, text)
         self.append(self.checksums, {"file": path.name, "sha256": hashlib.sha256(text).hexdigest()})
@@ -225,6 +230,7 @@ class JobDirectory:
             committed: what to remember; the lengths of the logs and all sums are filled in here.
             save: writes (and syncs) adapter and optimizer into a directory.
         """
+        self._owner.check()
         lengths: dict[str, Any] = {}
         sums: dict[str, str] = {}
         for path in self.logs:
@@ -241,9 +247,11 @@ class JobDirectory:
             return committed
         draft.mkdir()
         save(draft)
+        self._owner.check()  # it may have taken long, and whoever takes a job up removes what is not finished
         committed = dataclasses.replace(committed, **lengths, sums={**sums_of(draft), **sums})
         replace_file(draft / "state.json", sealed(asdict(committed)))
         sync_directory(draft)
+        self._owner.check()
         draft.rename(final)
         sync_directory(final.parent)
         self.link_version(committed.step)
@@ -300,6 +308,7 @@ class JobDirectory:
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Record the job's state and reason for people and reports."""
+        self._owner.check()
         replace_file(self.path / "status.json", dump_line(status))
 
     def read_status(self) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """Who may sample next: fair shares of the engine, in tokens consumed, between tenants and then between the jobs of one.
 
-`next_job` is the whole policy; the class around it only keeps accounts and wakes whoever is next.
+`next_job` is the whole policy; the class around it keeps accounts so that nobody has to look at all of them, and wakes whoever
+is next.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import math
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from motet.algorithms.packing import Standing
@@ -27,11 +30,57 @@ class Account:
     """Rows asked for, first come first served within the job."""
     running: int = 0
     """Requests that were let in and have not ended, and steps that are being trained."""
+    active: bool = False
+    """Whether it counts among those of its tenant that ask for something."""
 
     @property
     def idle(self) -> bool:
         """Whether it asks for nothing."""
         return not self.waiting and not self.running
+
+    @property
+    def had(self) -> float:
+        """Tokens per weight, by which a tenant's jobs are ordered."""
+        return self.consumed / self.weight
+
+
+class Least:
+    """Names by figures that grow, and of which only the least is asked for: a heap whose entries are mended at its front.
+
+    A figure that grew is found out when its entry comes to the front. One that fell is added again.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, str]] = []
+        self._current: dict[str, float] = {}
+        """The figure of each name's one entry that counts."""
+
+    def add(self, name: str, figure: float) -> None:
+        """Take a name in, or tell that its figure may have fallen."""
+        if figure < self._current.get(name, math.inf):
+            self._current[name] = figure
+            heapq.heappush(self._entries, (figure, name))
+
+    def first(self, figure_of: Callable[[str], float | None]) -> str | None:
+        """The name with the least figure, of several the first by name; None where there is none.
+
+        Args:
+            figure_of: a name's figure by now; None takes it out.
+        """
+        while self._entries:
+            figure, name = self._entries[0]
+            now = figure_of(name) if self._current.get(name) == figure else None
+            if now == figure:
+                return name
+            if self._current.get(name) != figure:
+                heapq.heappop(self._entries)
+            elif now is None:
+                heapq.heappop(self._entries)
+                del self._current[name]
+            else:
+                self._current[name] = now
+                heapq.heapreplace(self._entries, (now, name))
+        return None
 
 
 @dataclass
@@ -43,6 +92,16 @@ class TenantAccount:
     """Tokens divided by the weights of their jobs, so that a token of a job with twice the weight counts for half."""
     level: float = 0.0
     """The most tokens per weight that one of its jobs had consumed when it was let in."""
+    jobs: int = 0
+    active: int = 0
+    """How many of its jobs ask for something."""
+    waiting: Least = field(default_factory=Least)
+    """Its jobs that wait for a turn."""
+
+    @property
+    def had(self) -> float:
+        """Weighted tokens per share, by which tenants are ordered."""
+        return self.consumed / self.share
 
 
 def next_job(waiting: Mapping[str, Standing]) -> str:
@@ -86,6 +145,8 @@ class FairScheduler:
         self._accounts: dict[str, Account] = {}
         self._tenants: dict[str, TenantAccount] = {}
         self._shares: dict[str, float] = {}
+        self._waiting = Least()
+        """Tenants with a job that waits for a turn."""
         self._level = 0.0
         """The most weighted tokens per share that a tenant had consumed when a job of it was let in."""
 
@@ -94,13 +155,18 @@ class FairScheduler:
         self._accounts[job] = Account(tenant, weight)
         if tenant not in self._tenants:
             self._tenants[tenant] = TenantAccount(self._shares.get(tenant, 1.0))
+        self._tenants[tenant].jobs += 1
 
     def leave(self, job: str) -> None:
         """Close an account; whoever still waits on it is cancelled."""
         account = self._accounts.pop(job)
         for _, turn in account.waiting:
             turn.cancel()
-        if all(other.tenant != account.tenant for other in self._accounts.values()):
+        tenant = self._tenants[account.tenant]
+        tenant.jobs -= 1
+        tenant.active -= account.active
+        account.active = False
+        if not tenant.jobs:
             del self._tenants[account.tenant]
 
     def share(self, tenant: str, share: float) -> None:
@@ -109,12 +175,14 @@ class FairScheduler:
         if (account := self._tenants.get(tenant)) is not None:
             account.consumed *= share / account.share
             account.share = share
+            self._waiting.add(tenant, account.had)  # it may have fallen by a rounding
 
     def reweigh(self, job: str, weight: float) -> None:
         """Change a job's weight; what it has had stays as much per weight."""
         if (account := self._accounts.get(job)) is not None:
             account.consumed *= weight / account.weight
             account.weight = weight
+            self._tenants[account.tenant].waiting.add(job, account.had)
 
     def idle(self, job: str) -> bool:
         """Whether a job asks for nothing."""
@@ -139,10 +207,12 @@ class FairScheduler:
         account = self._accounts[job]
         self._come_back(account)
         account.running += 1
+        self._count(job, account)
         try:
             yield
         finally:
             account.running -= 1
+            self._count(job, account)
 
     @contextlib.asynccontextmanager
     async def permit(self, job: str, rows: int) -> AsyncIterator[None]:
@@ -151,50 +221,73 @@ class FairScheduler:
         account = self._accounts[job]
         self._come_back(account)
         account.waiting.append((rows, turn))
+        self._count(job, account)
+        tenant = self._tenants[account.tenant]
+        tenant.waiting.add(job, account.had)
+        self._waiting.add(account.tenant, tenant.had)
         self._grant()
         try:
             await turn
         except asyncio.CancelledError:
             if (rows, turn) in account.waiting:
                 account.waiting.remove((rows, turn))
+                self._count(job, account)
                 self._grant()  # it may have kept smaller requests behind it from going
             elif turn.done() and not turn.cancelled():
-                self._free(account, rows)
+                self._free(job, account, rows)
             raise
         try:
             yield
         finally:
-            self._free(account, rows)
+            self._free(job, account, rows)
 
     def _come_back(self, account: Account) -> None:
         """Bring one that asked for nothing level with the others."""
         tenant = self._tenants[account.tenant]
         if account.idle:
             account.consumed = max(account.consumed, tenant.level * account.weight)
-        if all(other.idle for other in self._accounts.values() if other.tenant == account.tenant):
+        if not tenant.active:
             tenant.consumed = max(tenant.consumed, self._level * tenant.share)
 
-    def _free(self, account: Account, rows: int) -> None:
+    def _count(self, job: str, account: Account) -> None:
+        """Keep the number of a tenant's jobs that ask for something, after a job began or ended to."""
+        if self._accounts.get(job) is account and account.active == account.idle:
+            account.active = not account.idle
+            self._tenants[account.tenant].active += 1 if account.active else -1
+
+    def _free(self, job: str, account: Account, rows: int) -> None:
         account.running -= 1
         self.in_flight -= rows
+        self._count(job, account)
         self._grant()
 
+    def _first_of(self, tenant: str) -> str | None:
+        """The job of a tenant that is next; None where none waits."""
+        account = self._tenants.get(tenant)
+        return None if account is None else account.waiting.first(self._figure_of_job)
+
+    def _figure_of_job(self, job: str) -> float | None:
+        account = self._accounts.get(job)
+        return account.had if account is not None and account.waiting else None
+
+    def _figure_of_tenant(self, tenant: str) -> float | None:
+        return None if self._first_of(tenant) is None else self._tenants[tenant].had
+
     def _grant(self) -> None:
-        while True:
-            waiting = {job: self.standing(job) for job, account in self._accounts.items() if account.waiting}
-            if not waiting:
-                return
-            job = next_job(waiting)
-            account, standing = self._accounts[job], waiting[job]
+        """Let in whom `next_job` would choose of all that wait, as long as there is room."""
+        while (name := self._waiting.first(self._figure_of_tenant)) is not None:
+            job = self._first_of(name)
+            assert job is not None
+            account, tenant = self._accounts[job], self._tenants[name]
             rows, turn = account.waiting[0]
             if self.in_flight and self.in_flight + rows > self.capacity:
                 return
             account.waiting.popleft()
             if turn.cancelled():
+                self._count(job, account)
                 continue
-            tenant = self._tenants[account.tenant]
-            tenant.level = max(tenant.level, account.consumed / account.weight)
-            self._level = max(self._level, standing.tenant_consumed / standing.share)
+            tenant.level = max(tenant.level, account.had)
+            self._level = max(self._level, tenant.had)
             account.running += 1
             self.in_flight += rows
             turn.set_result(None)

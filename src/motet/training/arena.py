@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices
 from motet.model.peft_io import save_tensors
 
 OPTIMIZER = "optimizer.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 HEAD = "value_head.safetensors"
 
 
@@ -29,7 +32,10 @@ class ValueHead:
 
 
 class AdapterArena:
-    """Owned by the trainer, one per resident adapter; made anew for every job, so a slot never remembers its last owner."""
+    """Owned by the trainer, one per adapter; made anew for every job, so a slot never remembers its last owner.
+
+    A parked one keeps its version in use on the device and nothing else; it has to be brought in before all but `weights`.
+    """
 
     def __init__(
         self, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype, *, head: int = 0
@@ -38,6 +44,8 @@ class AdapterArena:
         masters = torch.cat([masters, masters.new_zeros(head)])
         self.layout = layout
         self.scaling = scaling
+        self.valuing = head > 0
+        """Whether it makes values."""
         self.dtype = dtype
         self.masters = torch.nn.Parameter(masters)
         self.gradient = torch.zeros_like(masters)
@@ -47,6 +55,9 @@ class AdapterArena:
         """Whether a gradient was added since the last step."""
         self._adamw = self._new_adamw()
         self.weights = self._compute_copy()
+        self.parked = 0
+        """How many vectors lie elsewhere."""
+        self._outside: Tensor | None = None  # [4, size]
 
     def _new_adamw(self) -> torch.optim.AdamW:
         return torch.optim.AdamW([self.masters], fused=True)
@@ -58,7 +69,7 @@ class AdapterArena:
     def head(self) -> ValueHead | None:
         """What makes a value of a hidden state; None where the adapter has none."""
         size = self.layout.size
-        if len(self.masters) == size:
+        if not self.valuing:
             return None
         return ValueHead(self.masters.detach()[size:], self.gradient[size:])
 
@@ -94,10 +105,43 @@ class AdapterArena:
         self.pending = False
         return OptimStats(grad_norm=norm, lr=adamw.lr, skipped=skipped)
 
+    def park(self, directory: Path | None) -> None:
+        """Move masters, moments and a gradient that waits for its step to host memory, or to disk in a directory.
+
+        Raises:
+            OSError: the disk has no room; nothing was moved.
+        """
+        state = self._adamw.state.get(self.masters, {})
+        moved = [self.masters.detach(), *(state[name] for name in MOMENTS if name in state)]
+        moved += [self.gradient] if self.pending else []
+        if self._outside is None:
+            self._outside = _outside(4, len(self.masters), self.masters.device, directory)
+        self.parked = len(moved)
+        for place, tensor in zip(self._outside, moved, strict=False):
+            place.copy_(tensor)
+        nothing = self.gradient.new_empty(0)
+        self.masters.grad, self.masters.data = None, nothing
+        state.update({name: nothing for name in MOMENTS if name in state})
+        self.gradient, self.gradient_matrices = nothing, {}
+
+    def bring_in(self) -> None:
+        """Take back what `park` moved: the same bits."""
+        if not self.parked:
+            return
+        assert self._outside is not None
+        back = [place.to(self.gradient.device, copy=True) for place in self._outside[: self.parked]]
+        self.masters.data = back.pop(0)
+        self.gradient = back.pop() if self.pending else torch.zeros_like(self.masters.data)
+        if back:
+            self._adamw.state[self.masters].update(dict(zip(MOMENTS, back, strict=True)))
+        self.masters.grad = self.gradient
+        self.gradient_matrices = self.layout.matrices(self.gradient)
+        self.parked = 0
+
     def save_optimizer(self, directory: Path) -> None:
         """Write AdamW's moments and step count, and a gradient that waits for its step."""
         state = self._adamw.state.get(self.masters, {})
-        moments = {name: state.get(name, torch.zeros(len(self.masters))).cpu() for name in ("exp_avg", "exp_avg_sq")}
+        moments = {name: state.get(name, torch.zeros(len(self.masters))).cpu() for name in MOMENTS}
         tensors = {
             **moments,
             "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu(),
@@ -156,3 +200,18 @@ class AdapterArena:
         if "gradient" in tensors:
             self.gradient.copy_(tensors["gradient"])
             self.pending = True
+
+
+def _outside(rows: int, size: int, device: torch.device, directory: Path | None) -> Tensor:
+    """Room for vectors off the device: host memory, or a file that is mapped into memory and gone with the process."""
+    if directory is None:
+        return torch.empty(rows, size, pin_memory=device.type == "cuda")
+    handle, name = tempfile.mkstemp(prefix="motet-parked-", dir=directory)
+    try:
+        os.posix_fallocate(
+            handle, 0, rows * size * 4
+        )  # a full disk says so here, and not by a signal when a page is written
+        return torch.from_file(name, shared=True, size=rows * size, dtype=torch.float32).view(rows, size)
+    finally:
+        os.close(handle)
+        os.unlink(name)

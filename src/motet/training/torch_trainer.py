@@ -16,14 +16,32 @@ from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.training.arena import AdapterArena
 from motet.training.packed_pass import Learning, PackedPass
+from motet.training.residence import Residence
 from motet.types import FloatArray
 
 
 class TorchTrainer:
     """A `Trainer` on one CPU or GPU."""
 
-    def __init__(self, base: LoraModel, *, slots: int, recompute: bool = False, share_prompts: bool = True) -> None:
-        """`share_prompts` runs the prompt of neighbouring samples once; logprobs have the same bits either way.
+    def __init__(
+        self,
+        base: LoraModel,
+        *,
+        slots: int,
+        recompute: bool = False,
+        share_prompts: bool = True,
+        resident: int = 0,
+        parking: Path | None = None,
+    ) -> None:
+        """Nothing is trained yet.
+
+        Args:
+            base: what it trains adapters of.
+            slots: how many adapters there may be.
+            recompute: compute activations again in the backward pass.
+            share_prompts: run the prompt of neighbouring samples once; logprobs have the same bits either way.
+            resident: adapters that keep their masters and moments on the device; 0 is all.
+            parking: a directory on a disk for those of the others; None is host memory.
 
         Raises:
             BaseModelError: the base cannot recompute.
@@ -31,7 +49,8 @@ class TorchTrainer:
         self.base = base
         self._share_prompts = share_prompts
         self.slots = slots
-        self._arenas: dict[str, AdapterArena] = {}
+        self._residence = Residence(resident, parking)
+        self._arenas = self._residence.arenas
         self._shapes: dict[str, AdapterConfig] = {}
         if recompute:
             _recompute(base)
@@ -49,13 +68,15 @@ class TorchTrainer:
         layout = self.base.adapter_layout(shape.target_modules, shape.rank)
         masters = initial_weights(layout, seed).to(self.base.device)
         width = self.base.info.hidden_size + 1 if head else 0
-        self._arenas[name] = AdapterArena(layout, shape.alpha / shape.rank, masters, self.base.dtype, head=width)
+        arena = AdapterArena(layout, shape.alpha / shape.rank, masters, self.base.dtype, head=width)
+        self._residence.add(name, arena)
         self._shapes[name] = shape
 
     def remove_adapter(self, name: str) -> None:
         """Give the slot back."""
         self._arena(name)
-        del self._arenas[name], self._shapes[name]
+        self._residence.remove(name)
+        del self._shapes[name]
 
     def weights(self, name: str) -> AdapterWeights:
         """The version in use, as tensors; never written again once made."""
@@ -63,33 +84,40 @@ class TorchTrainer:
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         """Add the gradient of each segment to its adapter; sums and logprobs of each."""
-        arenas = [self._arena(segment.adapter) for segment in batch.segments]
         packed = PackedPass(self.base, batch, share=self._share_prompts)
-        found = packed.train([Learning(arena.weights, arena.gradient_matrices, head=arena.head) for arena in arenas])
-        for arena in arenas:
-            arena.pending = True
+        with self._using(*(segment.adapter for segment in batch.segments)) as arenas:
+            found = packed.train(
+                [Learning(arena.weights, arena.gradient_matrices, head=arena.head) for arena in arenas]
+            )
+            for arena in arenas:
+                arena.pending = True
         return found
 
     def add_gradient(self, name: str, parts: dict[str, LoraMatrices]) -> None:
         """Add what somebody else made of a segment, unscaled, as `forward_backward` adds it."""
-        self._arena(name).add(parts)
+        with self._using(name) as (arena,):
+            arena.add(parts)
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
         packed = PackedPass(self.base, batch, share=self._share_prompts)
         if base:
             return packed.score(None)
-        arenas = [self._arena(segment.adapter) for segment in batch.segments]
-        return packed.score([arena.weights for arena in arenas], [arena.head for arena in arenas])
+        names = [segment.adapter for segment in batch.segments]
+        valuing = [name for name in names if self._arena(name).valuing]
+        with self._using(*valuing):
+            arenas = [self._arena(name) for name in names]
+            return packed.score([arena.weights for arena in arenas], [arena.head for arena in arenas])
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
-        return self._arena(name).step(adamw)
+        with self._using(name) as (arena,):
+            return arena.step(adamw)
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Write PEFT files, and the optimizer's state where asked; the directory exists. May run beside the device."""
-        arena, shape = self._arena(name), self._shapes[name]
-        with _no_openmp_team():
+        with self._using(name) as (arena,), _no_openmp_team():
+            shape = self._shapes[name]
             write_adapter(directory, self.base, arena.layout, shape.alpha, shape.target_modules, arena.masters)
             arena.save_head(directory)
             if optimizer:
@@ -97,16 +125,26 @@ class TorchTrainer:
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""
-        arena, shape = self._arena(name), self._shapes[name]
-        peft = read_adapter(directory)
+        shape, peft = self._shape(name), read_adapter(directory)
         if peft.alpha != shape.alpha:
             raise AdapterError(
                 f"{directory} has alpha {peft.alpha:g}, the job asks for {shape.alpha:g}; set adapter.alpha to {peft.alpha:g}"
             )
-        arena.set_masters(flatten(peft, self.base, arena.layout, directory).to(self.base.device))
-        arena.load_head(directory)
-        if optimizer:
-            arena.load_optimizer(directory)
+        with self._using(name) as (arena,):
+            arena.set_masters(flatten(peft, self.base, arena.layout, directory).to(self.base.device))
+            arena.load_head(directory)
+            if optimizer:
+                arena.load_optimizer(directory)
+
+    def _shape(self, name: str) -> AdapterConfig:
+        self._arena(name)
+        return self._shapes[name]
+
+    def _using(self, *names: str) -> contextlib.AbstractContextManager[list[AdapterArena]]:
+        """Arenas with all that they are trained with on the device."""
+        for name in names:
+            self._arena(name)
+        return self._residence.using(names)
 
     def _arena(self, name: str) -> AdapterArena:
         arena = self._arenas.get(name)

@@ -145,11 +145,13 @@ class Store:
 
     def job(self, who: Principal, name: str) -> StoredJob | None:
         """A job by its id, or by its name among the tenant's own."""
-        query = select(StoredJob).where((StoredJob.id == name) | (StoredJob.name == name))
+        own = (StoredJob.tenant_id == who.tenant_id) & (StoredJob.name == name)  # an index has both
         with self.transaction() as session:
-            candidates = list(session.scalars(query))
-        own = [job for job in candidates if job.tenant_id == who.tenant_id]
-        return next(iter(own or (candidates if who.admin else [])), None)
+            found = list(session.scalars(select(StoredJob).where(own | (StoredJob.id == name))))
+            if not found and who.admin:
+                found = list(session.scalars(select(StoredJob).where(StoredJob.name == name)))
+        mine = [job for job in found if job.tenant_id == who.tenant_id]
+        return next(iter(mine or (found if who.admin else [])), None)
 
     def job_by_id(self, job_id: str) -> StoredJob | None:
         """A job by its id, whoever's it is."""

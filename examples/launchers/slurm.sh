@@ -1,0 +1,24 @@
+#!/bin/bash
+# sbatch slurm.sh jobs.yaml: a host of Motet on each node. It has not run: try it with small jobs first.
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --gpus-per-node=1
+set -eu
+# an environment with motet[ray], and a directory that all nodes see under this path
+source "${MOTET_ENVIRONMENT:?is not set: the path of a virtual environment}/bin/activate"
+runs=${MOTET_RUNS:?is not set: a directory that all nodes share}
+
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname --ip-address | awk '{print $1}'):6379
+srun --nodes=1 --ntasks=1 --nodelist="$first" --overlap ray start --head --port=6379 --num-cpus="$SLURM_CPUS_PER_TASK" --block &
+sleep 20
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+    srun --nodes=$((SLURM_JOB_NUM_NODES - 1)) --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --exclude="$first" --overlap \
+        ray start --address="$address" --num-cpus="$SLURM_CPUS_PER_TASK" --block &
+    sleep 20
+fi
+srun --nodes=1 --ntasks=1 --nodelist="$first" --overlap motet doctor --ray "$address" --directory "$runs"
+srun --nodes=1 --ntasks=1 --nodelist="$first" --overlap \
+    motet run "$1" --run "$runs/$SLURM_JOB_NAME" --ray "$address" \
+    --set engine.hosts="$SLURM_JOB_NUM_NODES" --set engine.threads="$SLURM_CPUS_PER_TASK" --set engine.device=cuda

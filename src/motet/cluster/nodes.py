@@ -1,0 +1,44 @@
+"""What the nodes of a cluster say of themselves, and what of it keeps hosts from running there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node of a cluster says of itself."""
+
+    address: str
+    versions: tuple[str, str, str]
+    """Of Motet, torch and Python."""
+    name_means: str
+    """The address that its own name means, which gloo listens on."""
+    cores: int
+    free_memory: int
+    sees: bool
+    """Whether it reads in the shared directory what the first process wrote there."""
+    free_disk: int
+    """Bytes in that directory."""
+    gloo: float | str = "not tried"
+    """Seconds of a round of gloo with all others, or why there was none."""
+
+
+def faults(nodes: Sequence[NodeFacts], directory: Path) -> list[str]:
+    """What keeps hosts from running on all nodes, and what to do."""
+    sentences = []
+    if len({node.versions for node in nodes}) > 1:
+        sentences.append(
+            "nodes have other versions than each other: install the same everywhere, results depend on them"
+        )
+    if blind := [node.address for node in nodes if not node.sees]:
+        sentences.append(
+            f"{', '.join(blind)} does not see {directory}: mount one file system under the same path everywhere"
+        )
+    if away := [node.address for node in nodes if isinstance(node.gloo, str)]:
+        local = [node.address for node in nodes if node.name_means.startswith("127.")]
+        hint = f" (the name of {', '.join(local)} means itself alone: set GLOO_SOCKET_IFNAME there)" if local else ""
+        sentences.append(f"{', '.join(away)} does not reach the others by gloo{hint}: open the ports between nodes")
+    return sentences

@@ -1,0 +1,74 @@
+"""`motet export`: a base and an adapter as one model, for engines that know nothing of LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from motet.errors import AdapterError, BaseModelError
+
+_PREFIX = "base_model.model."
+
+
+def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
+    """Write a model directory whose weights are the base's with the adapter's product added, in fp32 before they are rounded.
+
+    Args:
+        adapter: a PEFT LoRA directory.
+        base: what it was trained on; None takes what its directory says.
+        target: a directory that is not there yet, or is empty.
+        dtype: `auto` keeps the base's type.
+
+    Raises:
+        AdapterError: it cannot be read or does not fit the base.
+        BaseModelError: the base cannot be loaded, or the target is taken.
+    """
+    from motet.model.load import find_base
+    from motet.model.peft_io import read_adapter
+
+    if target.exists() and any(target.iterdir()):
+        raise BaseModelError(f"{target} is not empty; give a directory that is not there yet")
+    weights = read_adapter(adapter)
+    if not (name := base or weights.base):
+        raise AdapterError(f"{adapter} does not say what it was trained on; give --base")
+    source, gguf = find_base(name)
+    if gguf is not None:
+        raise BaseModelError(
+            f"{name} is a .gguf file, which an adapter cannot be added to; give what it was made from as --base"
+        )
+    model, tokenizer = _load(name, source, dtype)
+    _add(model, weights, adapter, name)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _load(name: str, source: str, dtype: str) -> tuple[Any, Any]:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype), tokenizer
+    except (OSError, ValueError) as error:
+        raise BaseModelError(f"base {name!r} cannot be loaded: {error}; give another as --base") from error
+
+
+def _add(model: Any, adapter: Any, source: Path, base: str) -> None:
+    """Add the adapter to the weights of the layers that it names."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    paths = sorted({key.removeprefix(_PREFIX).rsplit(".lora_", 1)[0] for key in adapter.tensors})
+    layers = dict(model.named_modules())
+    for path in paths:
+        a, b = (adapter.tensors[f"{_PREFIX}{path}.lora_{side}.weight"].float() for side in "AB")
+        weight = getattr(layers.get(path), "weight", None)
+        if weight is None or sorted(weight.shape) != sorted((len(b), a.shape[1])):
+            raise AdapterError(
+                f"{source} has a product for {path}, which {base} does not have in this shape; give its own base as --base"
+            )
+        product = (b @ a) * (adapter.alpha / adapter.rank)
+        if isinstance(layers[path], Conv1D):
+            product = product.T
+        with torch.no_grad():
+            weight.copy_(weight.float() + product)

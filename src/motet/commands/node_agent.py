@@ -1,0 +1,45 @@
+"""`motet node-agent`: receive versions for the server on this node until it is ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+
+from motet.errors import ConfigError
+from motet.rollout.dialects import DIALECTS
+from motet.servers import MEMORY
+
+
+def listen(server: str, engine: str, *, host: str, port: int, directory: Path | None, key_env: str | None) -> None:
+    """Serve until a signal; what it wrote stays, because the server may read it again.
+
+    Raises:
+        ConfigError: the settings are not safe, or something is not installed.
+    """
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise ConfigError(f"motet node-agent needs {missing[0]}, which is not installed: pip install 'motet[serve]'")
+    import uvicorn
+
+    from motet.rollout.node_agent import NodeAgent
+
+    key = None if key_env is None else os.environ.get(key_env)
+    if key_env is not None and not key:
+        raise ConfigError(f"--key-env names {key_env}, which is not set in the environment")
+    if key is None and not _of_this_machine(host):
+        raise ConfigError(f"whoever reaches {host} could replace adapters: give --key-env, or listen on 127.0.0.1")
+    listening = socket.create_server((host, port))
+    host, port = listening.getsockname()[:2]
+    place = directory or (MEMORY if MEMORY.is_dir() else Path.cwd()) / f"motet-node-agent-{port}"
+    agent = NodeAgent(server.rstrip("/"), DIALECTS[engine], place.expanduser().resolve(), key)
+    print(f"Versions that are sent to http://{host}:{port} are written to {place} and loaded into {server}", flush=True)
+    uvicorn.Server(uvicorn.Config(agent.app(), log_level="warning")).run([listening])
+
+
+def _of_this_machine(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

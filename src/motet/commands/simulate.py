@@ -1,0 +1,59 @@
+"""`motet simulate`: how many hosts some jobs need, what they wait and cost, and how fair it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from motet.jobfile import load_simulation
+from motet.simulation import Outcome, simulate
+
+
+def show(file: Path, hosts: int | None, plot: Path | None) -> None:
+    """Print a table of an imagined cluster, and draw its jobs over time.
+
+    Args:
+        file: a cluster and its jobs.
+        hosts: so many hosts instead.
+        plot: an HTML page to write.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    config = load_simulation(file, hosts)
+    outcome = simulate(config)
+    table = Table(
+        show_header=False, title=f"{config.hosts.count} hosts, {sum(jobs.count for jobs in config.jobs)} jobs"
+    )
+    for what, figure in _figures(outcome, priced=config.hosts.costs.price_per_hour > 0):
+        table.add_row(what, figure)
+    Console().print(table)
+    if plot is not None:
+        _draw(outcome, plot)
+
+
+def _figures(outcome: Outcome, *, priced: bool) -> list[tuple[str, str]]:
+    median, late = (f"{seconds:,.0f} s" for seconds in outcome.wait)
+    figures = [
+        ("until the last job has ended", f"{outcome.hours:,.2f} h"),
+        ("utilisation of hosts", f"{outcome.utilisation:.1%}"),
+        ("wait for a first slot, median and 99 %", f"{median}, {late}"),
+        ("steps an hour", f"{outcome.steps_per_hour:,.0f}"),
+        ("tokens trained an hour", f"{outcome.tokens_per_hour:,.0f}"),
+        ("most by least tokens per share of a tenant", f"{outcome.fairness:.2f}"),
+        ("from a step to its version, 99 %", f"{outcome.publish:.2f} s"),
+        ("times that a job went on elsewhere", f"{outcome.moves:,}"),
+    ]
+    return [*figures, ("cost", f"{outcome.cost:,.2f}")] if priced else figures
+
+
+def _draw(outcome: Outcome, page: Path) -> None:
+    import plotly.graph_objects as go
+
+    hours, running, waiting = zip(*outcome.curve, strict=True)
+    figure = go.Figure(layout={"xaxis_title": "hours", "yaxis_title": "jobs", "template": "plotly_white"})
+    figure.add_scatter(x=hours, y=running, name="have a slot", stackgroup="jobs")
+    figure.add_scatter(x=hours, y=waiting, name="wait for one", stackgroup="jobs")
+    figure.write_html(page)

@@ -1,0 +1,143 @@
+"""The node agent: beside a server on its node, it receives versions over HTTP, writes them and has the server load them.
+
+So no file system is shared. A version comes as bytes with their hash; the answer is the server's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import httpx2
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from motet.errors import EngineError
+from motet.rollout.dialects import Dialect, HttpRequest
+from motet.rollout.shipping import AWAY, DIGEST, unpack
+from motet.rollout.version_files import VersionFiles
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
+_SECONDS = 600.0
+"""For a load; whoever sent the version gives up sooner."""
+
+
+class NodeAgent:
+    """Versions on one node, and the server that reads them there."""
+
+    def __init__(self, server: str, dialect: Dialect, directory: Path, key: str | None) -> None:
+        """Nothing is written before the app starts.
+
+        Args:
+            server: URL of the server on this node.
+            dialect: how it is spoken to.
+            directory: for versions, and nothing else: memory such as below /dev/shm.
+            key: what requests have to bring, and the server is brought; None asks for none.
+        """
+        self._dialect, self._directory, self._key = dialect, directory, key
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._server = httpx2.AsyncClient(
+            base_url=server, headers=headers, timeout=httpx2.Timeout(_SECONDS, connect=5.0), trust_env=False
+        )
+        self._writing = asyncio.Lock()
+        self._digests: dict[str, str] = {}
+
+    def app(self) -> Starlette:
+        """The routes."""
+        version = "/versions/{name}"
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/versions", self._guarded(self._list)),
+                Route(version, self._guarded(self._put), methods=["PUT"]),
+                Route(version, self._guarded(self._delete), methods=["DELETE"]),
+            ],
+            lifespan=self._lifespan,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._files = VersionFiles(self._directory, keep=await self._served())
+        yield
+        await self._server.aclose()
+
+    async def _served(self) -> Callable[[str], bool]:
+        """Which versions of an earlier start stay: those that the server may read again; all, where it does not say."""
+        answers = {}
+        try:
+            for path in self._dialect.about:
+                answer = await self._server.get(path)
+                if answer.status_code == 200:
+                    answers[path] = answer.json()
+            return self._dialect.facts(answers).adapters.__contains__
+        except (httpx2.HTTPError, ValueError, KeyError, TypeError):
+            return lambda name: True
+
+    def _guarded(
+        self, answer: Callable[[str, Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Let nobody in without the key, and no name that is none."""
+
+        async def guarded(request: Request) -> Response:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
+                return _refused(401, "the key is not this agent's")
+            name = request.path_params.get("name", "all")
+            if not _NAME.fullmatch(name):
+                return _refused(400, f"{name!r} is no name of a version")
+            return await answer(name, request)
+
+        return guarded
+
+    async def _health(self, request: Request) -> Response:
+        return Response()
+
+    async def _list(self, name: str, request: Request) -> Response:
+        return JSONResponse({"versions": self._files.names()})
+
+    async def _put(self, name: str, request: Request) -> Response:
+        """Write a version, unless it is there, and have the server load it."""
+        content, digest = await request.body(), request.headers.get(DIGEST, "")
+        async with self._writing:
+            try:
+                if not self._files.path(name).exists():
+                    await asyncio.to_thread(self._write, name, content, digest)
+                elif self._digests.get(name, digest) != digest:
+                    return _refused(
+                        409, f"{name} is there already with other bytes; a version's name is never used twice"
+                    )
+            except EngineError as error:
+                return _refused(422, str(error))
+            except OSError as error:
+                return _refused(507, f"{self._directory} cannot be written: {error.strerror}; free space there")
+            self._digests[name] = digest
+        return await self._asked(self._dialect.load(name, str(self._files.path(name))))
+
+    def _write(self, name: str, content: bytes, digest: str) -> None:
+        with self._files.write_draft(name) as draft:
+            unpack(content, digest, draft)
+
+    async def _delete(self, name: str, request: Request) -> Response:
+        """Have the server unload a version; its files go a little later, because the server may be reading them."""
+        answer = await self._asked(self._dialect.unload(name))
+        if answer.status_code == 200 or self._dialect.unknown(answer.status_code, bytes(answer.body).decode()):
+            self._digests.pop(name, None)
+            await asyncio.to_thread(self._files.retire, name)
+        return answer
+
+    async def _asked(self, request: HttpRequest) -> Response:
+        try:
+            answer = await self._server.request(request.method, request.path, json=request.body)
+        except (httpx2.HTTPError, OSError) as error:
+            return _refused(AWAY, f"the server beside this agent does not answer: {error or type(error).__name__}")
+        return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+
+
+def _refused(status: int, message: str) -> Response:
+    return JSONResponse({"error": message}, status)

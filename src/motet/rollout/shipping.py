@@ -1,0 +1,86 @@
+"""A version as bytes on their way to the node agent beside a server: packed, hashed, sent, unpacked where they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+from motet.errors import EngineError, ServerGone, ServerRefused
+from motet.rollout.connection import Connection
+from motet.rollout.dialects import HttpRequest
+from motet.types import ADAPTER_FILES
+
+DIGEST = "x-content-sha256"
+AWAY = 502
+"""What an agent answers when the server beside it does not."""
+
+
+@functools.lru_cache(maxsize=1)
+def packed(directory: str) -> tuple[bytes, str]:
+    """The files of a version as one archive, and its SHA-256; once for all servers, because a path is never used twice."""
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w") as archive:
+        for name in ADAPTER_FILES:
+            content = (Path(directory) / name).read_bytes()
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return target.getvalue(), hashlib.sha256(target.getbuffer()).hexdigest()
+
+
+def unpack(content: bytes, digest: str, directory: Path) -> None:
+    """Write what `packed` made.
+
+    Raises:
+        EngineError: it is not what was sent.
+    """
+    if (arrived := hashlib.sha256(content).hexdigest()) != digest:
+        raise EngineError(
+            f"the bytes that arrived have SHA-256 {arrived}, those that were sent {digest}: send them again"
+        )
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            for name in ADAPTER_FILES:  # by name: what else an archive may hold is not looked at
+                member = archive.extractfile(name)
+                if member is None:
+                    raise EngineError(f"{name} in the archive is no file")
+                (directory / name).write_bytes(member.read())
+    except (tarfile.TarError, KeyError) as error:
+        raise EngineError(f"the archive cannot be read: {error}") from error
+
+
+async def send(agent: Connection, name: str, directory: str) -> Any:
+    """Have an agent write a version and load it; what the server beside it answered.
+
+    Raises:
+        ServerGone: the agent does not answer, or the server beside it.
+        ServerRefused: an error of either, with what was said.
+    """
+    content, digest = await asyncio.to_thread(packed, directory)
+    request = HttpRequest(f"/versions/{name}", verb="PUT", content=content, headers={DIGEST: digest})
+    return await _answer(agent, request)
+
+
+async def take_back(agent: Connection, name: str) -> Any:
+    """Have an agent unload a version and remove its files; raises as `send`."""
+    return await _answer(agent, HttpRequest(f"/versions/{name}", verb="DELETE"))
+
+
+async def written(agent: Connection) -> set[str]:
+    """The names of the versions whose files an agent has; raises as `send`."""
+    answer = await _answer(agent, HttpRequest("/versions"))
+    return set(answer["versions"])
+
+
+async def _answer(agent: Connection, request: HttpRequest) -> Any:
+    try:
+        return await agent.request(request, agent.clocks.load)
+    except ServerRefused as error:
+        if error.status == AWAY:
+            raise ServerGone(str(error)) from error
+        raise

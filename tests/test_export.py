@@ -1,0 +1,65 @@
+"""An adapter and its base as one model: loads in `transformers` and says what the adapter said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from motet.commands.export import export
+from motet.errors import AdapterError, BaseModelError
+from motet.model.load import SMALL_BASE
+from motet.types import ADAPTER_CONFIG
+from tests.test_peft_io import peft_logits, randomise
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that changes what the small base says."""
+    directory = tmp_path_factory.mktemp("adapter")
+    base = AutoModelForCausalLM.from_pretrained(SMALL_BASE, dtype=torch.float32)
+    peft = get_peft_model(base, LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"]))
+    randomise(peft)
+    peft.save_pretrained(str(directory))
+    return directory
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.25)])
+def test_a_merged_model_says_what_base_and_adapter_say(
+    adapter: Path, dtype: str, tolerance: float, tmp_path: Path
+) -> None:
+    export(adapter, None, tmp_path / "merged", dtype)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert str(merged.dtype) == f"torch.{dtype}"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    ids = torch.tensor(tokenizer.encode("A motet has several voices, each with a text of its own."))
+    stock = AutoModelForCausalLM.from_pretrained(SMALL_BASE, dtype=torch.float32)
+    plain = peft_logits(stock, ids)
+    expected = peft_logits(PeftModel.from_pretrained(stock, adapter), ids)
+    gap = (peft_logits(merged, ids) - expected).abs().max()
+    assert gap < tolerance
+    assert (plain - expected).abs().max() > 4 * tolerance, "the adapter has an effect"
+
+
+def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    with pytest.raises(BaseModelError, match="is not empty; give a directory that is not there yet"):
+        export(adapter, None, tmp_path / "taken", "auto")
+    with pytest.raises(BaseModelError, match="there is no directory"):
+        export(adapter, "/not/there", tmp_path / "merged", "auto")
+    nameless = tmp_path / "nameless"
+    nameless.mkdir()
+    for file in adapter.iterdir():
+        (nameless / file.name).write_bytes(file.read_bytes())
+    config = json.loads((nameless / ADAPTER_CONFIG).read_text())
+    (nameless / ADAPTER_CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": ""}))
+    with pytest.raises(AdapterError, match="give --base"):
+        export(nameless, None, tmp_path / "merged", "auto")
+    assert not (tmp_path / "merged").exists()

@@ -1,0 +1,110 @@
+"""Adapters that wait elsewhere while others train: the same bits, in host memory, on disk and in a run."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from motet.batch import Batch
+from motet.config import AdapterConfig, EngineConfig
+from motet.jobfile import validate
+from motet.running import run_config
+from motet.training.torch_trainer import TorchTrainer
+from tests import tiny_models as tiny
+from tests.adapter_files import run_alone, weights_of
+from tests.small_disk import small_disk
+from tests.test_trainer import ADAMW, SHAPES, make_segment
+
+NAMES = "abc"
+
+
+def trainer_with(resident: int, parking: Path | None) -> TorchTrainer:
+    trainer = TorchTrainer(tiny.base("llama"), slots=8, resident=resident, parking=parking)
+    for name in NAMES:
+        rank, alpha, _ = SHAPES[name]
+        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), seed=ord(name), head=name == "c")
+    return trainer
+
+
+def trained(trainer: TorchTrainer, directory: Path) -> dict[str, bytes]:
+    """Three rounds: gradients of all, in part before another's step; then each steps and is saved."""
+    for _ in range(3):
+        for name in NAMES[:2]:
+            trainer.forward_backward(Batch((make_segment(name),)))
+        trainer.forward_backward(Batch((make_segment("a"), make_segment("b"))))
+        for name in NAMES[:2]:
+            trainer.optim_step(name, ADAMW)
+        trainer.forward(Batch((make_segment("c"), make_segment("a"))))
+    trainer.forward_backward(Batch((make_segment("b"),)))  # waits for its step when it is saved
+    found: dict[str, bytes] = {}
+    for name in NAMES:
+        (directory / name).mkdir(parents=True)
+        trainer.save_adapter(name, directory / name, optimizer=True)
+        found |= {f"{name}/{file.name}": file.read_bytes() for file in (directory / name).iterdir()}
+    return found
+
+
+@pytest.mark.parametrize("where", ["host memory", "disk"])
+@pytest.mark.parametrize("resident", [1, 2])
+def test_parked_adapters_have_the_same_bits(where: str, resident: int, tmp_path: Path) -> None:
+    parking = tmp_path / "parking"
+    parking.mkdir()
+    expected = trained(trainer_with(0, None), tmp_path / "all")
+    trainer = trainer_with(resident, parking if where == "disk" else None)
+    parked = [name for name in NAMES if trainer._arena(name).parked]
+    assert len(parked) == len(NAMES) - resident
+    assert all(trainer._arena(name).masters.numel() == 0 for name in parked)
+    assert trained(trainer, tmp_path / "few") == expected
+    assert sum(not trainer._arena(name).parked for name in NAMES) == resident
+    assert list(parking.iterdir()) == []  # a process that is killed leaves nothing there
+
+
+def test_one_is_saved_while_others_come_and_go(tmp_path: Path) -> None:
+    def save() -> None:
+        try:
+            for number in range(20):
+                (tmp_path / f"{number}").mkdir()
+                trainer.save_adapter("c", tmp_path / f"{number}", optimizer=True)
+        except BaseException as error:
+            failed.append(error)
+
+    trainer, failed = trainer_with(1, None), list[BaseException]()
+    saving = threading.Thread(target=save)
+    saving.start()
+    while saving.is_alive():
+        trainer.forward_backward(Batch((make_segment("a"), make_segment("b"))))
+        for name in "ab":
+            trainer.optim_step(name, ADAMW)
+    saving.join()
+    assert not failed
+    first = {file.name: file.read_bytes() for file in (tmp_path / "0").iterdir()}
+    assert all({file.name: file.read_bytes() for file in (tmp_path / f"{n}").iterdir()} == first for n in range(20))
+
+
+def test_a_full_disk_costs_memory_and_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = trained(trainer_with(0, None), tmp_path / "all")
+    with small_disk(tmp_path / "full", "16k") as disk:
+        trainer = trainer_with(1, disk)
+        assert not any(trainer._arena(name).parked for name in NAMES)
+        assert f"because {disk} cannot take them: No space left" in caplog.messages[0]
+        assert trained(trainer, tmp_path / "few") == expected
+
+
+def test_a_run_with_room_for_one(tmp_path: Path) -> None:
+    jobs = [
+        {"name": name, "data": "toy:sort_letters", "reward": "exact", "steps": 2, "sampling": {"max_tokens": 8}}
+        for name in ("one", "two", "three")
+    ]
+    alone = weights_of(run_alone(tmp_path / "alone", *jobs))
+    engine = {"samplers": 0, "threads": 1, "device": "cpu", "resident": 1, "parking": str(tmp_path)}
+    tree = {"base": "small", "run": str(tmp_path / "run"), "engine": engine, "jobs": jobs}
+    assert weights_of(run_config(validate(tree, "the test"))) == alone
+
+
+def test_what_saves_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="set parking to a directory on a disk"):
+        EngineConfig(resident=2, device="cpu")
+    with pytest.raises(ValueError, match="do not go together"):
+        EngineConfig(resident=2, shard=2)

@@ -1,0 +1,126 @@
+"""The simulator: what can be said by hand comes out so, nothing is lost when hosts die, and tenants get their shares."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.commands.simulate import show
+from motet.config.simulation import SimulationConfig
+from motet.errors import ConfigError
+from motet.jobfile import load_simulation
+from motet.simulation import Outcome, Simulation, simulate, under_virtual_clock
+from tests.conftest import ROOT
+
+COSTS = {"token_seconds": 0.01, "train_tokens_per_second": 1000, "publish_seconds": 0.5}
+JOBS = {
+    "count": 1,
+    "steps": [10, 10],
+    "groups_per_step": 4,
+    "group_size": 8,
+    "prompt_tokens": [25, 25],
+    "completion_tokens": [100, 100],
+}
+STEP = 100 * 0.01 + 4 * 8 * 125 / 1000 + 0.5
+"""Seconds of a step when nobody else is there: sampled, trained, published."""
+
+
+def cluster(hosts: dict[str, Any], *jobs: dict[str, Any]) -> SimulationConfig:
+    costs = {**COSTS, **hosts.pop("costs", {})}
+    return SimulationConfig.model_validate(
+        {"hosts": {"count": 1, "rows": 64, "costs": costs, **hosts}, "jobs": [{**JOBS, **one} for one in jobs]}
+    )
+
+
+def outcome(hosts: dict[str, Any], *jobs: dict[str, Any]) -> Outcome:
+    return simulate(cluster(hosts, *jobs))
+
+
+def test_what_can_be_said_by_hand() -> None:
+    alone = outcome({}, {})
+    assert 3600 * alone.hours == pytest.approx(10 * STEP)
+    assert alone.utilisation == pytest.approx((STEP - 0.5) / STEP)
+    assert alone.wait == (0.0, 0.0)
+    assert alone.publish == pytest.approx(0.5)
+    assert alone.steps_per_hour == pytest.approx(3600 / STEP)
+    narrow = outcome({"rows": 8}, {})  # its groups sample one after another
+    assert 3600 * narrow.hours == pytest.approx(10 * (STEP + 3))
+    crowd = outcome({"costs": {"row_seconds": 0.001}}, {})  # the groups begin with 8, 16, 24 and 32 rows
+    assert 3600 * crowd.hours == pytest.approx(10 * (STEP + 100 * 0.001 * 31))
+    queue = outcome({"slots": 1}, {"count": 3})
+    assert 3600 * queue.hours == pytest.approx(30 * STEP)
+    assert queue.wait[0] == pytest.approx(10 * STEP)
+    two = outcome({"slots": 1, "count": 3}, {"count": 3})
+    assert 3600 * two.hours == pytest.approx(10 * STEP)
+
+
+def test_sampling_waits_for_training_on_the_same_device() -> None:
+    """Two jobs by turns: what one samples while the other trains takes as much longer, unless it has devices of its own."""
+    shared, apart = (outcome({"costs": {"own_sampler": own}}, {"count": 2}) for own in (False, True))
+    assert apart.hours < shared.hours
+    assert 3600 * shared.hours >= 2 * 10 * 4  # all that is trained, one after another
+
+
+def test_hosts_that_die_lose_no_step() -> None:
+    config = cluster(
+        {"count": 4, "slots": 4, "hours_between_deaths": 0.05, "costs": {"start_seconds": 30}}, {"count": 24}
+    )
+    simulation = Simulation(config)
+
+    async def run() -> float:
+        return await simulation.run()
+
+    under_virtual_clock(run())
+    assert all(job.done == job.steps and job.ended for job in simulation.jobs)
+    assert sum(job.starts for job in simulation.jobs) > 24
+    assert not any(host.jobs or host.running for host in simulation.hosts)
+
+
+def test_tenants_get_tokens_by_their_shares() -> None:
+    """A crowd beside few, all hungry; then twice the share."""
+    crowd, few = {"tenant": "crowd", "count": 24}, {"tenant": "few", "count": 8}
+    even = outcome({"slots": 8, "rows": 16}, crowd, few)
+    assert even.fairness < 1.15
+    more = outcome({"slots": 8, "rows": 16}, crowd, {**few, "share": 2.0})
+    assert more.fairness < 1.25
+
+
+def test_a_small_cluster_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun = time.monotonic()
+    show(ROOT / "examples" / "cluster.yaml", None, tmp_path / "cluster.html")
+    assert time.monotonic() - begun < 120
+    said = capsys.readouterr().out
+    assert "4 hosts, 120 jobs" in said
+    assert "utilisation" in said
+    assert "plotly" in (tmp_path / "cluster.html").read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("base", ["8B", "30B-A3B"])
+def test_ten_thousand_jobs_on_a_thousand_hosts(base: str) -> None:
+    """What a host takes is arithmetic for an H100, not measured."""
+    costs = {"8B": (0.012, 0.00008, 14_000), "30B-A3B": (0.009, 0.00012, 24_000)}[base]
+    named = dict(zip(("token_seconds", "row_seconds", "train_tokens_per_second"), costs, strict=True))
+    tenants = [
+        {"tenant": f"{number}", "count": 1000, "steps": [8, 24], "groups_per_step": 4, "completion_tokens": [100, 600]}
+        for number in range(10)
+    ]
+    found = outcome({"count": 1000, "slots": 8, "rows": 256, "costs": {**named, "publish_seconds": 0.4}}, *tenants)
+    print({name: value for name, value in vars(found).items() if name != "curve"})
+    assert found.utilisation >= 0.9
+    assert found.fairness <= 1.1
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("jobs: []")
+    with pytest.raises(ConfigError, match="must hold `hosts:` and `jobs:`"):
+        load_simulation(file)
+    text = (ROOT / "examples" / "cluster.yaml").read_text()
+    file.write_text(text.replace("steps: [10, 30]", "steps: [30, 10]"))
+    with pytest.raises(ConfigError, match=r"steps is \[30, 10\]; give the least"):
+        load_simulation(file)
+    assert load_simulation(ROOT / "examples" / "cluster.yaml", 3).hosts.count == 3
