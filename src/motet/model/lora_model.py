@@ -25,6 +25,7 @@ from motet.model.attention import AttentionBackend, AttentionPass, attention_bac
 from motet.model.frozen_weight import FrozenWeight, pack_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
+from motet.model.mixers import StatefulBackend, replace_mixers
 from motet.model.norm import speed_up_norms
 from motet.model_info import ModelInfo
 
@@ -49,6 +50,8 @@ class LoraModel:
     linears: dict[str, LoraLinear]
     block_size: int = 64
     """Keys that attention reads at a time, as in the proof."""
+    stateful: frozenset[int] = frozenset()
+    """Layers that remember what came before in a state (see `motet.model.mixers`)."""
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     shards: Shards | None = None
     """How the weights lie over several ranks; None where they are all here."""
@@ -82,6 +85,8 @@ class LoraModel:
         self.block_size = block_size
         width = _least_head_width(self.model.config.get_text_config())
         self.attention = attention_backend(self.arithmetic, self.device, self.dtype, width=width, block_size=block_size)
+        if self.stateful:
+            self.attention = StatefulBackend(self.attention, self.device)
 
     def compute_slower(self, slower: Arithmetic, without: str, because: Exception) -> None:
         """Replace an arithmetic that does not hold here by a slower one; a person reads the reason."""
@@ -227,11 +232,12 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
         raise BaseModelError(
             f"{name} has no nn.Linear layer in its decoder, so there is nothing to adapt; {attention.INSTEAD}"
         )
+    stateful = replace_mixers(decoder)
     _remove_dropout(model)
     speed_up_norms(decoder)
     dtype, head = next(iter(linears.values())).weight.dtype, _freeze_head(model)
     info = _info(name, model, tokenizer, device, dtype, head, tuple(linears))
-    base = LoraModel(info, model, decoder, head, dtype, device, context, linears)
+    base = LoraModel(info, model, decoder, head, dtype, device, context, linears, stateful=stateful)
     if base.has_experts:
         base.revise("mixture of experts: routers and routed experts get no adapter, they stay as they are")
     return base
