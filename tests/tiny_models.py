@@ -137,10 +137,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "head_dim": 16,
             "layer_types": _DELTA_LAYERS,
-            "num_experts": 4,
-            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [0, 1, 2],
             **_DELTA,
-            **_MOE,
         },
     ),
     "falcon_h1": (
@@ -208,6 +206,8 @@ DENSE = (
     "gemma4",
 )  # fmt: skip
 """Architectures on which everything holds, bit for bit."""
+HYBRID = ("lfm2", "qwen3_5", "qwen3_next", "falcon_h1", "granite_h", "nemotron_h")
+"""Those with layers that keep a state; of each mixer the first is enough for what all have in common."""
 WINDOWED = ("gemma2", "gemma3", "mistral")
 
 _disk = tempfile.TemporaryDirectory(prefix="motet-tiny-")

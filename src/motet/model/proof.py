@@ -24,6 +24,7 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
 from motet.model.mixers import in_plain_torch
+from motet.model.peft_io import refused_by_peft
 from motet.model.routers import Routers
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.shards import Shards
@@ -195,7 +196,10 @@ def _leave_out(base: LoraModel, watch: _Watch) -> None:
     unfit = [path for path in base.linears if watch.rows.get(path) != {rows}]
     for path in unfit:
         base.linears.pop(path).fused.frozen.tile = 0
-    base.revise(linears=tuple(base.linears))
+    refused = [path for path in base.linears if refused_by_peft(base.info.model_type, path)]
+    base.revise(linears=tuple(path for path in base.linears if path not in refused))
+    if refused:
+        base.revise(f"{len(refused)} layers get no adapter, because PEFT loads none for them: out_proj of the mixers")
     if unfit:
         names = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in unfit}))
         base.revise(f"{len(unfit)} layers get no adapter, because the model does not call them row by row: {names}")

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from motet.errors import BaseModelError
+from motet.model.attention import INSTEAD
 from motet.model.mixers.functions import MixerFunctions
 from motet.model.mixers.passes import StatefulBackend, StatefulPass
 
@@ -35,7 +36,7 @@ def replace_mixers(decoder: nn.Module) -> frozenset[int]:
         strange = sorted(calls.keys() - _KNOWN)
         name = type(module).__name__
         if strange:
-            raise BaseModelError(f"{name} calls {', '.join(strange)}, for which Motet has nothing of its own")
+            raise BaseModelError(f"{name} calls {', '.join(strange)}, for which Motet has nothing of its own; {INSTEAD}")
         layers.append(int(module.layer_idx))
         _call_instead(module, MixerFunctions(layers[-1], name).by_name)
     return frozenset(layers)

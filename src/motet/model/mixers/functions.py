@@ -19,8 +19,8 @@ from motet.errors import BaseModelError
 from motet.model.mixers.passes import StatefulPass
 from motet.model.mixers.recurrence import RecurrentRows, recur
 
-_LANES = 16
-"""fp32 numbers that a CPU works on at once: `softplus` of those that are left over has other bits."""
+_LANES = 32
+"""fp32 numbers that a CPU works on at a time: `softplus` of those that are left over has other bits."""
 
 
 class MixerFunctions:

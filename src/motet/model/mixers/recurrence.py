@@ -97,7 +97,8 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RHV: Tensor, grad_end_SHKV: Tensor) -> tuple[Tensor | None, ...]:
         parts = list(_parts(ctx.counts))
-        inputs, states = ctx.saved_tensors[: -len(parts)], ctx.saved_tensors[-len(parts) :]
+        saved = ctx.saved_tensors
+        inputs, states = saved[: -len(parts)], saved[-len(parts) :]
         grad_state, grads = grad_end_SHKV[:0], []
         for (part, rows), state in zip(reversed(parts), reversed(states), strict=True):
             grad_state = torch.cat([grad_state, grad_end_SHKV[len(grad_state) : part[0]]])
