@@ -18,7 +18,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as delta
 from motet.model.attention import Prefix, Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import NoAdapters
-from motet.model.mixers import StatefulPass
 from motet.model.mixers.functions import MixerFunctions
 from motet.model.mixers.recurrence import KEPT
 from motet.model.mixers.stretches import packed_stretches
@@ -45,7 +44,12 @@ def rows(name: str) -> list[Tensor]:
         return [random(1, T, CHANNELS)]
     if name == "delta rule":
         gates = [-random(1, T, HEADS, seed=4).abs(), random(1, T, HEADS, seed=5).sigmoid()]
-        return [random(1, T, GROUPS, KEYS), random(1, T, GROUPS, KEYS, seed=1), random(1, T, HEADS, VALUES, seed=2), *gates]
+        return [
+            random(1, T, GROUPS, KEYS),
+            random(1, T, GROUPS, KEYS, seed=1),
+            random(1, T, HEADS, VALUES, seed=2),
+            *gates,
+        ]
     return [
         random(1, T, HEADS, VALUES), random(1, T, HEADS, seed=1), random(1, T, GROUPS, KEYS, seed=2),
         random(1, T, GROUPS, KEYS, seed=3),
@@ -72,14 +76,18 @@ def mix(name: str, functions: Any, rows: Sequence[Tensor], **more: Any) -> Tenso
 
 STOCK = {
     name: inspect.unwrap(getattr(module, name))
-    for module, name in ((delta, "causal_conv1d_fn"), (delta, "torch_chunk_gated_delta_rule"), (mamba, "mamba2_chunk_scan"))
+    for module, name in (
+        (delta, "causal_conv1d_fn"),
+        (delta, "torch_chunk_gated_delta_rule"),
+        (mamba, "mamba2_chunk_scan"),
+    )
 }
 OURS = MixerFunctions(0, "a mixer").by_name
 MIXERS = ("convolution", "delta rule", "scan")
 
 
 def packed(lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> dict[str, Any]:
-    return {"attention_pass": StatefulPass(None, packed_stretches(lengths, CPU, prefixes))}  # type: ignore[arg-type]
+    return {"attention_pass": tiny.base("lfm2").attention.packed(lengths, prefixes)}
 
 
 def gradients(function: Callable[[list[Tensor]], Tensor], inputs: list[Tensor], slope: Tensor) -> list[Tensor]:
@@ -164,7 +172,10 @@ def test_a_prompt_may_be_cut_anywhere(name: str, dtype: str) -> None:
         blocks = [cache.take(2), cache.take(2)]
         found = []
         for start, stop in ((0, cut), (cut, 21)):
-            spans = [Span(start, stop - start, blocks[0], slots[0]), Span(cut + bool(start) - 1, 1, blocks[1], slots[1])]
+            spans = [
+                Span(start, stop - start, blocks[0], slots[0]),
+                Span(cut + bool(start) - 1, 1, blocks[1], slots[1]),
+            ]
             if not start:
                 spans[1] = Span(0, cut, blocks[1], slots[1])
             parts = [(ids, start, stop), (other, spans[1].start, spans[1].start + spans[1].length)]
@@ -184,12 +195,15 @@ def test_a_prompt_may_be_cut_anywhere(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FIRST)
-def test_a_job_samples_and_trains_with_the_same_bits_alone_and_in_company(name: str, dtype: str, tmp_path: Path) -> None:
+def test_a_job_samples_and_trains_with_the_same_bits_alone_and_in_company(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
     base = tiny.base(name, dtype)
     rewards = tmp_path / "rewards.py"
     rewards.write_text("def letters(problem, completion):\n    return len(set(completion)) / 8\n")
-    mine = job("mine", rewards, reward=f"{rewards}:letters", steps=2)
-    company = [job("wide", rewards, reward=f"{rewards}:letters", steps=2, adapter={"rank": 16}, sampling={"max_tokens": 19}), mine]
+    fields = {"reward": f"{rewards}:letters", "steps": 2}
+    mine = job("mine", rewards, **fields)
+    company = [job("wide", rewards, **fields, adapter={"rank": 16}, sampling={"max_tokens": 19}), mine]
     assert run(base, tmp_path / "alone", [mine]).ok
     assert run(base, tmp_path / "together", company).ok
     assert fingerprint(tmp_path / "alone" / "mine") == fingerprint(tmp_path / "together" / "mine")

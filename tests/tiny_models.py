@@ -206,8 +206,9 @@ DENSE = (
     "gemma4",
 )  # fmt: skip
 """Architectures on which everything holds, bit for bit."""
-HYBRID = ("lfm2", "qwen3_5", "qwen3_next", "falcon_h1", "granite_h", "nemotron_h")
-"""Those with layers that keep a state; of each mixer the first is enough for what all have in common."""
+HYBRID_IN_PEFT = ("lfm2", "qwen3_5", "falcon_h1", "granite_h", "nemotron_h")
+HYBRID = (*HYBRID_IN_PEFT, "qwen3_next")
+"""Those with layers that keep a state. PEFT takes the dense layers of Qwen3-Next for experts."""
 WINDOWED = ("gemma2", "gemma3", "mistral")
 
 _disk = tempfile.TemporaryDirectory(prefix="motet-tiny-")

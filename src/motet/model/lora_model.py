@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from motet import budgets
 from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
@@ -275,7 +274,8 @@ def _info(
         max_positions=int(config.max_position_embeddings),
         hidden_size=config.hidden_size,
         model_type=config.model_type,
-        kv_bytes_per_token=budgets.kv_bytes_per_token(config, dtype.itemsize),
+        kv_bytes_per_token=0,
+        state_bytes=0,
         eos_token_ids=tuple(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]),
         linears=linears,
     )

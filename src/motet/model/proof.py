@@ -293,7 +293,8 @@ def _check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
     alone = all(torch.equal(one, other) for one, other in zip(solo, packed, strict=True)) and _crowd_agrees(
         base, sequences
     )
-    decoded = _decoded_logits(base, sequences[1])
+    decoded, cache = _decoded_logits(base, sequences[1])
+    base.revise(kv_bytes_per_token=max(1, cache.bytes_per_token), state_bytes=cache.states.bytes_per_slot)
     what = _known_to_differ(base)
     if not alone:
         what = "sequences packed together differ from each alone"
@@ -343,8 +344,8 @@ def _gap(left_TV: Tensor, right_TV: Tensor, token_ids_T: Tensor) -> float:
     return float((left - right).abs().max())
 
 
-def _decoded_logits(base: LoraModel, sequence: Tensor) -> Tensor:
-    """Logits [T, V] of a sequence read as a prompt of 12 tokens and then token by token through the KV cache."""
+def _decoded_logits(base: LoraModel, sequence: Tensor) -> tuple[Tensor, KVCache]:
+    """Logits [T, V] of a sequence read as a prompt of 12 tokens and then token by token through a cache, and the cache."""
     block_size = base.block_size
     n_blocks = -(-len(sequence) // block_size)
     cache = KVCache(n_blocks, block_size, base.device)
@@ -356,4 +357,4 @@ def _decoded_logits(base: LoraModel, sequence: Tensor) -> Tensor:
         positions = base.pad(torch.arange(start, start + length, device=base.device))
         logits.append(base.logits(base.hidden(tokens, positions, attention))[:length])
         start += length
-    return torch.cat(logits)
+    return torch.cat(logits), cache

@@ -20,6 +20,7 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks
+from motet.model.state_cache import StateCache
 from motet.rollout.sequences import Sequence
 
 
@@ -31,7 +32,7 @@ class NewTokens:
     token_ids: Seq[int]
     start: int
     blocks: Seq[int]
-    slot: int
+    slot: int = StateCache.no_slot
 
 
 class ModelRunner:

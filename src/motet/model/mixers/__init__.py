@@ -36,8 +36,10 @@ def replace_mixers(decoder: nn.Module) -> frozenset[int]:
         strange = sorted(calls.keys() - _KNOWN)
         name = type(module).__name__
         if strange:
-            raise BaseModelError(f"{name} calls {', '.join(strange)}, for which Motet has nothing of its own; {INSTEAD}")
-        layers.append(int(module.layer_idx))
+            raise BaseModelError(
+                f"{name} calls {', '.join(strange)}, for which Motet has nothing of its own; {INSTEAD}"
+            )
+        layers.append(int(getattr(module, "layer_idx", -1)))
         _call_instead(module, MixerFunctions(layers[-1], name).by_name)
     return frozenset(layers)
 
@@ -61,7 +63,7 @@ def _mixers(model: nn.Module) -> Iterator[tuple[nn.Module, Mapping[str, Callable
         forward = inspect.unwrap(type(module).forward)
         if not isinstance(forward, FunctionType):
             continue
-        called = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+        called = {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
         replaceable = {name: value for name, value in called.items() if name in _KNOWN or _for_kernels(value)}
         if replaceable.keys() & _KNOWN:
             yield module, replaceable
@@ -69,8 +71,10 @@ def _mixers(model: nn.Module) -> Iterator[tuple[nn.Module, Mapping[str, Callable
 
 def _for_kernels(value: Any) -> bool:
     """Whether this is a function that transformers lets packages replace: it is wrapped where it is defined."""
-    return isinstance(value, FunctionType) and value.__module__.startswith("transformers.models.") and (
-        hasattr(value, "__wrapped__")
+    return (
+        isinstance(value, FunctionType)
+        and value.__module__.startswith("transformers.models.")
+        and (hasattr(value, "__wrapped__"))
     )
 
 

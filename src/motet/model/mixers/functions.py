@@ -18,6 +18,7 @@ from torch import Tensor
 from motet.errors import BaseModelError
 from motet.model.mixers.passes import StatefulPass
 from motet.model.mixers.recurrence import RecurrentRows, recur
+from motet.model.mixers.stretches import Stretches
 
 _LANES = 32
 """fp32 numbers that a CPU works on at a time: `softplus` of those that are left over has other bits."""
@@ -52,14 +53,12 @@ class MixerFunctions:
         **_: Any,
     ) -> Tensor:
         """A causal convolution of each channel [1, C, T] as a fixed sum of products, oldest first, in fp32."""
-        pass_ = self._pass(attention_pass)
-        rows_TC, stretches = hidden_states[0].t().float(), pass_.stretches
-        width, taps_TW = weight.shape[-1], pass_.stretches.taps(weight.shape[-1], len(rows_TC))
+        stretches, width = self._stretches(attention_pass), weight.shape[-1]
+        rows_TC = hidden_states[0].t().float()
+        taps_TW = stretches.taps(width, len(rows_TC))
         states, source = stretches.states, [rows_TC, rows_TC.new_zeros(1, rows_TC.shape[1])]
-        wave = stretches.waves[0]
         if states is not None:
-            assert wave.before_S is not None
-            kept = states.read(self._layer, "convolution", wave.before_S, (width - 1, rows_TC.shape[1]))
+            kept = states.read(self._layer, "convolution", stretches.slots_S, (width - 1, rows_TC.shape[1]))
             source.append(kept.flatten(0, 1))
         source_TC = torch.cat(source)
         total_TC = None
@@ -68,8 +67,8 @@ class MixerFunctions:
             total_TC = product_TC if total_TC is None else total_TC + product_TC
         assert total_TC is not None
         if states is not None:
-            last_SW = taps_TW.index_select(0, wave.ends_S)[:, 1:]
-            states.write(self._layer, "convolution", wave.before_S, source_TC[last_SW])
+            last_SW = taps_TW.index_select(0, stretches.waves[0].ends_S)[:, 1:]
+            states.write(self._layer, "convolution", stretches.slots_S, source_TC[last_SW])
         if bias is not None:
             total_TC = total_TC + bias.float()
         output_TC = total_TC.to(hidden_states.dtype)
@@ -88,15 +87,16 @@ class MixerFunctions:
         attention_pass: StatefulPass | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """The gated delta rule: queries and keys [1, T, G, K], values [1, T, H, V], log decay and beta [1, T, H] → [1, T, H, V]."""
+        """The gated delta rule: queries, keys [1, T, G, K], values [1, T, H, V], log decay, beta [1, T, H] → [1, T, H, V]."""
         query_TGK, key_TGK, value_THV, decay_TH, beta_TH = (one[0].float() for one in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             query_TGK, key_TGK = _normal(query_TGK), _normal(key_TGK)
         query_TGK = query_TGK * query_TGK.shape[-1] ** -0.5
+        n_heads = value_THV.shape[1]
         rows = RecurrentRows(
-            *(_for_heads(one, value_THV.shape[1]) for one in (query_TGK, key_TGK)), value_THV, decay_TH.exp(), beta_TH
+            _for_heads(query_TGK, n_heads), _for_heads(key_TGK, n_heads), value_THV, decay_TH.exp(), beta_TH
         )
-        return recur(rows, self._pass(attention_pass).stretches, self._layer).to(query.dtype)[None], None
+        return recur(rows, self._stretches(attention_pass), self._layer).to(query.dtype)[None], None
 
     def chunk_scan(
         self,
@@ -128,7 +128,7 @@ class MixerFunctions:
             (A.float() * step_TH).exp(),
             None,
         )
-        output_THV = recur(rows, self._pass(attention_pass).stretches, self._layer)
+        output_THV = recur(rows, self._stretches(attention_pass), self._layer)
         if D is not None:
             output_THV = output_THV + D.float()[:, None] * x_THV
         return output_THV[None]
@@ -140,10 +140,10 @@ class MixerFunctions:
         """Refuse what a mixer calls where transformers' own cache is used."""
         raise BaseModelError(f"{self._mixer} was run with a cache of transformers; use Motet's passes")
 
-    def _pass(self, attention_pass: StatefulPass | None) -> StatefulPass:
+    def _stretches(self, attention_pass: StatefulPass | None) -> Stretches:
         if attention_pass is None:
             raise BaseModelError(f"{self._mixer} does not hand keyword arguments on to what it calls")
-        return attention_pass
+        return attention_pass.stretches
 
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:

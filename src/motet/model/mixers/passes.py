@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ class StatefulPass:
 
     attention: AttentionPass
     stretches: Stretches
+    calls: list[LayerCall] = field(init=False)
 
-    @property
-    def calls(self) -> list[LayerCall]:
-        """Those of attention."""
-        return self.attention.calls
+    def __post_init__(self) -> None:
+        self.calls = self.attention.calls
 
     def attend(self, call: LayerCall, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
         """Causal attention [T, H, E] of one layer."""
@@ -46,9 +45,7 @@ class StatefulBackend:
 
     def cached(self, spans: Sequence[Span], cache: KVCache) -> StatefulPass:
         """A pass over spans whose keys and values go to a cache, and whose states are in their slots."""
-        return StatefulPass(
-            self._attention.cached(spans, cache), cached_stretches(spans, cache.states, self._device)
-        )
+        return StatefulPass(self._attention.cached(spans, cache), cached_stretches(spans, cache.states, self._device))
 
     def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> None:
         """There is none: a recorded pass would step through its states when it is recorded, too."""

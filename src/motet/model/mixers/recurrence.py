@@ -3,14 +3,14 @@
     S_t = a_t S_(t-1) + k_t δ_tᵀ        δ_t = β_t (v_t − a_t S_(t-1)ᵀ k_t), or v_t without the delta rule
     o_t = S_tᵀ q_t = a_t S_(t-1)ᵀ q_t + (q_t · k_t) δ_t
 
-Every token takes one step of one shape, in a prompt, in a packed batch and in decoding alike. So a sequence may be cut anywhere,
-and its bits do not depend on company. What reads S is one product of four rows, k and q and two of zeros: products of fewer
-rows have other bits in other company.
+Every token takes one step of one shape, in a prompt, in a packed batch and in decoding alike. So a sequence may be cut
+anywhere, and its bits do not depend on company. What reads S is one product of four rows, k and q and two of zeros: products of
+fewer rows have other bits in other company.
 
 The backward pass keeps S every KEPT steps and takes the steps between again.
 
-Legend: R rows of a wave in the order of its steps, N stretches of a step, S stretches of the wave, H heads, K key width, V value
-width.
+Legend: R rows of a wave in the order of its steps, N stretches of a step, S stretches of the wave, H heads, K key width, V
+value width.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
     inputs = [reads_TH4K, value_THV, rows.decay_TH, (rows.query_THK * key_THK).sum(-1)]
     if rows.beta_TH is not None:
         inputs.append(rows.beta_TH)
-    outputs, ends = [], []
+    outputs: list[Tensor] = []
+    ends: list[Tensor] = []
     for wave in stretches.waves:
         begin_SHKV = _begin(wave, ends, stretches, layer, shape, value_THV)
         output_RHV, end_SHKV = _Recurrence.apply(  # type: ignore[no-untyped-call]
@@ -61,8 +62,7 @@ def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
         outputs.append(output_RHV)
         ends.append(end_SHKV)
         if stretches.states is not None:
-            assert wave.before_S is not None
-            stretches.states.write(layer, "recurrent", wave.before_S, end_SHKV)
+            stretches.states.write(layer, "recurrent", stretches.slots_S, end_SHKV)
     rows_T = torch.cat([wave.rows_R for wave in stretches.waves])
     return torch.zeros_like(value_THV).index_copy(0, rows_T, torch.cat(outputs))
 
@@ -71,8 +71,7 @@ def _begin(
     wave: Wave, ends: Sequence[Tensor], stretches: Stretches, layer: int, shape: tuple[int, ...], like: Tensor
 ) -> Tensor:
     if stretches.states is not None:
-        assert wave.before_S is not None
-        return stretches.states.read(layer, "recurrent", wave.before_S, shape)
+        return stretches.states.read(layer, "recurrent", stretches.slots_S, shape)
     if wave.before_S is None:
         return like.new_zeros(len(wave.ends_S), *shape)
     return torch.cat(list(ends)).index_select(0, wave.before_S)

@@ -76,14 +76,19 @@ class Stretches:
             self._taps[key] = torch.stack(columns[::-1], dim=1)
         return self._taps[key]
 
+    @property
+    def slots_S(self) -> Tensor:
+        """Where the states of each stretch are kept, where they are."""
+        slots_S = self.waves[0].before_S
+        assert slots_S is not None
+        return slots_S
+
     def _firsts(self) -> Tensor:
         wave = self.waves[0]
         return wave.rows_R[: wave.counts[0]]
 
 
-def packed_stretches(
-    lengths: Sequence[int], device: torch.device, prefixes: Sequence[Prefix | None] = ()
-) -> Stretches:
+def packed_stretches(lengths: Sequence[int], device: torch.device, prefixes: Sequence[Prefix | None] = ()) -> Stretches:
     """Of whole sequences that together are all rows; each may continue the rows of an earlier one, its prefix.
 
     Raises:
@@ -107,10 +112,12 @@ def packed_stretches(
             stretches.append(_Stretch(start + first, last - first, parent, wave))
             parent = ends[start, last]
     previous = torch.arange(-1, total - 1)
-    waves, place = [], {}
+    waves: list[Wave] = []
+    place: dict[int, int] = {}
     for depth in range(1 + max(one.wave for one in stretches)):
         members = sorted(
-            (index for index, one in enumerate(stretches) if one.wave == depth), key=lambda index: -stretches[index].length
+            (index for index, one in enumerate(stretches) if one.wave == depth),
+            key=lambda index: -stretches[index].length,
         )
         parents = [stretches[index].parent for index in members]
         known = [place[parent] for parent in parents if parent is not None]
