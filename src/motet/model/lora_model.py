@@ -85,7 +85,8 @@ class LoraModel:
         width = _least_head_width(self.model.config.get_text_config())
         self.attention = attention_backend(self.arithmetic, self.device, self.dtype, width=width, block_size=block_size)
         if self.stateful:
-            self.attention = StatefulBackend(self.attention, self.device)
+            kernels = self.arithmetic.attention == "triton"
+            self.attention = StatefulBackend(self.attention, self.device, kernels=kernels)
 
     def compute_slower(self, slower: Arithmetic, without: str, because: Exception) -> None:
         """Replace an arithmetic that does not hold here by a slower one; a person reads the reason."""

@@ -32,20 +32,25 @@ class StatefulPass:
 class StatefulBackend:
     """The `AttentionBackend` of a base with such layers, over that of its attention."""
 
-    def __init__(self, attention: AttentionBackend, device: torch.device) -> None:
-        self._attention, self._device = attention, device
-        self.fixed_shapes = attention.fixed_shapes and device.type != "cuda"
+    def __init__(self, attention: AttentionBackend, device: torch.device, *, kernels: bool) -> None:
+        """`kernels` steps through recurrences in Triton."""
+        self._attention, self._device, self._kernels = attention, device, kernels
+        self.fixed_shapes = attention.fixed_shapes and kernels
         self.reads_past_end = attention.reads_past_end
 
     def packed(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> StatefulPass:
         """A pass over whole sequences."""
         return StatefulPass(
-            self._attention.packed(lengths, prefixes), packed_stretches(lengths, self._device, prefixes)
+            self._attention.packed(lengths, prefixes),
+            packed_stretches(lengths, self._device, prefixes, kernels=self._kernels),
         )
 
     def cached(self, spans: Sequence[Span], cache: KVCache) -> StatefulPass:
         """A pass over spans whose keys and values go to a cache, and whose states are in their slots."""
-        return StatefulPass(self._attention.cached(spans, cache), cached_stretches(spans, cache.states, self._device))
+        return StatefulPass(
+            self._attention.cached(spans, cache),
+            cached_stretches(spans, cache.states, self._device, kernels=self._kernels),
+        )
 
     def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> None:
         """There is none: a recorded pass would step through its states when it is recorded, too."""

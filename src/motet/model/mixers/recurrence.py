@@ -15,7 +15,7 @@ value width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -56,7 +56,7 @@ def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
     ends: list[Tensor] = []
     for wave in stretches.waves:
         begin_SHKV = _begin(wave, ends, stretches, layer, shape, value_THV)
-        output_RHV, end_SHKV = _Recurrence.apply(  # type: ignore[no-untyped-call]
+        output_RHV, end_SHKV = _backend(stretches)(
             wave.counts, begin_SHKV, *(one.index_select(0, wave.rows_R) for one in inputs)
         )
         outputs.append(output_RHV)
@@ -65,6 +65,17 @@ def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
             stretches.states.write(layer, "recurrent", stretches.slots_S, end_SHKV)
     rows_T = torch.cat([wave.rows_R for wave in stretches.waves])
     return torch.zeros_like(value_THV).index_copy(0, rows_T, torch.cat(outputs))
+
+
+def _backend(stretches: Stretches) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Of a wave: torch's products, or kernels."""
+    if not stretches.kernels:
+        return _Recurrence.apply  # type: ignore[no-any-return]
+    from motet.model.mixers.triton_recurrence import (
+        TritonRecurrence,
+    )  # there is no Triton on most machines without a GPU
+
+    return TritonRecurrence.apply  # type: ignore[no-any-return]
 
 
 def _begin(

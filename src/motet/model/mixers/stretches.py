@@ -53,6 +53,8 @@ class Stretches:
     previous_T: Tensor
     """Row before each in its sequence; −1 where there is none in this pass."""
     states: StateCache | None = None
+    kernels: bool = False
+    """Whether the recurrence is stepped through by kernels."""
     _taps: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def taps(self, width: int, n_rows: int) -> Tensor:
@@ -88,7 +90,9 @@ class Stretches:
         return wave.rows_R[: wave.counts[0]]
 
 
-def packed_stretches(lengths: Sequence[int], device: torch.device, prefixes: Sequence[Prefix | None] = ()) -> Stretches:
+def packed_stretches(
+    lengths: Sequence[int], device: torch.device, prefixes: Sequence[Prefix | None] = (), *, kernels: bool = False
+) -> Stretches:
     """Of whole sequences that together are all rows; each may continue the rows of an earlier one, its prefix.
 
     Raises:
@@ -128,10 +132,12 @@ def packed_stretches(lengths: Sequence[int], device: torch.device, prefixes: Seq
             place[index] = len(place)
             one = None if parent is None else stretches[parent]
             previous[stretches[index].first] = -1 if one is None else one.first + one.length - 1
-    return Stretches(tuple(waves), total, previous.to(device))
+    return Stretches(tuple(waves), total, previous.to(device), kernels=kernels)
 
 
-def cached_stretches(spans: Sequence[Span], states: StateCache, device: torch.device) -> Stretches:
+def cached_stretches(
+    spans: Sequence[Span], states: StateCache, device: torch.device, *, kernels: bool = False
+) -> Stretches:
     """Of spans that go on from the states of their slots, and leave theirs there.
 
     Raises:
@@ -146,7 +152,7 @@ def cached_stretches(spans: Sequence[Span], states: StateCache, device: torch.de
     )
     previous = torch.arange(-1, total - 1, device=device)
     previous[torch.tensor(starts, device=device)] = -1
-    return Stretches((wave,), total, previous, states)
+    return Stretches((wave,), total, previous, states, kernels)
 
 
 def _wave(stretches: Sequence[tuple[int, int]], before: Sequence[int] | None, device: torch.device) -> Wave:
