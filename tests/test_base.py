@@ -40,15 +40,16 @@ def assert_equals_stock(name: str, base: LoraModel, lengths: tuple[int, ...], sh
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", tiny.DENSE)
+@pytest.mark.parametrize("name", [*tiny.DENSE, *tiny.HYBRID])
 def test_architecture_loads_exact_and_equals_stock(name, dtype):
     base = tiny.base(name, dtype)
-    assert (base.dtype, base.info.exact, base.info.notes) == (DTYPES[dtype], True, ())
+    notes = tuple(note for note in base.info.notes if "PEFT loads none" not in note)
+    assert (base.dtype, base.info.exact, notes) == (DTYPES[dtype], True, ())
     assert_equals_stock(name, base, tiny.LENGTHS)  # sequences beyond the window and over several blocks
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", tiny.DENSE)
+@pytest.mark.parametrize("name", [*tiny.DENSE, *tiny.HYBRID])
 def test_packed_equals_solo_equals_decoded_bitwise(name, dtype):
     base = tiny.base(name, dtype)
     sequences = [tiny.tokens(length) for length in tiny.LENGTHS]
@@ -81,7 +82,7 @@ class CountingRouting:
         return tuple(fused.frozen(x).split(fused.sizes, -1))
 
 
-@pytest.mark.parametrize("name", [*tiny.DENSE, *MOE])
+@pytest.mark.parametrize("name", [*tiny.DENSE, *MOE, *tiny.HYBRID])
 def test_every_adaptable_layer_is_reached(name):
     """OPT and shared experts flatten the batch before their layers: an adapter there must not be silently idle."""
     base, counting = tiny.base(name), CountingRouting()
@@ -94,13 +95,7 @@ def test_every_adaptable_layer_is_reached(name):
     [
         ("bloom", r"layers \[0, 1\] of 2 do not call the attention function .* \(they have BloomAttention\)"),
         ("falcon", "has no nn.Linear layer in its decoder, but FalconLinear, so there is nothing to adapt"),
-        ("mamba", r"layers \[0, 1\] of 2 do not call the attention function .* \(they have MambaMixer\)"),
-        ("qwen3_next", r"layers \[0, 1, 2\] of 4 do not call .* \(they have Qwen3NextGatedDeltaNet\)"),
-        ("lfm2", r"layers \[0\] of 2 do not call the attention function .* \(they have Lfm2ShortConv\)"),
-        (
-            "falcon_h1",
-            r"logits differ .* in its layers \(they have FalconH1Attention, FalconH1Mixer\) that Motet does not",
-        ),
+        ("mamba", "MambaMixer calls mamba_inner_fn, mamba_selective_scan, .* for which Motet has nothing of its own"),
         ("jetmoe", "does not run as Motet runs it: JetMoeAttention: view size is not compatible"),
         ("deepseek_v32", "does not run as Motet runs it: DeepseekV32Attention: 'NoneType' object is not subscriptable"),
         ("bert", "BertSelfAttention looks at what comes after a token, so this is no causal language model"),

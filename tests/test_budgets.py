@@ -39,6 +39,13 @@ def test_samplers_by_cores_and_memory(threads: int, base_bytes: int, memory: int
     assert budgets.samplers(threads, base_bytes, memory) == samplers
 
 
+def test_rows_are_those_whose_states_take_half_of_the_memory() -> None:
+    assert budgets.rows_with_states(64, 0, GIB) == 64
+    assert budgets.rows_with_states(64, 50 << 20, 16 * GIB) == 64
+    assert budgets.rows_with_states(64, 50 << 20, GIB) == 9, "and a slot for a prompt"
+    assert budgets.rows_with_states(64, 50 << 20, 1 << 20) == 1
+
+
 def test_the_cache_holds_a_full_batch_where_memory_allows_and_the_longest_sequence_always() -> None:
     needs = [budgets.Need(10, 20), budgets.Need(100, 30)]  # 130 tokens: three blocks of 64
     assert budgets.kv_tokens(needs, 8, 64, 1, GIB) == 9 * 192

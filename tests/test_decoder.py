@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 
 
 @functools.cache
-def adapters(dtype: str = "float32") -> tuple[AdapterWeights | None, ...]:
-    base = tiny.base("llama", dtype)
+def adapters(dtype: str = "float32", name: str = "llama") -> tuple[AdapterWeights | None, ...]:
+    base = tiny.base(name, dtype)
     shapes: tuple[tuple[int, str | list[str]], ...] = (
         (8, "all-linear"),
         (8, "all-linear"),
@@ -43,8 +43,8 @@ def adapters(dtype: str = "float32") -> tuple[AdapterWeights | None, ...]:
 
 
 @functools.cache
-def broken(dtype: str = "float32") -> AdapterWeights:
-    return tiny.adapter(tiny.base("llama", dtype), seed=9, scale=math.nan)
+def broken(dtype: str = "float32", name: str = "llama") -> AdapterWeights:
+    return tiny.adapter(tiny.base(name, dtype), seed=9, scale=math.nan)
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,11 @@ def outcomes(chunks: Iterable[Chunk], n: int) -> list[Outcome]:
     return found
 
 
-def make_decoder(n_blocks: int = 64, max_rows: int = 8, prefill: int = 64, dtype: str = "float32") -> Decoder:
-    base = tiny.base("llama", dtype)
-    return Decoder(base, KVCache(n_blocks, BLOCK, CPU), max_rows=max_rows, prefill_tokens=prefill)
+def make_decoder(
+    n_blocks: int = 64, max_rows: int = 8, prefill: int = 64, dtype: str = "float32", name: str = "llama"
+) -> Decoder:
+    cache = KVCache(n_blocks, BLOCK, CPU, slots=max_rows + 1)
+    return Decoder(tiny.base(name, dtype), cache, max_rows=max_rows, prefill_tokens=prefill)
 
 
 def finish(decoder: Decoder, limit: int = 1000) -> None:
@@ -112,24 +114,25 @@ def finish(decoder: Decoder, limit: int = 1000) -> None:
         decoder.tick()
     assert decoder.idle, "the decoder makes progress"
     assert decoder.cache.n_free == decoder.cache.n_blocks, "all blocks are back"
+    assert decoder.cache.states.n_free == decoder.cache.states.n_slots, "all slots are back"
 
 
 @functools.cache
-def alone(ask: Ask, seed: int, dtype: str) -> Outcome:
-    decoder = make_decoder(dtype=dtype)
-    weights = (*adapters(dtype), broken(dtype))[ask.adapter]
+def alone(ask: Ask, seed: int, dtype: str, name: str = "llama") -> Outcome:
+    decoder = make_decoder(dtype=dtype, name=name)
+    weights = (*adapters(dtype, name), broken(dtype, name))[ask.adapter]
     chunks = add(decoder, as_request("alone", replace(ask, seeds=(seed,))), weights)
     finish(decoder)
     return outcomes(chunks, 1)[0]
 
 
-def assert_as_alone(asks: Iterable[Ask], decoder: Decoder, dtype: str) -> None:
+def assert_as_alone(asks: Iterable[Ask], decoder: Decoder, dtype: str, name: str = "llama") -> None:
     waiting = sorted(enumerate(asks), key=lambda pair: pair[1].tick)
     running: list[tuple[Ask, list[Chunk]]] = []
     for tick in range(1000):
         while waiting and waiting[0][1].tick <= tick:
             index, ask = waiting.pop(0)
-            weights = (*adapters(dtype), broken(dtype))[ask.adapter]
+            weights = (*adapters(dtype, name), broken(dtype, name))[ask.adapter]
             running.append((ask, add(decoder, as_request(f"r{index}", ask), weights)))
         if not waiting and decoder.idle:
             break
@@ -138,7 +141,7 @@ def assert_as_alone(asks: Iterable[Ask], decoder: Decoder, dtype: str) -> None:
     finish(decoder)
     for ask, chunks in running:
         for seed, outcome in zip(ask.seeds, outcomes(chunks, len(ask.seeds)), strict=True):
-            assert outcome == alone(replace(ask, seeds=(), tick=0, stream=False), seed, dtype)
+            assert outcome == alone(replace(ask, seeds=(), tick=0, stream=False), seed, dtype, name)
 
 
 ASKS = st.lists(
@@ -156,35 +159,43 @@ ASKS = st.lists(
 )
 
 
+BASES = [("llama", "float32"), ("llama", "bfloat16"), ("qwen3_5", "bfloat16"), ("falcon_h1", "float32")]
+"""The last two keep states: a slot for each row, and one more."""
+
+
 @settings(max_examples=40)
-@given(ASKS, st.integers(0, 10), st.integers(1, 9), st.integers(1, 80), st.sampled_from(["float32", "bfloat16"]))
-def test_any_mix_gives_each_request_what_it_gets_alone(asks, more_blocks, max_rows, prefill, dtype):
+@given(ASKS, st.integers(0, 10), st.integers(1, 9), st.integers(1, 80), st.sampled_from(BASES))
+def test_any_mix_gives_each_request_what_it_gets_alone(asks, more_blocks, max_rows, prefill, base):
     """Small caches preempt, small budgets delay, others come and go, a tenant's NaN stays in it: not one bit changes."""
-    decoder = make_decoder(max(ask.blocks for ask in asks) + more_blocks, max_rows, prefill, dtype)
-    assert_as_alone(asks, decoder, dtype)
+    name, dtype = base
+    decoder = make_decoder(max(ask.blocks for ask in asks) + more_blocks, max_rows, prefill, dtype, name)
+    assert_as_alone(asks, decoder, dtype, name)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("extra", [0, 1, 3])
-def test_preempted_equals_not_preempted(dtype, extra):
+@pytest.mark.parametrize(
+    ("name", "dtype", "extra"),
+    [*((*base, 0) for base in BASES), *((*base, extra) for base in BASES[:2] for extra in (1, 3))],
+)
+def test_preempted_equals_not_preempted(name, dtype, extra):
     asks = [Ask(19, 30, adapter=i % 3, seeds=(1, 2, 3)) for i in range(4)]
-    decoder = make_decoder(asks[0].blocks + extra, dtype=dtype)
-    assert_as_alone(asks, decoder, dtype)
+    decoder = make_decoder(asks[0].blocks + extra, dtype=dtype, name=name)
+    assert_as_alone(asks, decoder, dtype, name)
     assert decoder.preemptions > 0
     assert decoder.prefills > len(asks)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_non_finite_tenant_ends_with_error_and_its_blocks_do_no_harm(dtype):
-    decoder = make_decoder(10, dtype=dtype)
-    first = add(decoder, as_request("nan", Ask(60, 9, seeds=(1, 2))), broken(dtype))
+@pytest.mark.parametrize(("name", "dtype"), BASES)
+def test_non_finite_tenant_ends_with_error_and_its_blocks_do_no_harm(name, dtype):
+    decoder = make_decoder(10, max_rows=3, dtype=dtype, name=name)
+    first = add(decoder, as_request("nan", Ask(60, 9, seeds=(1, 2))), broken(dtype, name))
     finish(decoder)
     for tokens, _, _, reason in outcomes(first, 2):
         assert (tokens, reason) == ([], FinishReason.ERROR)
     assert all("not finite" in chunk.error for chunk in first)
-    dirty = [states for pair in decoder.cache._layers.values() for states in pair]
-    assert any(states.isnan().any() for states in dirty), "the test has dirtied the cache"
-    assert_as_alone([Ask(19, 9, adapter=i, seeds=(1, 2)) for i in (0, 1, 5, 3)], decoder, dtype)
+    pools = [states for pair in decoder.cache._layers.values() for states in pair], decoder.cache.states._pools.values()
+    for dirty in pools[: 2 if decoder.runner.base.stateful else 1]:
+        assert any(states.isnan().any() for states in dirty), "the test has dirtied the cache"
+    assert_as_alone([Ask(19, 9, adapter=i, seeds=(1, 2)) for i in (0, 1, 5, 3)], decoder, dtype, name)
 
 
 def test_a_prompt_is_prefilled_once_for_its_group():

@@ -101,10 +101,14 @@ def plain_loss(model: Any, segment: Segment) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("name", [*tiny.DENSE, "qwen3_moe", "llama4"])
+@pytest.mark.parametrize("name", [*tiny.DENSE, *tiny.HYBRID_IN_PEFT, "qwen3_moe", "llama4"])
 def test_gradients_and_steps_equal_peft(name, tmp_path):
-    """Gradients within 2e-5 of the largest, weights after two AdamW steps within 1e-3 of a step's length."""
+    """Gradients within 2e-5 of the largest, weights after two AdamW steps within 1e-3 of a step's length.
+
+    Of a stock mixer that takes chunks the last digits are wrong: in fp64 they are Motet's.
+    """
     base = tiny.base(name)
+    near, step = (2e-3, 5e-2) if base.stateful else (2e-5, 1e-3)
     trainer, segment = make_trainer(base), make_segment("a")
     trainer.save_adapter("a", tmp_path, optimizer=False)
     model = PeftModel.from_pretrained(tiny.stock(name), tmp_path, is_trainable=True)
@@ -117,22 +121,22 @@ def test_gradients_and_steps_equal_peft(name, tmp_path):
         loss.backward()
         (trained, _) = trainer.forward_backward(Batch((segment, make_segment("b"))))
         stats = trained.stats
-        assert stats.loss == pytest.approx(loss.item(), rel=1e-5)
+        assert stats.loss == pytest.approx(loss.item(), rel=near)
         theirs = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
         for path, pair in layout.views(gradient(trainer, "a")).items():
             for side, ours in zip("AB", pair, strict=True):
                 want = theirs[f"base_model.model.{path}.lora_{side}.default.weight"]
                 assert want is not None
-                assert float((ours.t() - want).abs().max()) <= 2e-5 * float(want.abs().max()), (path, side)
+                assert float((ours.t() - want).abs().max()) <= near * float(want.abs().max()), (path, side)
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, ADAMW.clip_norm))
         adamw.step()
         done = trainer.optim_step("a", ADAMW)
-        assert done.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert done.grad_norm == pytest.approx(norm, rel=near)
         assert norm > ADAMW.clip_norm, "this test is about clipped steps too"
         for path, pair in layout.views(masters(trainer, "a")).items():
             for side, ours in zip("AB", pair, strict=True):
                 want = model.get_parameter(f"base_model.model.{path}.lora_{side}.default.weight").detach()
-                assert float((ours.t() - want).abs().max()) <= 1e-3 * LR, (path, side)
+                assert float((ours.t() - want).abs().max()) <= step * LR, (path, side)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -198,7 +202,7 @@ def run_steps(trainer: TorchTrainer, batches: Sequence[Batch], steps: int = 2) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "phi3", "lfm2", "qwen3_5", "falcon_h1"])
 def test_packed_batch_equals_each_adapter_alone_bitwise(name, dtype):
     base = tiny.base(name, dtype)
     segments = {
@@ -303,7 +307,7 @@ def test_micro_batches_add_up_to_the_whole(name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "phimoe"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "phimoe", "qwen3_5", "falcon_h1"])
 def test_recomputing_changes_no_bit(name, dtype):
     """OPT drops out inside its layers when it is in training mode, Phi-MoE adds noise to what its routers see."""
     batch = Batch((make_segment("a"), make_segment("c")))
@@ -427,7 +431,7 @@ def sampler_logprobs(base: LoraModel, weights: Any, sample: Sample, temperature:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "lfm2", "qwen3_5"])
 def test_forward_equals_the_sampler_bitwise(name, dtype):
     base = tiny.base(name, dtype)
     trainer, segments = make_trainer(base), tuple(make_segment(each) for each in "abc")
@@ -478,7 +482,7 @@ def group_samples(prompt: int, completions: Sequence[int], seed: int) -> tuple[S
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "lfm2", "qwen3_5", "falcon_h1"])
 @pytest.mark.parametrize("prompt", [1, 13, 16, 40])
 def test_shared_prompts_keep_logprobs_and_gradients(name, dtype, prompt):
     """Logprobs equal those of whole samples bit for bit, gradients within rounding; two groups, two adapters, one alone."""

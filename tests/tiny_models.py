@@ -47,6 +47,10 @@ _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }  # fmt: skip
+_DELTA_LAYERS = ["linear_attention", "full_attention", "linear_attention"]
+_DELTA = {
+    "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -125,12 +129,52 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phimoe": ("PhimoeConfig", {"num_local_experts": 4, "router_jitter_noise": 0.1, "input_jitter_noise": 0.1}),
+    "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
+    "qwen3_5": ("Qwen3_5TextConfig", {"num_hidden_layers": 3, "head_dim": 16, "layer_types": _DELTA_LAYERS, **_DELTA}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "layer_types": _DELTA_LAYERS,
+            "mlp_only_layers": [0, 1, 2],
+            **_DELTA,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16},
+    ),
+    "granite_h": (
+        "GraniteMoeHybridConfig",
+        {
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 96,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 2,
+            "mamba_chunk_size": 16,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "head_dim": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+    ),
     "ctrl": ("CTRLConfig", {"n_layer": 2, "n_head": 4, "n_embd": 64, "dff": 96}),
     # Refused, each for a reason of its own:
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
-    "falcon_h1": ("FalconH1Config", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
     "deepseek_v32": ("DeepseekV32Config", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **_MOE, **_LATENT}),
     "bert": ("BertConfig", {}),
@@ -138,20 +182,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("MambaConfig", {"state_size": 8}),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 16, "sliding_window": WINDOW}),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "num_experts": 4,
-            "linear_num_value_heads": 2,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "shared_expert_intermediate_size": 48,
-            **_MOE,
-        },
-    ),
     "llama_dynamic": (
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
@@ -175,6 +205,9 @@ DENSE = (
     "gemma4",
 )  # fmt: skip
 """Architectures on which everything holds, bit for bit."""
+HYBRID_IN_PEFT = ("lfm2", "qwen3_5", "falcon_h1", "granite_h", "nemotron_h")
+HYBRID = (*HYBRID_IN_PEFT, "qwen3_next")
+"""Those with layers that keep a state. PEFT takes the dense layers of Qwen3-Next for experts."""
 WINDOWED = ("gemma2", "gemma3", "mistral")
 
 _disk = tempfile.TemporaryDirectory(prefix="motet-tiny-")
@@ -260,10 +293,10 @@ def packed_logits(model: LoraModel, packed: Packed, routing: Routing | None = No
 def decoded_logits(model: LoraModel, ids: torch.Tensor, prompt: int) -> torch.Tensor:
     """fp32 logits [T, V] of a sequence read as a prompt and then token by token through the KV cache."""
     cache = KVCache(-(-len(ids) // BLOCK), BLOCK, model.device)
-    blocks = cache.take(cache.n_blocks)
+    blocks, slot = cache.take(cache.n_blocks), cache.states.take()
     found, start = [], 0
     for length in [prompt] + [1] * (len(ids) - prompt):
-        attention = model.attention.cached([Span(start, length, blocks)], cache)
+        attention = model.attention.cached([Span(start, length, blocks, slot)], cache)
         positions = model.pad(torch.arange(start, start + length))
         with model.routed(NoAdapters()):
             hidden = model.hidden(model.pad(ids[start : start + length]), positions, attention)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _MOST_SAMPLERS = 7
 
@@ -43,18 +42,11 @@ def available_memory() -> int:
     return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES")) // 2
 
 
-def kv_bytes_per_token(config: Any, element_bytes: int) -> int:
-    """Bytes of keys and values of one token over all layers, for a transformers text configuration."""
-    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers  # Gemma 4's layers differ
-    return sum(2 * _kv_heads(layer) * _head_width(layer, config) * element_bytes for layer in layers)
-
-
-def _kv_heads(layer: Any) -> int:
-    return int(getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads)
-
-
-def _head_width(layer: Any, config: Any) -> int:
-    return int(getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def rows_with_states(max_rows: int, state_bytes: int, memory: int) -> int:
+    """Rows of the decode batch whose states, and those of a prompt beside them, fit into half of the memory; at least one."""
+    if not state_bytes:
+        return max_rows
+    return max(1, min(max_rows, memory // 2 // state_bytes - 1))
 
 
 def kv_tokens(needs: Sequence[Need], max_rows: int, block_size: int, bytes_per_token: int, memory: int) -> int:

@@ -285,6 +285,8 @@ def build(
     n_samplers = _samplers(base.info, config)
     rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
     memory = int(_free_memory(base) * config.kv_memory_fraction) // (1 + n_samplers)
+    rows = budgets.rows_with_states(rows, base.info.state_bytes, memory)
+    memory -= (rows + 1) * base.info.state_bytes
     limits = {
         "max_rows": rows,
         "kv_tokens": config.kv_tokens

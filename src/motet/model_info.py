@@ -49,7 +49,9 @@ class ModelInfo:
     model_type: str
     """As transformers calls the architecture."""
     kv_bytes_per_token: int
-    """Keys and values of all layers."""
+    """Keys and values of all layers, as the proof found them."""
+    state_bytes: int
+    """What layers without attention remember of one sequence, however long; 0 where all attend."""
     eos_token_ids: tuple[int, ...]
     """Of the generation configuration."""
     linears: tuple[str, ...]

@@ -115,12 +115,12 @@ def _decode_rate(base: LoraModel, config: EngineConfig) -> float:
 
     rows, steps = 64, 8
     cache = KVCache(rows, config.block_size, base.device)
-    blocks = [cache.take(1) for _ in range(rows)]
+    places = [(cache.take(1), cache.states.take()) for _ in range(rows)]
     tokens = base.pad(torch.zeros(rows, dtype=torch.long, device=base.device))
     seconds = 0.0
     for position in range(steps):
         started = time.perf_counter()
-        attention = base.attention.cached([Span(position, 1, block) for block in blocks], cache)
+        attention = base.attention.cached([Span(position, 1, *place) for place in places], cache)
         with torch.no_grad(), base.routed(NoAdapters()):
             positions = torch.full_like(tokens, position)
             tokens = base.logits(base.hidden(tokens, positions, attention)).argmax(-1)

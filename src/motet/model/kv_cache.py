@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from motet.model.state_cache import StateCache
+
 
 @dataclass(frozen=True)
 class Writes:
@@ -29,8 +31,13 @@ class KVCache:
 
     zero_block = 0
 
-    def __init__(self, n_blocks: int, block_size: int, device: torch.device, *, clean: bool = True) -> None:
-        """`clean` is needed unless whoever reads the blocks leaves out what lies after a sequence's end."""
+    def __init__(
+        self, n_blocks: int, block_size: int, device: torch.device, *, clean: bool = True, slots: int | None = None
+    ) -> None:
+        """`clean` is needed unless whoever reads the blocks leaves out what lies after a sequence's end.
+
+        `slots` is the number of sequences that may have states at once; by default one for each block.
+        """
         if n_blocks < 1:
             raise ValueError("the KV cache needs at least one block")
         self.n_blocks = n_blocks
@@ -38,6 +45,8 @@ class KVCache:
         """Never handed out; rows that belong to nobody may write to it."""
         self.block_size = block_size
         self.device = device
+        self.states = StateCache(n_blocks if slots is None else slots, device)
+        """Beside keys and values: what layers without attention remember of a sequence."""
         self._clean = clean
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._free = list(range(n_blocks, 0, -1))
@@ -47,6 +56,11 @@ class KVCache:
     def n_free(self) -> int:
         """Blocks that can be handed out."""
         return len(self._free)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values, of the layers that have written so far."""
+        return sum(pool[0].nbytes for pools in self._layers.values() for pool in pools) // self.block_size
 
     def layer(self, index: int, key_TKE: Tensor, value_TKE: Tensor) -> tuple[Tensor, Tensor]:
         """Storage of one layer: keys and values, [blocks, K, block_size, E] each."""

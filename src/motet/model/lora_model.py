@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from motet import budgets
 from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
@@ -25,6 +24,7 @@ from motet.model.attention import AttentionBackend, AttentionPass, attention_bac
 from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
+from motet.model.mixers import StatefulBackend, replace_mixers
 from motet.model.norm import speed_up_norms
 from motet.model.packed import PackedLinear, frozen_weight, n_hidden
 from motet.model_info import ModelInfo
@@ -50,6 +50,8 @@ class LoraModel:
     linears: dict[str, LoraLinear]
     block_size: int = 64
     """Keys that attention reads at a time, as in the proof."""
+    stateful: frozenset[int] = frozenset()
+    """Layers that remember what came before in a state (see `motet.model.mixers`)."""
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     shards: Shards | None = None
     """How the weights lie over several ranks; None where they are all here."""
@@ -83,6 +85,9 @@ class LoraModel:
         self.block_size = block_size
         width = _least_head_width(self.model.config.get_text_config())
         self.attention = attention_backend(self.arithmetic, self.device, self.dtype, width=width, block_size=block_size)
+        if self.stateful:
+            kernels = self.arithmetic.attention == "triton"
+            self.attention = StatefulBackend(self.attention, self.device, kernels=kernels)
 
     def compute_slower(self, slower: Arithmetic, without: str, because: Exception) -> None:
         """Replace an arithmetic that does not hold here by a slower one; a person reads the reason."""
@@ -233,11 +238,12 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
             f"{name} has no nn.Linear layer in its decoder{', but ' * bool(peculiar)}{' and '.join(sorted(peculiar))}, so "
             f"there is nothing to adapt; {attention.INSTEAD}"
         )
+    stateful = replace_mixers(decoder)
     _remove_dropout(model)
     speed_up_norms(decoder)
     dtype, head = next(iter(linears.values())).fused.frozen.dtype, _freeze_head(model)
     info = _info(name, model, tokenizer, device, dtype, head, tuple(linears))
-    base = LoraModel(info, model, decoder, head, dtype, device, context, linears)
+    base = LoraModel(info, model, decoder, head, dtype, device, context, linears, stateful=stateful)
     if peculiar:
         base.revise(
             f"{' and '.join(sorted(peculiar))} layers get no adapter, because they multiply in a way of their own"
@@ -279,7 +285,8 @@ def _info(
         max_positions=int(config.max_position_embeddings),
         hidden_size=config.hidden_size,
         model_type=config.model_type,
-        kv_bytes_per_token=budgets.kv_bytes_per_token(config, dtype.itemsize),
+        kv_bytes_per_token=0,
+        state_bytes=0,
         eos_token_ids=tuple(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]),
         linears=linears,
     )

@@ -51,6 +51,14 @@ _REFUSED = {
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Values of `init_lora_weights` with which `peft` also alters the base: the adapter means nothing without that."""
 
+_OUT_PROJ_REFUSED = ("falcon_h1", "nemotron_h")
+"""Architectures for whose `out_proj` PEFT loads no adapter: kernels for Mamba multiply with its weight past the layer."""
+
+
+def refused_by_peft(model_type: str, path: str) -> bool:
+    """Whether PEFT would not load an adapter of this layer."""
+    return model_type in _OUT_PROJ_REFUSED and path.endswith(".out_proj")
+
 
 @dataclass(frozen=True)
 class PeftAdapter:

@@ -23,6 +23,8 @@ from motet.model.attention import INSTEAD, LayerCall, Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
+from motet.model.mixers import in_plain_torch
+from motet.model.peft_io import refused_by_peft
 from motet.model.routers import Routers
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.shards import Shards
@@ -31,6 +33,8 @@ LENGTHS = (9, 22)
 _RANK = 4
 _MIXERS = ("attention", "attn", "mixer", "mamba", "conv")
 """Words in the names that models give to what mixes positions."""
+_MIX_NOTHING = ("mlp", "moe")
+"""Kinds of layers that have no mixer."""
 _CROWD = 8
 """Tiles of rows in the largest pass that is tried."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
@@ -55,7 +59,7 @@ def prove(
     routers = Routers(model)
     with torch.no_grad(), _refused(f"{name} does not run in transformers itself"):
         sequences = _sequences(model)
-        with routers.recorded():
+        with routers.recorded(), in_plain_torch(model):
             stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
     with torch.no_grad(), _refused(f"{name} does not run as Motet runs it"):
         base = wrapper()
@@ -192,7 +196,10 @@ def _leave_out(base: LoraModel, watch: _Watch) -> None:
     unfit = [path for path in base.linears if watch.rows.get(path) != {rows}]
     for path in unfit:
         base.linears.pop(path).fused.frozen.tile = 0
-    base.revise(linears=tuple(base.linears))
+    refused = [path for path in base.linears if refused_by_peft(base.info.model_type, path)]
+    base.revise(linears=tuple(path for path in base.linears if path not in refused))
+    if refused:
+        base.revise(f"{len(refused)} layers get no adapter, because PEFT loads none for them: out_proj of the mixers")
     if unfit:
         names = ", ".join(sorted({path.rsplit(".", 1)[-1] for path in unfit}))
         base.revise(f"{len(unfit)} layers get no adapter, because the model does not call them row by row: {names}")
@@ -234,14 +241,18 @@ def _packed_hidden(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tenso
 
 
 def _check_calls(base: LoraModel, calls: list[int]) -> None:
-    layers = range(int(base.model.config.get_text_config().num_hidden_layers))
-    silent = [layer for layer in layers if layer not in calls]
+    config = base.model.config.get_text_config()
+    layers = range(int(config.num_hidden_layers))
+    without = base.stateful | {
+        index for index, kind in enumerate(getattr(config, "layer_types", None) or []) if kind in _MIX_NOTHING
+    }
+    silent = [layer for layer in layers if layer not in calls and layer not in without]
     if silent:
         raise BaseModelError(
             f"{base.info.name}: layers {silent} of {len(layers)} do not call the attention function that transformers lets one "
             f"replace{_what_mixes(base, silent)}; Motet's cannot stand in for theirs; {INSTEAD}"
         )
-    if sorted(calls) != list(layers):
+    if len(set(calls)) < len(calls) or not set(calls) <= set(layers):
         raise BaseModelError(
             f"{base.info.name}: its {len(layers)} layers call their attention function {len(calls)} times, in layers "
             f"{sorted(calls)}; Motet keeps keys and values of one call per layer; {INSTEAD}"
@@ -282,7 +293,8 @@ def _check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
     alone = all(torch.equal(one, other) for one, other in zip(solo, packed, strict=True)) and _crowd_agrees(
         base, sequences
     )
-    decoded = _decoded_logits(base, sequences[1])
+    decoded, cache = _decoded_logits(base, sequences[1])
+    base.revise(kv_bytes_per_token=max(1, cache.bytes_per_token), state_bytes=cache.states.bytes_per_slot)
     what = _known_to_differ(base)
     if not alone:
         what = "sequences packed together differ from each alone"
@@ -332,17 +344,17 @@ def _gap(left_TV: Tensor, right_TV: Tensor, token_ids_T: Tensor) -> float:
     return float((left - right).abs().max())
 
 
-def _decoded_logits(base: LoraModel, sequence: Tensor) -> Tensor:
-    """Logits [T, V] of a sequence read as a prompt of 12 tokens and then token by token through the KV cache."""
+def _decoded_logits(base: LoraModel, sequence: Tensor) -> tuple[Tensor, KVCache]:
+    """Logits [T, V] of a sequence read as a prompt of 12 tokens and then token by token through a cache, and the cache."""
     block_size = base.block_size
     n_blocks = -(-len(sequence) // block_size)
     cache = KVCache(n_blocks, block_size, base.device)
-    blocks = cache.take(n_blocks)
+    blocks, slot = cache.take(n_blocks), cache.states.take()
     logits, start = [], 0
     for length in [12] + [1] * (len(sequence) - 12):
-        attention = base.attention.cached([Span(start, length, blocks)], cache)
+        attention = base.attention.cached([Span(start, length, blocks, slot)], cache)
         tokens = base.pad(sequence[start : start + length])
         positions = base.pad(torch.arange(start, start + length, device=base.device))
         logits.append(base.logits(base.hidden(tokens, positions, attention))[:length])
         start += length
-    return torch.cat(logits)
+    return torch.cat(logits), cache

@@ -71,7 +71,7 @@ class Decoder:
         prompts = {id(item.prompt): item.prompt for item in [*self._running, *self._preempted]}
         prompts |= {id(prompt): prompt for prompt in self._waiting}
         for item in [*self._running, *self._preempted]:
-            self.cache.give_back(item.blocks)
+            self._give_back(item)
         for prompt in self._waiting:
             self._release_prompt(prompt)
         self._waiting.clear()
@@ -87,7 +87,8 @@ class Decoder:
         running = self._grow_or_preempt()
         if running:
             inputs = [
-                NewTokens(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks) for item in running
+                NewTokens(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks, item.slot)
+                for item in running
             ]
             self.runner.sample(running, self.runner.logits(inputs))
         self._settle(running)
@@ -107,8 +108,8 @@ class Decoder:
             if n_blocks > self.cache.n_free or (inputs and sequence.length > budget):
                 break
             self._preempted.popleft()
-            sequence.blocks = self.cache.take(n_blocks)
-            inputs.append(NewTokens(sequence.prompt.weights, sequence.read_ids(), 0, sequence.blocks))
+            sequence.blocks, sequence.slot = self.cache.take(n_blocks), self.cache.states.take()
+            inputs.append(NewTokens(sequence.prompt.weights, sequence.read_ids(), 0, sequence.blocks, sequence.slot))
             budget -= sequence.length
             resumed.append(sequence)
         opened: list[Prompt] = []
@@ -140,8 +141,9 @@ class Decoder:
                 spare = 1 if inputs or self._running else 0
                 if n_blocks + reserved + spare > self.cache.n_free or (inputs and n_tokens > budget):
                     break
-                prompt.blocks = self.cache.take(n_blocks)
-                inputs.append(NewTokens(prompt.weights, prompt.request.prompt_ids.tolist(), 0, prompt.blocks))
+                prompt.blocks, prompt.slot = self.cache.take(n_blocks), self.cache.states.take()
+                token_ids = prompt.request.prompt_ids.tolist()
+                inputs.append(NewTokens(prompt.weights, token_ids, 0, prompt.blocks, prompt.slot))
                 budget -= n_tokens
                 opened.append(prompt)
             rows -= len(prompt.waiting)
@@ -173,6 +175,8 @@ class Decoder:
     def _fork_one(self, prompt: Prompt, *, alone: bool) -> Sequence | None:
         """The prompt's next completion: full blocks are shared, a partly filled one is copied, or taken over by the last.
 
+        Its states are copied: there is a slot for each row of the decode batch, and one for the prompt at hand.
+
         When no block is free and nothing runs, it is taken over all the same, and the prompt will be prefilled again.
         """
         n_full, rest = divmod(len(prompt.request.prompt_ids), self.cache.block_size)
@@ -182,6 +186,7 @@ class Decoder:
             return None
         sequence = prompt.waiting.pop(0)
         self.cache.share(prompt.blocks[:n_full])
+        sequence.slot = self.cache.states.copy(prompt.slot)
         sequence.blocks = list(prompt.blocks[:n_full])
         if rest:
             sequence.blocks.append(prompt.blocks.pop() if take_over else self.cache.copy(prompt.blocks[n_full]))
@@ -190,9 +195,13 @@ class Decoder:
         return sequence
 
     def _release_prompt(self, prompt: Prompt) -> None:
-        self.cache.give_back(prompt.blocks)
-        prompt.blocks = []
+        self._give_back(prompt)
         prompt.logits = None
+
+    def _give_back(self, owner: Prompt | Sequence) -> None:
+        self.cache.give_back(owner.blocks)
+        self.cache.states.give_back(owner.slot)
+        owner.blocks, owner.slot = [], self.cache.states.no_slot
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
@@ -224,8 +233,7 @@ class Decoder:
             self._release_prompt(prompt)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.cache.give_back(sequence.blocks)
-        sequence.blocks = []
+        self._give_back(sequence)
         self._preempted.appendleft(sequence)
         self.preemptions += 1
 
@@ -241,8 +249,7 @@ class Decoder:
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish = reason
-        self.cache.give_back(sequence.blocks)
-        sequence.blocks = []
+        self._give_back(sequence)
         sequence.prompt.emit(sequence.chunk(self.runner.text))
 
 

@@ -45,7 +45,11 @@ class EmbeddedEngine:
         """`share` is what a second of decoding here counts for, where other processes sample too."""
         self.base = base
         self.cache = KVCache(
-            max(1, kv_tokens // base.block_size), base.block_size, base.device, clean=base.attention.reads_past_end
+            max(1, kv_tokens // base.block_size),
+            base.block_size,
+            base.device,
+            clean=base.attention.reads_past_end,
+            slots=max_rows + 1,
         )
         self.decoder = Decoder(base, self.cache, max_rows=max_rows, prefill_tokens=prefill_tokens)
         self._device = device

@@ -20,17 +20,19 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks
+from motet.model.state_cache import StateCache
 from motet.rollout.sequences import Sequence
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens of one sequence or prompt whose keys and values are not in the cache yet."""
+    """Tokens of one sequence or prompt that the cache does not have yet."""
 
     weights: AdapterWeights | None
     token_ids: Seq[int]
     start: int
     blocks: Seq[int]
+    slot: int = StateCache.no_slot
 
 
 class ModelRunner:
@@ -48,7 +50,7 @@ class ModelRunner:
         It may be overwritten by the next call.
         """
         if self.base.arithmetic.graphs and all(len(new.token_ids) == 1 for new in inputs):
-            spans = [Span(new.start, 1, new.blocks) for new in inputs]
+            spans = [Span(new.start, 1, new.blocks, new.slot) for new in inputs]
             replayed = self._graphs.logits([new.token_ids[0] for new in inputs], spans, [new.weights for new in inputs])
             if replayed is not None:
                 return replayed
@@ -65,7 +67,7 @@ class ModelRunner:
         for index in sorted(range(len(inputs)), key=lambda index: _by_layout(inputs[index].weights)):
             new = inputs[index]
             length = len(new.token_ids)
-            spans.append(Span(new.start, length, new.blocks))
+            spans.append(Span(new.start, length, new.blocks, new.slot))
             tokens.extend(new.token_ids)
             positions.extend(range(new.start, new.start + length))
             if runs and runs[-1][0] is new.weights:

@@ -27,6 +27,8 @@ class Prompt:
     waiting: list[Sequence] = field(default_factory=list)
     """Completions not yet admitted for the first time."""
     blocks: list[int] = field(default_factory=list)
+    slot: int = 0
+    """Of its states after the last token."""
     logits: Any = None
     """Of the last prompt token, [1, V], from prefill until the last completion is admitted."""
 
@@ -41,6 +43,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    slot: int = 0
     finish: FinishReason | None = None
     error: str = ""
     sent_tokens: int = 0

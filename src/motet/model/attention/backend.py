@@ -23,6 +23,8 @@ class Span:
     length: int
     blocks: Sequence[int] = ()
     """The sequence's KV blocks."""
+    slot: int = 0
+    """Where its states are, on a base whose layers have some (see `StateCache`)."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""Layers that mix positions otherwise than by attention: short convolutions, Gated DeltaNet, Mamba2.
+
+The model's code stays transformers' own. What changes is what its mixers call: the functions that transformers offers for
+kernels to replace (`functions`). A pass says which row continues which state (`passes`, `stretches`), and `StateCache` keeps
+states while sequences are sampled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from motet.errors import BaseModelError
+from motet.model.attention import INSTEAD
+from motet.model.mixers.functions import MixerFunctions
+from motet.model.mixers.passes import StatefulBackend, StatefulPass
+
+__all__ = ["StatefulBackend", "StatefulPass", "in_plain_torch", "replace_mixers"]
+
+_KNOWN = frozenset(MixerFunctions(0, "").by_name)
+
+
+def replace_mixers(decoder: nn.Module) -> frozenset[int]:
+    """Have every mixer call Motet's functions; the layers that have one.
+
+    Raises:
+        BaseModelError: a mixer calls something else that kernels may replace.
+    """
+    layers = []
+    for module, calls in list(_mixers(decoder)):
+        strange = sorted(calls.keys() - _KNOWN)
+        name = type(module).__name__
+        if strange:
+            raise BaseModelError(
+                f"{name} calls {', '.join(strange)}, for which Motet has nothing of its own; {INSTEAD}"
+            )
+        layers.append(int(getattr(module, "layer_idx", -1)))
+        _call_instead(module, MixerFunctions(layers[-1], name).by_name)
+    return frozenset(layers)
+
+
+@contextlib.contextmanager
+def in_plain_torch(model: nn.Module) -> Iterator[None]:
+    """Have mixers call transformers' functions in torch, whatever packages with kernels are installed."""
+    mixers = list(_mixers(model))
+    for module, calls in mixers:
+        _call_instead(module, {name: inspect.unwrap(function) for name, function in calls.items()})
+    try:
+        yield
+    finally:
+        for module, _ in mixers:
+            del module.forward
+
+
+def _mixers(model: nn.Module) -> Iterator[tuple[nn.Module, Mapping[str, Callable[..., Any]]]]:
+    """Modules whose forward pass calls functions that packages with kernels may replace, and those functions."""
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        if not isinstance(forward, FunctionType):
+            continue
+        called = {name: forward.__globals__[name] for name in forward.__code__.co_names if name in forward.__globals__}
+        replaceable = {name: value for name, value in called.items() if name in _KNOWN or _for_kernels(value)}
+        if replaceable.keys() & _KNOWN:
+            yield module, replaceable
+
+
+def _for_kernels(value: Any) -> bool:
+    """Whether this is a function that transformers lets packages replace: it is wrapped where it is defined."""
+    return (
+        isinstance(value, FunctionType)
+        and value.__module__.startswith("transformers.models.")
+        and (hasattr(value, "__wrapped__"))
+    )
+
+
+def _call_instead(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Give one module a forward pass that finds these functions under their names; no other module's changes."""
+    forward = inspect.unwrap(type(module).forward)
+    own = FunctionType(
+        forward.__code__, forward.__globals__ | functions, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = MethodType(own, module)

@@ -1,0 +1,165 @@
+"""Which packed row comes after which in its sequence, for mixers that go through a sequence token by token.
+
+Sequences are cut where others leave them (the end of a shared prompt) into stretches of rows that follow one another. A stretch
+begins with the state that another one ended with, with that of a slot, or with zeros. Those of one wave depend on earlier waves
+alone, so they are stepped through side by side.
+
+Legend: T packed rows, S stretches of a wave, R rows of a wave, W taps of a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from motet.model.attention.backend import Prefix, Span
+from motet.model.state_cache import StateCache
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Stretches that are stepped through side by side, the longest first."""
+
+    rows_R: Tensor
+    """Packed rows: the first of every stretch, then the second of those that have one, and so on."""
+    counts: tuple[int, ...]
+    """How many stretches have a first row, a second, and so on."""
+    before_S: Tensor | None
+    """Where the state before each stretch is: its slot, or its place among the ends of earlier waves; None for zeros."""
+    ends_S: Tensor
+    """Last packed row of each."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    first: int
+    length: int
+    parent: int | None
+    """The stretch before it, by its place in the list."""
+    wave: int
+
+
+@dataclass
+class Stretches:
+    """The waves of one pass, and where states are kept between passes, if they are."""
+
+    waves: tuple[Wave, ...]
+    n_rows: int
+    """Rows of sequences; those of padding after them belong to no stretch where there is a cache."""
+    previous_T: Tensor
+    """Row before each in its sequence; −1 where there is none in this pass."""
+    states: StateCache | None = None
+    kernels: bool = False
+    """Whether the recurrence is stepped through by kernels."""
+    _taps: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def taps(self, width: int, n_rows: int) -> Tensor:
+        """Rows that a causal convolution of this width reads at each row, oldest first: [T, W].
+
+        They lie among the rows of the pass, a row of zeros after them, and after that the last W − 1 rows of each slot.
+        """
+        key = (width, n_rows)
+        if key not in self._taps:
+            device = self.previous_T.device
+            zero, n_kept = n_rows, 0 if self.states is None else len(self.waves[0].ends_S) * (width - 1)
+            previous = torch.full((n_rows + 1 + n_kept,), zero, device=device)
+            previous[: self.n_rows] = torch.where(self.previous_T < 0, zero, self.previous_T)
+            if n_kept:
+                kept = torch.arange(zero + 1, zero + 1 + n_kept, device=device).view(-1, width - 1)
+                previous[kept[:, 1:]] = kept[:, :-1]
+                previous[self._firsts()] = kept[:, -1]
+            columns = [torch.arange(n_rows, device=device)]
+            for _ in range(width - 1):
+                columns.append(previous[columns[-1]])
+            self._taps[key] = torch.stack(columns[::-1], dim=1)
+        return self._taps[key]
+
+    @property
+    def slots_S(self) -> Tensor:
+        """Where the states of each stretch are kept, where they are."""
+        slots_S = self.waves[0].before_S
+        assert slots_S is not None
+        return slots_S
+
+    def _firsts(self) -> Tensor:
+        wave = self.waves[0]
+        return wave.rows_R[: wave.counts[0]]
+
+
+def packed_stretches(
+    lengths: Sequence[int], device: torch.device, prefixes: Sequence[Prefix | None] = (), *, kernels: bool = False
+) -> Stretches:
+    """Of whole sequences that together are all rows; each may continue the rows of an earlier one, its prefix.
+
+    Raises:
+        ValueError: a prefix does not begin where a sequence without one does.
+    """
+    before = list(prefixes) or [None] * len(lengths)
+    *starts, total = accumulate(lengths, initial=0)
+    cuts: dict[int, set[int]] = {}
+    for prefix in before:
+        if prefix is not None:
+            cuts.setdefault(prefix.row, set()).add(prefix.length)
+    stretches: list[_Stretch] = []
+    ends: dict[tuple[int, int], int] = {}
+    for start, length, prefix in zip(starts, lengths, before, strict=True):
+        parent = None if prefix is None else ends.get((prefix.row, prefix.length))
+        if prefix is not None and (parent is None or start in cuts):
+            raise ValueError(f"the prompt at row {prefix.row} is not the beginning of an earlier sequence")
+        for first, last in pairwise(sorted({0, length} | {cut for cut in cuts.get(start, ()) if cut < length})):
+            wave = 0 if parent is None else stretches[parent].wave + 1
+            ends[start, last] = len(stretches)
+            stretches.append(_Stretch(start + first, last - first, parent, wave))
+            parent = ends[start, last]
+    previous = torch.arange(-1, total - 1)
+    waves: list[Wave] = []
+    place: dict[int, int] = {}
+    for depth in range(1 + max(one.wave for one in stretches)):
+        members = sorted(
+            (index for index, one in enumerate(stretches) if one.wave == depth),
+            key=lambda index: -stretches[index].length,
+        )
+        parents = [stretches[index].parent for index in members]
+        known = [place[parent] for parent in parents if parent is not None]
+        waves.append(
+            _wave([(stretches[index].first, stretches[index].length) for index in members], known or None, device)
+        )
+        for index, parent in zip(members, parents, strict=True):
+            place[index] = len(place)
+            one = None if parent is None else stretches[parent]
+            previous[stretches[index].first] = -1 if one is None else one.first + one.length - 1
+    return Stretches(tuple(waves), total, previous.to(device), kernels=kernels)
+
+
+def cached_stretches(
+    spans: Sequence[Span], states: StateCache, device: torch.device, *, kernels: bool = False
+) -> Stretches:
+    """Of spans that go on from the states of their slots, and leave theirs there.
+
+    Raises:
+        ValueError: a span has no slot.
+    """
+    if any(span.slot == states.no_slot for span in spans):
+        raise ValueError("a span of a base whose layers have states needs a slot (see StateCache.take)")
+    *starts, total = accumulate((span.length for span in spans), initial=0)
+    order = sorted(range(len(spans)), key=lambda index: -spans[index].length)
+    wave = _wave(
+        [(starts[index], spans[index].length) for index in order], [spans[index].slot for index in order], device
+    )
+    previous = torch.arange(-1, total - 1, device=device)
+    previous[torch.tensor(starts, device=device)] = -1
+    return Stretches((wave,), total, previous, states, kernels)
+
+
+def _wave(stretches: Sequence[tuple[int, int]], before: Sequence[int] | None, device: torch.device) -> Wave:
+    """Of stretches by first row and length, the longest first."""
+    firsts, lengths = (torch.tensor(part) for part in zip(*stretches, strict=True))
+    steps = torch.arange(int(lengths[0]))
+    counts = (lengths[None] > steps[:, None]).sum(1)
+    rows_R = torch.cat([firsts[:count] + step for step, count in enumerate(counts.tolist())])
+    before_S = None if before is None else torch.tensor(before, device=device)
+    return Wave(rows_R.to(device), tuple(counts.tolist()), before_S, (firsts + lengths - 1).to(device))

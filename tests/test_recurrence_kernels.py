@@ -1,0 +1,94 @@
+"""The recurrence by kernels: values and gradients of torch's steps, and the same bits however a sequence is cut.
+
+Without a CUDA device the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tests.triton_on_cpu
+from motet.model.attention import Prefix
+from motet.model.mixers.recurrence import RecurrentRows, recur
+from motet.model.mixers.stretches import Stretches, packed_stretches
+from motet.model.mixers.triton_recurrence import EVERY
+
+DEVICE = tests.triton_on_cpu.DEVICE
+HEADS, KEYS, VALUES = 2, 24, 40
+LENGTHS, PREFIXES = [EVERY + 5, 9, 3, 1], [None, None, Prefix(0, EVERY + 1), Prefix(0, 7)]
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from motet.model.mixers import triton_kernels
+
+sizes = dict(KEYS=128, VALUES=128, LANES=128, TILE=32, DELTA=True)
+tables = dict.fromkeys("starts kept_starts lengths".split(), "*i32")
+types = tables | dict.fromkeys("n_heads n_rows keep every".split(), "i32") | dict.fromkeys(sizes, "constexpr")
+for kernel in (triton_kernels.forward, triton_kernels.backward):
+    source = ASTSource(kernel, {name: types.get(name, "*fp32") for name in kernel.arg_names}, sizes)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, "num_warps": 4})
+    print(kernel.__name__, ".target sm_90a" in made.asm["ptx"], "fma.rn.f32" in made.asm["ptx"])
+"""
+
+
+def rows(n: int, *, delta: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(n, HEADS, *shape, generator=generator).to(DEVICE)
+
+    keys = [torch.nn.functional.normalize(random(KEYS), dim=-1) for _ in range(2)]
+    return [*keys, random(VALUES), random().sigmoid(), *([random().sigmoid()] if delta else [])]
+
+
+def run(inputs: list[Tensor], stretches: Stretches) -> Tensor:
+    query, key, value, decay, *beta = inputs
+    return recur(RecurrentRows(query, key, value, decay, beta[0] if beta else None), stretches, layer=0)
+
+
+def gradients(inputs: list[Tensor], stretches: Stretches) -> list[Tensor]:
+    leaves = [one.clone().requires_grad_() for one in inputs]
+    output = run(leaves, stretches)
+    slope = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    return [output.detach(), *torch.autograd.grad(output, leaves, slope)]
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_values_and_gradients_are_those_of_torch(delta: bool) -> None:
+    inputs = rows(sum(LENGTHS), delta=delta)
+    ours, torchs = (
+        gradients(inputs, packed_stretches(LENGTHS, DEVICE, PREFIXES, kernels=kernels)) for kernels in (True, False)
+    )
+    for one, other in zip(ours, torchs, strict=True):
+        assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_a_sequence_has_its_own_bits_beside_a_nan(delta: bool) -> None:
+    inputs = rows(sum(LENGTHS), delta=delta)
+    for one in inputs:
+        one[LENGTHS[0] : sum(LENGTHS[:2])] = float("nan")
+    shared = run(inputs, packed_stretches(LENGTHS, DEVICE, PREFIXES, kernels=True))
+    start = sum(LENGTHS[:2])
+    for begin, (prefix, length) in zip((start, start + 3), ((EVERY + 1, 3), (7, 1)), strict=True):
+        whole = [torch.cat([one[:prefix], one[begin : begin + length]]) for one in inputs]
+        alone = run(whole, packed_stretches([prefix + length], DEVICE, kernels=True))
+        assert torch.equal(alone[:prefix], shared[:prefix])
+        assert torch.equal(alone[prefix:], shared[begin : begin + length])
+
+
+def test_the_kernels_compile_for_a_hopper_card_without_fused_sums(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the interpreter does not see: types, what a loop carries."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == "forward True False backward True False".split(), done.stderr
