@@ -54,9 +54,9 @@ class AgentCall:
         return without_calls(self.chunk.text) if self.calls else self.chunk.text
 
     @property
-    def key(self) -> tuple[bytes, int]:
-        """Its place among the calls of one parent."""
-        return self.prompt.tobytes(), self.number
+    def key(self) -> tuple[int, bytes, int]:
+        """Its place among the calls of one parent: a longer history is the later one."""
+        return len(self.prompt), self.prompt.tobytes(), self.number
 
 
 @dataclass(frozen=True)
