@@ -74,6 +74,7 @@ class AgentEpisode:
         """`model` names what answers; the agent has so many calls, and so many seconds."""
         self.context, self.index, self.model = context, index, model
         self.deadline = time.time() + seconds
+        self.seed = seeds.key(context.seed, "agent", index)
         self._most_calls, self._begun = most_calls, 0
         self._asked: Counter[bytes] = Counter()
         self._known: dict[Key, AgentCall] = {}
