@@ -1,4 +1,4 @@
-"""One calculator in two ways: a class with a tool, as TRL's environments are written, and an agent on the stock openai client."""
+"""A calculator in two ways: a class with a tool, as TRL has them, and an agent on the stock openai client."""
 
 import json
 

@@ -104,7 +104,7 @@ def test_what_cannot_be_credited_by_turns_is_refused():
     with pytest.raises(ValueError, match="discount is of rewards of turns"):
         Grpo(discount=0.9)
     with pytest.raises(ValueError, match="a critic finds the advantage"):
-        Ppo(critic={}, credit="return_to_go")  # type: ignore[arg-type]
+        Ppo(critic={}, credit="return_to_go")
     with pytest.raises(ConfigError, match="the teacher judges each token"):
         parse_jobs(
             "base: small\njobs:\n- {name: j, data: toy:add, algorithm: {type: distill, teacher: base, credit: return_to_go}}"

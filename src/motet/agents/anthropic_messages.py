@@ -70,7 +70,8 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(one: AnthropicMessage, chat: Chat) -> Iterator[Message]:
-    blocks = [{"type": "text", "text": one.content}] if isinstance(one.content, str) else one.content
+    text: list[dict[str, Any]] = [{"type": "text", "text": one.content}]
+    blocks = text if isinstance(one.content, str) else one.content
     for block in blocks:
         if block.get("type") == "tool_result":
             yield Message(chat.tool_role, _text(block.get("content")))

@@ -96,8 +96,8 @@ class Sandbox:
             finally:
                 _end(process)
             # The directory has another name each time, and what a model is told depends on nothing of that kind.
-            texts = (_whole(file).replace(str(self.directory), "~") for file in (printed, errors))
-            return Ran(*texts, None if status == -signal.SIGXCPU else status)
+            output, said = (_whole(file).replace(str(self.directory), "~") for file in (printed, errors))
+            return Ran(output, said, None if status == -signal.SIGXCPU else status)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
