@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import cast, get_args
 
 import numpy as np
 import pytest
@@ -170,6 +170,6 @@ def test_dapo_punishes_answers_that_come_near_the_limit() -> None:
     answers = [_answer(1.0, n_tokens) for n_tokens in (3, 6, 8, 10)]
     assert [algorithm.punishment(answer, 10) for answer in answers] == [0.0, 0.0, -0.5, -1.0]
     group = Group(answers[0].problem, 0, 0, tuple(answers))
-    (values,) = algorithm.advantages([group], 10)
+    (values,) = cast(list[list[float]], algorithm.advantages([group], 10))
     assert values[0] == values[1] > values[2] > values[3]
     assert Dapo().advantages([group], 10) == [[0.0] * 4]

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -241,6 +242,39 @@ def test_responses_as_the_stock_client_reads_them(stream):
     (call, second), rollout = served(lambda *_: next(answers), client)
     assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1})
     assert (second.output_text, second.status) == ("It is 2.", "completed")
+    assert len(rollout.branches) == 1
+    assert len(rollout.turns) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_as_the_stock_client_reads_them(stream):
+    tool: Any = {"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {}}}
+
+    async def create(stock: anthropic.AsyncAnthropic, messages: Any) -> Any:
+        asked: Any = {"model": "m", "max_tokens": 500, "system": "Be brief.", "messages": messages, "tools": [tool]}
+        if not stream:
+            return await stock.messages.create(**asked)
+        async with stock.messages.stream(**asked) as events:
+            return await events.get_final_message()
+
+    async def client(openais: openai.AsyncOpenAI) -> Any:
+        base_url = str(openais.base_url).rstrip("/").removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(base_url=base_url, api_key=openais.api_key, max_retries=0) as stock:
+            first = await create(stock, [{"role": "user", "content": "hi"}])
+            used = first.content[-1]
+            result = {"type": "tool_result", "tool_use_id": used.id, "content": [{"type": "text", "text": "2"}]}
+            said = [block.model_dump(include={"type", "text", "id", "name", "input"}) for block in first.content]
+            history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
+            second = await create(stock, [*history, {"role": "user", "content": [result]}])
+            with pytest.raises(anthropic.BadRequestError, match="is no text"):
+                await create(stock, [{"role": "user", "content": [{"type": "image", "source": {}}]}])
+            return first, second
+
+    answers = iter([CALL, "It is 2."])
+    (first, second), rollout = served(lambda *_: next(answers), client)
+    text, used = first.content
+    assert (text.text, used.name, used.input, first.stop_reason) == ("Let me see.", "add", {"a": 1}, "tool_use")
+    assert (second.content[0].text, second.stop_reason) == ("It is 2.", "end_turn")
     assert len(rollout.branches) == 1
     assert len(rollout.turns) == 2
 

@@ -391,7 +391,11 @@ def pages_python(name: str) -> list[str]:
 
 
 def test_the_pages_classes_are_environments(tmp_path: Path) -> None:
-    guess, till = pages_python("environments")
+    guess, till, solution = pages_python("environments")
+    (tmp_path / "sorted.py").write_text(solution)
+    written = call("python", code="open('solution.py', 'w').write('sort = sorted')")
+    (rollout,), _, _ = played(tmp_path / "sorted.py", "Sorted", lambda index, turn, read: [written, "Done."][turn], 1)
+    assert (rollout.reward, rollout.error) == (1.0, "")
     (tmp_path / "guess.py").write_text(guess)
     (tmp_path / "till.py").write_text(till)
     (rollout,), _, _ = played(tmp_path / "guess.py", "Guess", lambda index, turn, read: ["x", "9", "7"][turn], 1)

@@ -77,7 +77,7 @@ def test_answers_that_cannot_be_compared_are_errors():
 
 
 def test_every_builtin_has_a_case():
-    assert {case[0] for case in CASES} == set(BUILTIN)
+    assert {case[0] for case in CASES} | {"code"} == set(BUILTIN)  # whose cases are in test_sandbox.py
 
 
 def trl(prompts, completions, solution, **kwargs):

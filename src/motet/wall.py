@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import resource
+import signal
 import site
 import socket
 import subprocess
@@ -32,6 +33,7 @@ _SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev
 _EPERM, _ENOSYS = 1, 38
 _CLONE_THREAD = 0x10000
 _PROBE_SECONDS = 60.0
+_PR_SET_PDEATHSIG = 1
 
 _REFUSED = """
  socket connect bind listen accept accept4 sendmsg sendmmsg io_uring_setup io_uring_enter io_uring_register
@@ -49,6 +51,11 @@ _REFUSED = """
 """.split()
 """System calls that are answered with EPERM whatever their arguments. Landlock does not see those that change a file's owner,
 mode, times or attributes, nor those that reach other processes of the same user."""
+
+_STARTING = frozenset({"fork", "vfork", "execve"})
+"""Those that start programs."""
+_LEAVING = frozenset({"setsid", "setpgid"})
+"""Those by which a program would leave the group with which it is ended."""
 
 _LATER = frozenset(range(424, 600)) - {436, 439, 441, 444, 445, 446, 449, 450, 451, 453, 454, 455, 456, 462}
 """Numbers, equal on all machines, of calls that came after 2019 and are not there behind the wall: all but close_range,
@@ -110,6 +117,7 @@ def enter(
     readable: Sequence[Path] = (),
     writable: Sequence[Path] = (),
     most_written: int = _MOST_WRITTEN,
+    programs: bool = False,
     where_possible: bool = False,
 ) -> None:
     """Go behind the wall, for good. The process must have no second thread yet.
@@ -119,6 +127,7 @@ def enter(
         readable: files and directories besides Python's own.
         writable: directories in which files are made.
         most_written: bytes of the largest file, also of one that was open before, such as a log.
+        programs: let it start some, which are behind the wall too and stay in its process group.
         where_possible: go on with the limits alone where this machine has no wall.
 
     Raises:
@@ -131,10 +140,21 @@ def enter(
             raise WallError(f"no wall can be put up: the process has {threads} threads already")
         _hold_files(readable, writable)
         _drop_capabilities()
-        _filter_calls()
+        _filter_calls(programs)
     except (ImportError, OSError, RuntimeError) as error:
         if not where_possible:
             raise WallError(f"no wall can be put up: {error}") from error
+
+
+def end_with(parent: int) -> None:
+    """Ask Linux for SIGKILL when the parent is gone, even from within a call that never returns.
+
+    Elsewhere the end of the input ends the process, once it is between two calls.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def limit_memory(extra_mb: int) -> None:
@@ -173,6 +193,7 @@ def _hold_files(readable: Sequence[Path], writable: Sequence[Path]) -> None:
 
     of_file = AccessFS.READ_FILE | AccessFS.EXECUTE  # libraries are mapped as executable
     written = AccessFS.WRITE_FILE | AccessFS.MAKE_REG | AccessFS.REMOVE_FILE | AccessFS.TRUNCATE
+    written |= AccessFS.MAKE_DIR | AccessFS.REMOVE_DIR
     with Ruleset() as rules:
         for place in [*_readable(), *readable]:
             rules.allow_path(place, of_file | AccessFS.READ_DIR if place.is_dir() else of_file)
@@ -189,16 +210,18 @@ def _drop_capabilities() -> None:
         raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
 
 
-def _filter_calls() -> None:
+def _filter_calls(programs: bool) -> None:
     from pyseccomp import ALLOW, ERRNO, GT, LT, MASKED_EQ, NE, Arg, SyscallFilter, resolve_syscall, system_arch
 
     rules = SyscallFilter(ALLOW)
-    numbers = {number for name in _REFUSED if (number := resolve_syscall(system_arch(), name)) >= 0}
+    refused = {*_REFUSED, *_LEAVING} - _STARTING if programs else _REFUSED
+    numbers = {number for name in refused if (number := resolve_syscall(system_arch(), name)) >= 0}
     for number in numbers - _LATER:
         rules.add_rule(ERRNO(_EPERM), number)
     for number in _LATER:
         rules.add_rule(ERRNO(_ENOSYS), number)
-    rules.add_rule(ERRNO(_EPERM), "clone", Arg(0, MASKED_EQ, _CLONE_THREAD, 0))
+    if not programs:
+        rules.add_rule(ERRNO(_EPERM), "clone", Arg(0, MASKED_EQ, _CLONE_THREAD, 0))
     rules.add_rule(ERRNO(_EPERM), "sendto", Arg(4, NE, 0))  # to an address
     for own in (LT, GT):  # to others
         rules.add_rule(ERRNO(_EPERM), "kill", Arg(0, own, os.getpid()))

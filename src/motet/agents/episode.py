@@ -54,9 +54,9 @@ class AgentCall:
         return without_calls(self.chunk.text) if self.calls else self.chunk.text
 
     @property
-    def key(self) -> tuple[bytes, int]:
-        """Its place among the calls of one parent."""
-        return self.prompt.tobytes(), self.number
+    def key(self) -> tuple[int, bytes, int]:
+        """Its place among the calls of one parent: a longer history is the later one."""
+        return len(self.prompt), self.prompt.tobytes(), self.number
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class AgentEpisode:
         """`model` names what answers; the agent has so many calls, and so many seconds."""
         self.context, self.index, self.model = context, index, model
         self.deadline = time.time() + seconds
+        self.seed = seeds.key(context.seed, "agent", index)
         self._most_calls, self._begun = most_calls, 0
         self._asked: Counter[bytes] = Counter()
         self._known: dict[Key, AgentCall] = {}

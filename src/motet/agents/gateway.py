@@ -1,4 +1,4 @@
-"""The HTTP side of episodes: each has an address and a key of its own, under which an agent finds the OpenAI protocol."""
+"""Episodes over HTTP: each has an address and a key of its own, under which agents find the protocols of stock clients."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ import hashlib
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import uvicorn
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from motet.agents import chat_completions, responses
+from motet.agents import anthropic_messages, chat_completions, responses
 from motet.agents.episode import AgentCall, AgentEpisode
 from motet.errors import EngineError, EpisodeRefusal
 
+_WIRES: Mapping[str, tuple[ModuleType, type[BaseModel]]] = {
+    "chat/completions": (chat_completions, chat_completions.ChatRequest),
+    "responses": (responses, responses.ResponsesRequest),
+    "messages": (anthropic_messages, anthropic_messages.MessagesRequest),
+}
+"""What an agent may post to, by the end of its path."""
 _OVER = "there is no such episode, or it is over"
 _RETRY = "x-stainless-retry-count"
 """The stock clients count their attempts in it."""
@@ -77,14 +83,11 @@ class Gateway:
 
     def _app(self) -> Starlette:
         path = "/episodes/{episode}/v1"
-        chat, response = (functools.partial(self._answer, wire) for wire in (chat_completions, responses))
-        return Starlette(
-            routes=[
-                Route(f"{path}/chat/completions", _refusing(chat), methods=["POST"]),
-                Route(f"{path}/responses", _refusing(response), methods=["POST"]),
-                Route(f"{path}/models", _refusing(self._models)),
-            ]
-        )
+        answers = [
+            Route(f"{path}/{name}", _refusing(functools.partial(self._answer, *wire)), methods=["POST"])
+            for name, wire in _WIRES.items()
+        ]
+        return Starlette(routes=[*answers, Route(f"{path}/models", _refusing(self._models))])
 
     def _known(self, request: Request) -> _Open:
         """Whose episode a request is for.
@@ -95,7 +98,7 @@ class Gateway:
         one = self._episodes.get(request.path_params["episode"])
         if one is None:
             raise _Stop(404, _OVER)
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
         if not secrets.compare_digest(given.encode(), one.key.encode()):
             raise _Stop(401, "the key is not that of this episode")
         return one
@@ -104,9 +107,8 @@ class Gateway:
         model = {"id": self._known(request).episode.model, "object": "model", "created": 0, "owned_by": "motet"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _answer(self, wire: ModuleType, request: Request) -> Response:
+    async def _answer(self, wire: ModuleType, kind: type[BaseModel], request: Request) -> Response:
         one, body = self._known(request), await request.body()
-        kind = chat_completions.ChatRequest if wire is chat_completions else responses.ResponsesRequest
         wanted: Any = kind.model_validate_json(body)
         calls = await self._calls(one, wanted, body, again=request.headers.get(_RETRY, "0") != "0")
         given = (wanted, calls, one.episode.model, int(time.time()), one.episode.context.chat)

@@ -37,6 +37,8 @@ class RunAgent(Message, frozen=True):
     api_key: str
     deadline: float
     """By the clock of this machine, as `time.time` has it."""
+    seed: int
+    """For what the agent draws: the same whenever this rollout is run again."""
 
 
 class AgentReturned(Message, frozen=True):

@@ -1,7 +1,7 @@
 """The process in which an agent runs: `python -m motet.agents.process`. Many episodes run in it at once.
 
-An agent is a function of a person's own that takes, by their names, any of `problem`, `base_url`, `api_key`, `deadline` and
-the job's `args`; `async` or not. It returns a number, rewards by the ids of calls, or None.
+An agent is a function of a person's own that takes, by their names, any of `problem`, `base_url`, `api_key`, `deadline`,
+`seed` and the job's `args`; `async` or not. It returns a number, rewards by the ids of calls, or None.
 """
 
 from __future__ import annotations
@@ -67,15 +67,18 @@ async def _run(
         "base_url": request.base_url,
         "api_key": request.api_key,
         "deadline": request.deadline,
+        "seed": request.seed,
         **args,
     }
     try:
-        async with asyncio.timeout(max(0.0, request.deadline - time.time())):
+        async with asyncio.timeout(max(0.0, request.deadline - time.time())) as time_left:
             call = functools.partial(agent, **_taken(agent, offered))
             if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
                 returned = await call()
             else:
                 returned = await asyncio.get_running_loop().run_in_executor(threads, call)
+        if time_left.expired():  # it was interrupted, and went on
+            raise TimeoutError
         reward, rewards = _reward(returned)
         parent.send(m.AgentReturned(request.episode, reward, rewards))
     except Exception as error:  # an agent's own, or the end of its time

@@ -126,7 +126,9 @@ class AgentRunner:
         number = next(self._numbers)
         waiting = process.returned[number] = asyncio.get_running_loop().create_future()
         try:
-            process.child.send(m.RunAgent(number, episode.context.problem, base_url, key, episode.deadline))
+            process.child.send(
+                m.RunAgent(number, episode.context.problem, base_url, key, episode.deadline, episode.seed)
+            )
         except EngineError as error:
             return m.AgentReturned(number, error=f"was given a problem of {error}")
         try:

@@ -44,10 +44,11 @@ def _grpo(groups: list[Rewards]) -> list[Rewards]:
 
     Source: DeepSeekMath (Shao et al. 2024, arXiv 2402.03300), section 4.1.2.
     """
-    return [_over_std(centred_G) for centred_G in _centered(groups)]
+    return [over_std(centred_G) for centred_G in _centered(groups)]
 
 
-def _over_std(centred_G: Rewards) -> Rewards:
+def over_std(centred_G: Rewards) -> Rewards:
+    """Divided by the sample deviation of what is centred already; zeros stay."""
     if not centred_G.any():
         return centred_G
     return centred_G / (math.sqrt(math.fsum(centred_G**2) / (len(centred_G) - 1)) + STD_EPSILON)

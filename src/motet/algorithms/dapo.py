@@ -7,9 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from motet.algorithms.advantages import advantages
-from motet.algorithms.policy_gradient import PolicyGradient
-from motet.types import FloatArray, Group, Rollout
+from motet.algorithms.policy_gradient import OfTokens, PolicyGradient
+from motet.types import Group, Rollout
 
 
 class Dapo(PolicyGradient):
@@ -22,12 +21,12 @@ class Dapo(PolicyGradient):
     overlong_buffer: int = Field(0, ge=0, le=10**7)
     """Soft overlong punishment (section 3.4): within this many tokens of max_tokens the reward falls, by up to 1; 0 is off."""
 
-    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[float | FloatArray]]:
+    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[OfTokens]]:
         """GRPO's, of rewards less the punishment."""
-        rewards = [
-            [rollout.reward + self.punishment(rollout, max_tokens) for rollout in group.scored] for group in groups
+        judged = [
+            group.rewarded(lambda rollout: rollout.reward + self.punishment(rollout, max_tokens)) for group in groups
         ]
-        return [values.tolist() for values in advantages(rewards, self.advantage)]
+        return super().advantages(judged, max_tokens)
 
     def punishment(self, rollout: Rollout, max_tokens: int) -> float:
         """Between −1 and 0, eq. 13: 0 up to max_tokens − overlong_buffer tokens, −1 at max_tokens."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.policy_gradient import LossName, PolicyGradient
-from motet.types import FloatArray, Group
+from motet.algorithms.policy_gradient import LossName, OfTokens, PolicyGradient
+from motet.types import Group
 
 
 class Distillation(PolicyGradient):
@@ -36,6 +36,12 @@ class Distillation(PolicyGradient):
     group_size: int = Field(4, ge=1, le=10**5)
     """Rollouts of one problem."""
 
+    @model_validator(mode="after")
+    def _the_teacher_gives_credit(self) -> Distillation:
+        if self.credit != "episode":
+            raise ValueError("credit: the teacher judges each token; leave it out")
+        return self
+
     @property
     def compared_with(self) -> str:
         """What reference logprobs are of."""
@@ -46,7 +52,7 @@ class Distillation(PolicyGradient):
         """The teacher's logprobs are what is learned."""
         return True
 
-    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[float | FloatArray]]:
+    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[OfTokens]]:
         """0 until the teacher has spoken."""
         return [[0.0] * len(group.scored) for group in groups]
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from motet.algorithms.advantages import AdvantageKind, Reduction, advantages, normalisation, select_groups
 from motet.algorithms.algorithm import Algorithm, StepBatch
+from motet.algorithms.credit import placed, turn_advantages
 from motet.batch import Sample
 from motet.section import Config
 from motet.types import Branch, FloatArray, Group, Rollout
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from motet.algorithms.losses import LossInputs, TokenLosses
 
 LossName = Literal["ppo_clip", "importance_sampling", "cispo", "gspo", "reinforce"]
+
+OfTokens = float | FloatArray | Sequence[FloatArray]
+"""The advantage of all tokens of a rollout, of each of its one branch [T], or of each of its branches."""
 
 SEQUENCE_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
 """Clip range of sequence ratios, from GSPO's experiments (arXiv 2507.18071, section 5.1)."""
@@ -44,6 +48,11 @@ class PolicyGradient(Algorithm):
 
     advantage: AdvantageKind = "grpo"
     """How rewards become advantages: `grpo` divides by the group's standard deviation, `centered` does not."""
+    credit: Literal["episode", "return_to_go"] = "episode"
+    """What a turn is worth, where there are several: `episode` what the whole rollout is, `return_to_go` what it and the turns
+    after it were given, against the group's mean at that turn (a rollout that ended before counts with 0)."""
+    discount: float = Field(1.0, gt=0, le=1)
+    """Factor on a reward for each turn that it comes later, with `return_to_go`."""
     loss: LossName = "ppo_clip"
     """The policy loss of a token (`gspo`: of a sequence)."""
     reduction: Reduction = "token"
@@ -97,6 +106,12 @@ class PolicyGradient(Algorithm):
             )
         return self
 
+    @model_validator(mode="after")
+    def _discounts_turns(self) -> PolicyGradient:
+        if self.credit == "episode" and self.discount != 1:
+            raise ValueError("discount is of rewards of turns: set credit: return_to_go, or leave it out")
+        return self
+
     @property
     def lag(self) -> int:
         """How many versions older than the trained one what is trained may be."""
@@ -117,8 +132,14 @@ class PolicyGradient(Algorithm):
         """Whether samples must carry the logprobs of the policy at the start of the step."""
         return self.correct_sampler
 
-    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[float | FloatArray]]:
-        """For each scored rollout of each group one advantage, or one for each of its tokens [T] where it has one branch."""
+    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[OfTokens]]:
+        """For each scored rollout of each group one advantage, or one for each of its tokens."""
+        if self.credit == "return_to_go":
+            of_turns = turn_advantages(groups, self.advantage, self.discount)
+            return [
+                [placed(rollout, own) for rollout, own in zip(group.scored, values, strict=True)]
+                for group, values in zip(groups, of_turns, strict=True)
+            ]
         rewards = [[rollout.reward for rollout in group.scored] for group in groups]
         return [values.tolist() for values in advantages(rewards, self.advantage)]
 
@@ -141,7 +162,7 @@ class PolicyGradient(Algorithm):
         usable = [group for group in groups if len(group.scored) >= self.least_scored]
         if self.oversampling > 1:
             usable = list(select_groups(usable, self.groups_per_step))
-        pairs: list[tuple[Rollout, float | FloatArray]] = []
+        pairs: list[tuple[Rollout, OfTokens]] = []
         for group, values in zip(usable, self.advantages(usable, max_tokens), strict=True):
             pairs.extend(zip(group.scored, values, strict=True))
         if self.mask_truncated:
@@ -149,11 +170,17 @@ class PolicyGradient(Algorithm):
         weights_S, denominator = normalisation([rollout.sampled for rollout, _ in pairs], self.reduction, max_tokens)
         samples = tuple(
             to_sample(branch, value, float(weight))
-            for (rollout, value), weight in zip(pairs, weights_S, strict=True)
-            for branch in rollout.branches
+            for (rollout, of_tokens), weight in zip(pairs, weights_S, strict=True)
+            for branch, value in zip(rollout.branches, _of_branches(rollout, of_tokens), strict=True)
             if branch.sampled and (np.any(value) or self.keeps_all)
         )
         return StepBatch(samples, denominator, len(usable))
+
+
+def _of_branches(rollout: Rollout, of_tokens: OfTokens) -> Sequence[float | FloatArray]:
+    if isinstance(of_tokens, float | int | np.ndarray):
+        return [of_tokens] * len(rollout.branches)
+    return of_tokens
 
 
 def to_sample(branch: Branch, advantage: float | FloatArray, weight: float = 1.0) -> Sample:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from pydantic import model_validator
+
 from motet.algorithms.advantages import AdvantageKind, Reduction
 from motet.algorithms.critic import CriticConfig
-from motet.algorithms.policy_gradient import LossName, PolicyGradient
-from motet.types import FloatArray, Group
+from motet.algorithms.policy_gradient import LossName, OfTokens, PolicyGradient
+from motet.types import Group
 
 
 class Grpo(PolicyGradient):
@@ -75,6 +77,12 @@ class Ppo(PolicyGradient):
     critic: CriticConfig | None = None
     """A critic, which finds the advantage of each token; `{}` is one as the defaults have it."""
 
+    @model_validator(mode="after")
+    def _one_gives_credit(self) -> Ppo:
+        if self.critic is not None and self.credit != "episode":
+            raise ValueError("credit: a critic finds the advantage of each token; leave one of them out")
+        return self
+
     @property
     def keeps_all(self) -> bool:
         """Whether samples without an advantage teach something too: a critic learns from what was expected."""
@@ -84,7 +92,7 @@ class Ppo(PolicyGradient):
         """The critic is one."""
         return super().companions(started=started) + (self.critic is not None)
 
-    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[float | FloatArray]]:
+    def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[OfTokens]]:
         """With a critic the rewards, of which it makes advantages."""
         if self.critic is None:
             return super().advantages(groups, max_tokens)

@@ -98,7 +98,7 @@ class RewardConfig(Config):
     """One reward. A plain string is the name."""
 
     name: str
-    """`exact`, `contains`, `numeric`, `math`, `regex`, `length`, `grader`, `scorer`, `http`, `file.py:function`,
+    """`exact`, `contains`, `numeric`, `math`, `regex`, `length`, `grader`, `code`, `scorer`, `http`, `file.py:function`,
     `module:function`; on a service also `worker`, `judge`, and what its operator installed."""
     weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Factor in the weighted sum."""
@@ -121,15 +121,23 @@ class EnvironmentConfig(Config):
     """Who answers the model's turns."""
 
     TURNS: ClassVar[Mapping[str, int]] = {"single": 1, "retry": 2}
-    """The most completions of one rollout, by the names of those that ship."""
+    """The most completions of one rollout, by the names of those that need no class."""
+    SHIPPED: ClassVar[Mapping[str, str]] = {
+        "sandbox": "motet.tasks.shipped.sandbox:Tools",
+        "mcp": "motet.tasks.shipped.mcp_server:Server",
+        "textarena": "motet.tasks.shipped.textarena:Game",
+        "skyrl_gym": "motet.tasks.shipped.skyrl_gym:Episode",
+    }
+    """The classes that ship, by their names."""
 
     name: str = "single"
-    """`single`: one answer. `retry`: the model is told whether it was right and may answer once more. `file.py:Class`: a class
-    of your own, with tools or `step(text)`. `file.py:function`: an agent of your own."""
+    """`single`: one answer. `retry`: the model is told whether it was right and may answer once more. `sandbox`, `mcp`,
+    `textarena`, `skyrl_gym`: classes that ship. `file.py:Class`: a class of your own, with tools or `step(text)`.
+    `file.py:function`: an agent of your own."""
     args: dict[str, Any] = {}
-    """Keyword arguments of your class or agent."""
+    """Keyword arguments of the class or agent."""
     max_turns: int = Field(8, ge=1, le=1000)
-    """The most turns of a rollout with a class of your own, or calls of an agent."""
+    """The most turns of a rollout with a class, or calls of an agent."""
     cpu_seconds: float = Field(10.0, gt=0, le=1e6)
     """CPU time that one call of it may take."""
     wall_seconds: float = Field(120.0, gt=0, le=1e6)
@@ -139,8 +147,13 @@ class EnvironmentConfig(Config):
 
     @property
     def own(self) -> bool:
-        """Whether it is a class of a person's own."""
-        return ":" in self.name
+        """Whether it is a class, or an agent."""
+        return self.name not in self.TURNS
+
+    @property
+    def target(self) -> str:
+        """Where the class is: `module:name` or `file.py:name`."""
+        return self.SHIPPED.get(self.name, self.name)
 
     @property
     def turns(self) -> int:
@@ -150,8 +163,8 @@ class EnvironmentConfig(Config):
     @field_validator("name")
     @classmethod
     def _is_there(cls, name: str) -> str:
-        if ":" not in name and name not in cls.TURNS:
-            raise ValueError("must be single, retry, or file.py:Class for one of your own")
+        if ":" not in name and name not in (known := (*cls.TURNS, *cls.SHIPPED)):
+            raise ValueError(f"must be {', '.join(known)}, or file.py:Class for one of your own")
         return name
 
 

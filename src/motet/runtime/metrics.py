@@ -28,6 +28,8 @@ STEP_FIELDS: Mapping[str, str] = {
     "reward_parts": "mean of each reward",
     "length": "mean number of sampled tokens",
     "truncated": "share of rollouts that ran into max_tokens",
+    "turns": "with several turns: mean number of them; so are `tool_calls`, `tool_errors` (answers of tools that begin with "
+    "`Error`) and `branches`",
     "rollouts": "rollouts sampled",
     "failed": "rollouts without a reward",
     "groups": "groups that entered the advantages",
@@ -35,6 +37,7 @@ STEP_FIELDS: Mapping[str, str] = {
     "distinct": "share of a group's answers that differ from each other, mean over groups",
     "samples": "samples with a gradient",
     "tokens": "trainable tokens of these samples; all fields from `loss` to `lr` are of them, and `null` where there are none",
+    "trained": "trainable tokens per sampled token",
     "loss": "the loss before the update",
     "entropy": "mean entropy per token, nats",
     "ratio": "mean probability ratio policy / sampler",
@@ -85,6 +88,7 @@ def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
         "distinct": distinct(groups),
         "samples": len(batch.samples),
         "tokens": learned.stats.tokens,
+        "trained": learned.stats.tokens / max(sum(one.sampled for group in groups for one in group.rollouts), 1),
         **_trained(learned.stats, learned.optim),
         "skipped": bool(learned.optim and learned.optim.skipped),
         **({} if valued is None else {"value_loss": valued.loss, "value_explained": valued.explained}),
@@ -117,9 +121,26 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float | int | Mapping[st
         "reward_parts": {name: float(np.mean(values)) for name, values in sorted(parts.items())},
         "length": float(np.mean(lengths)) if lengths else float("nan"),
         "truncated": float(np.mean([rollout.truncated for rollout in scored])) if scored else float("nan"),
+        **_turns(scored),
         "rollouts": len(rollouts),
         "failed": len(rollouts) - len(scored),
     }
+
+
+def _turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """What there is to say of several turns; nothing where there is one each."""
+    if all(len(rollout.turns) <= 1 and not any(turn.tool_calls for turn in rollout.turns) for rollout in rollouts):
+        return {}
+    of_tools = [
+        [reply.content for turn in rollout.turns if turn.tool_calls for reply in turn.replies] for rollout in rollouts
+    ]
+    counts = {
+        "turns": [len(rollout.turns) for rollout in rollouts],
+        "tool_calls": [sum(len(turn.tool_calls) for turn in rollout.turns) for rollout in rollouts],
+        "tool_errors": [sum(text.startswith("Error") for text in texts) for texts in of_tools],
+        "branches": [len(rollout.branches) for rollout in rollouts],
+    }
+    return {name: float(np.mean(values)) for name, values in counts.items()}
 
 
 def distinct(groups: Sequence[Group]) -> float:
@@ -197,6 +218,7 @@ def rollout_records(
                 "answer": group.problem.answer,
                 "completion": rollout.completion,
                 "turns": [turn.text for turn in rollout.turns],
+                **_conversation(rollout),
                 "reward": rollout.reward,
                 "reward_parts": dict(rollout.reward_parts),
                 "finish_reason": rollout.finish_reason.value,
@@ -204,6 +226,16 @@ def rollout_records(
                 "error": rollout.error,
                 **_token_fields(rollout, texts),
             }
+
+
+def _conversation(rollout: Rollout) -> dict[str, Any]:
+    """What was said to each turn, and what each was worth, where anything was."""
+    fields: dict[str, Any] = {}
+    if any(turn.replies for turn in rollout.turns):
+        fields["replies"] = [[reply.content for reply in turn.replies] for turn in rollout.turns]
+    if any(turn.reward is not None for turn in rollout.turns):
+        fields["turn_rewards"] = [turn.reward for turn in rollout.turns]
+    return fields
 
 
 def _token_fields(rollout: Rollout, texts: Callable[[Sequence[int]], Sequence[str]]) -> dict[str, Any]:

@@ -7,11 +7,14 @@ own is written in one of two ways, or in both:
     def any_public_method(self, x: int) -> str    # a tool, by its signature and docstring (TRL's environments)
     def step(self, text) -> str | None | tuple    # what is said to a turn, or (text, reward[, done]); None ends the episode
     def get_reward(self) -> float             # of the whole episode
+    def list_tools(self) -> list              # schemas of tools that are no methods, which
+    def call_tool(self, name, arguments)      # is asked for
     done: bool                                # once true, the episode has ended
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
@@ -30,7 +33,7 @@ from motet.tasks import worker_messages as m
 from motet.tasks.worker_process import CpuLimitError, Limits, Read, Write, run, seed_random
 
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
-_NOT_TOOLS = frozenset({"reset", "step", "get_reward", "close"})
+_NOT_TOOLS = frozenset({"reset", "step", "get_reward", "close", "list_tools", "call_tool"})
 _ARGS = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
 
 
@@ -56,7 +59,8 @@ class Environments:
             for tool, member in inspect.getmembers(self._class, callable)
             if not tool.startswith("_") and tool not in _NOT_TOOLS
         }
-        if not self._tools and not hasattr(self._class, "step"):
+        self._lists = hasattr(self._class, "list_tools")
+        if not self._tools and not self._lists and not hasattr(self._class, "step"):
             raise EnvironmentFault(
                 f"environment {name!r} has neither a public method, which would be a tool, nor step(text): the model could do "
                 "nothing in it"
@@ -68,6 +72,12 @@ class Environments:
         if self._agent:
             return m.EnvironmentLoaded(agent=True)
         tools = tuple(_schema(name, function) for name, function in self._tools.items())
+        first = self._class(**self._args)  # arguments that do not fit are told before the first episode
+        if self._lists:
+            try:
+                tools += tuple(first.list_tools())
+            finally:
+                _close(first)
         return m.EnvironmentLoaded(tools, hasattr(self._class, "step"), hasattr(self._class, "get_reward"))
 
     def answer(self, episode: str, action: m.AnyAction) -> m.EpisodeReply:
@@ -75,9 +85,7 @@ class Environments:
         if isinstance(action, m.Reset):
             return self._reset(episode, action.row)
         if isinstance(action, m.Close):
-            instance = self._instances.pop(episode, None)
-            if hasattr(instance, "close"):
-                instance.close()
+            _close(self._instances.pop(episode, None))
             return m.EpisodeReply()
         instance = self._instances[episode]
         match action:
@@ -111,12 +119,15 @@ class Environments:
 
     def _call(self, instance: Any, name: str, arguments: Mapping[str, Any]) -> m.EpisodeReply:
         """Call a tool; what goes wrong in it is told to the model."""
-        if name not in self._tools:
+        if name in self._tools:
+            tool = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(getattr(instance, name))
+        elif self._lists:
+            tool = functools.partial(_listed, instance, name)
+        else:
             text = f"Error: there is no tool {name!r}; there are {', '.join(self._tools)}"
             return m.EpisodeReply(text=text, done=_done(instance))
-        checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(getattr(instance, name))
         try:
-            said = checked(**arguments)
+            said = tool(**arguments)
         except ValidationError as error:
             mistakes = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             said = f"Error: {mistakes}"
@@ -124,6 +135,15 @@ class Environments:
             said = f"Error: {describe(error)}"
         text = said if isinstance(said, str) else json.dumps(said, default=str)
         return m.EpisodeReply(text=text, done=_done(instance))
+
+
+def _listed(instance: Any, name: str, /, **arguments: Any) -> Any:
+    return instance.call_tool(name, arguments)
+
+
+def _close(instance: Any) -> None:
+    if hasattr(instance, "close"):
+        instance.close()
 
 
 def _done(instance: Any) -> bool:

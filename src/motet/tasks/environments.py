@@ -95,7 +95,7 @@ class EnvironmentWorkers:
     async def _start(self, slot: _WorkerSlot) -> _Worker:
         worker = await _Worker.spawn(self._log)
         try:
-            request = m.LoadEnvironment(import_path(), self.config.name, self.config.args)
+            request = m.LoadEnvironment(import_path(), self.config.target, self.config.args)
             reply = await worker.exchange(request, m.EnvironmentLoaded | m.Refused, LOAD_SECONDS)
             if isinstance(reply, m.Refused):
                 raise EnvironmentFault(reply.error)

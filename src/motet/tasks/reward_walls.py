@@ -13,8 +13,11 @@ from motet.config import RewardConfig
 from motet.errors import RewardError
 from motet.tasks.reward_installed import Installed
 
-EVALUATING = frozenset({"scorer", "math"})
-"""Rewards that ship with Motet and stand on libraries which evaluate parts of an answer as Python."""
+EVALUATING = frozenset({"scorer", "math", "code"})
+"""Rewards that ship with Motet and evaluate an answer, or parts of it, as Python."""
+
+SANDBOXED = frozenset({"code"})
+"""Rewards that ship with Motet whose process starts another one for each answer, behind a wall of its own."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Walls:
         else:
             wanted = bool(reward.wall) if installed is None else installed.wall
         if not wanted or not (reason := self.missing()):
-            return wanted
+            return wanted and not (ours and reward.name in SANDBOXED)
         if ours and reward.wall is None and not (self.required and reward.name in EVALUATING):
             return False
         name = f"reward {reward.name!r} has to run behind a wall, and this machine has none ({reason})"

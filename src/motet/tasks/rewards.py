@@ -114,6 +114,20 @@ def grader(problem: Problem, completion: str, /, *, type: str, **fields: Any) ->
     return graders.score(problem, completion, {"type": type, **fields})
 
 
+def code(
+    problem: Problem, completion: str, *, column: str = "tests", partial: bool = False, seconds: float = 10.0
+) -> float:
+    """1 if the answer's program passes all tests of the row's column; with `partial` the share that it passes.
+
+    The program is the last fenced block, or all of the completion where there is none. Tests are texts in Python that raise
+    nothing (`assert add(1, 2) == 3`), one or a list, or a list of `{"input": …, "output": …}`: what the program reads, and what
+    it must print. It runs behind the wall, with `seconds` of CPU time for each input, or for all texts together.
+    """
+    from motet.tasks import code_tests
+
+    return code_tests.score(problem, completion, column, partial=partial, seconds=seconds)
+
+
 BUILTIN: Mapping[str, RewardFunction] = {
     "exact": exact,
     "contains": contains,
@@ -122,6 +136,7 @@ BUILTIN: Mapping[str, RewardFunction] = {
     "regex": regex,
     "length": length,
     "grader": grader,
+    "code": code,
 }
 """Rewards by name; `scorer`, the data's own, is the one more name that has no function here."""
 

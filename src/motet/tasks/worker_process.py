@@ -8,7 +8,6 @@ comes back, the parent ends it (`worker_link`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import random
@@ -23,7 +22,6 @@ import numpy as np
 from motet import wall
 from motet.channel import Message, decode, encode
 
-_PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1  # between the exception in Python and the kernel's SIGXCPU
 _AGAIN_SECONDS = 0.2  # code that swallows the exception gets it again
 
@@ -77,17 +75,6 @@ def _soft_limit(which: int, limit: int | None) -> None:
     resource.setrlimit(which, (wanted, hard))
 
 
-def _die_with_parent(parent: int) -> None:
-    """Ask Linux for SIGKILL when the parent is gone, even from within a call that never returns.
-
-    Elsewhere the end of the input ends the process, once it is between two calls.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
 def seed_random(seed: int) -> None:
     """Code that draws random numbers draws the same for the same call, whatever was called before."""
     random.seed(seed)
@@ -96,7 +83,7 @@ def seed_random(seed: int) -> None:
 
 def run(serve: Callable[[Read, Write], None]) -> None:
     """Keep the pipes for the protocol, and give own code standard error for its prints and an empty standard input."""
-    _die_with_parent(int(sys.argv[1]))
+    wall.end_with(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -35,7 +35,8 @@ function reward({reward: value, reward_parts: parts}, earlier) {
 export function rolloutCard(rollout, earlier = null) {
   const ended = rollout.error ? el("p", {class: "bad small"}, rollout.error)
     : rollout.finish_reason === "length" ? el("p", {class: "warm small"}, "cut off at max_tokens") : null;
-  return el("article", {class: "rollout"}, el("header", {}, reward(rollout, earlier), el("span", {}, `${rollout.tokens ?? 0} tokens`)), tokens(rollout), ended);
+  return el("article", {class: "rollout"}, el("header", {}, reward(rollout, earlier), el("span", {}, `${rollout.tokens ?? 0} tokens`)), tokens(rollout),
+    rollout.turn_rewards ? el("p", {class: "small"}, `turns: ${rollout.turn_rewards.map(value => value === null ? "–" : measured(value)).join(" · ")}`) : null, ended);
 }
 
 /** The tokens of a rollout, and a line that says what is under the pointer. */

@@ -116,6 +116,11 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
     for section, field, known in (("algorithm", "type", ALGORITHMS), ("environment", "name", ENVIRONMENTS)):
         _check_no_code(job.get(section), f"{section}.{field}", known)
     config = validate({"base": "small", "run": "x", "jobs": [job]}, "the job").jobs[0]
+    if config.environment.own:
+        raise ConfigError(
+            f"environment.name {config.environment.name!r} cannot be used here: it runs programs on the server. There are "
+            f"{', '.join(ENVIRONMENTS)}"
+        )
     _check_sizes(config)
     _check_texts(config.data)
     _check_room(config, allowed.largest)

@@ -1,0 +1,67 @@
+"""Credit of turns: what a turn is worth is what came of it, not what was there before.
+
+Legend: G rollouts of a group, K turns of a rollout, T tokens of a branch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from motet.algorithms.advantages import ADVANTAGES, AdvantageKind, Rewards, over_std
+from motet.types import Branch, FloatArray, Group, Rollout
+
+
+def returns_to_go(rollout: Rollout, discount: float) -> Rewards:
+    """G_k = Σ_{j ≥ k} discount^(j − k) · r_j of each turn [K]; what no turn was given came with the last one."""
+    rewards = [turn.reward or 0.0 for turn in rollout.turns]
+    rewards[-1] += rollout.reward - math.fsum(turn.reward or 0.0 for turn in rollout.turns)
+    returns_K, later = np.zeros(len(rewards)), 0.0
+    for turn in reversed(range(len(rewards))):
+        returns_K[turn] = later = rewards[turn] + discount * later
+    return returns_K
+
+
+def turn_advantages(groups: Sequence[Group], kind: AdvantageKind, discount: float) -> list[list[Rewards]]:
+    """One advantage for each turn of each scored rollout, group by group.
+
+    The baseline of turn k is a mean over all rollouts, where one that ended before counts with a return of 0: whoever stops is
+    compared with what going on would have brought, and neither who is compared nor how many depends on where the policy stops.
+    `grpo` divides by one deviation for all turns of a group.
+    """
+    returns = [[returns_to_go(rollout, discount) for rollout in group.scored] for group in groups]
+    deepest = max((len(own) for group in returns for own in group), default=0)
+    by_turn = [
+        ADVANTAGES["centered" if kind == "grpo" else kind](
+            [np.array([own[turn] if turn < len(own) else 0.0 for own in group]) for group in returns]
+        )
+        for turn in range(deepest)
+    ]
+    found = []
+    for number, group in enumerate(returns):
+        own = [np.array([by_turn[k][number][at] for k in range(len(one))]) for at, one in enumerate(group)]
+        if kind == "grpo" and own:
+            own = np.split(over_std(np.concatenate(own)), np.cumsum([len(one) for one in group])[:-1])
+        found.append(own)
+    return found
+
+
+def placed(rollout: Rollout, advantages_K: Rewards) -> list[FloatArray]:
+    """The advantages of turns on the tokens that were sampled in them, [T] of each branch."""
+    values, tokens = iter(advantages_K.astype(np.float32)), []
+    for branch in rollout.branches:
+        advantages_T = np.zeros(len(branch.token_ids), np.float32)
+        for first, last in stretches(branch):
+            advantages_T[first:last] = next(values)
+        tokens.append(advantages_T)
+    if next(values, None) is not None:
+        raise ValueError("a rollout has more turns than stretches that were sampled")
+    return tokens
+
+
+def stretches(branch: Branch) -> list[tuple[int, int]]:
+    """Where the turns of a branch begin and end."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], branch.loss_mask, [False]]).astype(np.int8)))
+    return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
