@@ -14,6 +14,7 @@ from motet.model.arithmetic import Arithmetic, Numerics
 from motet.model.lora_model import LoraModel, wrap
 from motet.model.proof import prove
 from motet.model.shards import Shards
+from motet.model.text_only import without_towers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL_BASE = Path(__file__).parent.parent / "assets" / "small-base"
@@ -85,6 +86,10 @@ def load_base(
     base = prove(
         lambda: wrap(name, model, tokenizer, place), model, name, block_size, arithmetic, pack=pack, shards=shards
     )
+    if base.towers:
+        base.revise(
+            f"reads text alone: its {' and '.join(base.towers)} is left out, and messages with images are refused"
+        )
     if limited:
         base.revise(
             f"sequences are limited to {base.info.max_positions} tokens: beyond that its {limited} looks at the whole batch, "
@@ -124,10 +129,10 @@ def _load(name: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
         if gguf is not None:
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
             wanted = DTYPES.get(dtype, torch.bfloat16)
+        config = transformers.AutoConfig.from_pretrained(source, **options)
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=wanted, attn_implementation="eager", **options
-        )
+        kind = without_towers(config) or transformers.AutoModelForCausalLM
+        loaded: Any = kind.from_pretrained(source, dtype=wanted, attn_implementation="eager", **options)
     except Exception as error:  # configurations, files and the code of models are wrong in their own ways
         if "trust_remote_code" in str(error):
             raise BaseModelError(

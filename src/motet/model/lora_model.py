@@ -26,6 +26,7 @@ from motet.model.frozen_weight import FrozenWeight, pack_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
 from motet.model.norm import speed_up_norms
+from motet.model.text_only import decoder_of
 from motet.model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ class LoraModel:
         """Correct what is said of the base, and add what a person should know."""
         notes = (*self.info.notes, note) if note else self.info.notes
         self.info = replace(self.info, notes=notes, **facts)
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """Classes of what the model's own class holds beside the language model, and was left out."""
+        return tuple(getattr(self.model, "towers", ()))
 
     @property
     def has_experts(self) -> bool:
@@ -211,9 +217,7 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
 
     AttentionInterface.register(attention.NAME, attention.motet_attention)
     model.set_attn_implementation(attention.NAME)
-    decoder = model.get_decoder()
-    if decoder is model:  # some do not say where it is
-        decoder = model.model
+    decoder = decoder_of(model)
     context = LoraContext()
     linears: dict[str, LoraLinear] = {}
     prefix = next((path for path, module in model.named_modules() if module is decoder), "")
