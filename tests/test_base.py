@@ -113,6 +113,18 @@ def test_architecture_is_refused_with_the_reason(name, message):
         tiny.load(name)
 
 
+@pytest.mark.parametrize("name", ["mistral3", "gemma3_seeing", "qwen3_vl"])
+def test_a_base_that_sees_is_loaded_as_one_that_reads(name):
+    """Without the memory of its tower, under the paths that it is served with."""
+    base, stock = tiny.base(name), tiny.stock(name)
+    towers = {path.rsplit(".", 1)[-1]: module for path, module in stock.model.named_children() if "vis" in path}
+    (tower,) = towers.values()
+    assert base.info.n_parameters == sum(each.numel() for each in {*stock.parameters()} - {*tower.parameters()})
+    assert f"its {type(tower).__name__} is left out, and messages with images are refused" in base.info.notes[0]
+    assert all(path.startswith("model.language_model.layers.") for path in base.linears)
+    assert_equals_stock(name, base, tiny.LENGTHS)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_loading_leaves_the_random_state_alone(name):
     tiny.directory(name)
