@@ -32,6 +32,7 @@ from motet.model.attention.torch_metadata import (
     TILE,
     Group,
     KeyRange,
+    Reach,
     TorchMetadata,
     cached_metadata,
     packed_metadata,
