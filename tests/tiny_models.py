@@ -48,7 +48,8 @@ _LATENT = {
     "v_head_dim": 16,
 }  # fmt: skip
 
-_ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_MOE}
+# as many experts as fill vectors of the CPU: at the end of a tensor a router's sigmoid has other bits
+_ROUTED = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_MOE}
 _DELTA = {
     "linear_num_value_heads": 2,
     "linear_num_key_heads": 2,
@@ -162,7 +163,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "minimax_m2": (
         "MiniMaxM2Config",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
     ),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": WINDOW}),

@@ -22,6 +22,7 @@ from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
+from motet.model.experts import compute_experts
 from motet.model.frozen_weight import FrozenWeight, pack_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
@@ -217,6 +218,8 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
 
     AttentionInterface.register(attention.NAME, attention.motet_attention)
     model.set_attn_implementation(attention.NAME)
+    if device.type == "cpu":
+        compute_experts(model)
     decoder = decoder_of(model)
     context = LoraContext()
     linears: dict[str, LoraLinear] = {}
