@@ -109,6 +109,10 @@ gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 docs: $(VENV)/.installed-dev  ## write the reference pages anew: docs/configuration.md, docs/cli.md, docs/http.md
 	$(BIN)/python scripts/make_reference.py
 
+.PHONY: bases
+bases: $(VENV)/.installed-dev  ## write the table of docs/bases.md anew (a few minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bases
+
 .PHONY: small-base
 small-base: $(VENV)/.installed  ## train the small base anew (about half an hour on one core)
 	$(BIN)/python scripts/make_small_base.py --out src/motet/assets/small-base

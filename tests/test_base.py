@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import motet_attention
+from motet.model.experts import motet_experts
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.load import load_base
 from motet.model.lora import FusedLinears
@@ -61,14 +62,31 @@ def test_packed_equals_solo_equals_decoded_bitwise(name, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MOE)
-def test_experts_get_no_adapter_and_exactness_is_told(name, dtype):
+def test_experts_are_exact_where_they_are_computed_here_and_get_no_adapter(name, dtype):
     base = tiny.base(name, dtype)
     # In bf16 the rounding of a router's logits may send a row to another expert.
     assert_equals_stock(name, base, tiny.LENGTHS, share=1.0 if dtype == "float32" else 0.9)
     assert "routed experts get no adapter" in base.info.notes[0]
     assert not any({"experts", "gate", "shared_expert_gate"} & set(path.split(".")) for path in base.linears)
+    if name != "llama4":
+        assert base.info.exact
+        return
     assert not base.info.exact
     assert any("not bit-exact" in note for note in base.info.notes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_however_many_choose_its_expert(dtype):
+    """One to five rows on an expert, and all rows on one."""
+    experts = tiny.base("qwen3_moe", dtype).decoder.get_submodule("layers.0.mlp.experts")
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(24, 64, generator=generator).to(DTYPES[dtype])
+    share = torch.rand(24, 2, generator=generator)
+    for others in (0, 1, 2, 3, 4, 23):
+        top = torch.tensor([[3, 5]] * (1 + others) + [[7, 9]] * (23 - others))
+        outcome = motet_experts(experts, rows, top, share)
+        assert torch.equal(outcome[0], motet_experts(experts, rows[:1], top[:1], share[:1])[0])
 
 
 class CountingRouting:
@@ -106,6 +124,18 @@ def test_every_adaptable_layer_is_reached(name):
 def test_architecture_is_refused_with_the_reason(name, message):
     with pytest.raises(BaseModelError, match=f"{message}.*; take a base of another architecture$"):
         tiny.load(name)
+
+
+@pytest.mark.parametrize("name", ["mistral3", "gemma3_seeing", "qwen3_vl"])
+def test_a_base_that_sees_is_loaded_as_one_that_reads(name):
+    """Without the memory of its tower, under the paths that it is served with."""
+    base, stock = tiny.base(name), tiny.stock(name)
+    towers = {path.rsplit(".", 1)[-1]: module for path, module in stock.model.named_children() if "vis" in path}
+    (tower,) = towers.values()
+    assert base.info.n_parameters == sum(each.numel() for each in {*stock.parameters()} - {*tower.parameters()})
+    assert f"its {type(tower).__name__} is left out, and messages with images are refused" in base.info.notes[0]
+    assert all(path.startswith("model.language_model.layers.") for path in base.linears)
+    assert_equals_stock(name, base, tiny.LENGTHS)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])

@@ -222,7 +222,11 @@ BAD_ROWS = [
     ([{"prompt": [{"role": "user"}]}], {}, "needs `role` and `content`"),
     ([{"prompt": [{"role": "critic", "content": "x"}]}], {}, "role 'critic'.*system, user, assistant, tool"),
     ([{"prompt": [{"role": "system", "content": "x"}]}], {}, "must end with a user turn"),
-    ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], {}, "content of a message must be text"),
+    (
+        [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
+        {},
+        "a message has a part of type 'image', and bases",
+    ),
     ([{"prompt": "x"}], {"template": "{y}"}, r"no column 'y' that data\.template asks for\. Its columns: prompt"),
     ([{"prompt": "x"}], {"template": r"\boxed{} {prompt}"}, r"data\.template cannot be filled"),
     (

@@ -52,6 +52,18 @@ _DELTA = {
     "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
 }  # fmt: skip
 
+# as many experts as fill vectors of the CPU: at the end of a tensor a router's sigmoid has other bits
+_ROUTED = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_MOE}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 1}),
@@ -104,7 +116,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 16, "head_dim": 16, **_MOE, "num_experts_per_tok": 4}),
     "deepseek_v3": (
         "DeepseekV3Config",
-        {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_MOE, **_LATENT},
+        {**_ROUTED, **_LATENT},
     ),
     "llama4": (
         "Llama4TextConfig",
@@ -172,7 +184,106 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ctrl": ("CTRLConfig", {"n_layer": 2, "n_head": 4, "n_embd": 64, "dff": 96}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": WINDOW, "layer_types": _ALTERNATING}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "glm4_moe": ("Glm4MoeConfig", {"head_dim": 16, **_ROUTED}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**_ROUTED, **_LATENT}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 1},
+    ),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
+    "exaone4": ("Exaone4Config", {"sliding_window": WINDOW, "layer_types": _ALTERNATING}),
+    "cohere2": ("Cohere2Config", {"sliding_window": WINDOW, "logit_scale": 0.3, "layer_types": _ALTERNATING}),
+    "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    ),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": WINDOW}),
+    "ministral": ("MinistralConfig", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": _ALTERNATING}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", {"head_dim": 16}),
+    "apertus": ("ApertusConfig", {}),
+    "arcee": ("ArceeConfig", {}),
+    "phi": ("PhiConfig", {}),
+    "deepseek_v2": ("DeepseekV2Config", {**_ROUTED, **_LATENT}),
+    "gpt_bigcode": ("GPTBigCodeConfig", {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 256}),
+    "helium": ("HeliumConfig", {"head_dim": 16}),
+    "nanochat": ("NanoChatConfig", {}),
+    "youtu": ("YoutuConfig", _LATENT),
+    "vaultgemma": ("VaultGemmaConfig", {"head_dim": 16, "sliding_window": WINDOW}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 16, "sliding_window": WINDOW}),
+    # Wrapped together with a tower that sees:
+    "mistral3": (
+        "Mistral3Config",
+        {"text_config": {"model_type": "ministral3", "head_dim": 16}, "vision_config": _TOWER},
+    ),
+    "gemma3_seeing": (
+        "Gemma3Config",
+        {
+            "text_config": {"head_dim": 16, "sliding_window": WINDOW, "layer_types": _ALTERNATING},
+            "vision_config": {**_TOWER, "model_type": "siglip_vision_model"},
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        {
+            "text_config": {"head_dim": 16},
+            "vision_config": {
+                **_TOWER,
+                "depth": 1,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+    ),
     # Refused, each for a reason of its own:
+    "stablelm": ("StableLmConfig", {}),
+    "nemotron": ("NemotronConfig", {}),
+    "diffllama": ("DiffLlamaConfig", {}),
+    "gptj": ("GPTJConfig", {"n_layer": 2, "n_head": 4, "n_embd": 64, "rotary_dim": 16, "n_positions": 256}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 8,
+        },
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "jetmoe": ("JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
@@ -181,7 +292,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "codegen": ("CodeGenConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 64}),
     "mamba": ("MambaConfig", {"state_size": 8}),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
-    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "head_dim": 16, "sliding_window": WINDOW}),
     "llama_dynamic": (
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
@@ -218,11 +328,12 @@ atexit.register(_disk.cleanup)
 def directory(name: str) -> Path:
     """A model directory as `save_pretrained` writes it, with a tokenizer; weights are a function of the name."""
     config_class, options = CONFIGS[name]
-    config = getattr(transformers, config_class)(**{**_SHAPE, **options})
+    wrapped = {**options, "text_config": {**_SHAPE, **options.get("text_config", {})}}
+    config = getattr(transformers, config_class)(**(wrapped if "text_config" in options else {**_SHAPE, **options}))
     generator = torch.Generator().manual_seed(sum(name.encode()))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = _kind(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
@@ -231,6 +342,11 @@ def directory(name: str) -> Path:
     model.save_pretrained(place)
     _save_tokenizer(place)
     return place
+
+
+def _kind(config: Any) -> Any:
+    wraps = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if wraps else transformers.AutoModelForCausalLM
 
 
 def _save_tokenizer(place: Path) -> None:
@@ -256,8 +372,8 @@ def base(name: str, dtype: str = "float32") -> LoraModel:
 
 def stock(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """The same model as transformers loads it, with its own eager attention."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory(name), dtype=dtype, attn_implementation="eager")
-    return model.eval()
+    kind = _kind(transformers.AutoConfig.from_pretrained(directory(name)))
+    return kind.from_pretrained(directory(name), dtype=dtype, attn_implementation="eager").eval()
 
 
 def tokens(length: int, seed: int = 0) -> torch.Tensor:

@@ -24,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from motet.errors import BaseModelError
 from motet.model.packed import BaseFormat, Float8Blocks, Form, GgufBlocks, PackedLinear
+from motet.model.text_only import without_towers
 
 _METHOD = "motet"
 _UNPACK = "set engine.base_format: unpacked"
@@ -96,11 +97,12 @@ class Checkpoint:
         if self.gguf is not None:
             files = {"gguf_file": self.gguf, "quantization_config": GgufConfig(dequantize=True)}
             return _loaded(AutoModelForCausalLM, self.source, dtype, {**options, **files})
+        kind = without_towers(self.config) or AutoModelForCausalLM
         if self.method not in _EXPANDED:
-            return _loaded(AutoModelForCausalLM, self.source, dtype, options)
+            return _loaded(kind, self.source, dtype, options)
         config = copy.deepcopy(self.config)
         config.quantization_config = {**_quantisation(config), "dequantize": True}
-        model, report = _loaded(AutoModelForCausalLM, self.source, dtype, {**options, "config": config})
+        model, report = _loaded(kind, self.source, dtype, {**options, "config": config})
         kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
         for name, weight in model.named_parameters():
             if not kept & set(name.split(".")):
@@ -141,8 +143,9 @@ def _loaded(kind: Any, source: str | None, dtype: Any, options: Mapping[str, Any
 
 def _empty(config: Any) -> Any:
     """A model without weights."""
+    kind = without_towers(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
 
 
 class _GgufLayers:

@@ -91,6 +91,10 @@ def load_base(
         base.revise(
             "its weights stay packed as they are stored: less memory, the same bits, slower (engine.base_format)"
         )
+    if base.towers:
+        base.revise(
+            f"reads text alone: its {' and '.join(base.towers)} is left out, and messages with images are refused"
+        )
     if limited:
         base.revise(
             f"sequences are limited to {base.info.max_positions} tokens: beyond that its {limited} looks at the whole batch, "

@@ -243,10 +243,10 @@ class LoraLinear(nn.Module):
             rows = x.reshape(1, -1, x.shape[-1])
             return context.routing.linear(fused, rows)[self.index].view(*x.shape[:-1], self.out_features)
         if len(fused.paths) == 1:
-            return context.routing.linear(fused, x)[0]
+            return context.routing.linear(fused, x.contiguous())[0]
         joint = context.joint
         if joint is None or joint[0] is not fused or joint[1] is not x:
-            joint = (fused, x, context.routing.linear(fused, x))
+            joint = (fused, x, context.routing.linear(fused, x.contiguous()))
         context.joint = None if self.index == len(fused.paths) - 1 else joint
         return joint[2][self.index]
 

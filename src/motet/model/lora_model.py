@@ -21,12 +21,14 @@ from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
+from motet.model.experts import compute_experts
 from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
 from motet.model.mixers import StatefulBackend, replace_mixers
 from motet.model.norm import speed_up_norms
 from motet.model.packed import PackedLinear, frozen_weight, n_hidden
+from motet.model.text_only import decoder_of
 from motet.model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -63,6 +65,11 @@ class LoraModel:
         """Correct what is said of the base, and add what a person should know."""
         notes = (*self.info.notes, note) if note else self.info.notes
         self.info = replace(self.info, notes=notes, **facts)
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """Classes of what the model's own class holds beside the language model, and was left out."""
+        return tuple(getattr(self.model, "towers", ()))
 
     @property
     def has_experts(self) -> bool:
@@ -217,9 +224,9 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
 
     AttentionInterface.register(attention.NAME, attention.motet_attention)
     model.set_attn_implementation(attention.NAME)
-    decoder = model.get_decoder()
-    if decoder is model:  # some do not say where it is
-        decoder = model.model
+    if device.type == "cpu":
+        compute_experts(model)
+    decoder = decoder_of(model)
     context = LoraContext()
     linears: dict[str, LoraLinear] = {}
     prefix = next((path for path, module in model.named_modules() if module is decoder), "")

@@ -1,5 +1,7 @@
 """RMS norms with a gradient in closed form: autograd's own takes seven passes over fp32 copies that it keeps for each norm.
 
+A row's bits may depend on where it lies, too: `pow` has other bits at the end of a tensor than in a vector of the CPU.
+
 The forward pass stays the module's own. Each norm is checked when a base is loaded; one whose gradient is another (a weight
 that is added to one, for instance) is left as it is.
 """
@@ -15,18 +17,23 @@ from torch import Tensor, nn
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest difference from autograd's gradient, as a share of its largest element."""
 
+_WIDTH = 64
+"""On which norms of any width are tried."""
+
 
 def speed_up_norms(model: nn.Module) -> int:
     """Give every RMS norm whose gradient is known that gradient; returns how many."""
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
-    return sum(_speed_up(module) for module in norms)
+    like = next((parameter for parameter in model.parameters() if parameter.dtype in _TOLERANCE), None)
+    return 0 if like is None else sum(_speed_up(module, like) for module in norms)
 
 
-def _speed_up(module: nn.Module) -> bool:
+def _speed_up(module: nn.Module, like: Tensor) -> bool:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    weight = getattr(module, "weight", None)
-    if not isinstance(epsilon, float) or not isinstance(weight, Tensor) or weight.dtype not in _TOLERANCE:
+    weight = getattr(module, "weight", None)  # the norms of Gemma's values have none
+    if not isinstance(epsilon, float) or (weight is not None and weight.dtype not in _TOLERANCE):
         return False
+    tried = like.new_ones(_WIDTH) if weight is None else weight
     stock = module.forward
 
     def forward(x: Tensor) -> Tensor:
@@ -35,7 +42,7 @@ def _speed_up(module: nn.Module) -> bool:
         output: Tensor = _RMSNorm.apply(x, weight, epsilon, stock)  # type: ignore[no-untyped-call]
         return output
 
-    if not _agrees(forward, stock, weight):
+    if not _agrees(forward, stock, tried):
         return False
     module.forward = forward
     return True
@@ -54,7 +61,9 @@ class _RMSNorm(torch.autograd.Function):
     """y = w · x / rms(x) over the last dimension (Zhang & Sennrich 2019)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, stock: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float, stock: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         ctx.epsilon = epsilon
         ctx.save_for_backward(x, weight)
         return stock(x)
@@ -65,6 +74,6 @@ class _RMSNorm(torch.autograd.Function):
         scaled = x.float()
         inverse = torch.rsqrt(scaled.square().mean(-1, keepdim=True).add_(ctx.epsilon))
         normal = scaled * inverse
-        slope = (grad * weight).float()
+        slope = (grad.clone() if weight is None else grad * weight).float()
         along = (slope * normal).mean(-1, keepdim=True)
         return slope.sub_(normal.mul_(along)).mul_(inverse).to(x.dtype), None, None, None

@@ -80,7 +80,7 @@ def write_adapter(
     for path, (a, b) in layout.views(flat.detach().float().cpu()).items():
         tensors[f"{_PREFIX}{path}.lora_A.weight"] = a.t().contiguous()
         tensors[f"{_PREFIX}{path}.lora_B.weight"] = b.t().contiguous()
-    if target_modules == "all-linear":
+    if target_modules == "all-linear" or base.towers:
         target_modules = _names(base, [place.path for place in layout.places])
     config = {
         "base_model_name_or_path": base.model.config.name_or_path or base.info.name,
@@ -103,7 +103,12 @@ def write_adapter(
 
 
 def _names(base: LoraModel, adapted: list[str]) -> list[str]:
-    """What PEFT finds just these layers by: the last part of their paths, where no other module has it."""
+    """What PEFT finds just these layers by: the last part of their paths, where no other module has it.
+
+    A tower that is not here has layers of these names too.
+    """
+    if base.towers:
+        return sorted(adapted)
     known = set(adapted)
     others = {path.rsplit(".", 1)[-1] for path, _ in base.model.named_modules() if path not in known}
     lasts = ((path, path.rsplit(".", 1)[-1]) for path in adapted)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, round_up
 from motet.model.attention import INSTEAD, LayerCall, Span
+from motet.model.experts import are_computed_here
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
@@ -313,7 +314,7 @@ def _check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
 
 def _known_to_differ(base: LoraModel) -> str:
     """Why rows may depend on their company though these few did not; empty where nothing is known."""
-    if base.has_experts:
+    if base.has_experts and not are_computed_here(base.model):
         return "an expert's products have as many rows as choose it"
     if base.device.type != "cuda":
         return ""

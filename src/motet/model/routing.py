@@ -261,7 +261,7 @@ class _TrainedLinears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         fused, routing = ctx.fused, ctx.routing
         x, *inners = ctx.saved_tensors
-        # a gradient that lies in columns (LFM2 turns what its mixer reads) would be multiplied with other bits in other company
+        # a model may hand it on transposed (Gemma 3n, LFM2): in company rows are copied, alone they are not
         grad_y = torch.cat(grads, dim=-1) if len(grads) > 1 else grads[0].contiguous()
         grad_x = fused.frozen.back(grad_y) if ctx.needs_input_grad[0] else None
         for trained, inner in zip(routing.trained, inners, strict=True):

@@ -89,6 +89,11 @@ def _content(value: Any, where: str) -> str:
     """The text of a message; parts such as {"type": "text", "text": …} are joined, other kinds of parts refused."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
-        return "".join(part["text"] for part in value)
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        other = [part.get("type") for part in value if not isinstance(part.get("text"), str)]
+        if not other:
+            return "".join(part["text"] for part in value)
+        raise DataError(
+            f"{where}: a message has a part of type {other[0]!r}, and bases read text alone; leave such rows out"
+        )
     raise DataError(f"{where}: the content of a message must be text, got {value!r:.80}")

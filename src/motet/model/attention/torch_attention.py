@@ -32,7 +32,7 @@ from motet.model.attention.torch_metadata import (
     TILE,
     Group,
     KeyRange,
-    Mask,
+    Reach,
     TorchMetadata,
     cached_metadata,
     packed_metadata,
@@ -65,8 +65,7 @@ class _FoldedCall:
         """Of folded rows, fp32 [K, R, 1]; None where there are none."""
         if self.sinks_H is None:
             return None
-        sinks_KG = self.sinks_H.float().view(self.n_kv, self.fold)
-        return sinks_KG.repeat(1, -(-n_rows // self.fold))[:, :n_rows, None]
+        return self.sinks_H.float().view(self.n_kv, -1).repeat(1, -(-n_rows // self.fold))[:, :n_rows, None]
 
 
 @dataclass
@@ -126,17 +125,6 @@ def _scores(query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor
     return score
 
 
-def _replace_hidden(states_BSKRC: Tensor, masks: tuple[Mask, ...], first: int, *, infinite: bool) -> None:
-    """Replace what is hidden of rows from the first on: scores by −∞, weights by 0."""
-    for mask in masks:
-        row, cut = max(mask.row - first, 0), max(first - mask.row, 0)
-        states = states_BSKRC[mask.block :, :, :, row : row + max(mask.keep_BSRC.shape[3] - cut, 0)]
-        n_rows = states.shape[3]
-        bits = states.view(torch.int32).bitwise_and_(mask.keep_BSRC[:, :, :, cut : cut + n_rows])
-        if infinite:
-            bits.bitwise_or_(mask.hide_BSRC[:, :, :, cut : cut + n_rows])
-
-
 @dataclass(frozen=True)
 class _Part:
     """A run of blocks, and the folded query rows that read it."""
@@ -144,12 +132,12 @@ class _Part:
     run: KeyRange
     first: int
     stop: int
-    masks: tuple[Mask, ...]
+    reach: Reach
 
     def scores(self, query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor:
         """Of its rows, −∞ where a key is hidden; the same bits whenever they are computed."""
         score = _scores(query_SKRE[:, :, self.first : self.stop], keys_BSKCE[self.run.start : self.run.stop], call)
-        _replace_hidden(score, self.masks, self.first, infinite=True)
+        self.reach.replace_hidden(score, self.first, infinite=True)
         return score
 
 
@@ -159,8 +147,8 @@ def _parts(index: int, call: _FoldedCall, n_rows: int, multiple: int, begin: int
     for run in call.metadata.groups[index].runs:
         first = run.first_query * call.fold // begin * begin
         reach = call.metadata.reach(index, run, call.window, call.fold)
-        stop = first + round_up(max(reach.stop - first, 1), multiple)
-        parts.append(_Part(run, first, min(stop, n_rows), reach.masks))
+        n_own = round_up(max(reach.stop - first, 1), multiple)
+        parts.append(_Part(run, first, min(first + n_own, n_rows), reach))
     return parts
 
 
@@ -170,21 +158,20 @@ def _attend(
     """Softmax attention of a group over blocks of keys, added in order.
 
     Returns:
-        Output [S, K, R, E], and of each row's scores (and its sink) the largest and the sum of weights relative to it, fp32
-        [S, K, R, 1].
+        Output [S, K, R, E]; of each row's scores and sink the largest, and the sum of weights relative to it: [S, K, R, 1].
     """
     parts = _parts(index, call, query_SKRE.shape[2], call.metadata.rows)
     peak, kept = _largest(parts, query_SKRE, keys_BSKCE, call)
     sinks = call.sinks(query_SKRE.shape[2])
     if sinks is not None:
-        torch.maximum(peak, sinks, out=peak)
+        peak = peak.maximum(sinks)
     output = total = None
     for part in parts:
         score, rows = kept.pop(part.run.start, None), slice(part.first, part.stop)
         if score is None:
             score = part.scores(query_SKRE, keys_BSKCE, call)
         weights = score.sub_(peak[:, :, rows]).clamp_(LEAST_EXPONENT).exp_()
-        _replace_hidden(weights, part.masks, part.first, infinite=False)
+        part.reach.replace_hidden(weights, part.first, infinite=False)
         values = values_BSKCE[part.run.start : part.run.stop]
         sums, shares = torch.matmul(weights.to(values.dtype), values).float(), weights.sum(-1, keepdim=True)
         for own, share in zip(sums, shares, strict=True):
@@ -206,8 +193,8 @@ def _largest(
     peak, kept, n_kept = None, {}, 0
     for part in parts:
         score = part.scores(query_SKRE, keys_BSKCE, call)
-        largest = score.amax(-1, keepdim=True)
-        largest = largest.amax(0) if len(largest) > 1 else largest[0]
+        each = score.amax(-1, keepdim=True)
+        largest = each.amax(0) if len(each) > 1 else each[0]
         if peak is None:
             peak = _to_all_rows(largest, query_SKRE.shape[2], -math.inf)
         else:
@@ -222,8 +209,11 @@ def _largest(
 
 def _to_all_rows(first_SKRE: Tensor, n_rows: int, value: float = 0.0) -> Tensor:
     """What the first rows have, and a value for those after them."""
-    pad = n_rows - first_SKRE.shape[2]
-    return F.pad(first_SKRE, (0, 0, 0, pad), value=value) if pad else first_SKRE
+    return (
+        first_SKRE
+        if n_rows == first_SKRE.shape[2]
+        else F.pad(first_SKRE, (0, 0, 0, n_rows - first_SKRE.shape[2]), value=value)
+    )
 
 
 def _fold(states_THE: Tensor, group: Group, call: _FoldedCall, multiple: int) -> Tensor:
@@ -383,7 +373,7 @@ def _attend_backward(
         score = _scores(query, keys[None], call)
         slope = None if call.softcap is None else 1 - (score / call.softcap).square_()
         weights = score.sub_(log_sum_SKR1[:, :, rows]).clamp_(LEAST_EXPONENT, -LEAST_EXPONENT).exp_()
-        _replace_hidden(weights, part.masks, part.first, infinite=False)
+        part.reach.replace_hidden(weights, part.first, infinite=False)
         grad_values[block] = _over_queries(weights[0].to(dtype), grad)
         grad_score = torch.matmul(grad, values.transpose(-1, -2)).float().sub_(common_SKR1[:, :, rows])
         grad_score.mul_(weights[0])

@@ -64,6 +64,16 @@ class Reach:
     masks: tuple[Mask, ...]
     """For those that see a part of it; what lies between them sees all."""
 
+    def replace_hidden(self, states_BSKRC: Tensor, first: int, *, infinite: bool) -> None:
+        """Replace what is hidden of rows from the first on: scores by −∞, weights by 0."""
+        for mask in self.masks:
+            row, cut = max(mask.row - first, 0), max(first - mask.row, 0)
+            keep, hide = (bits[:, :, :, cut:] for bits in (mask.keep_BSRC, mask.hide_BSRC))
+            states = states_BSKRC[mask.block :, :, :, row : row + keep.shape[3]]
+            bits = states.view(torch.int32).bitwise_and_(keep[:, :, :, : states.shape[3]])
+            if infinite:
+                bits.bitwise_or_(hide[:, :, :, : states.shape[3]])
+
 
 @dataclass(frozen=True)
 class Group:

@@ -6,8 +6,8 @@ block of one sequence's keys. A key lies at keys[sequence, l // block_size] and,
 the cache, or a single packed row.
 
 Arguments in capitals are compiled in: the model's shape (FOLD query heads of a KV head, WIDTH of a head, padded to LANES,
-SOFTCAP, whether it has SINKS), the size of tiles (ROWS, of which STEP whole queries; KEYS), UNIT in which strides are counted, and WIDEN on the
-interpreter.
+SOFTCAP, whether it has SINKS), the size of tiles (ROWS, of which STEP whole queries; KEYS), UNIT in which strides are
+counted, and WIDEN on the interpreter.
 
 Legend: R rows of a tile, C keys of a block, E head width.
 """
