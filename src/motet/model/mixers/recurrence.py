@@ -70,12 +70,12 @@ def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
 def _backend(stretches: Stretches) -> Callable[..., tuple[Tensor, Tensor]]:
     """Of a wave: torch's products, or kernels."""
     if not stretches.kernels:
-        return _Recurrence.apply  # type: ignore[no-any-return]
+        return _Recurrence.apply
     from motet.model.mixers.triton_recurrence import (
-        TritonRecurrence,
-    )  # there is no Triton on most machines without a GPU
+        recur_by_kernels,  # there is no Triton on most machines without a GPU
+    )
 
-    return TritonRecurrence.apply  # type: ignore[no-any-return]
+    return recur_by_kernels
 
 
 def _begin(

@@ -23,9 +23,13 @@ EVERY = 32
 """Steps between states that the backward pass begins again from."""
 
 
-class TritonRecurrence(torch.autograd.Function):
+def recur_by_kernels(counts: tuple[int, ...], begin_SHKV: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of a wave [R, ...] and the states before it [S, H, K, V] → what is read [R, H, V], and the states after it."""
+    output_RHV, end_SHKV = _Recurrence.apply(counts, begin_SHKV, *inputs)  # type: ignore[no-untyped-call]
+    return output_RHV, end_SHKV
 
+
+class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
