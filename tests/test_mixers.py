@@ -19,8 +19,7 @@ from motet.model.attention import Prefix, Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import NoAdapters
 from motet.model.mixers.functions import MixerFunctions
-from motet.model.mixers.recurrence import KEPT
-from motet.model.mixers.stretches import packed_stretches
+from motet.model.mixers.stretches import KEPT, packed_stretches
 from motet.model.state_cache import StateCache
 from tests import tiny_models as tiny
 from tests.test_base import assert_equals_stock

@@ -18,14 +18,13 @@ from motet.model.arithmetic import Arithmetic
 from motet.model.attention import Prefix, Span
 from motet.model.load import load_base
 from motet.model.mixers.recurrence import RecurrentRows, recur
-from motet.model.mixers.stretches import Stretches, cached_stretches, packed_stretches
-from motet.model.mixers.triton_recurrence import EVERY
+from motet.model.mixers.stretches import KEPT, Stretches, cached_stretches, packed_stretches
 from motet.model.state_cache import StateCache
 from tests import tiny_models as tiny
 
 DEVICE = tests.triton_on_cpu.DEVICE
 HEADS, KEYS, VALUES = 2, 24, 40
-LENGTHS, PREFIXES = [EVERY + 5, 9, 3, 1], [None, None, Prefix(0, EVERY + 1), Prefix(0, 7)]
+LENGTHS, PREFIXES = [KEPT + 5, 9, 3, 1], [None, None, Prefix(0, KEPT + 1), Prefix(0, 7)]
 
 COMPILE = """
 from triton.backends.compiler import GPUTarget
@@ -81,7 +80,7 @@ def test_a_sequence_has_its_own_bits_beside_a_nan(delta: bool) -> None:
         one[LENGTHS[0] : sum(LENGTHS[:2])] = float("nan")
     shared = run(inputs, packed_stretches(LENGTHS, DEVICE, PREFIXES, kernels=True))
     start = sum(LENGTHS[:2])
-    for begin, (prefix, length) in zip((start, start + 3), ((EVERY + 1, 3), (7, 1)), strict=True):
+    for begin, (prefix, length) in zip((start, start + 3), ((KEPT + 1, 3), (7, 1)), strict=True):
         whole = [torch.cat([one[:prefix], one[begin : begin + length]]) for one in inputs]
         alone = run(whole, packed_stretches([prefix + length], DEVICE, kernels=True))
         assert torch.equal(alone[:prefix], shared[:prefix])
