@@ -19,8 +19,7 @@ from motet.model.attention import Prefix, Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import NoAdapters
 from motet.model.mixers.functions import MixerFunctions
-from motet.model.mixers.recurrence import KEPT
-from motet.model.mixers.stretches import packed_stretches
+from motet.model.mixers.stretches import KEPT, packed_stretches
 from motet.model.state_cache import StateCache
 from tests import tiny_models as tiny
 from tests.test_base import assert_equals_stock
@@ -251,7 +250,7 @@ for place in {[str(tiny.directory(name)) for name in FIRST]!r}:
     except RuntimeError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     expected = [line for name in FIRST for line in (tiny.base(name).fingerprint(), "a kernel that nobody asked for")]
     assert done.stdout.splitlines() == expected

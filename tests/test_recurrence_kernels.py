@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 import tests.triton_on_cpu
-from motet.model.attention import Prefix
+from motet.model.arithmetic import Arithmetic
+from motet.model.attention import Prefix, Span
+from motet.model.load import load_base
 from motet.model.mixers.recurrence import RecurrentRows, recur
-from motet.model.mixers.stretches import Stretches, packed_stretches
-from motet.model.mixers.triton_recurrence import EVERY
+from motet.model.mixers.stretches import KEPT, Stretches, cached_stretches, packed_stretches
+from motet.model.state_cache import StateCache
+from tests import tiny_models as tiny
 
 DEVICE = tests.triton_on_cpu.DEVICE
 HEADS, KEYS, VALUES = 2, 24, 40
-LENGTHS, PREFIXES = [EVERY + 5, 9, 3, 1], [None, None, Prefix(0, EVERY + 1), Prefix(0, 7)]
+LENGTHS, PREFIXES = [KEPT + 5, 9, 3, 1], [None, None, Prefix(0, KEPT + 1), Prefix(0, 7)]
 
 COMPILE = """
 from triton.backends.compiler import GPUTarget
@@ -77,11 +80,43 @@ def test_a_sequence_has_its_own_bits_beside_a_nan(delta: bool) -> None:
         one[LENGTHS[0] : sum(LENGTHS[:2])] = float("nan")
     shared = run(inputs, packed_stretches(LENGTHS, DEVICE, PREFIXES, kernels=True))
     start = sum(LENGTHS[:2])
-    for begin, (prefix, length) in zip((start, start + 3), ((EVERY + 1, 3), (7, 1)), strict=True):
+    for begin, (prefix, length) in zip((start, start + 3), ((KEPT + 1, 3), (7, 1)), strict=True):
         whole = [torch.cat([one[:prefix], one[begin : begin + length]]) for one in inputs]
         alone = run(whole, packed_stretches([prefix + length], DEVICE, kernels=True))
         assert torch.equal(alone[:prefix], shared[:prefix])
         assert torch.equal(alone[prefix:], shared[begin : begin + length])
+
+
+@pytest.mark.parametrize("delta", [True, False])
+@torch.inference_mode()
+def test_a_sequence_is_cut_and_decoded_with_the_same_bits(delta: bool) -> None:
+    """Beside another that comes later; states lie in slots meanwhile."""
+    inputs, other = rows(12, delta=delta), [one.flip(0) for one in rows(12, delta=delta)]
+    whole, beside = (run(each, packed_stretches([12], DEVICE, kernels=True)) for each in (inputs, other))
+    states = StateCache(2, DEVICE)
+    slots = [states.take(), states.take()]
+    for mine, theirs in [((0, 7), (0, 4)), ((7, 8), (4, 5)), ((8, 9), (5, 6)), ((9, 12), (6, 12))]:
+        spans = [
+            Span(start, stop - start, slot=slot) for (start, stop), slot in zip((theirs, mine), slots, strict=True)
+        ]
+        part = [torch.cat([late[slice(*theirs)], own[slice(*mine)]]) for late, own in zip(other, inputs, strict=True)]
+        output = run(part, cached_stretches(spans, states, DEVICE, kernels=True))
+        assert torch.equal(output, torch.cat([beside[slice(*theirs)], whole[slice(*mine)]]))
+
+
+@pytest.mark.soak
+def test_a_whole_base_is_exact() -> None:
+    """As on a GPU: rows in tiles, attention and states by kernels; about a minute in the interpreter."""
+    like_a_gpu = Arithmetic(rows=16, tile=16, attention="triton")
+    base = load_base(
+        str(tiny.directory("falcon_h1")),
+        dtype="float32",
+        device=str(DEVICE),
+        block_size=tiny.BLOCK,
+        arithmetic=like_a_gpu,
+    )
+    assert base.info.exact, base.info.notes
+    assert base.arithmetic.attention == "triton", base.info.notes
 
 
 def test_the_kernels_compile_for_a_hopper_card_without_fused_sums(

@@ -153,6 +153,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_DELTA,
         },
     ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        {"num_hidden_layers": 3, "layer_types": _DELTA_LAYERS, **_DELTA, "linear_value_head_dim": 16},
+    ),
+    "bamba": (
+        "BambaConfig",
+        {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8},
+    ),
     "falcon_h1": (
         "FalconH1Config",
         {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16},
@@ -316,7 +324,7 @@ DENSE = (
 )  # fmt: skip
 """Architectures on which everything holds, bit for bit."""
 HYBRID_IN_PEFT = ("lfm2", "qwen3_5", "falcon_h1", "granite_h", "nemotron_h")
-HYBRID = (*HYBRID_IN_PEFT, "qwen3_next")
+HYBRID = (*HYBRID_IN_PEFT, "qwen3_next", "olmo_hybrid", "bamba")
 """Those with layers that keep a state. PEFT takes the dense layers of Qwen3-Next for experts."""
 WINDOWED = ("gemma2", "gemma3", "mistral")
 

@@ -51,7 +51,7 @@ _REFUSED = {
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Values of `init_lora_weights` with which `peft` also alters the base: the adapter means nothing without that."""
 
-_OUT_PROJ_REFUSED = ("falcon_h1", "nemotron_h")
+_OUT_PROJ_REFUSED = ("falcon_h1", "mamba2", "nemotron_h")
 """Architectures for whose `out_proj` PEFT loads no adapter: kernels for Mamba multiply with its weight past the layer."""
 
 

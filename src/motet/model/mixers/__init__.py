@@ -74,7 +74,7 @@ def _for_kernels(value: Any) -> bool:
     return (
         isinstance(value, FunctionType)
         and value.__module__.startswith("transformers.models.")
-        and (hasattr(value, "__wrapped__"))
+        and hasattr(value, "__wrapped__")
     )
 
 

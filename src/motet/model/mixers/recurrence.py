@@ -7,7 +7,7 @@ Every token takes one step of one shape, in a prompt, in a packed batch and in d
 anywhere, and its bits do not depend on company. What reads S is one product of four rows, k and q and two of zeros: products of
 fewer rows have other bits in other company.
 
-The backward pass keeps S every KEPT steps and takes the steps between again.
+The backward pass goes back step by step; it has S every KEPT steps, and takes those between again.
 
 Legend: R rows of a wave in the order of its steps, N stretches of a step, S stretches of the wave, H heads, K key width, V
 value width.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,10 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motet.model.arithmetic import ROWS
-from motet.model.mixers.stretches import Stretches, Wave
-
-KEPT = 32
-"""Steps between states that the backward pass begins again from."""
+from motet.model.mixers.stretches import KEPT, Stretches, Wave
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
     for wave in stretches.waves:
         begin_SHKV = _begin(wave, ends, stretches, layer, shape, value_THV)
         output_RHV, end_SHKV = _backend(stretches)(
-            wave.counts, begin_SHKV, *(one.index_select(0, wave.rows_R) for one in inputs)
+            wave, begin_SHKV, *(one.index_select(0, wave.rows_R) for one in inputs)
         )
         outputs.append(output_RHV)
         ends.append(end_SHKV)
@@ -70,12 +66,12 @@ def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
 def _backend(stretches: Stretches) -> Callable[..., tuple[Tensor, Tensor]]:
     """Of a wave: torch's products, or kernels."""
     if not stretches.kernels:
-        return _Recurrence.apply  # type: ignore[no-any-return]
+        return _Recurrence.apply
     from motet.model.mixers.triton_recurrence import (
-        TritonRecurrence,
-    )  # there is no Triton on most machines without a GPU
+        recur_by_kernels,  # there is no Triton on most machines without a GPU
+    )
 
-    return TritonRecurrence.apply  # type: ignore[no-any-return]
+    return recur_by_kernels
 
 
 def _begin(
@@ -92,53 +88,41 @@ class _Recurrence(torch.autograd.Function):
     """Rows of a wave [R, ...] and the states before it [S, H, K, V] → what is read [R, H, V], and the states after it."""
 
     @staticmethod
-    def forward(ctx: Any, counts: tuple[int, ...], begin_SHKV: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        state, states, outputs, ends = begin_SHKV, [], [], []
-        for part, rows in _parts(counts):
-            state, ended = state[: part[0]], state[part[0] :]
-            ends.append(ended)
-            states.append(state)
-            output, state = _steps(part, state, [one[rows] for one in inputs])
-            outputs.append(output)
+    def forward(ctx: Any, wave: Wave, begin_SHKV: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        counts = wave.counts
+        state, outputs, kept = begin_SHKV.clone(), [], []
+        keep = any(ctx.needs_input_grad)
+        steps = zip(counts, zip(*(one.split(list(counts)) for one in inputs), strict=True), strict=True)
+        for step, (count, rows) in enumerate(steps):
+            if keep and step % KEPT == 0:
+                kept.append(state[:count].clone())
+            outputs.append(_step(state[:count], *rows))
         ctx.counts = counts
-        ctx.save_for_backward(*inputs, *states)
-        return torch.cat(outputs), torch.cat([state, *reversed(ends)])
+        ctx.save_for_backward(*inputs, *kept)
+        return torch.cat(outputs), state
 
     @staticmethod
     def backward(ctx: Any, grad_RHV: Tensor, grad_end_SHKV: Tensor) -> tuple[Tensor | None, ...]:
-        parts = list(_parts(ctx.counts))
+        counts: tuple[int, ...] = ctx.counts
+        parts = range(0, len(counts), KEPT)
         saved = ctx.saved_tensors
-        inputs, states = saved[: -len(parts)], saved[-len(parts) :]
-        grad_state, grads = grad_end_SHKV[:0], []
-        for (part, rows), state in zip(reversed(parts), reversed(states), strict=True):
-            grad_state = torch.cat([grad_state, grad_end_SHKV[len(grad_state) : part[0]]])
-            with torch.enable_grad():
-                leaves = [one.detach().requires_grad_() for one in (state, *(one[rows] for one in inputs))]
-                results = _steps(part, leaves[0], leaves[1:])
-            grad_state, *own = torch.autograd.grad(results, leaves, (grad_RHV[rows], grad_state))
-            grads.append(own)
+        inputs, kept = saved[: -len(parts)], saved[-len(parts) :]
+        rows = list(zip(*(one.split(list(counts)) for one in (grad_RHV, *inputs)), strict=True))
+        grad_state, grads = grad_end_SHKV.clone(), []
+        for first, state in zip(reversed(parts), reversed(kept), strict=True):
+            steps, before = rows[first : first + KEPT], []
+            for _, *own in steps:
+                state = state[: len(own[0])]
+                before.append(state.clone())
+                _step(state, *own)
+            for (slope, *own), state in zip(reversed(steps), reversed(before), strict=True):
+                grads.append(_step_back(slope, grad_state[: len(slope)], state, *own))
         return (None, grad_state, *(torch.cat(own[::-1]) for own in zip(*grads, strict=True)))
 
 
-def _parts(counts: tuple[int, ...]) -> list[tuple[tuple[int, ...], slice]]:
-    """KEPT steps at a time, and their rows."""
-    ends = list(accumulate(counts, initial=0))
-    return [
-        (counts[step : step + KEPT], slice(ends[step], ends[min(step + KEPT, len(counts))]))
-        for step in range(0, len(counts), KEPT)
-    ]
-
-
-def _steps(counts: tuple[int, ...], state_NHKV: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Some steps of a wave: what is read [rows of these steps, H, V], and the states after the last of each stretch."""
-    outputs, ended = [], []
-    for count, rows in zip(counts, zip(*(one.split(list(counts)) for one in inputs), strict=True), strict=True):
-        if count < len(state_NHKV):
-            ended.append(state_NHKV[count:])
-            state_NHKV = state_NHKV[:count]
-        output, state_NHKV = _step(state_NHKV, *rows)
-        outputs.append(output)
-    return torch.cat(outputs), torch.cat([state_NHKV, *reversed(ended)])
+def _delta(value_NHV: Tensor, decay_NH1: Tensor, held_NHV: Tensor, beta_NH: Tensor | None) -> Tensor:
+    """What is added to what a key holds."""
+    return value_NHV if beta_NH is None else beta_NH[..., None] * (value_NHV - decay_NH1 * held_NHV)
 
 
 def _step(
@@ -148,13 +132,41 @@ def _step(
     decay_NH: Tensor,
     match_NH: Tensor,
     beta_NH: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One token of each stretch; `match` is q · k."""
+) -> Tensor:
+    """One token of each stretch: what it reads [N, H, V]; the states change in place. `match` is q · k."""
     decay_NH1 = decay_NH[..., None]
-    read_NH4V = torch.matmul(reads_NH4K, state_NHKV)
-    delta_NHV = value_NHV
+    held_NHV, read_NHV = torch.matmul(reads_NH4K, state_NHKV)[:, :, :2].unbind(2)
+    delta_NHV = _delta(value_NHV, decay_NH1, held_NHV, beta_NH)
+    state_NHKV.mul_(decay_NH1[..., None]).add_(reads_NH4K[:, :, 0, :, None] * delta_NHV[:, :, None])
+    return decay_NH1 * read_NHV + match_NH[..., None] * delta_NHV
+
+
+def _step_back(
+    slope_NHV: Tensor,
+    grad_NHKV: Tensor,
+    state_NHKV: Tensor,
+    reads_NH4K: Tensor,
+    value_NHV: Tensor,
+    decay_NH: Tensor,
+    match_NH: Tensor,
+    beta_NH: Tensor | None = None,
+) -> list[Tensor]:
+    """Gradients of a step's inputs; that of the states after it becomes that of the states before it, in place."""
+    decay_NH1 = decay_NH[..., None]
+    held_NHV, read_NHV = torch.matmul(reads_NH4K, state_NHKV)[:, :, :2].unbind(2)
+    delta_NHV = _delta(value_NHV, decay_NH1, held_NHV, beta_NH)
+    slope_delta_NHV = match_NH[..., None] * slope_NHV + torch.matmul(reads_NH4K, grad_NHKV)[:, :, 0]
+    slope_decay_NH = (grad_NHKV * state_NHKV).sum((-2, -1)) + (slope_NHV * read_NHV).sum(-1)
+    slope_match_NH = (slope_NHV * delta_NHV).sum(-1)
+    slope_read_NHV, slope_held_NHV, gates = decay_NH1 * slope_NHV, torch.zeros_like(slope_NHV), []
     if beta_NH is not None:
-        delta_NHV = beta_NH[..., None] * (value_NHV - decay_NH1 * read_NH4V[:, :, 0])
-    output_NHV = decay_NH1 * read_NH4V[:, :, 1] + match_NH[..., None] * delta_NHV
-    added_NHKV = reads_NH4K[:, :, 0, :, None] * delta_NHV[:, :, None]
-    return output_NHV, decay_NH1[..., None] * state_NHKV + added_NHKV
+        gates.append((slope_delta_NHV * (value_NHV - decay_NH1 * held_NHV)).sum(-1))
+        slope_decay_NH -= beta_NH * (slope_delta_NHV * held_NHV).sum(-1)
+        slope_delta_NHV = beta_NH[..., None] * slope_delta_NHV
+        slope_held_NHV = -decay_NH1 * slope_delta_NHV
+    slopes_NH4V = F.pad(torch.stack([slope_held_NHV, slope_read_NHV], dim=-2), (0, 0, 0, ROWS - 2))
+    slope_reads_NH4K = torch.matmul(slopes_NH4V, state_NHKV.mT)
+    wide_NH4V = F.pad(delta_NHV[:, :, None], (0, 0, 0, ROWS - 1))
+    slope_reads_NH4K += torch.matmul(wide_NH4V, grad_NHKV.mT)
+    grad_NHKV.mul_(decay_NH1[..., None]).add_(torch.matmul(reads_NH4K.mT, slopes_NH4V))
+    return [slope_reads_NH4K, slope_delta_NHV, slope_decay_NH, slope_match_NH, *gates]

@@ -9,6 +9,7 @@ Legend: T packed rows, S stretches of a wave, R rows of a wave, W taps of a conv
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from motet.model.attention.backend import Prefix, Span
 from motet.model.state_cache import StateCache
+
+KEPT = 32
+"""Steps between states that a backward pass begins again from."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,15 @@ class Wave:
     """Where the state before each stretch is: its slot, or its place among the ends of earlier waves; None for zeros."""
     ends_S: Tensor
     """Last packed row of each."""
+
+    @functools.cached_property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For kernels: first row of each step, place of the first state that is kept, length of each stretch; int32."""
+        starts, kept = accumulate(self.counts, initial=0), accumulate(self.counts[::KEPT], initial=0)
+        lengths = (torch.tensor(self.counts)[:, None] > torch.arange(self.counts[0])).sum(0)
+        device = self.rows_R.device
+        starts_T, kept_T = (torch.tensor(list(each), dtype=torch.int32, device=device) for each in (starts, kept))
+        return starts_T, kept_T, lengths.to(device, torch.int32)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,12 @@ def _kernel(function: Callable[..., Any]) -> Any:
     return triton.jit(function, do_not_specialize=names)
 
 
-@triton.jit
+def _part(function: Callable[..., Any]) -> Any:
+    """A function that kernels call."""
+    return triton.jit(function)
+
+
+@_part
 def _state_places(
     index, head, n_heads, tile, KEYS: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr
 ):
@@ -37,7 +42,7 @@ def _state_places(
     return first + key_K * VALUES + value_V, (key_K < KEYS) & (value_V < VALUES)
 
 
-@triton.jit
+@_part
 def _token(
     reads, value, decay, match, beta, place, tile,
     KEYS: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, DELTA: tl.constexpr,
@@ -53,12 +58,12 @@ def _token(
     return k_K, q_K, v_V, tl.load(decay + place), tl.load(match + place), b
 
 
-@triton.jit
+@_part
 def _read(state_KV, key_K):
     return tl.sum(state_KV * key_K[:, None], 0)
 
 
-@triton.jit
+@_part
 def _delta(state_KV, k_K, v_V, a, b, DELTA: tl.constexpr):
     delta_V = v_V
     if DELTA:

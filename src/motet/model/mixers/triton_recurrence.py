@@ -7,7 +7,6 @@ Legend: R rows of a wave in the order of its steps, S stretches, H heads, K key 
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,20 +15,23 @@ import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
 from motet.model.mixers import triton_kernels
+from motet.model.mixers.stretches import KEPT, Wave
 
 TILE = 32
 """Columns of a program's part of a state."""
-EVERY = 32
-"""Steps between states that the backward pass begins again from."""
 
 
-class TritonRecurrence(torch.autograd.Function):
+def recur_by_kernels(wave: Wave, begin_SHKV: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of a wave [R, ...] and the states before it [S, H, K, V] → what is read [R, H, V], and the states after it."""
+    output_RHV, end_SHKV = _Recurrence.apply(wave, begin_SHKV, *inputs)  # type: ignore[no-untyped-call]
+    return output_RHV, end_SHKV
 
+
+class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        counts: tuple[int, ...],
+        wave: Wave,
         begin_SHKV: Tensor,
         reads_RH4K: Tensor,
         value_RHV: Tensor,
@@ -39,17 +41,16 @@ class TritonRecurrence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = [reads_RH4K, value_RHV, decay_RH, match_RH, *([] if beta_RH is None else [beta_RH])]
         begin_SHKV, *rows = (one.contiguous() for one in (begin_SHKV, *rows))
-        tables = _tables(counts, value_RHV.device)
         keep = any(ctx.needs_input_grad)
-        n_kept = sum(counts[::EVERY]) if keep else 1
+        n_kept = sum(wave.counts[::KEPT]) if keep else 1
         kept = begin_SHKV.new_empty(n_kept, *begin_SHKV.shape[1:])
         output_RHV, end_SHKV = torch.empty_like(rows[1]), torch.empty_like(begin_SHKV)
         with torch.cuda.device_of(begin_SHKV):
             triton_kernels.forward[_grid(begin_SHKV)](
-                *rows[:4], rows[-1], begin_SHKV, output_RHV, end_SHKV, kept, *tables, begin_SHKV.shape[1], int(keep), EVERY,
+                *rows[:4], rows[-1], begin_SHKV, output_RHV, end_SHKV, kept, *wave.tables, begin_SHKV.shape[1], int(keep), KEPT,
                 **_options(begin_SHKV, delta=beta_RH is not None),
             )  # fmt: skip
-        ctx.save_for_backward(*rows, kept, *tables)
+        ctx.save_for_backward(*rows, kept, *wave.tables)
         return output_RHV, end_SHKV
 
     @staticmethod
@@ -57,14 +58,14 @@ class TritonRecurrence(torch.autograd.Function):
         *rows, kept, starts, kept_starts, lengths_S = ctx.saved_tensors
         (n_rows, n_heads), n_keys = rows[2].shape, rows[0].shape[-1]
         grid = _grid(grad_end_SHKV)
-        between = kept.new_empty(len(grad_end_SHKV) * EVERY, *kept.shape[1:])
+        between = kept.new_empty(len(grad_end_SHKV) * KEPT, *kept.shape[1:])
         grad_reads = kept.new_empty(grid[2], n_rows, n_heads, 2, n_keys)
         grad_gates = kept.new_empty(grid[2], n_rows, n_heads, 3)
         grad_value_RHV, grad_begin_SHKV = torch.empty_like(rows[1]), torch.empty_like(grad_end_SHKV)
         with torch.cuda.device_of(kept):
             triton_kernels.backward[grid](
                 *rows[:4], rows[-1], kept, grad_RHV.contiguous(), grad_end_SHKV.contiguous(), between, grad_reads,
-                grad_value_RHV, grad_gates, grad_begin_SHKV, starts, kept_starts, lengths_S, n_heads, n_rows, EVERY,
+                grad_value_RHV, grad_gates, grad_begin_SHKV, starts, kept_starts, lengths_S, n_heads, n_rows, KEPT,
                 **_options(kept, delta=len(rows) == 5),
             )  # fmt: skip
         decay_RH, match_RH, *beta = _added(grad_gates).unbind(-1)
@@ -78,15 +79,6 @@ def _added(parts: Tensor) -> Tensor:
     for part in others:
         total = total + part
     return total
-
-
-def _tables(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """First row of each step, place of the first state kept every so many, and length of each stretch; int32."""
-    starts = list(accumulate(counts, initial=0))
-    kept_starts = list(accumulate(counts[::EVERY], initial=0))
-    lengths = (torch.tensor(counts)[:, None] > torch.arange(counts[0])).sum(0)
-    starts_T, kept_T = (torch.tensor(each, dtype=torch.int32, device=device) for each in (starts, kept_starts))
-    return starts_T, kept_T, lengths.to(device, torch.int32)
 
 
 def _grid(state_SHKV: Tensor) -> tuple[int, int, int]:
