@@ -6,6 +6,7 @@ Runs in an environment of its own, and knows nothing of Motet.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 
 QUESTION = "What is 2 + 3?"
@@ -99,6 +100,18 @@ async def smolagents_code(url, key):
 
     model = OpenAIServerModel("job", api_base=url, api_key=key)
     return CodeAgent(tools=[tool(add_numbers)], model=model, max_steps=3, verbosity_level=0).run(QUESTION)
+
+
+async def mini_swe_agent(url, key):
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    from minisweagent.agents.default import DefaultAgent
+    from minisweagent.environments.local import LocalEnvironment
+    from minisweagent.models.litellm_model import LitellmModel
+
+    given = {"api_base": url, "api_key": key}
+    model = LitellmModel(model_name="openai/job", model_kwargs=given, cost_tracking="ignore_errors")
+    agent = DefaultAgent(model, LocalEnvironment(), system_template="Use bash.", instance_template="{{ task }}")
+    return agent.run(QUESTION)["submission"]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from motet.types import Message, Problem
 from tests.captured import check_captured, none_scored
 from tests.scripted_model import CHAT, Script
 
-PYTHON = Path(__file__).resolve().parents[1] / ".envs" / "agents" / "bin" / "python"
+ENVS = Path(__file__).resolve().parents[1] / ".envs"
 TOOL = '<tool_call>{"name": "add_numbers",  "arguments": {"b": 3, "a": 2}}</tool_call>'
 FINAL = '<tool_call>{"name": "final_answer", "arguments": {"answer": "5"}}</tool_call>'
 CODE = "Thought: I add.\n<code>\nfinal_answer(add_numbers(2, 3))\n</code>"
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo $((2 + 3))"
+BASH = json.dumps({"name": "bash", "arguments": {"command": SUBMIT}})
 AGENTS = {
     "openai_agents_responses": (TOOL, "It is 5."),
     "openai_agents_chat": (TOOL, "It is 5."),
@@ -28,6 +31,7 @@ AGENTS = {
     "langgraph": (TOOL, "It is 5."),
     "smolagents": (TOOL, FINAL),
     "smolagents_code": (CODE,),
+    "mini_swe_agent": (f"<tool_call>{BASH}</tool_call>",),
 }
 """What the model says, turn by turn."""
 REWRITE = frozenset({"smolagents"})
@@ -36,9 +40,10 @@ REWRITE = frozenset({"smolagents"})
 
 @pytest.mark.xdist_group("agents")
 @pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_of_a_stock_package_is_captured_token_by_token(name: str) -> None:
-    if not PYTHON.is_file():
-        pytest.skip("needs the environment of stock agents: make agents")
+def test_an_agent_of_a_stock_package_is_captured_token_by_token(name: str, tmp_path: Path) -> None:
+    python = ENVS / ("mini" if name == "mini_swe_agent" else "agents") / "bin" / "python"
+    if not python.is_file():
+        pytest.skip("needs the environments of stock agents: make agents")
     answers = iter(AGENTS[name])
     script = Script(lambda *_: next(answers))
 
@@ -46,13 +51,13 @@ def test_an_agent_of_a_stock_package_is_captured_token_by_token(name: str) -> No
         gateway = Gateway()
         gateway.open()
         context = GroupContext(Problem(0, (Message("user", "x"),), ""), CHAT, 1, script, none_scored, judged=False)
-        episode = AgentEpisode(context, 0, "job", 9, 120.0)
+        episode = AgentEpisode(context, 0, "job", 9, 600.0)
         try:
             with gateway.serving(episode) as (url, key):
                 process = await asyncio.create_subprocess_exec(
-                    PYTHON, Path(__file__).with_name("stock_agents.py"), name, url, key,
+                    python, Path(__file__).with_name("stock_agents.py"), name, url, key,
                     stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                    env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")},
+                    cwd=tmp_path, env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
                 )  # fmt: skip
                 out, err = await process.communicate()
                 assert process.returncode == 0, err.decode()[-2000:]

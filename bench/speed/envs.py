@@ -65,6 +65,7 @@ PEERS = (
         "agents",
         (("openai-agents", "pydantic-ai-slim[openai]", "langgraph", "langchain-openai", "smolagents[openai]"),),
     ),
+    Peer("mini", (("mini-swe-agent",),)),
     Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
 )
 OLDER = tuple(
