@@ -217,6 +217,7 @@ class Cable:
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
             with contextlib.suppress(ConnectionError):
                 await asyncio.gather(self._flow(reader, far_writer), self._flow(far_reader, writer))
+            await self.whole.wait()  # before that nobody hears that the other end was closed
 
         server = await asyncio.start_server(carry, host, 0)
         return f"{host}:{server.sockets[0].getsockname()[1]}"
@@ -225,6 +226,7 @@ class Cable:
         while part := await reader.read(2**16):
             await self.whole.wait()
             writer.write(part)
+        await self.whole.wait()
         writer.close()
 
 
