@@ -215,9 +215,13 @@ class Cable:
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             server.close()
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
-            with contextlib.suppress(ConnectionError):
-                await asyncio.gather(self._flow(reader, far_writer), self._flow(far_reader, writer))
-            await self.whole.wait()  # before that nobody hears that the other end was closed
+            try:
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.gather(self._flow(reader, far_writer), self._flow(far_reader, writer))
+                await self.whole.wait()  # before that nobody hears that the other end was closed
+            finally:
+                for end in (writer, far_writer):
+                    end.transport.abort()
 
         server = await asyncio.start_server(carry, host, 0)
         return f"{host}:{server.sockets[0].getsockname()[1]}"
