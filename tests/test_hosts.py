@@ -215,8 +215,13 @@ class Cable:
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             server.close()
             far_reader, far_writer = await asyncio.open_connection(host, int(port))
-            with contextlib.suppress(ConnectionError):
-                await asyncio.gather(self._flow(reader, far_writer), self._flow(far_reader, writer))
+            try:
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.gather(self._flow(reader, far_writer), self._flow(far_reader, writer))
+                await self.whole.wait()  # before that nobody hears that the other end was closed
+            finally:
+                for end in (writer, far_writer):
+                    end.transport.abort()
 
         server = await asyncio.start_server(carry, host, 0)
         return f"{host}:{server.sockets[0].getsockname()[1]}"
@@ -225,6 +230,7 @@ class Cable:
         while part := await reader.read(2**16):
             await self.whole.wait()
             writer.write(part)
+        await self.whole.wait()
         writer.close()
 
 

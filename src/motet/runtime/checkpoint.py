@@ -306,6 +306,11 @@ class JobDirectory:
             total -= item.stat().st_size
             item.unlink()
 
+    def delete(self) -> None:
+        """Remove all of it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._owner.forget()
+
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Record the job's state and reason for people and reports."""
         self._owner.check()

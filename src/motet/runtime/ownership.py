@@ -5,29 +5,28 @@ A host that was cut off may train on while another one has its jobs. It finds th
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 
 from motet.errors import RunError
 
-_MARK = ".owner"
-
 
 class Ownership:
-    """The mark in one directory, and whether it is this process's."""
+    """The mark of one directory, and whether it is this process's. It lies beside it: what a job leaves has no random bytes."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._file = directory, directory / _MARK
+        self._directory, self._file = directory, directory.with_name(f".owner-{directory.name}")
         self._mark: bytes | None = None
 
     def take(self) -> None:
         """From now on whoever had the directory before writes nothing more."""
         mark = secrets.token_hex(8).encode()
-        draft = self._file.with_name(f".tmp-{mark.decode()}")
-        draft.write_bytes(mark)
-        os.replace(draft, self._file)
+        self._file.write_bytes(mark)
         self._mark = mark
+
+    def forget(self) -> None:
+        """The directory is gone."""
+        self._file.unlink(missing_ok=True)
 
     def check(self) -> None:
         """Make sure that nobody has taken it since; who never took it is a reader, or writes what needs no owner.

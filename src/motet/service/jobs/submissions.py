@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -146,4 +145,4 @@ class Submissions:
         self._engine.send(ForgetJob(job.id))
         self._adapters.forget_shares(job.id)
         self._store.delete_job(job.id)
-        shutil.rmtree(self._storage.job(job.id).path, ignore_errors=True)
+        self._storage.job(job.id).delete()
