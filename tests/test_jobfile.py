@@ -242,7 +242,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "environment": (
         {"environment": "game"},
-        "environment.name: must be single, retry, or file.py:Class for one of your",
+        "environment.name: must be single, retry, sandbox, mcp, textarena, skyrl_gym",
     ),
     "group": ({"algorithm": {"group_size": 1}}, "algorithm.group_size: Input should be greater than or equal to 2"),
     "rank": ({"adapter": {"rank": 1000}}, "adapter.rank: Input should be less than or equal to 512"),
