@@ -93,10 +93,9 @@ def test_a_full_disk_costs_memory_and_no_step(tmp_path: Path, caplog: pytest.Log
 
 
 def test_a_run_with_room_for_one(tmp_path: Path) -> None:
-    jobs = [
-        {"name": name, "data": "toy:sort_letters", "reward": "exact", "steps": 2, "sampling": {"max_tokens": 8}}
-        for name in ("one", "two", "three")
-    ]
+    few = {"algorithm": {"group_size": 4, "groups_per_step": 2}, "sampling": {"max_tokens": 8}, "steps": 2}
+    data = {"data": {"source": "toy:sort_letters", "holdout": 0}, "reward": "exact"}
+    jobs = [{"name": name, **data, **few} for name in ("one", "two", "three")]
     alone = weights_of(run_alone(tmp_path / "alone", *jobs))
     engine = {"samplers": 0, "threads": 1, "device": "cpu", "resident": 1, "parking": str(tmp_path)}
     tree = {"base": "small", "run": str(tmp_path / "run"), "engine": engine, "jobs": jobs}

@@ -100,18 +100,18 @@ def test_a_small_cluster_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.soak
 @pytest.mark.parametrize("base", ["8B", "30B-A3B"])
-def test_ten_thousand_jobs_on_a_thousand_hosts(base: str) -> None:
-    """What a host takes is arithmetic for an H100, not measured."""
+def test_a_thousand_jobs_on_a_hundred_hosts(base: str) -> None:
+    """What a host takes is arithmetic for an H100, not measured. Jobs are short, so much of the time is the end of it."""
     costs = {"8B": (0.012, 0.00008, 14_000), "30B-A3B": (0.009, 0.00012, 24_000)}[base]
     named = dict(zip(("token_seconds", "row_seconds", "train_tokens_per_second"), costs, strict=True))
     tenants = [
-        {"tenant": f"{number}", "count": 1000, "steps": [8, 24], "groups_per_step": 4, "completion_tokens": [100, 600]}
+        {"tenant": f"{number}", "count": 100, "steps": [8, 24], "groups_per_step": 4, "completion_tokens": [100, 600]}
         for number in range(10)
     ]
-    found = outcome({"count": 1000, "slots": 8, "rows": 256, "costs": {**named, "publish_seconds": 0.4}}, *tenants)
+    found = outcome({"count": 100, "slots": 8, "rows": 256, "costs": {**named, "publish_seconds": 0.4}}, *tenants)
     print({name: value for name, value in vars(found).items() if name != "curve"})
-    assert found.utilisation >= 0.9
-    assert found.fairness <= 1.1
+    assert found.utilisation >= 0.8
+    assert found.fairness <= 1.3
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
