@@ -26,6 +26,9 @@ PROMPTS = (53, 9)
 @pytest.mark.parametrize("name", bases.BASES)
 def test_an_architecture_does_what_the_table_says(name: str, dtype: str, tmp_path: Path) -> None:
     row = bases.row(name, dtype)
+    if row.verdict == bases.REFUSED and dtype != "float32":  # it may fail elsewhere first
+        assert any(f"| {bases.BASES[name]} | {bases.REFUSED} |" in line for line in bases.written())
+        return
     assert str(row) in bases.written(), "make bases"
     if row.verdict == bases.REFUSED:
         return

@@ -70,9 +70,10 @@ def motet_experts(experts: Any, hidden_TD: Tensor, top_TJ: Tensor, share_TJ: Ten
     counts = chosen_P.bincount(minlength=experts.num_experts).tolist()
     parts = [_expert(experts, number, own) for number, own in enumerate(rows_PD.split(counts)) if len(own)]
     said_TJD = torch.cat(parts).index_select(0, by_expert_P.argsort()).unflatten(0, top_TJ.shape).float()
-    total_TD, *others = (said_TJD * share_TJ[..., None].float()).unbind(1)
-    for part in others:
-        total_TD = total_TD + part
+    weighted_TJD: Tensor = said_TJD * share_TJ[..., None].float()
+    total_TD = weighted_TJD[:, 0]
+    for place in range(1, top_TJ.shape[1]):
+        total_TD = total_TD + weighted_TJD[:, place]
     return total_TD.to(hidden_TD.dtype)
 
 
