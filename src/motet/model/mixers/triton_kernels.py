@@ -71,6 +71,20 @@ def _delta(state_KV, k_K, v_V, a, b, DELTA: tl.constexpr):
     return delta_V
 
 
+@_part
+def _store_keys(grad_reads, at_row, slope_k_K, slope_q_K, KEYS: tl.constexpr, LANES: tl.constexpr):
+    key_K = tl.arange(0, LANES)
+    tl.store(grad_reads + at_row * 2 * KEYS + key_K, slope_k_K, mask=key_K < KEYS)
+    tl.store(grad_reads + (at_row * 2 + 1) * KEYS + key_K, slope_q_K, mask=key_K < KEYS)
+
+
+@_part
+def _store_gates(grad_gates, at_row, slope_a, slope_m, slope_b):
+    tl.store(grad_gates + at_row * 3, slope_a)
+    tl.store(grad_gates + at_row * 3 + 1, slope_m)
+    tl.store(grad_gates + at_row * 3 + 2, slope_b)
+
+
 @_kernel
 def forward(
     reads, value, decay, match, beta, begin, output, end, kept, starts, kept_starts, lengths, n_heads, keep, every,
@@ -107,7 +121,7 @@ def backward(
     `between` holds the states of `every` steps, for each stretch.
     """
     stretch, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    key_K, value_V = tl.arange(0, LANES), tile * TILE + tl.arange(0, TILE)
+    value_V = tile * TILE + tl.arange(0, TILE)
     places, there = _state_places(stretch, head, n_heads, tile, KEYS, VALUES, LANES, TILE)
     grad_KV = tl.load(grad_end + places, mask=there, other=0.0)
     length = tl.load(lengths + stretch)
@@ -151,11 +165,8 @@ def backward(
                 slope_k_K += tl.sum(before_KV * slope_held_V[None, :], 1)
                 grad_KV += k_K[:, None] * slope_held_V[None, :]
             at_row = tile.to(tl.int64) * n_rows * n_heads + place
-            tl.store(grad_reads + at_row * 2 * KEYS + key_K, slope_k_K, mask=key_K < KEYS)
-            tl.store(grad_reads + (at_row * 2 + 1) * KEYS + key_K, slope_q_K, mask=key_K < KEYS)
             tl.store(grad_value + place * VALUES + value_V, b * slope_delta_V, mask=value_V < VALUES)
-            tl.store(grad_gates + at_row * 3, slope_a)
-            tl.store(grad_gates + at_row * 3 + 1, tl.sum(slope_V * delta_V, 0))
-            tl.store(grad_gates + at_row * 3 + 2, slope_b)
+            _store_keys(grad_reads, at_row, slope_k_K, slope_q_K, KEYS, LANES)
+            _store_gates(grad_gates, at_row, slope_a, tl.sum(slope_V * delta_V, 0), slope_b)
         tl.debug_barrier()
     tl.store(grad_begin + places, grad_KV, mask=there)
