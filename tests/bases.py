@@ -32,7 +32,9 @@ BASES = {
     "ernie4_5_moe": "ERNIE 4.5 21B", "minimax_m2": "MiniMax-M2", "phimoe": "Phi-3.5-MoE",
     "deepseek_v2": "DeepSeek-V2-Lite", "deepseek_v3": "DeepSeek-V3, Moonlight, Kimi K2", "llama4": "Llama 4",
     "qwen3_next": "Qwen3-Next", "qwen3_5": "Qwen3.5", "granitemoehybrid": "Granite 4-H", "lfm2": "LFM2",
-    "falcon_h1": "Falcon-H1", "mamba": "Mamba", "minimax": "MiniMax-01", "deepseek_v32": "DeepSeek-V3.2",
+    "falcon_h1": "Falcon-H1", "granite_h": "Granite 4-H without experts", "nemotron_h": "Nemotron-H, Nemotron 3",
+    "bamba": "Bamba",
+    "olmo_hybrid": "OLMo Hybrid", "mamba": "Mamba", "minimax": "MiniMax-01", "deepseek_v32": "DeepSeek-V3.2",
     "falcon": "Falcon", "bloom": "BLOOM", "gpt2": "GPT-2", "gptj": "GPT-J", "stablelm": "StableLM",
     "nemotron": "Minitron", "diffllama": "DiffLlama", "jetmoe": "JetMoE",
 }  # fmt: skip
