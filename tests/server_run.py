@@ -33,6 +33,7 @@ from motet.rollout.version_files import VersionFiles
 from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef, GenerateRequest, SamplingParams
 from tests.protocol_server import ProtocolServer
+from tests.waiting import until
 
 RUN = "run"
 CLOCKS = Clocks(connect=1.0, health=1.0, load=2.0, request=5.0, retry=0.01, look=0.02)
@@ -186,3 +187,8 @@ async def ticks(seconds: float) -> AsyncIterator[float]:
     while (now := time.monotonic()) < end:
         yield now
         await asyncio.sleep(0.002)
+
+
+async def all_up(engine: ServerEngine) -> None:
+    await engine.ready()
+    await until(lambda: len(engine.fleet.up) == len(engine.fleet.replicas))

@@ -15,7 +15,7 @@ from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks, SamplerRouting
 from tests import tiny_models as tiny
-from tests.test_lora_products import DTYPES, FAST, NAMES, Seen, exact, products, random
+from tests.lora_cases import DTYPES, FAST, NAMES, Seen, exact, products, random
 
 
 def table_of(base: LoraModel, slots: int = 4, rank: int = 8) -> AdapterTable:

@@ -6,54 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from motet.model.attention import Span, motet_attention
-from motet.model.attention.torch_attention import TorchPass
-from motet.model.attention.torch_metadata import TorchMetadata, cached_metadata, packed_metadata
+from motet.model.attention import Span
+from motet.model.attention.torch_metadata import cached_metadata, packed_metadata
 from motet.model.kv_cache import KVCache
+from tests.attention_cases import BLOCK, HEADS, WIDTH, attend, sequences, shared_blocks, sinks_of
 from tests.live_memory import LiveMemory
 
 CPU = torch.device("cpu")
-BLOCK, HEADS, WIDTH = 16, 2, 16
 DTYPES = [torch.float32, torch.bfloat16]
-PROMPTS = [(40, [45, 41, 60, 70, 49]), (17, [20, 33]), (0, [5]), (0, [50]), (48, [49, 52, 81])]
-"""Tokens that the members of a prompt have in common, and their lengths."""
-
-
-class Layer(nn.Module):
-    """Number 0."""
-
-    layer_idx = 0
-
-
-def attend(states: list[Tensor], metadata: TorchMetadata, **options) -> Tensor:
-    """Query, key and value [T, heads, E] → [T, H, E]."""
-    query, key, value = (each.transpose(0, 1)[None] for each in states)
-    output, _ = motet_attention(Layer(), query, key, value, None, attention_pass=TorchPass(metadata), **options)
-    return output[0]
-
-
-def sequences(dtype: torch.dtype, heads: int) -> list[list[Tensor]]:
-    """Query, key and value of each sequence; members of a prompt begin alike."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(n: int) -> list[Tensor]:
-        return [torch.randn(n, width, WIDTH, generator=generator).to(dtype) for width in (heads, HEADS, HEADS)]
-
-    made: list[list[Tensor]] = []
-    for common, lengths in PROMPTS:
-        prompt = random(common)
-        rests = [random(length - common) for length in lengths]
-        made.extend([torch.cat([one, other]) for one, other in zip(prompt, rest, strict=True)] for rest in rests)
-    return made
-
-
-def shared_blocks(cache: KVCache) -> list[list[int]]:
-    """Blocks of each sequence; members of a prompt share its full ones."""
-    tables: list[list[int]] = []
-    for common, lengths in PROMPTS:
-        shared = cache.take(common // BLOCK)
-        tables.extend([*shared, *cache.take(-(-length // BLOCK) - len(shared))] for length in lengths)
-    return tables
 
 
 @pytest.mark.parametrize("window", [None, 21])
@@ -125,11 +85,6 @@ def test_scores_far_below_the_largest_weigh_nothing():
     key = torch.tensor([100.0, 0.0, -1e6, 50.0])[:, None, None].expand(4, HEADS, WIDTH).contiguous()
     output = attend([query, key, value], metadata=packed_metadata([4], BLOCK, CPU))
     assert torch.allclose(output, value[:1].expand_as(output), rtol=0, atol=1e-37)
-
-
-def sinks_of(heads: int) -> Tensor:
-    """Some above all scores, some far below."""
-    return torch.linspace(-9.0, 6.0, heads)
 
 
 @pytest.mark.parametrize("fold", [1, 3])

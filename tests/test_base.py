@@ -21,23 +21,12 @@ from motet.model.frozen_weight import FrozenWeight
 from motet.model.load import load_base
 from motet.model.lora import FusedLinears
 from motet.model.lora_model import LoraModel, wrap
-from motet.model.proof import TOLERANCE, prove
+from motet.model.proof import prove
 from tests import tiny_models as tiny
+from tests.tiny_models import assert_equals_stock
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "llama4")
-
-
-@torch.no_grad()
-def assert_equals_stock(name: str, base: LoraModel, lengths: tuple[int, ...], share: float = 1.0) -> None:
-    sequences = [tiny.tokens(length) for length in lengths]
-    model = tiny.stock(name, base.dtype)
-    stock = [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in sequences]
-    ours = tiny.packed_logits(base, [(None, ids) for ids in sequences])
-    largest = max(float(logits.abs().max()) for logits in stock)
-    gaps_T = (torch.cat(ours) - torch.cat(stock)).abs().amax(-1)
-    near = float((gaps_T <= TOLERANCE[base.dtype] * largest).float().mean())
-    assert near >= share, f"{near:.2%} of the rows are near, the largest gap is {gaps_T.max():.3g} of {largest:.3g}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

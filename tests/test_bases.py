@@ -12,9 +12,10 @@ from motet.batch import Batch
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.training.torch_trainer import TorchTrainer
-from tests import bases, test_peft_io
+from tests import bases
 from tests import tiny_models as tiny
-from tests.test_trainer import make_segment, make_trainer, run_steps, sampler_logprobs
+from tests.peft_files import close, export, load, peft_logits
+from tests.segments import make_segment, make_trainer, run_steps, sampler_logprobs
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -65,10 +66,10 @@ def assert_peft_computes_the_same(name: str, base: LoraModel, directory: Path) -
     attention = sorted({path.rsplit(".", 1)[-1] for path in base.linears if "attn" in path})
     targets = attention if name in bases.MISREAD else "all-linear"
     ids, weights = tiny.tokens(PROMPTS[1]), tiny.adapter(base, targets=targets)
-    test_peft_io.export(directory, base, weights, targets)
-    assert torch.equal(test_peft_io.load(directory, base).flat, weights.flat)
+    export(directory, base, weights, targets)
+    assert torch.equal(load(directory, base).flat, weights.flat)
     if base.dtype == torch.float32:  # in half precision their products are rounded elsewhere
         peft = PeftModel.from_pretrained(tiny.stock(name), directory)
         assert sum("lora_A" in key for key, _ in peft.named_parameters()) == len(weights.layout.places)
         ours = tiny.packed_logits(base, [(weights, ids)])[0]
-        assert test_peft_io.close(ours, test_peft_io.peft_logits(peft, ids), 1e-4)
+        assert close(ours, peft_logits(peft, ids), 1e-4)

@@ -26,8 +26,8 @@ from motet.training.arena import HEAD
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
 from tests.fake_run import metrics, weights
-from tests.test_step_batch import group, rollout
-from tests.test_trainer import SHAPES, make_samples, make_segment
+from tests.rollout_groups import group, rollout
+from tests.segments import SHAPES, make_samples, make_segment
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -21,7 +21,7 @@ from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.rollout.model_runner import ModelRunner, NewTokens
 from tests import tiny_models as tiny
-from tests.test_invariants import fingerprint, job, metrics, run
+from tests.small_runs import fingerprint, job, metrics, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy on Inf and NaN
 

@@ -17,8 +17,8 @@ from motet.errors import ConfigError
 from motet.types import JobState
 from tests.fake_run import job, metrics, run_jobs, weights
 from tests.protocol_server import ProtocolServer
-from tests.test_preferences import records
-from tests.test_step_batch import group, rollout
+from tests.rollout_groups import group, rollout
+from tests.run_directory import records
 
 
 def run(directory: Path, *jobs: dict[str, Any], **options: Any) -> Any:

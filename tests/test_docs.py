@@ -17,9 +17,9 @@ from pydantic import BaseModel
 
 import make_reference
 from motet.errors import RewardError
+from tests.pages import FENCE, fences
 
 ROOT = Path(__file__).resolve().parents[1]
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 TARGET = re.compile(r"^([a-z0-9-]+):", re.MULTILINE)
@@ -29,11 +29,6 @@ def pages() -> list[Path]:
     """Every Markdown page of the repository."""
     folders = ("docs", "examples", "bench", ".github")
     return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in (ROOT / folder).rglob("*.md"))])
-
-
-def fences(text: str, language: str) -> list[str]:
-    """The contents of fenced blocks in a language."""
-    return [body for kind, body in FENCE.findall(text) if kind == language]
 
 
 def anchors(text: str) -> set[str]:

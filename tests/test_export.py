@@ -14,7 +14,7 @@ from motet.commands.export import export
 from motet.errors import AdapterError, BaseModelError
 from motet.model.load import SMALL_BASE
 from motet.types import ADAPTER_CONFIG
-from tests.test_peft_io import peft_logits, randomise
+from tests.peft_files import peft_logits, randomise
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from motet.config import EngineConfig
 from motet.launch import load
-from tests.test_invariants import fingerprint, job, metrics, run
+from tests.small_runs import fingerprint, job, metrics, run
 
 pytestmark = pytest.mark.gpu
 

@@ -20,8 +20,8 @@ from motet.model.attention import LayerCall, Prefix, Span, torch_metadata
 from motet.model.attention.triton_attention import TritonPass
 from motet.model.attention.triton_metadata import TILE_KEYS, TritonMetadata, cached_metadata, packed_metadata
 from motet.model.kv_cache import KVCache
-from tests import test_attention
-from tests.test_attention import BLOCK, HEADS, shared_blocks
+from tests.attention_cases import BLOCK, HEADS, sequences, shared_blocks, sinks_of
+from tests.attention_cases import attend as attend_in_torch
 
 COMPILE = """
 from triton.backends.compiler import GPUTarget
@@ -75,11 +75,11 @@ def gradients(output: Tensor, states: list[Tensor]) -> tuple[Tensor, ...]:
 )
 def test_packed_sequences_and_their_gradients_equal_the_products_of_torch(fold, n_kv, width, window, softcap, sinks):
     states = [each.requires_grad_() for each in random(sum(LENGTHS), fold * n_kv, n_kv, n_kv, width=width)]
-    sinks_H = test_attention.sinks_of(fold * n_kv).to(DEVICE) if sinks else None
+    sinks_H = sinks_of(fold * n_kv).to(DEVICE) if sinks else None
     output = attend(packed_metadata(LENGTHS, DEVICE, PREFIXES), states, window, softcap, sinks_H)
     metadata = torch_metadata.packed_metadata(LENGTHS, BLOCK, DEVICE, PREFIXES)
     options = {"sliding_window": window, "softcap": softcap, "s_aux": sinks_H}
-    expected = test_attention.attend(states, metadata=metadata, **options)
+    expected = attend_in_torch(states, metadata=metadata, **options)
     assert torch.allclose(output, expected, rtol=0, atol=1e-5)
     for ours, theirs in zip(gradients(output, states), gradients(expected, states), strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
@@ -104,7 +104,7 @@ def test_prefilled_and_decoded_rows_equal_the_products_of_torch(block_size):
     outputs = []
     pairs: list[tuple[Callable[..., Any], Callable[..., Tensor]]] = [
         (cached_metadata, attend),
-        (torch_metadata.cached_metadata, lambda metadata, states: test_attention.attend(states, metadata=metadata)),
+        (torch_metadata.cached_metadata, lambda metadata, states: attend_in_torch(states, metadata=metadata)),
     ]
     for make, run in pairs:
         cache = KVCache(20, block_size, DEVICE)
@@ -124,7 +124,7 @@ def test_prefilled_and_decoded_rows_equal_the_products_of_torch(block_size):
 )
 @torch.inference_mode()
 def test_decoding_equals_whole_sequences_bitwise(dtype, fold, window):
-    states = [[each.to(DEVICE) for each in one] for one in test_attention.sequences(dtype, HEADS * fold)]
+    states = [[each.to(DEVICE) for each in one] for one in sequences(dtype, HEADS * fold)]
     lengths = [len(one[0]) for one in states]
     packed = [torch.cat(each) for each in zip(*states, strict=True)]
     whole = attend(packed_metadata(lengths, DEVICE), packed, window).split(lengths)
@@ -266,7 +266,7 @@ def test_views_of_a_joint_product_have_the_bits_of_tensors_of_their_own():
 @torch.inference_mode()
 def test_a_tile_holds_at_least_one_query():
     states = random(3, 64, 1, 1)
-    expected = test_attention.attend(states, metadata=torch_metadata.packed_metadata([3], BLOCK, DEVICE))
+    expected = attend_in_torch(states, metadata=torch_metadata.packed_metadata([3], BLOCK, DEVICE))
     assert torch.allclose(attend(packed_metadata([3], DEVICE), states), expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="65 query heads share a KV head"):
         attend(packed_metadata([3], DEVICE), random(3, 65, 1, 1))

@@ -390,6 +390,15 @@ def test_the_house_keeps_its_laws() -> None:
     assert not found, "\n".join(found)
 
 
+def test_no_test_module_is_imported_by_another() -> None:
+    """What several of them need has a home of its own."""
+    for path in Path(__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{one.name}" for one in node.names)]
+                assert not [name for name in names if name.startswith("tests.test_")], path.name
+
+
 def _house(root: Path, **files: str) -> Path:
     """A small package that keeps all laws, plus the given files (`rollout__embedded` is rollout/embedded.py)."""
     sound = {

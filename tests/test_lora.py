@@ -9,33 +9,14 @@ import torch
 
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
-from motet.model.lora import AdapterWeights, NoAdapters, initial_weights, make_layout
-from motet.model.lora_model import LoraModel
+from motet.model.lora import NoAdapters, initial_weights, make_layout
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
+from tests.lora_cases import company, mixed
 
 NAMES = ("llama", "gemma2", "opt", "phi3")
 DTYPES = ("float32", "bfloat16")
-
-
-def mixed(base: LoraModel) -> list[AdapterWeights]:
-    """Adapters that share a layout, and adapters of other ranks, alphas and targets."""
-    leaf = sorted({path.rsplit(".", 1)[-1] for path in base.linears})
-    return [
-        tiny.adapter(base, rank=8, alpha=16, seed=1),
-        tiny.adapter(base, rank=8, alpha=3, seed=2),
-        tiny.adapter(base, rank=3, alpha=32, seed=3),
-        tiny.adapter(base, rank=16, alpha=8, targets=leaf[:1], seed=4),
-    ]
-
-
-def company(base: LoraModel) -> tiny.Packed:
-    """Sequences of several lengths for each adapter, and of the base in between."""
-    one, two, three, four = mixed(base)
-    lengths = {0: (70, 9), 1: (1,), 2: (37,), 3: (5, 48), 4: (23,)}
-    owners = [one, None, two, three, four]
-    return [(owners[place], tiny.tokens(n, seed=place)) for place, group in lengths.items() for n in group]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.model import lora_products
 from motet.model.arithmetic import Arithmetic
@@ -19,55 +17,14 @@ from motet.model.lora_model import LoraModel
 from motet.model.lora_products import (
     Grouped,
     GroupedProducts,
-    LoraProducts,
     Padded,
     RowProducts,
     Tiled,
     ends,
-    products_backend,
 )
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 from tests import tiny_models as tiny
-from tests.test_lora import company, mixed
-
-DTYPES = ("float32", "bfloat16")
-NAMES = ("llama", "opt", "phi3")
-TILE = 16
-EXACT = Arithmetic(rows=TILE, tile=TILE, products="grouped")
-FAST = Arithmetic(rows=TILE, products="grouped")
-
-
-@contextmanager
-def exact(name: str, dtype: str = "bfloat16", arithmetic: Arithmetic = EXACT) -> Iterator[LoraModel]:
-    """A shared base that computes as an exact GPU does, for a while."""
-    base = tiny.base(name, dtype)
-    base.compute_with(arithmetic)
-    try:
-        yield base
-    finally:
-        base.compute_with(Arithmetic())
-
-
-class Seen(TorchDispatchMode):
-    """Every operation, with the shapes of the tensors it reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((func._schema.name, [tuple(each.shape) for each in args if isinstance(each, Tensor)]))
-        return func(*args, **kwargs or {})
-
-    def products(self) -> list[tuple[int, ...]]:
-        """Shapes of the rows that were multiplied with a matrix."""
-        rows = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1}
-        return [shapes[rows[name]] for name, shapes in self.calls if name in rows]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
+from tests.lora_cases import DTYPES, EXACT, FAST, NAMES, TILE, Seen, company, exact, mixed, products, random
 
 # --- the forms ------------------------------------------------------------------------------------------------------------
 
@@ -113,10 +70,6 @@ def test_columns_that_begin_anywhere_are_multiplied(first: int, stop: int) -> No
 
 def fits(layout: AdapterLayout, dtype: torch.dtype, arithmetic: Arithmetic) -> bool:
     return GroupedProducts(torch.device("cpu"), dtype, arithmetic.tile).fits_table(layout)
-
-
-def products(base: LoraModel, arithmetic: Arithmetic) -> LoraProducts:
-    return products_backend(arithmetic, base.device, base.dtype)
 
 
 def layout_of(n_in: int, n_out: int, rank: int) -> AdapterLayout:

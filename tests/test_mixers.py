@@ -22,8 +22,8 @@ from motet.model.mixers.functions import MixerFunctions
 from motet.model.mixers.stretches import KEPT, packed_stretches
 from motet.model.state_cache import StateCache
 from tests import tiny_models as tiny
-from tests.test_base import assert_equals_stock
-from tests.test_invariants import fingerprint, job, metrics, run
+from tests.small_runs import fingerprint, job, metrics, run
+from tests.tiny_models import assert_equals_stock
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 3, 63, 64, 65, 130)

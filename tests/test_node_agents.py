@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-import uvicorn
 
 from motet.commands.node_agent import listen
 from motet.errors import ConfigError, EngineError, ServerFault
@@ -27,18 +25,19 @@ from motet.model.fake import FakeTokenizer
 from motet.rollout.affinity import Homes
 from motet.rollout.dialects import DIALECTS, HttpRequest
 from motet.rollout.fake import FakeEngine
-from motet.rollout.node_agent import NodeAgent
 from motet.rollout.server import ServerEngine
 from motet.rollout.shipping import DIGEST, packed
 from motet.rollout.version_files import VersionFiles
 from motet.types import AdapterRef
 from tests.conftest import ROOT
+from tests.node_agents import node_agent
 from tests.protocol_client import adapter_directory
 from tests.protocol_server import ProtocolServer, Setup
 from tests.server_run import (
     BOUNDS,
     PROBE,
     RUN,
+    all_up,
     asking,
     collect,
     drive,
@@ -50,37 +49,9 @@ from tests.server_run import (
     request,
     trainer_of,
 )
-from tests.test_server_replicas import all_up
 from tests.waiting import until
 
 KEY = "the key of all nodes"
-
-
-@contextlib.contextmanager
-def node_agent(server: str, directory: Path, key: str | None = None, dialect: str = "vllm") -> Iterator[str]:
-    """An agent beside a server, with a directory of its own; its URL."""
-
-    async def serve() -> None:
-        app = NodeAgent(server, DIALECTS[dialect], directory, key).app()
-        config = uvicorn.Config(app, port=0, log_level="warning")
-        serving = uvicorn.Server(config)
-        task = asyncio.create_task(serving.serve())
-        await until(lambda: serving.started)
-        found.append(serving.servers[0].sockets[0].getsockname()[1])
-        ready.set()
-        await asyncio.to_thread(stop.wait)
-        serving.should_exit = True
-        await task
-
-    ready, stop, found = threading.Event(), threading.Event(), list[int]()
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), name="node agent")
-    thread.start()
-    assert ready.wait(20)
-    try:
-        yield f"http://127.0.0.1:{found[0]}"
-    finally:
-        stop.set()
-        thread.join(20)
 
 
 @contextlib.contextmanager

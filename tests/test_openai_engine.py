@@ -15,8 +15,8 @@ import pytest
 from motet.service.rewards.judging import prompt
 from motet.tasks.graders.shapes import Judge, parse
 from tests.openai_requests import GRADER, JUDGE, PYTHON, SHORT, WORDS, client_of, method, rows, uploaded
+from tests.pages import fences
 from tests.service_run import Json, Service, serving
-from tests.test_docs import fences
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "openai.md"

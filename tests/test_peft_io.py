@@ -16,48 +16,16 @@ from transformers import AutoModelForCausalLM
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.load import load_base
-from motet.model.lora import AdapterWeights
-from motet.model.lora_model import LoraModel
-from motet.model.peft_io import flatten, read_adapter, write_adapter
+from motet.model.peft_io import read_adapter
 from motet.training.torch_trainer import TorchTrainer
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests import tiny_models as tiny
+from tests.peft_files import close, export, load, peft_logits, randomise
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 NAMES = (*tiny.DENSE, "mixtral")
 ATTENTION = ["q_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj"]
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
-    return float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
-
-
-def export(directory: Path, base: LoraModel, weights: AdapterWeights, targets: str | list[str]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    masters = weights.flat.float().clone()
-    masters[: weights.layout.size_a] /= weights.scaling
-    write_adapter(directory, base, weights.layout, weights.scaling * weights.layout.rank, targets, masters)
-
-
-def load(directory: Path, base: LoraModel) -> AdapterWeights:
-    peft = read_adapter(directory)
-    layout = base.adapter_layout(peft.target_modules, peft.rank)
-    masters = flatten(peft, base, layout, directory)
-    return AdapterWeights.from_masters(layout, peft.alpha / peft.rank, masters, base.dtype)
-
-
-@torch.no_grad()
-def peft_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model.eval()(input_ids=ids[None], use_cache=False).logits[0].float()
-    return logits
-
-
-def randomise(model: Any, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
 
 
 @pytest.mark.parametrize("name", NAMES)

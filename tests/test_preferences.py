@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
 from tests import tiny_models as tiny
 from tests.fake_run import metrics, weights
-from tests.test_trainer import gradient, make_trainer
+from tests.run_directory import records
+from tests.segments import gradient, make_trainer
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -112,10 +112,6 @@ def test_gradients_equal_plain_pytorch(algorithm: Preference, rows: list[Row], p
             want = wanted[f"base_model.model.{path}.lora_{side}.default.weight"]
             assert want is not None
             assert float((ours.t() - want).abs().max()) <= 2e-5 * float(want.abs().max()), (path, side)
-
-
-def records(path: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics(path, name).splitlines()]
 
 
 def preferences(n: int) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ from motet.running import run_config
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
 from tests.adapter_files import run_alone, weights_of
+from tests.segments import ADAMW, SHAPES, make_segment
 from tests.small_disk import small_disk
-from tests.test_trainer import ADAMW, SHAPES, make_segment
 
 NAMES = "abc"
 

@@ -18,6 +18,7 @@ from tests.server_run import (
     IMPATIENT,
     PROBE,
     PROMPT,
+    all_up,
     asking,
     collect,
     drive,
@@ -33,11 +34,6 @@ from tests.waiting import until
 
 both = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 either_way = pytest.mark.parametrize("stream", [False, True])
-
-
-async def all_up(engine: ServerEngine) -> None:
-    await engine.ready()
-    await until(lambda: len(engine.fleet.up) == len(engine.fleet.replicas))
 
 
 # --- several replicas -------------------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ from motet.tasks.reward_http import Addresses, HttpRewards
 from tests.database import person
 from tests.house import House
 from tests.misbehaving_rewards import misbehaving
+from tests.places import Place
 from tests.service_run import ROWS, Json, tiny
-from tests.test_service_starts import Place
 from tests.waiting import until
 
 

@@ -30,7 +30,7 @@ from motet.training.sharded.placement import owner, scatter
 from motet.training.sharded.trainer import ShardedTrainer
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
-from tests.test_trainer import make_samples
+from tests.segments import make_samples
 
 ADAMW = AdamW(1e-2, eps=1e-4, clip_norm=0.5, weight_decay=0.1)
 SHAPES = {  # rank and alpha, whose quotient is no power of two: then it matters that it is multiplied within the sum

@@ -39,7 +39,7 @@ from motet.rollout.spread import SpreadEngine
 from motet.running import RunResult, run_config
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, JobState, SamplingParams
 from tests import tiny_models as tiny
-from tests.test_invariants import REWARDS, config, fingerprint, job
+from tests.small_runs import REWARDS, config, fingerprint, job
 
 LIMITS = {"max_rows": 8, "kv_tokens": 4096, "prefill_tokens": 1024}
 LOAD = Load(

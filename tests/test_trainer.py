@@ -15,75 +15,33 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 
-from motet.algorithms import Grpo, Gspo, Reinforce
-from motet.algorithms.losses import Loss
+from motet.algorithms import Grpo, Gspo
 from motet.algorithms.supervised import Supervised
 from motet.batch import AdamW, Batch, Sample, Segment, shared_prompts
 from motet.config import AdapterConfig, EngineConfig
 from motet.errors import AdapterError, BaseModelError
 from motet.launch import load
-from motet.model.distribution import Distribution, draw
-from motet.model.lora_model import LoraModel
 from motet.training import torch_trainer
 from motet.training.arena import OPTIMIZER
 from motet.training.packed_pass import HEAD_ROWS
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import SamplingParams
 from tests import tiny_models as tiny
+from tests.segments import (
+    ADAMW,
+    LR,
+    REINFORCE,
+    gradient,
+    make_samples,
+    make_segment,
+    make_trainer,
+    masters,
+    run_steps,
+    sampler_logprobs,
+)
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 DTYPES = ("float32", "bfloat16")
-SHAPES = {  # name: rank, alpha, prompt and completion lengths; trained together, each of another kind
-    "a": (8, 16.0, [(5, 30), (40, 9), (1, 1)]),
-    "b": (8, 4.0, [(17, 53)]),
-    "c": (3, 32.0, [(2, 5), (2, 6), (30, 40), (9, 1)]),
-}
-LR = 1e-3
-ADAMW = AdamW(LR, eps=1e-4, clip_norm=0.5, weight_decay=0.1)
-
-
-def make_samples(lengths: Sequence[tuple[int, int]], seed: int) -> tuple[Sample, ...]:
-    numbers = np.random.default_rng(seed)
-    found = []
-    for place, (prompt, completion) in enumerate(lengths):
-        mask = np.arange(prompt + completion) >= prompt
-        found.append(
-            Sample(
-                token_ids=tiny.tokens(prompt + completion, seed=100 * seed + place).numpy().astype(np.int32),
-                loss_mask=mask,
-                logprobs=(numbers.uniform(-6, -4, len(mask)) * mask).astype(np.float32),
-                advantages=(numbers.normal(size=len(mask)) * mask).astype(np.float32),
-                versions=np.where(mask, 0, -1).astype(np.int32),
-            )
-        )
-    return tuple(found)
-
-
-REINFORCE = Reinforce()
-
-
-def make_segment(name: str, loss: Loss = REINFORCE, temperature: float = 0.8) -> Segment:
-    samples = make_samples(SHAPES[name][2], seed=ord(name))
-    return Segment(name, samples, loss, float(sum(sample.n_trainable for sample in samples)), temperature)
-
-
-def make_trainer(base: LoraModel, names: str = "abc", *, recompute: bool = False) -> TorchTrainer:
-    """Adapters whose B is random, so that both halves have gradients."""
-    trainer = TorchTrainer(base, slots=8, recompute=recompute)
-    for name in names:
-        rank, alpha, _ = SHAPES[name]
-        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), seed=ord(name))
-        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=rank, seed=ord(name))[1])
-    return trainer
-
-
-def gradient(trainer: TorchTrainer, name: str) -> torch.Tensor:
-    return trainer._arena(name).gradient.clone()
-
-
-def masters(trainer: TorchTrainer, name: str) -> torch.Tensor:
-    return trainer._arena(name).masters.detach().clone()
 
 
 # --- against peft and plain PyTorch -----------------------------------------------------------------------------------
@@ -181,24 +139,6 @@ def test_each_step_brings_its_own_adamw(tmp_path: Path) -> None:
 
 
 # --- company ----------------------------------------------------------------------------------------------------------
-
-
-def run_steps(trainer: TorchTrainer, batches: Sequence[Batch], steps: int = 2) -> dict[str, Any]:
-    """Everything a job can see of its training."""
-    seen: dict[str, list[Any]] = {}
-    for _ in range(steps):
-        for batch in batches:
-            for segment, (forward, trained) in zip(
-                batch.segments, zip(trainer.forward(batch), trainer.forward_backward(batch), strict=True), strict=True
-            ):
-                logprobs = [some.tobytes() for some in trained.logprobs]
-                assert logprobs == [some.tobytes() for some in forward]
-                seen.setdefault(segment.adapter, []).extend([trained.stats, logprobs])
-        for name, found in seen.items():
-            found.append(gradient(trainer, name).numpy().tobytes())
-            found.append(trainer.optim_step(name, ADAMW))
-            found.append(masters(trainer, name).numpy().tobytes())
-    return seen
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -409,25 +349,6 @@ def test_optimizer_state_that_does_not_fit(tmp_path):
 
 
 # --- logprobs without gradients -----------------------------------------------------------------------------------------
-
-
-def sampler_logprobs(base: LoraModel, weights: Any, sample: Sample, temperature: float) -> np.ndarray[Any, Any]:
-    """What the sampler would have noted: the token is forced by the uniform number in the middle of its share."""
-    logits = tiny.packed_logits(base, [(weights, torch.from_numpy(sample.token_ids).long())])[0]
-    places = np.flatnonzero(sample.loss_mask)
-    found = np.zeros(sample.n_tokens, np.float32)
-    for place in places:
-        rows = logits[place - 1].expand(4, -1)
-        token = int(sample.token_ids[place])
-        probs = torch.softmax(rows[0].double() / temperature, -1)
-        middle = float(torch.cumsum(probs, 0)[token] - probs[token] / 2)
-        params = [SamplingParams(temperature=temperature)] * 4
-        tokens, logprobs, _ = draw(rows, params, torch.full((4,), middle, dtype=torch.float64))
-        if int(tokens[0]) != token:  # too unlikely for its share to be hit
-            assert probs[token] < 1e-5
-            logprobs = Distribution.of(rows, [temperature]).logprobs(torch.full((4,), token))
-        found[place] = logprobs[0]
-    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

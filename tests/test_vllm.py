@@ -24,8 +24,8 @@ from motet.runtime.probe import Probe
 from motet.servers import TOLERANCE, Launched, build_servers
 from motet.training.torch_trainer import TorchTrainer
 from motet.types import ADAPTER_FILES, AdapterRef
+from tests.node_agents import node_agent
 from tests.service_run import Service, serving, tiny
-from tests.test_node_agents import node_agent
 from tests.vllm_server import launch, vllm_python, vllm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]

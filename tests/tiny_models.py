@@ -21,7 +21,9 @@ from motet.model.kv_cache import KVCache
 from motet.model.load import SMALL_BASE, load_base
 from motet.model.lora import AdapterLayout, AdapterWeights, NoAdapters, Routing, initial_weights
 from motet.model.lora_model import LoraModel
+from motet.model.proof import TOLERANCE
 from motet.model.routing import AdapterStacks
+from tests import tiny_models as tiny
 
 VOCABULARY = 276
 """The small base's special tokens, 256 bytes and first merges."""
@@ -453,3 +455,15 @@ def adapter_masters(
     for _, b in layout.views(masters).values():
         b.copy_(torch.randn(b.shape, generator=generator) * scale)
     return layout, masters.to(model.device)
+
+
+@torch.no_grad()
+def assert_equals_stock(name: str, base: LoraModel, lengths: tuple[int, ...], share: float = 1.0) -> None:
+    sequences = [tiny.tokens(length) for length in lengths]
+    model = tiny.stock(name, base.dtype)
+    stock = [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in sequences]
+    ours = tiny.packed_logits(base, [(None, ids) for ids in sequences])
+    largest = max(float(logits.abs().max()) for logits in stock)
+    gaps_T = (torch.cat(ours) - torch.cat(stock)).abs().amax(-1)
+    near = float((gaps_T <= TOLERANCE[base.dtype] * largest).float().mean())
+    assert near >= share, f"{near:.2%} of the rows are near, the largest gap is {gaps_T.max():.3g} of {largest:.3g}"
