@@ -3,6 +3,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
+# tests start hundreds of processes, which read modules compiled once
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
 BIN := $(VENV)/bin
