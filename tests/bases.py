@@ -41,7 +41,7 @@ BASES = {
 """Tiny models with random weights, and under which names people know their architecture."""
 
 
-MISREAD = ("glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "deepseek_v2", "deepseek_v3")
+MISREAD = ("qwen3_next", "glm4_moe", "glm4_moe_lite", "ernie4_5_moe", "deepseek_v2", "deepseek_v3")
 """Of which `peft` takes gate, up and down of dense layers and shared experts for those of routed experts, by their names."""
 
 

@@ -65,7 +65,7 @@ PEERS = (
         "agents",
         (("openai-agents", "pydantic-ai-slim[openai]", "langgraph", "langchain-openai", "smolagents[openai]"),),
     ),
-    Peer("mini", (("mini-swe-agent",),)),
+    Peer("mini", (("mini-swe-agent", "mcp"),)),  # litellm imports mcp and does not ask for it
     Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
 )
 OLDER = tuple(
