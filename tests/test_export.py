@@ -24,7 +24,9 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that changes what the small base says."""
     directory = tmp_path_factory.mktemp("adapter")
     base = AutoModelForCausalLM.from_pretrained(SMALL_BASE, dtype=torch.float32)
-    peft = get_peft_model(base, LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"]))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # A is PEFT's own
+        peft = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"]))
     randomise(peft)
     peft.save_pretrained(str(directory))
     return directory
