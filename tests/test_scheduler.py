@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.algorithms.packing import Standing
-from motet.runtime.scheduler import FairScheduler, next_job, weight_of
+from motet.runtime.scheduler import FairScheduler, weight_of
+from tests.scheduling_policy import next_job
 
 
 @dataclass

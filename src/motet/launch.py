@@ -260,11 +260,11 @@ def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
     Raises:
         ConfigError: there is no directory for adapters that are parked.
     """
+    from motet.training.torch_trainer import TorchTrainer
+
     parking = None if config.parking is None else Path(config.parking).expanduser()
     if parking is not None and not parking.is_dir():
         raise ConfigError(f"engine.parking {parking} is no directory; make it, on a disk with room for the adapters")
-    from motet.training.torch_trainer import TorchTrainer
-
     return TorchTrainer(base, slots=config.slots, recompute=config.recompute, resident=config.resident, parking=parking)
 
 
@@ -284,7 +284,7 @@ def build(
     base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
     n_samplers = _samplers(base.info, config)
     rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
-    memory = int(_free_memory(base) * config.kv_memory_fraction) // (1 + n_samplers)
+    memory = int(budgets.free_memory(base.device) * config.kv_memory_fraction) // (1 + n_samplers)
     rows = budgets.rows_with_states(rows, base.info.state_bytes, memory)
     memory -= (rows + 1) * base.info.state_bytes
     limits = {
@@ -362,13 +362,6 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
-
-
-def _free_memory(base: LoraModel) -> int:
-    import torch
-
-    on_gpu = base.info.device == "cuda"
-    return int(torch.cuda.mem_get_info(base.device)[0]) if on_gpu else budgets.available_memory()
 
 
 def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | None = None) -> Services:

@@ -7,8 +7,6 @@ from typing import Any
 
 from motet.errors import AdapterError, BaseModelError
 
-_PREFIX = "base_model.model."
-
 
 def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
     """Write a model directory whose weights are the base's with the adapter's product added, in fp32 before they are rounded.
@@ -58,10 +56,12 @@ def _add(model: Any, adapter: Any, source: Path, base: str) -> None:
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    paths = sorted({key.removeprefix(_PREFIX).rsplit(".lora_", 1)[0] for key in adapter.tensors})
+    from motet.model.peft_io import PREFIX
+
+    paths = sorted({key.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for key in adapter.tensors})
     layers = dict(model.named_modules())
     for path in paths:
-        a, b = (adapter.tensors[f"{_PREFIX}{path}.lora_{side}.weight"].float() for side in "AB")
+        a, b = (adapter.tensors[f"{PREFIX}{path}.lora_{side}.weight"].float() for side in "AB")
         weight = getattr(layers.get(path), "weight", None)
         if weight is None or sorted(weight.shape) != sorted((len(b), a.shape[1])):
             raise AdapterError(

@@ -13,7 +13,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
@@ -22,7 +21,9 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from motet import budgets
 from motet.errors import BaseModelError
+from motet.model.experts import has_experts
 from motet.model.packed import BaseFormat, Float8Blocks, Form, GgufBlocks, PackedLinear
 from motet.model.text_only import without_towers
 
@@ -89,8 +90,7 @@ class Checkpoint:
         except BaseModelError:
             return False
         n_bytes = sum(weight.numel() for weight in empty.parameters()) * dtype.itemsize
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-        return bool(n_bytes * _ROOM > free)
+        return bool(n_bytes * _ROOM > budgets.free_memory(device))
 
     def unpacked(self, dtype: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
         """The model with all its weights as numbers, and what transformers reports of loading it."""
@@ -209,7 +209,7 @@ class _Float8Layers:
             )
         del config.quantization_config
         self.model = _empty(config)
-        if any("experts" in path for path, _ in self.model.named_parameters()):
+        if has_experts(self.model):
             raise BaseModelError(f"base {source!r} has experts, which cannot stay packed yet; {_UNPACK}")
         left_out = [*(quantised.get("modules_to_not_convert") or ()), "lm_head"]
         self.forms: dict[str, Form] = {

@@ -39,6 +39,11 @@ class NarrowLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)[..., : self.out_features]
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether rows choose among experts."""
+    return any("experts" in path for path, _ in model.named_parameters())
+
+
 def compute_experts(model: Any) -> None:
     """Have a model's experts, and the gates of those that all rows share, computed here where its class lets one."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

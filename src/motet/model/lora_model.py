@@ -21,7 +21,7 @@ from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
-from motet.model.experts import compute_experts
+from motet.model.experts import compute_experts, has_experts
 from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
@@ -74,7 +74,7 @@ class LoraModel:
     @property
     def has_experts(self) -> bool:
         """Whether rows choose among experts."""
-        return any("experts" in path for path, _ in self.model.named_parameters())
+        return has_experts(self.model)
 
     def __post_init__(self) -> None:
         self.compute_with(self.arithmetic)

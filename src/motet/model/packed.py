@@ -85,18 +85,13 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, form: Form, dtype: torch.dtype) -> None:
         """In the place of a layer whose weight has not been loaded."""
         super().__init__()
-        self.in_features, self.out_features, self.form, self.dtype = (
-            linear.in_features,
-            linear.out_features,
-            form,
-            dtype,
-        )
-        device = linear.weight.device
-        self._names = tuple(form.tensors(self.out_features, self.in_features))
-        for name, (shape, kind) in form.tensors(self.out_features, self.in_features).items():
-            self.register_parameter(
-                name, nn.Parameter(torch.empty(shape, dtype=kind, device=device), requires_grad=False)
-            )
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.form, self.dtype = form, dtype
+        tensors = form.tensors(self.out_features, self.in_features)
+        self._names = tuple(tensors)
+        for name, (shape, kind) in tensors.items():
+            empty = torch.empty(shape, dtype=kind, device=linear.weight.device)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         self.register_parameter("bias", linear.bias)
 
     def write(self, out_NK: Tensor) -> None:
@@ -107,16 +102,9 @@ class PackedLinear(nn.Module):
             rows = slice(start, min(start + step, self.out_features))
             out_NK[rows] = self.form.numbers(tensors, rows)
 
-    def unpacked(self) -> Tensor:
-        """The weight [N, K]."""
-        some = getattr(self, self._names[0])
-        out_NK = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=some.device)
-        self.write(out_NK)
-        return out_NK
-
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, as the layer that it stands for does."""
-        return F.linear(x, self.unpacked(), self.bias)
+        return F.linear(x, _written([self]), self.bias)
 
 
 class PackedWeight(FrozenWeight):
@@ -141,11 +129,16 @@ class PackedWeight(FrozenWeight):
 
     def dense(self) -> Tensor:
         """The numbers [N, K], written out anew."""
-        some = next(self.layers[0].parameters())
-        out_NK = torch.empty(self.shape, dtype=self.dtype, device=some.device)
-        for layer, rows in zip(self.layers, out_NK.split([layer.out_features for layer in self.layers]), strict=True):
-            layer.write(rows)
-        return out_NK
+        return _written(self.layers)
+
+
+def _written(layers: Sequence[PackedLinear]) -> Tensor:
+    """The weights of layers that read the same input, one below the other [N, K]."""
+    first, sizes = layers[0], [layer.out_features for layer in layers]
+    out_NK = torch.empty(sum(sizes), first.in_features, dtype=first.dtype, device=next(first.parameters()).device)
+    for layer, rows in zip(layers, out_NK.split(sizes), strict=True):
+        layer.write(rows)
+    return out_NK
 
 
 def frozen_weight(linear: nn.Linear | PackedLinear) -> FrozenWeight:

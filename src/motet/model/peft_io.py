@@ -26,7 +26,7 @@ from motet.model.lora import AdapterLayout
 from motet.model.lora_model import LoraModel
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 
 _REFUSED = {
     "use_dora": "DoRA",
@@ -78,8 +78,8 @@ def write_adapter(
     """Write an adapter; the directory exists. Every file is synced, so that a rename after it is a commit."""
     tensors = {}
     for path, (a, b) in layout.views(flat.detach().float().cpu()).items():
-        tensors[f"{_PREFIX}{path}.lora_A.weight"] = a.t().contiguous()
-        tensors[f"{_PREFIX}{path}.lora_B.weight"] = b.t().contiguous()
+        tensors[f"{PREFIX}{path}.lora_A.weight"] = a.t().contiguous()
+        tensors[f"{PREFIX}{path}.lora_B.weight"] = b.t().contiguous()
     if target_modules == "all-linear" or base.towers:
         target_modules = _names(base, [place.path for place in layout.places])
     config = {
@@ -192,7 +192,7 @@ def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source
         )
     flat = torch.zeros(layout.size)
     left = dict(adapter.tensors)
-    expected = {_PREFIX + path: views for path, views in layout.views(flat).items()}
+    expected = {PREFIX + path: views for path, views in layout.views(flat).items()}
     names = [f"{module}.lora_{side}.weight" for module in expected for side in "AB"]
     if not any(name in left for name in names):
         raise AdapterError(

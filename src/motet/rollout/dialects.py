@@ -295,9 +295,8 @@ DIALECTS: Mapping[str, Dialect] = {
             phrase in detail for phrase in ("not loaded", "never been loaded", "implicitly load", "does not exist")
         ),
         known=lambda status, detail: "already" in detail,
-        missing=lambda status, detail: (
-            "Repo id must be" in detail
-        ),  # what is no directory is taken for a name of the hub
+        # what is no directory is taken for a name of the hub
+        missing=lambda status, detail: "Repo id must be" in detail,
         settings=Settings("--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"),
     ),
 }

@@ -1,7 +1,7 @@
 """Who may sample next: fair shares of the engine, in tokens consumed, between tenants and then between the jobs of one.
 
-`next_job` is the whole policy; the class around it keeps accounts so that nobody has to look at all of them, and wakes whoever
-is next.
+The next one is of the tenant with the least weighted tokens per share, and of its waiting jobs the one with the least tokens
+per weight; how many jobs a tenant has does not enter, and ties go by name. Accounts are kept so that nobody has to look at all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import heapq
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from motet.algorithms.packing import Standing
@@ -102,27 +102,6 @@ class TenantAccount:
     def had(self) -> float:
         """Weighted tokens per share, by which tenants are ordered."""
         return self.consumed / self.share
-
-
-def next_job(waiting: Mapping[str, Standing]) -> str:
-    """The tenant with the least weighted tokens per share, and of its waiting jobs the one with the least tokens per weight.
-
-    How many jobs a tenant has does not enter. Ties go by name.
-
-    Args:
-        waiting: the standing of each job that waits; at least one.
-    """
-
-    def order(job: str) -> tuple[float, str, float, str]:
-        standing = waiting[job]
-        return (
-            standing.tenant_consumed / standing.share,
-            standing.tenant,
-            standing.consumed / standing.weight,
-            job,
-        )
-
-    return min(waiting, key=order)
 
 
 def weight_of(priority: int) -> float:
@@ -274,7 +253,7 @@ class FairScheduler:
         return None if self._first_of(tenant) is None else self._tenants[tenant].had
 
     def _grant(self) -> None:
-        """Let in whom `next_job` would choose of all that wait, as long as there is room."""
+        """Let in whoever has had the least of all that wait, as long as there is room."""
         while (name := self._waiting.first(self._figure_of_tenant)) is not None:
             job = self._first_of(name)
             assert job is not None

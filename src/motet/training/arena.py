@@ -208,9 +208,8 @@ def _outside(rows: int, size: int, device: torch.device, directory: Path | None)
         return torch.empty(rows, size, pin_memory=device.type == "cuda")
     handle, name = tempfile.mkstemp(prefix="motet-parked-", dir=directory)
     try:
-        os.posix_fallocate(
-            handle, 0, rows * size * 4
-        )  # a full disk says so here, and not by a signal when a page is written
+        # a full disk says so here, and not by a signal when a page is written
+        os.posix_fallocate(handle, 0, rows * size * 4)
         return torch.from_file(name, shared=True, size=rows * size, dtype=torch.float32).view(rows, size)
     finally:
         os.close(handle)

@@ -67,9 +67,8 @@ def _backend(stretches: Stretches) -> Callable[..., tuple[Tensor, Tensor]]:
     """Of a wave: torch's products, or kernels."""
     if not stretches.kernels:
         return _Recurrence.apply
-    from motet.model.mixers.triton_recurrence import (
-        recur_by_kernels,  # there is no Triton on most machines without a GPU
-    )
+    # there is no Triton on most machines without a GPU
+    from motet.model.mixers.triton_recurrence import recur_by_kernels
 
     return recur_by_kernels
 
