@@ -51,6 +51,17 @@ def test_small_products_do_not_depend_on_how_many_rows_there_are(shape: tuple[in
             assert torch.equal(torch.cat([product(part) for part in rows.split(n, 1)], 1), whole), n
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (576, 576), (512, 128), (96, 256)])
+def test_float32_products_have_the_bits_of_any_number_of_rows(shape: tuple[int, int]) -> None:
+    """Some processors have kernels of their own for fewer than sixteen, and others for every remainder of six."""
+    weight, generator = frozen(shape, bias=False, dtype=torch.float32), torch.Generator().manual_seed(1)
+    for product, width in ((weight, shape[1]), (weight.back, shape[0])):
+        x = torch.randn(128, width, generator=generator)
+        whole = product(x)
+        for n in range(1, 33):
+            assert torch.equal(product(x[:n]), whole[:n]), n
+
+
 # --- packed weights -----------------------------------------------------------------------------------------------------
 
 
