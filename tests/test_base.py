@@ -307,10 +307,10 @@ def test_a_pass_of_many_rows_that_differs_costs_exactness():
         first.register_forward_hook(lambda _, __, output: output * 1.0001 if output.shape[-2] > 64 else output)
         return base
 
-    assert prove_with("llama", wrapper).info.exact, "where there are no tiles, nobody asks"
-    base = prove_with("llama", wrapper, Arithmetic(rows=16, tile=16))
-    assert "sequences packed together differ from each alone" in base.info.inexact
-    assert base.info.notes == (base.info.inexact,)
+    for arithmetic in (Arithmetic(), Arithmetic(rows=16, tile=16)):
+        base = prove_with("llama", wrapper, arithmetic)
+        assert "sequences packed together differ from each alone" in base.info.inexact
+        assert base.info.notes == (base.info.inexact,)
 
 
 def test_a_base_that_cannot_be_trained_is_refused_when_it_is_loaded():

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from motet.allocator import keep_freed_memory
 from motet.model import frozen_weight
+from motet.model.arithmetic import Arithmetic
 from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterWeights
 from motet.model.norm import speed_up_norms
@@ -52,13 +53,13 @@ def test_small_products_do_not_depend_on_how_many_rows_there_are(shape: tuple[in
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (576, 576), (512, 128), (96, 256)])
-def test_float32_products_have_the_bits_of_any_number_of_rows(shape: tuple[int, int]) -> None:
+def test_float32_products_have_the_bits_of_whole_rows_of_four(shape: tuple[int, int]) -> None:
     """Some processors have kernels of their own for fewer than sixteen, and others for every remainder of six."""
     weight, generator = frozen(shape, bias=False, dtype=torch.float32), torch.Generator().manual_seed(1)
     for product, width in ((weight, shape[1]), (weight.back, shape[0])):
         x = torch.randn(128, width, generator=generator)
         whole = product(x)
-        for n in range(1, 33):
+        for n in range(4, 40, 4):
             assert torch.equal(product(x[:n]), whole[:n]), n
 
 
@@ -226,7 +227,7 @@ class Shapes(TorchDispatchMode):
 def test_a_product_has_the_rows_of_one_tile(bias: bool, dtype: torch.dtype) -> None:
     """Back and forth, whatever the number of rows; each tile has the bits it has alone."""
     weight = frozen((96, 64), bias, dtype)
-    weight.tile = 16
+    weight.compute_with(Arithmetic(tile=16))
     generator = torch.Generator().manual_seed(1)
     for rows in (16, 48, 160):
         for product, width in ((weight, 64), (weight.back, 96)):
@@ -245,7 +246,7 @@ def test_a_product_has_the_rows_of_one_tile(bias: bool, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_and_their_way_back(bias: bool, tile: int) -> None:
     weight = frozen((96, 64), bias, torch.float32)
-    weight.tile = tile
+    weight.compute_with(Arithmetic(tile=tile))
     generator = torch.Generator().manual_seed(1)
     x, grad = (torch.randn(2, 32, width, generator=generator) for width in (64, 96))
     wanted = x @ weight.weight.t() + (0 if weight.bias is None else weight.bias)
@@ -264,12 +265,39 @@ def test_without_tiles_all_rows_are_one_product(dtype: torch.dtype) -> None:
     assert torch.equal(back, torch.matmul(grad, weight.weight))
 
 
-def test_rows_that_are_no_whole_tiles_are_refused() -> None:
-    weight = frozen((96, 64), False)
-    weight.tile = 16
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_last_tile_is_filled_up(bias: bool) -> None:
+    weight = frozen((96, 64), bias)
+    weight.compute_with(Arithmetic(tile=16))
     for product, width in ((weight, 64), (weight.back, 96)):
-        with pytest.raises(ValueError, match="20 rows are not a multiple of 16; pad them"):
-            product(torch.ones(1, 20, width).bfloat16())
+        x = torch.randn(1, 32, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+        with Shapes() as seen:
+            y = product(x[:, :20])
+        assert seen.rows == [16, 16]
+        assert torch.equal(y, product(x)[:, :20])
+
+
+def test_only_long_sums_take_tiles() -> None:
+    weight = frozen((96, 64), False)
+    weight.compute_with(Arithmetic(tile=16, long_sum=96))
+    with Shapes() as seen:
+        weight(torch.ones(32, 64).bfloat16())
+        weight.back(torch.ones(32, 96).bfloat16())
+    assert seen.rows == [32, 16, 16]
+
+
+@pytest.mark.parametrize("shape", [(576, 576), (192, 576), (1536, 576), (576, 1536), (64, 2048)])
+def test_bfloat16_products_have_the_bits_of_any_number_of_rows(shape: tuple[int, int]) -> None:
+    """Where the processor multiplies matrices, oneDNN cuts long sums by the number of rows."""
+    weight, generator = frozen(shape, bias=False), torch.Generator().manual_seed(1)
+    weight.compute_with(Arithmetic.of(torch.device("cpu"), torch.bfloat16, "exact"))
+    reordered = copy.deepcopy(weight)
+    reorder_all([reordered])
+    for product, width in ((weight, shape[1]), (weight.back, shape[0]), (reordered, shape[1])):
+        x = torch.randn(1536, width, generator=generator).bfloat16()
+        whole = product(x)
+        for n in (4, 32, 36, 60, 64, 68, 100, 128, 132, 256, 300, 512, 1024):
+            assert torch.equal(product(x[:n]), whole[:n]), n
 
 
 # --- norms ----------------------------------------------------------------------------------------------------------------

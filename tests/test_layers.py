@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "own_code",
         }
     ),
-    frozenset({"protocols", "channel", "jobfile", "device", "budgets", "allocator", "stops"}),
+    frozenset({"protocols", "channel", "jobfile", "device", "budgets", "allocator", "mkl", "stops"}),
     frozenset({"tasks", "model"}),
     frozenset({"rollout", "training", "agents"}),
     frozenset({"runtime"}),

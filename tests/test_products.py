@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from motet.model.arithmetic import least_rows
+from motet.model.arithmetic import Arithmetic, least_rows
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, make_layout
 from motet.model.lora_products import PaddedProducts
@@ -36,9 +36,13 @@ class Case:
     def fused(self) -> FusedLinears:
         generator = torch.Generator().manual_seed(self.seed)
         weight = torch.randn(sum(self.n_outs), self.n_in, generator=generator).to(self.dtype)
-        return FusedLinears(
-            tuple(f"layer.{place}" for place in range(len(self.n_outs))), FrozenWeight(weight, None), self.n_outs
-        )
+        frozen = FrozenWeight(weight, None)
+        frozen.compute_with(self.arithmetic)
+        return FusedLinears(tuple(f"layer.{place}" for place in range(len(self.n_outs))), frozen, self.n_outs)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.of(CPU, self.dtype, "exact")
 
     def layout(self, fused: FusedLinears) -> AdapterLayout:
         linears = {path: (self.n_in, n_out) for path, n_out in zip(fused.paths, self.n_outs, strict=True)}
@@ -63,7 +67,7 @@ def sampled(case: Case, fused: FusedLinears, adapters: list[AdapterWeights], mem
         runs.append((weights, start, length))
         start += length
     x = case.rows(case.n_in, seed=2)[:, : start + -start % 4]
-    routing = AdapterStacks(PaddedProducts(case.dtype)).routing(runs, CPU)
+    routing = AdapterStacks(PaddedProducts(case.dtype, case.arithmetic)).routing(runs, CPU)
     return torch.cat(routing.linear(fused, x), dim=-1)[0, : case.lengths[0]]
 
 
@@ -79,7 +83,10 @@ def trained(case: Case, fused: FusedLinears, adapters: list[AdapterWeights], mem
     generator = torch.Generator().manual_seed(case.seed + 3)
     x, slope = (torch.randn(1, 4096, width, generator=generator) for width in (case.n_in, sum(case.n_outs)))
     x = x[:, :start].to(case.dtype).requires_grad_()
-    y = torch.cat(TrainerRouting(segments, CPU, PaddedProducts(case.dtype), backward=True).linear(fused, x), dim=-1)
+    y = torch.cat(
+        TrainerRouting(segments, CPU, PaddedProducts(case.dtype, case.arithmetic), backward=True).linear(fused, x),
+        dim=-1,
+    )
     y.backward(slope[:, :start].to(case.dtype))
     assert x.grad is not None
     return y[0, :room], x.grad[0, :room], arenas[0]
@@ -117,18 +124,27 @@ LENGTH = st.sampled_from((1, 2, 3, 4, 7, 8, 16, 33, 64))
 @example(Case(2, torch.bfloat16, 256, (128, 128), (4, 4, 4, 4)))
 @example(Case(20, torch.float32, 192, (1536,), (33, 4, 16)))
 @example(Case(7, torch.float32, 64, (96,), (64, 64, 64)))
+@example(Case(8, torch.bfloat16, 576, (576, 1536), (1, 33, 16)))
 def test_company_changes_no_bit_of_any_product(threads: int, case: Case):
     torch.set_num_threads(threads)
     assert not differing(case)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 400), (torch.bfloat16, 4097), (torch.float16, 4097)])
-@pytest.mark.parametrize("per_row", [1, 7, 96, 400, 1024, 1025, 4096, 10**6])
-def test_every_product_is_large_enough_to_be_a_gemm_by_itself(per_row, dtype, most):
-    rows = least_rows(per_row, dtype)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (7, 1), (4, 24), (20, 20), (32, 32), (5, 205), (64, 64), (4, 10**6), (10**3, 10**3)]
+)
+def test_every_product_is_large_enough_to_be_a_gemm_by_itself(shape, dtype, most):
+    """And, not in float32, to be multiplied by units for matrices where there are such."""
+    rows, per_row, shortest = (
+        least_rows(shape[0], shape[1], dtype),
+        shape[0] * shape[1],
+        1 if dtype == torch.float32 else 64,
+    )
     assert rows % 4 == 0
     assert rows * per_row >= most
-    assert rows == 4 or (rows - 4) * per_row < most
+    assert rows * min(shape) >= shortest
+    assert rows == 4 or (rows - 4) * per_row < most or (rows - 4) * min(shape) < shortest
 
 
 @pytest.mark.soak

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
+
+from motet.mkl import add_in_one_order
 
 __version__ = "0.1.0"
 
-# Read by MKL at the first product of the process: fp32 products of any number of rows then give each row the same bits,
-# which without it they do on some processors only.
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+add_in_one_order()
 
 if TYPE_CHECKING:
     from motet.batch import AdamW

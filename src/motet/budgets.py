@@ -6,10 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 _MOST_SAMPLERS = 7
 
@@ -44,15 +40,6 @@ def available_memory() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES")) // 2
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be had on a device: of its own memory, or of main memory."""
-    if device.type != "cuda":
-        return available_memory()
-    import torch
-
-    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def rows_with_states(max_rows: int, state_bytes: int, memory: int) -> int:

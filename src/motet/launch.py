@@ -278,13 +278,14 @@ def build(
     """Engine and trainer on one base and one device; errors of sampling processes go to `log`. `elsewhere` trains instead."""
     import torch
 
+    from motet.model.checkpoint import free_memory
     from motet.rollout.embedded import EmbeddedEngine, SameTensors, SavedFiles
     from motet.rollout.spread import SpreadEngine
 
     base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
     n_samplers = _samplers(base.info, config)
     rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
-    memory = int(budgets.free_memory(base.device) * config.kv_memory_fraction) // (1 + n_samplers)
+    memory = int(free_memory(base.device) * config.kv_memory_fraction) // (1 + n_samplers)
     rows = budgets.rows_with_states(rows, base.info.state_bytes, memory)
     memory -= (rows + 1) * base.info.state_bytes
     limits = {

@@ -37,6 +37,11 @@ _ROTATED: dict[str, tuple[str, ...]] = {"llama": ("q_proj", "k_proj"), "qwen2": 
 """GGUF architectures that can stay packed, and which of their layers have the rows of each head in ggml's order."""
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be had on a device: of its own memory, or of main memory."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else budgets.available_memory()
+
+
 @register_quantization_config(_METHOD)
 class _Packed(QuantizationConfigMixin):
     """Which layers stay packed, and how, by path."""
@@ -90,7 +95,7 @@ class Checkpoint:
         except BaseModelError:
             return False
         n_bytes = sum(weight.numel() for weight in empty.parameters()) * dtype.itemsize
-        return bool(n_bytes * _ROOM > budgets.free_memory(device))
+        return bool(n_bytes * _ROOM > free_memory(device))
 
     def unpacked(self, dtype: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
         """The model with all its weights as numbers, and what transformers reports of loading it."""

@@ -85,7 +85,7 @@ def motet_experts(experts: Any, hidden_TD: Tensor, top_TJ: Tensor, share_TJ: Ten
 def _expert(experts: Any, number: int, rows_ND: Tensor) -> Tensor:
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     weights = getattr(experts, up)[number], experts.down_proj[number]
-    least = max(least_rows(weight.numel(), weight.dtype) for weight in weights)
+    least = max(least_rows(weight.shape[-1], weight.shape[-2], weight.dtype) for weight in weights)
     padded = F.pad(rows_ND, (0, 0, 0, max(least, round_up(len(rows_ND), ROWS)) - len(rows_ND)))
     inner = _product(experts, number, padded, up)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)

@@ -1,8 +1,8 @@
 """Frozen weights: multiplied with, never changed.
 
-On a GPU that is exact, products have the rows of one tile each, because cuBLAS chooses a kernel by the number of rows.
+Where a library chooses its kernel by the number of rows, products have the rows of one tile each (see `arithmetic.py`).
 
-On a CPU they are kept in the layout that its kernels compute with, made once instead of at every product. oneDNN reorders a
+On a CPU weights are kept in the layout that its kernels compute with, made once instead of at every product. oneDNN reorders a
 bfloat16 weight whenever it multiplies with it, which at 4 to 32 rows takes a quarter to a half of the time. torch has the
 reordered form and the product with it as private operators, so they are tried on every shape first: where they are missing, or
 one bit differs from `F.linear`, the weight stays as it is.
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.model.arithmetic import least_rows
+from motet.model.arithmetic import Arithmetic, least_rows
 
 _ROWS_TRIED = (4, 32, 128)
 
@@ -40,10 +40,14 @@ class FrozenWeight(nn.Module):
         self._settle()
 
     def _settle(self) -> None:
-        self.tile = 0
-        """Rows of every product, 0 for all there are (see `Arithmetic.tile`); set by whoever loads the base."""
+        self.compute_with(Arithmetic())
         self._reordered: Tensor | None = None
-        self._least = least_rows(self.shape.numel(), self.dtype)
+        self._least = least_rows(self.shape[1], self.shape[0], self.dtype)
+
+    def compute_with(self, arithmetic: Arithmetic) -> None:
+        """Rows of every product from now on, forth and back."""
+        n_outputs, n_inputs = self.shape
+        self.tile, self._tile_back = arithmetic.tile_of(n_inputs), arithmetic.tile_of(n_outputs)
 
     @property
     def shape(self) -> torch.Size:
@@ -60,23 +64,16 @@ class FrozenWeight(nn.Module):
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x [..., K] → x Wᵀ + b [..., N]; a gradient comes from `back` alone.
-
-        Raises:
-            ValueError: the rows are not whole tiles.
-        """
+        """Multiply x [..., K] → x Wᵀ + b [..., N]; a gradient comes from `back` alone."""
         if self.tile:
-            return self._by_tiles(x, self.dense().t(), self.bias)
+            return _by_tiles(x, self.tile, self.shape[0], self._tile_product())
         return self._with_enough_rows(x, self._product)
 
     def back(self, grad: Tensor) -> Tensor:
-        """From a gradient with respect to the product [..., N] to one with respect to x [..., K].
-
-        Raises:
-            ValueError: the rows are not whole tiles.
-        """
-        if self.tile:
-            return self._by_tiles(grad, self.dense(), None)
+        """From a gradient with respect to the product [..., N] to one with respect to x [..., K]."""
+        if self._tile_back:
+            weight_NK = self.dense()
+            return _by_tiles(grad, self._tile_back, self.shape[1], lambda rows, out: torch.mm(rows, weight_NK, out=out))
         return self._with_enough_rows(grad, lambda rows: torch.matmul(rows, self.dense()))
 
     def _product(self, x: Tensor) -> Tensor:
@@ -84,9 +81,15 @@ class FrozenWeight(nn.Module):
             return F.linear(x, self.dense(), self.bias)
         return _reordered_linear(x, self._reordered, self.bias)
 
-    def any_rows(self, x: Tensor) -> Tensor:
-        """The product of rows that need not be whole tiles."""
-        return self._product(x) if self.tile and x.shape[-2] % self.tile else self(x)
+    def _tile_product(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Multiply the rows of a tile [tile, K] into an output [tile, N]."""
+        bias, reordered = self.bias, self._reordered
+        if reordered is not None:
+            return lambda rows, out: out.copy_(_reordered_linear(rows, reordered, bias))
+        weight_KN = self.dense().t()
+        if bias is None:
+            return lambda rows, out: torch.mm(rows, weight_KN, out=out)
+        return lambda rows, out: torch.addmm(bias, rows, weight_KN, out=out)
 
     def _with_enough_rows(self, rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         """Of few rows [..., T, K] a small weight's product would not be made by the GEMM, and would have other bits."""
@@ -94,20 +97,6 @@ class FrozenWeight(nn.Module):
         if n_rows >= self._least:
             return product(rows)
         return product(F.pad(rows, (0, 0, 0, self._least - n_rows)))[..., :n_rows, :]
-
-    def _by_tiles(self, x: Tensor, weight_KN: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply x [..., K] a tile of rows at a time → [..., N]; rows that lie apart are copied."""
-        rows_TK = x.detach().reshape(-1, weight_KN.shape[0]).contiguous()
-        n_rows = len(rows_TK)
-        if n_rows % self.tile:
-            raise ValueError(f"{n_rows} rows are not a multiple of {self.tile}; pad them (see Arithmetic.rows)")
-        out_TN = rows_TK.new_empty(n_rows, weight_KN.shape[1])
-        for rows, out in zip(rows_TK.split(self.tile), out_TN.split(self.tile), strict=True):
-            if bias is None:
-                torch.mm(rows, weight_KN, out=out)
-            else:
-                torch.addmm(bias, rows, weight_KN, out=out)
-        return out_TN.view(*x.shape[:-1], weight_KN.shape[1])
 
     def reorder(self) -> None:
         """Make the second copy, in the layout of oneDNN."""
@@ -120,11 +109,23 @@ class FrozenWeight(nn.Module):
     def agrees(self) -> bool:
         """Whether products with the second copy have the bits of `F.linear`."""
         generator = torch.Generator().manual_seed(0)
-        for rows in _ROWS_TRIED:
+        for rows in (self.tile,) if self.tile else _ROWS_TRIED:
             x = torch.randn(rows, self.weight.shape[1], generator=generator).to(self.weight.dtype)
             if not torch.equal(F.linear(x, self.weight, self.bias), self(x)):
                 return False
         return True
+
+
+def _by_tiles(x: Tensor, tile: int, n_outputs: int, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Multiply x [..., K] a tile of rows at a time → [..., N]; rows that lie apart are copied, the last tile is filled up."""
+    rows_TK = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    n_rows = len(rows_TK)
+    if n_rows % tile:
+        rows_TK = F.pad(rows_TK, (0, 0, 0, -n_rows % tile))
+    out_TN = rows_TK.new_empty(len(rows_TK), n_outputs)
+    for rows, out in zip(rows_TK.split(tile), out_TN.split(tile), strict=True):
+        product(rows, out)
+    return out_TN[:n_rows].view(*x.shape[:-1], n_outputs)
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
@@ -140,7 +141,6 @@ def reorder_all(weights: Iterable[FrozenWeight]) -> None:
             type(weight) is not FrozenWeight
             or weight.weight.device.type != "cpu"
             or weight.weight.dtype != torch.bfloat16
-            or weight.tile
         ):
             continue
         shape = (*weight.weight.shape, weight.bias is not None)

@@ -83,7 +83,7 @@ def load_base(
     model, tokenizer = _load(name, dtype, trust_remote_code, base_format, place)
     model.to(place).eval().requires_grad_(False)
     limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
-    arithmetic = Arithmetic.of(place, numerics) if arithmetic is None else arithmetic
+    arithmetic = Arithmetic.of(place, model.dtype, numerics) if arithmetic is None else arithmetic
     base = prove(
         lambda: wrap(name, model, tokenizer, place), model, name, block_size, arithmetic, pack=pack, shards=shards
     )

@@ -82,14 +82,18 @@ class AdapterLayout:
 
     def least_rows(self, dtype: torch.dtype) -> int:
         """Rows that each adapter's part of a batched product must have at least."""
-        return least_rows(self._least_per_row, dtype)
+        return max(least_rows(*shape, dtype) for shape in self._shapes)
 
     @functools.cached_property
-    def _least_per_row(self) -> int:
-        """Multiplications that a row takes in the smallest of its products."""
-        return min(
-            min(self.rank * place.n_out, group.width * place.n_in) for group in self.fused for _, place in group.members
-        )
+    def longest_sum(self) -> int:
+        """Numbers that are added in its products, forth and back, at most."""
+        return max(max(shape) for shape in self._shapes)
+
+    @functools.cached_property
+    def _shapes(self) -> set[tuple[int, int]]:
+        """Inputs and outputs of its products."""
+        a = {(place.n_in, group.width) for group in self.fused for _, place in group.members}
+        return a | {(self.rank, place.n_out) for place in self.places}
 
     def matrices(self, flat: Tensor) -> dict[str, LoraMatrices]:
         """By leader, as views of flat [..., size]."""

@@ -85,7 +85,7 @@ class LoraModel:
         self.products = products_backend(arithmetic, self.device, self.dtype)
         self.read_keys_in_blocks(self.block_size)
         for weight in self._frozen_weights():
-            weight.tile = arithmetic.tile
+            weight.compute_with(arithmetic)
 
     def read_keys_in_blocks(self, block_size: int) -> None:
         """Choose the attention backend for KV blocks of this many tokens."""

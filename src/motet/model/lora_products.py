@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
@@ -164,19 +164,42 @@ def _aligned(rows_MK: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class BySums:
+    """One form for products with long sums, another for the rest."""
+
+    long: RowProducts
+    short: RowProducts
+    long_sum: int
+
+    def multiply(self, rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
+        """Each row times the weights of its adapter: [M, K], [A, K, N] → [M, N]."""
+        return self._form(rows_MK).multiply(rows_MK, weights_AKN)
+
+    def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
+        """Add what `multiply` would give, in place."""
+        self._form(rows_MK).add(sums_MN, rows_MK, weights_AKN)
+
+    def _form(self, rows_MK: Tensor) -> RowProducts:
+        return self.long if rows_MK.shape[1] >= self.long_sum else self.short
+
+
+@dataclass(frozen=True)
 class PaddedProducts:
     """A `LoraProducts` for a CPU: every adapter of a product has equally many rows."""
 
     dtype: torch.dtype = torch.float32
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
 
     least_fill = LEAST_FILL
 
     def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
-        """One batched product; with many threads a product for each adapter."""
-        padded = max(round_up(max(lengths), ROWS), layout.least_rows(self.dtype))
+        """One batched product; with many threads a product for each adapter, and in tiles what takes them."""
+        tile = self.arithmetic.tile_of(layout.longest_sum)
+        padded = round_up(max(*lengths, layout.least_rows(self.dtype)), tile or ROWS)
         rooms = [padded] * len(lengths)
         batched = self.dtype != torch.float32 or torch.get_num_threads() <= _BATCHED_THREADS
-        return rooms, Padded(len(lengths)) if batched else Tiled.of(rooms, 0)
+        form = Padded(len(lengths)) if batched else Tiled.of(rooms, 0)
+        return rooms, BySums(Tiled.of(rooms, tile), form, self.arithmetic.long_sum) if tile else form
 
     def stack(self, adapters: Sequence[AdapterWeights]) -> dict[str, LoraMatrices]:
         """Contiguous for each product, because `bmm` would copy anything else."""
@@ -246,7 +269,7 @@ class GroupedProducts:
 def products_backend(arithmetic: Arithmetic, device: torch.device, dtype: torch.dtype) -> LoraProducts:
     """The backend that an arithmetic names."""
     if arithmetic.products == "padded":
-        return PaddedProducts(dtype)
+        return PaddedProducts(dtype, arithmetic)
     return GroupedProducts(device, dtype, arithmetic.tile)
 
 

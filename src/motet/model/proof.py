@@ -36,8 +36,10 @@ _MIXERS = ("attention", "attn", "mixer", "mamba", "conv")
 """Words in the names that models give to what mixes positions."""
 _MIX_NOTHING = ("mlp", "moe")
 """Kinds of layers that have no mixer."""
-_CROWD = 8
-"""Tiles of rows in the largest pass that is tried."""
+_CROWD = 128
+"""Rows of the largest pass that is tried: many libraries take another kernel for so many."""
+_CROWD_TILES = 8
+"""The same in tiles, where there are such."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Largest difference of logits, as a share of the largest logit."""
 
@@ -173,7 +175,7 @@ class _Watch:
             self._families[-1][1].append(path)
         else:
             self._families.append((x, [path]))
-        y = fused.frozen.any_rows(x)  # a layer that sees other rows will be left out
+        y = fused.frozen(x)
         self._outputs[path] = y, y._version
         return (y,)
 
@@ -196,7 +198,7 @@ def _leave_out(base: LoraModel, watch: _Watch) -> None:
     rows = round_up(sum(LENGTHS), base.arithmetic.rows)
     unfit = [path for path in base.linears if watch.rows.get(path) != {rows}]
     for path in unfit:
-        base.linears.pop(path).fused.frozen.tile = 0
+        del base.linears[path]
     refused = [path for path in base.linears if refused_by_peft(base.info.model_type, path)]
     base.revise(linears=tuple(path for path in base.linears if path not in refused))
     if refused:
@@ -331,10 +333,9 @@ def _known_to_differ(base: LoraModel) -> str:
 
 @torch.no_grad()
 def _crowd_agrees(base: LoraModel, sequences: list[Tensor]) -> bool:
-    """Whether hidden states stay the same in a pass of many tiles of rows; asked only where there are tiles."""
-    if not base.arithmetic.tile:
-        return True
-    crowd = sequences * -(-_CROWD * base.arithmetic.tile // sum(LENGTHS))
+    """Whether hidden states stay the same in a pass of many rows, and of several tiles."""
+    rows = max(_CROWD, _CROWD_TILES * base.arithmetic.tile)
+    crowd = sequences * -(-rows // sum(LENGTHS))
     few, many = _packed_hidden(base, sequences)[0], _packed_hidden(base, crowd)[0]
     return all(torch.equal(few[place % len(few)], states) for place, states in enumerate(many))
 

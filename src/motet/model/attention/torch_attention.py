@@ -98,7 +98,7 @@ class TorchAttention:
     ) -> None:
         """`width` of the narrowest head: a product of queries with a block of keys has rows enough for it."""
         self._device, self._block_size, self._rows = device, block_size, rows
-        self._queries = least_rows(width * block_size, dtype)
+        self._queries = least_rows(width, block_size, dtype)
 
     def packed(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> TorchPass:
         """A pass over whole sequences."""
