@@ -28,6 +28,8 @@ settings.register_profile("motet", derandomize=True, deadline=None)
 settings.load_profile("motet")
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+LONGEST = ["service", "vllm"]
+"""Groups of tests that take longest: begun last, one would run on while the other workers have nothing to do."""
 _forbidden_skips: set[str] = set()  # node ids, in the process that reports
 
 
@@ -68,9 +70,18 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield found
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share one slow server begin first, so that they do not come to lie behind all others."""
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    """Keep a file's tests on one worker, so that its fixtures are made once; the longest groups begin first."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("xdist_group")
+    return LONGEST.index(mark.args[0]) if mark is not None and mark.args[0] in LONGEST else len(LONGEST)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

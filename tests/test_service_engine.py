@@ -190,7 +190,11 @@ def test_questions_that_cannot_be_answered_are_refused_with_the_reason(service: 
 # --- deaths -----------------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: dict[str, bytes]) -> None:
+@pytest.mark.parametrize(
+    "often", [pytest.param(False, id="once"), pytest.param(True, id="often", marks=pytest.mark.soak)]
+)
+def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: dict[str, bytes], often: bool) -> None:
+    """The engine dies, and then all; or one after the other, also before they are ready."""
     service = Service(tmp_path / "served")
     try:
         service.start(ready=False)
@@ -203,14 +207,16 @@ def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: d
         service.reaches("second", 4)
         service.kill()
         service.forget_last_step("second")  # as if it had died between the commit and the telling
-        service.start(ready=False)
-        service.kill()  # before its engine was ready
+        if often:
+            service.start(ready=False)
+            service.kill()  # before its engine was ready
         service.start()
-        service.reaches("first", 8)
-        service.engine().kill()
-        service.reaches("second", 12)
-        service.terminate()
-        service.start()
+        if often:
+            service.reaches("first", 8)
+            service.engine().kill()
+            service.reaches("second", 12)
+            service.terminate()
+            service.start()
         for name in ("first", "second"):
             assert service.ended(name) == "succeeded", service.job(name)["message"]
             assert service.steps(name) == list(range(LONG + 1))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motet import budgets
-from motet.allocator import keep_freed_memory
+from motet.allocator import keep_freed_memory, without_collections
 from motet.config import EngineConfig, RunConfig
 from motet.config.service import Largest
 from motet.device import Device
@@ -106,6 +106,7 @@ def _spin_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
+@without_collections()
 def warm_up() -> None:
     """Import what loading a base needs, which takes most of its time."""
     keep_freed_memory()
@@ -162,6 +163,7 @@ def load(base: str, config: EngineConfig) -> LoraModel:
     return loaded
 
 
+@without_collections()
 def _load(base: str, config: EngineConfig) -> LoraModel:
     """Runs in a thread that ends afterwards.
 
