@@ -21,6 +21,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.house import House
+    from tests.service_run import Service
 
 pytest_plugins = ["tests.commands", "tests.database"]  # fixtures
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +29,7 @@ settings.register_profile("motet", derandomize=True, deadline=None)
 settings.load_profile("motet")
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
-LONGEST = ["service", "vllm"]
+LONGEST = ["service", "vllm", "tinker"]
 """Groups of tests that take longest: begun last, one would run on while the other workers have nothing to do."""
 _forbidden_skips: set[str] = set()  # node ids, in the process that reports
 
@@ -67,6 +68,17 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     from tests.house import open_house  # FastAPI is not imported for other tests
 
     with open_house(tmp_path_factory.mktemp("house")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def tinker_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service that all clients of the `tinker` package share: each makes models of its own."""
+    from tests.service_run import serving
+    from tests.tinker_run import tinker_python
+
+    tinker_python()
+    with serving(tmp_path_factory.mktemp("tinker")) as found:
         yield found
 
 
