@@ -105,7 +105,7 @@ bench-gpu: gpu-check  ## gpu-check, then the speed of Motet on one GPU: docs/ben
 gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no CUDA device here" >&2; exit 1; }
 	$(BIN)/python -m pytest -m gpu -rs $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -rs tests/test_kernels.py tests/test_recurrence_kernels.py tests/test_cuda_graph.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "soak or not soak" -rs tests/test_kernels.py tests/test_recurrence_kernels.py tests/test_cuda_graph.py $(PYTEST_ARGS)
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev  ## write the reference pages anew: docs/configuration.md, docs/cli.md, docs/http.md

@@ -12,4 +12,8 @@ def few(cases: Iterable[Any], *kept: Any) -> list[Any]:
     """The cases, of which those that are not kept are left to the soak."""
     found = list(cases)
     assert set(kept) <= set(found), "a case that is to be kept is not there"
-    return [case if case in kept else pytest.param(case, marks=pytest.mark.soak) for case in found]
+    return [case if case in kept else _soak(case) for case in found]
+
+
+def _soak(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
