@@ -73,7 +73,7 @@ test: lint vllm tinker agents  ## lint, then every test that this machine can ru
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.installed-dev vllm tinker  ## the long tests: ten thousand requests to a service, a thousand publishes on a real vLLM (several minutes)
+soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, ten thousand requests to a service, a thousand publishes on a real vLLM (an hour or two)
 	@$(BIN)/python -m bench.speed.envs older
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s $(PYTEST_ARGS)
 

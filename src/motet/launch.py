@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -108,11 +109,12 @@ def _spin_briefly() -> None:
 
 @without_collections()
 def warm_up() -> None:
-    """Import what loading a base needs, which takes most of its time."""
+    """Import what loading a base needs, which takes most of its time; for a process that does nothing else."""
     keep_freed_memory()
     _spin_briefly()
     importlib.import_module("motet.model.load")
     importlib.import_module("transformers.modeling_utils")  # with most of the library
+    gc.freeze()  # modules are no garbage: nobody looks through them again
 
 
 def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.ExitStack) -> LoraModel | ShardedBase:
