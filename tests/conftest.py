@@ -29,7 +29,12 @@ settings.register_profile("motet", derandomize=True, deadline=None)
 settings.load_profile("motet")
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
-LONGEST = ["service", "vllm", "tinker"]
+LONGEST = """
+vllm tinker test_dashboard test_hosts test_service_usage test_service_engine test_service_scoring test_service_adapters
+test_client
+test_service_api test_openai_engine test_service_hostile test_sharded test_spread test_invariants test_node_agents test_kernels
+test_small_base test_bases test_trainer
+""".split()
 """Groups of tests that take longest: begun last, one would run on while the other workers have nothing to do."""
 _forbidden_skips: set[str] = set()  # node ids, in the process that reports
 

@@ -21,7 +21,6 @@ from tests.service_run import Json, Service, tiny
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("service"),
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium"),
 ]
 expect.set_options(timeout=PATIENCE)

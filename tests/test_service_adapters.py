@@ -19,7 +19,7 @@ from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
 from tests.commands import Motet, job_file
 from tests.service_run import Service, serving, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
+pytestmark = pytest.mark.slow
 ASKED: Any = {"messages": [{"role": "user", "content": "Sort the letters of dca."}], "max_tokens": 12, "seed": 5}
 
 

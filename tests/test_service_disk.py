@@ -12,7 +12,7 @@ from tests.adapter_files import run_alone, weights_of
 from tests.service_run import Service, tiny
 from tests.small_disk import small_disk
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
+pytestmark = pytest.mark.slow
 
 STEPS = 60
 SETTLES = 1.5

@@ -17,11 +17,10 @@ from tests.service_run import Json, Service, tiny
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("service"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
 ]
 
-LONG = 16
+LONG = 8
 """Steps of jobs that something happens to meanwhile."""
 
 
@@ -222,7 +221,7 @@ def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: d
         service.steer("waiting", "cancel")
         service.reaches("first", 1)
         service.engine().kill()
-        service.reaches("second", 4)
+        service.reaches("second", 2)
         service.kill()
         service.forget_last_step("second")  # as if it had died between the commit and the telling
         if often:
@@ -230,9 +229,9 @@ def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: d
             service.kill()  # before its engine was ready
         service.start()
         if often:
-            service.reaches("first", 8)
+            service.reaches("first", 4)
             service.engine().kill()
-            service.reaches("second", 12)
+            service.reaches("second", 6)
             service.terminate()
             service.start()
         for name in ("first", "second"):

@@ -23,7 +23,6 @@ from tests.service_run import Json, Service, serving, tiny
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("service"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
 ]
 

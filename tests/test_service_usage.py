@@ -17,7 +17,7 @@ from tests.cases import few
 from tests.commands import Motet
 from tests.service_run import Json, Service, serving, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,6 @@ REWRITE = frozenset({"smolagents"})
 """Those that write their own turns anew, so that each call begins a branch."""
 
 
-@pytest.mark.xdist_group("agents")
 @pytest.mark.parametrize("name", few(AGENTS, *EVERY_TIME))
 def test_an_agent_of_a_stock_package_is_captured_token_by_token(name: str, tmp_path: Path) -> None:
     python = ENVS / ("mini" if name == "mini_swe_agent" else "agents") / "bin" / "python"
