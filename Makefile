@@ -70,10 +70,10 @@ agents: $(VENV)/.installed-dev  ## make .envs/agents and .envs/mini with package
 
 .PHONY: test
 test: lint vllm tinker agents  ## lint, then every test that this machine can run, in parallel (WORKERS=2)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -rs --durations 12 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.installed-dev vllm tinker  ## the long tests: ten thousand requests to a service, a thousand publishes on a real vLLM (several minutes)
+soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, ten thousand requests to a service, a thousand publishes on a real vLLM (an hour or two)
 	@$(BIN)/python -m bench.speed.envs older
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s $(PYTEST_ARGS)
 
@@ -105,7 +105,7 @@ bench-gpu: gpu-check  ## gpu-check, then the speed of Motet on one GPU: docs/ben
 gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no CUDA device here" >&2; exit 1; }
 	$(BIN)/python -m pytest -m gpu -rs $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -rs tests/test_kernels.py tests/test_recurrence_kernels.py tests/test_cuda_graph.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "soak or not soak" -rs tests/test_kernels.py tests/test_recurrence_kernels.py tests/test_cuda_graph.py $(PYTEST_ARGS)
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev  ## write the reference pages anew: docs/configuration.md, docs/cli.md, docs/http.md

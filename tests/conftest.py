@@ -21,6 +21,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.house import House
+    from tests.service_run import Service
 
 pytest_plugins = ["tests.commands", "tests.database"]  # fixtures
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +29,13 @@ settings.register_profile("motet", derandomize=True, deadline=None)
 settings.load_profile("motet")
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+LONGEST = """
+vllm tinker test_dashboard test_hosts test_service_usage test_service_engine test_service_scoring test_service_adapters
+test_client
+test_service_api test_openai_engine test_service_hostile test_sharded test_spread test_invariants test_node_agents test_kernels
+test_small_base test_bases test_trainer
+""".split()
+"""Groups of tests that take longest: begun last, one would run on while the other workers have nothing to do."""
 _forbidden_skips: set[str] = set()  # node ids, in the process that reports
 
 
@@ -68,9 +76,29 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield found
 
 
+@pytest.fixture(scope="session")
+def tinker_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service that all clients of the `tinker` package share: each makes models of its own."""
+    from tests.service_run import serving
+    from tests.tinker_run import tinker_python
+
+    tinker_python()
+    with serving(tmp_path_factory.mktemp("tinker")) as found:
+        yield found
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share one slow server begin first, so that they do not come to lie behind all others."""
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    """Keep a file's tests on one worker, so that its fixtures are made once; the longest groups begin first."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    mark = item.get_closest_marker("xdist_group")
+    return LONGEST.index(mark.args[0]) if mark is not None and mark.args[0] in LONGEST else len(LONGEST)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

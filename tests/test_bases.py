@@ -14,17 +14,20 @@ from motet.model.lora_model import LoraModel
 from motet.training.torch_trainer import TorchTrainer
 from tests import bases
 from tests import tiny_models as tiny
+from tests.cases import few
 from tests.peft_files import close, export, load, peft_logits
 from tests.segments import make_segment, make_trainer, run_steps, sampler_logprobs
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+EVERY_TIME = ("llama", "qwen3", "gemma3n", "opt", "mistral3", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_5", "lfm2")
+"""One of each kind."""
 PROMPTS = (53, 9)
 """Lengths beyond the window of the tiny models and over several blocks, and within one."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
-@pytest.mark.parametrize("name", bases.BASES)
+@pytest.mark.parametrize("name", few(bases.BASES, *EVERY_TIME))
 def test_an_architecture_does_what_the_table_says(name: str, dtype: str, tmp_path: Path) -> None:
     row = bases.row(name, dtype)
     if row.verdict == bases.REFUSED and dtype != "float32":  # it may fail elsewhere first

@@ -21,7 +21,7 @@ from motet.types import ADAPTER_FILES
 from tests.commands import Motet, job_file, rows_in
 from tests.service_run import Service, serving, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
+pytestmark = pytest.mark.slow
 ENDED = ("succeeded", "failed", "cancelled")
 
 

@@ -16,11 +16,11 @@ pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install
 from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.browser import CHROMIUM, PATIENCE, browsing, watched
+from tests.cases import few
 from tests.service_run import Json, Service, tiny
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("service"),
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium"),
 ]
 expect.set_options(timeout=PATIENCE)
@@ -368,7 +368,7 @@ def test_what_jobs_and_models_wrote_stays_text(service: Keyed, page: Page) -> No
 # --- everywhere -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", few(["light", "dark"], "light"))
 def test_a_phone_has_nothing_to_scroll_sideways(service: Keyed, browser: Browser, scheme: str) -> None:
     settings: Json = {"viewport": {"width": 360, "height": 740}, "color_scheme": scheme, "has_touch": True}
     with watched(browser, service.url, **settings) as page:

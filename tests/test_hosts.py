@@ -37,7 +37,7 @@ from tests.service_run import Json, Service, serving, tiny
 
 ENGINE = {"samplers": 0, "threads": 1}
 STORE = 80 * 2**20  # the least that Ray takes
-NAMES = [f"job-{number}" for number in range(8)]
+NAMES = [f"job-{number}" for number in range(4)]
 
 
 def job(name: str) -> Json:
@@ -55,7 +55,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 SOON = pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.soak)], indirect=True)
-ALWAYS = pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +71,13 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
     nodes.shutdown()
 
 
-@contextlib.contextmanager
-def hosting(directory: Path, cluster: Json, **fields: Any) -> Iterator[Service]:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, cluster: Json) -> Iterator[Service]:
     """A service with two hosts."""
-    config = directory / "hosts.yaml"
-    config.write_text(yaml.safe_dump({"engine": {**ENGINE, "hosts": 2}, "cluster": cluster, **fields}))
-    with serving(directory / "service", "--config", str(config)) as service:
-        yield service
+    config = tmp_path_factory.mktemp("hosts") / "hosts.yaml"
+    config.write_text(yaml.safe_dump({"engine": {**ENGINE, "hosts": 2}, "cluster": cluster}))
+    with serving(config.parent / "service", "--config", str(config)) as found:
+        yield found
 
 
 def kill_host(run: Path, number: int, cluster: Json) -> None:
@@ -102,73 +101,73 @@ def metric(service: Service, name: str) -> dict[str, float]:
 
 @SOON
 def test_a_host_that_dies_loses_nothing_and_the_others_do_not_notice(
-    tmp_path: Path, cluster: Json, alone: dict[str, bytes]
+    service: Service, cluster: Json, alone: dict[str, bytes]
 ) -> None:
-    with hosting(tmp_path, cluster) as service:
-        for name in NAMES:
-            service.submit(job(name))
-        service.until(lambda: len(hosts_of(service)) == len(NAMES))
-        where = hosts_of(service)
-        assert sorted(where.values()) == [0] * 4 + [1] * 4
-        service.reaches(next(name for name in NAMES if where[name] == 1), 1)
-        kill_host(service.directory / "run", 1, cluster)
-        for name in NAMES:
-            assert service.ended(name) == "succeeded", service.job(name)["message"]
-            assert service.weights(name) == alone[name]
-            assert service.steps(name) == [0, 1, 2, 3, 4, 5, 6][: len(service.steps(name))]
-        for name in NAMES:
-            if where[name] == 0:
-                assert service.states(name).count("running") == 1
-        service.until(lambda: metric(service, "motet_engine_starts") == {"0": 1.0, "1": 2.0})
-        service.until(lambda: metric(service, "motet_engine_ready") == {"0": 1.0, "1": 1.0})
-        assert metric(service, "motet_device_train_seconds").keys() == {"0", "1"}
+    for name in NAMES:
+        service.submit(job(name))
+    service.until(lambda: len(hosts_of(service)) == len(NAMES))
+    where = hosts_of(service)
+    assert sorted(where.values()) == [0, 0, 1, 1]
+    service.reaches(next(name for name in NAMES if where[name] == 1), 1)
+    kill_host(service.directory / "run", 1, cluster)
+    for name in NAMES:
+        assert service.ended(name) == "succeeded", service.job(name)["message"]
+        assert service.weights(name) == alone[name]
+        assert service.steps(name) == [0, 1, 2, 3, 4, 5, 6][: len(service.steps(name))]
+    for name in NAMES:
+        if where[name] == 0:
+            assert service.states(name).count("running") == 1
+    service.until(lambda: metric(service, "motet_engine_starts") == {"0": 1.0, "1": 2.0})
+    service.until(lambda: metric(service, "motet_engine_ready") == {"0": 1.0, "1": 1.0})
+    assert metric(service, "motet_device_train_seconds").keys() == {"0", "1"}
+    for name in NAMES:
+        service.ask("DELETE", f"/v1/jobs/{name}")
 
 
 @SOON
 def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
-    tmp_path: Path, cluster: Json, alone: dict[str, bytes]
+    service: Service, alone: dict[str, bytes]
 ) -> None:
-    with hosting(tmp_path, cluster, limits={"running_jobs": 3}) as service:
-        for name in ("one", "two", "three", "four"):
-            service.submit(tiny(name, 1000))
-        for name in ("one", "two", "three"):
-            service.becomes(name, "running")
-        assert service.job("four")["state"] == "queued", "its tenant has three out, over both hosts"
-        service.steer("one", "pause")
-        service.becomes("four", "running")
-        service.steer("one", "resume")
-        time.sleep(0.7)
-        assert service.job("one")["state"] == "paused", "others have its tenant's places"
-        service.steer("four", "cancel")
-        service.becomes("one", "running")
-        for name in ("one", "two", "three"):
-            service.steer(name, "cancel")
-            service.becomes(name, "cancelled")
+    service.ask("PUT", "/v1/tenants/local/limits", json={"running_jobs": 3})
+    for name in ("one", "two", "three", "four"):
+        service.submit(tiny(name, 1000))
+    for name in ("one", "two", "three"):
+        service.becomes(name, "running")
+    assert service.job("four")["state"] == "queued", "its tenant has three out, over both hosts"
+    service.steer("one", "pause")
+    service.becomes("four", "running")
+    service.steer("one", "resume")
+    time.sleep(0.7)
+    assert service.job("one")["state"] == "paused", "others have its tenant's places"
+    service.steer("four", "cancel")
+    service.becomes("one", "running")
+    for name in ("one", "two", "three"):
+        service.steer(name, "cancel")
+        service.becomes(name, "cancelled")
 
-        for one in (job("job-0"), tiny("long", 1000), job("job-1")):
-            service.submit(one)
-            service.becomes(one["name"], "running")
-        service.steer("long", "cancel")  # one host has nothing to do now, and the other one two jobs
-        for name in ("job-0", "job-1"):
-            assert service.ended(name) == "succeeded"
-            assert service.weights(name) == alone[name]
-            assert service.steps(name) == list(range(7))
-        assert [service.states(name).count("running") for name in ("job-0", "job-1")] == [1, 2]
-        assert "paused" not in service.states("job-1")
+    for one in (job("job-0"), tiny("long", 1000), job("job-1")):
+        service.submit(one)
+        service.becomes(one["name"], "running")
+    service.steer("long", "cancel")  # one host has nothing to do now, and the other one two jobs
+    for name in ("job-0", "job-1"):
+        assert service.ended(name) == "succeeded"
+        assert service.weights(name) == alone[name]
+        assert service.steps(name) == list(range(7))
+    assert [service.states(name).count("running") for name in ("job-0", "job-1")] == [1, 2]
+    assert "paused" not in service.states("job-1")
 
 
-@ALWAYS
+@SOON
 def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(
     tmp_path: Path, cluster: Json, alone: dict[str, bytes]
 ) -> None:
-    names = NAMES[:4]
     (tmp_path / "jobs.yaml").write_text(
         yaml.safe_dump(
             {
                 "base": "small",
                 "engine": {**ENGINE, "hosts": 2},
                 "cluster": cluster,
-                "jobs": [job(name) for name in names],
+                "jobs": [job(name) for name in NAMES],
             }
         )
     )
@@ -176,14 +175,14 @@ def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(
     with (tmp_path / "out").open("ab") as out:
         first = subprocess.Popen(command, stdout=out, stderr=out)
     try:
-        waited(lambda: all(steps(tmp_path / "run" / name) for name in names), first)
+        waited(lambda: all(steps(tmp_path / "run" / name) for name in NAMES), first)
         kill_host(tmp_path / "run", 1, cluster)
-        waited(lambda: max(max(steps(tmp_path / "run" / name)) for name in names) >= 3, first)
+        waited(lambda: max(max(steps(tmp_path / "run" / name)) for name in NAMES) >= 3, first)
     finally:
         first.kill()
         first.wait()
     assert subprocess.run(command, check=False, capture_output=True, text=True, timeout=120).returncode == 0
-    for name in names:
+    for name in NAMES:
         assert (tmp_path / "run" / name / "versions" / "v6" / "adapter_model.safetensors").read_bytes() == alone[name]
 
 
@@ -234,7 +233,8 @@ class Cable:
         writer.close()
 
 
-@pytest.mark.parametrize("seconds", [3.0, pytest.param(30.0, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("seconds", [3.0, 30.0])
 def test_a_network_that_is_away_for_a_while_changes_nothing(
     tmp_path: Path, alone: dict[str, bytes], seconds: float
 ) -> None:
@@ -265,7 +265,7 @@ def test_a_network_that_is_away_for_a_while_changes_nothing(
         "base": "small",
         "run": str(tmp_path),
         "engine": {**ENGINE, "hosts": 2},
-        "jobs": [job(name) for name in NAMES[:4]],
+        "jobs": [job(name) for name in NAMES],
     }
     config = validate(tree, "the test")
     with contextlib.closing(RunDirectory(tmp_path, "run")) as directory:
@@ -312,12 +312,11 @@ def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alo
         if all(one.step for one in jobs):
             cut.set()
 
-    names = NAMES[:4]
     tree = {
         "base": "small",
         "run": str(tmp_path),
         "engine": {**ENGINE, "hosts": 2},
-        "jobs": [job(name) for name in names],
+        "jobs": [job(name) for name in NAMES],
     }
     config = validate(tree, "the test")
     try:

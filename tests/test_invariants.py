@@ -26,8 +26,8 @@ from tests.small_runs import REWARDS, STEPS, config, fingerprint, job, metrics, 
 BASES = [
     pytest.param(("small", "float32"), id="small-fp32"),
     pytest.param(("small", "bfloat16"), id="small-bf16"),
-    pytest.param(("small", "bfloat16", 2), id="small-bf16-two-threads"),
-    pytest.param(("smollm2", "bfloat16"), id="smollm2-bf16", marks=pytest.mark.smollm2),
+    pytest.param(("small", "bfloat16", 2), id="small-bf16-two-threads", marks=pytest.mark.soak),
+    pytest.param(("smollm2", "bfloat16"), id="smollm2-bf16", marks=[pytest.mark.smollm2, pytest.mark.soak]),
     pytest.param(("smollm2", "float32"), id="smollm2-fp32", marks=[pytest.mark.smollm2, pytest.mark.soak]),
 ]
 
@@ -127,7 +127,7 @@ def test_on_policy(base: Any, tmp_path: Path, rewards: Path) -> None:
 
 
 @pytest.mark.parametrize("base", BASES[:2], indirect=True)
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_staleness_and_honest_versions(base: Any, tmp_path: Path, rewards: Path, lag: int) -> None:
     """3 and 4: step s samples from exactly max(0, s − k), reproducibly, whatever the company."""
     lagging = job(
@@ -190,12 +190,15 @@ def start(directory: Path, rewards: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", SCRIPT, str(directory), str(rewards)], env=environment)
 
 
-def test_nothing_is_lost_on_a_real_base(tmp_path: Path, rewards: Path) -> None:
+@pytest.mark.parametrize(
+    "kills", [pytest.param((3,), id="once"), pytest.param((1, 3, 5), id="often", marks=pytest.mark.soak)]
+)
+def test_nothing_is_lost_on_a_real_base(tmp_path: Path, rewards: Path, kills: tuple[int, ...]) -> None:
     """5: killed with -9 again and again, the same command ends with the bytes of a run that nobody disturbed."""
     whole = start(tmp_path / "whole", rewards)
     assert whole.wait(300) == 0
     broken = tmp_path / "broken"
-    for step in (1, 3, 5):
+    for step in kills:
         process = start(broken, rewards)
         deadline = time.monotonic() + 120
         while not (broken / "one" / "state" / str(step)).exists() and process.poll() is None:

@@ -22,6 +22,7 @@ from motet.model.mixers.functions import MixerFunctions
 from motet.model.mixers.stretches import KEPT, packed_stretches
 from motet.model.state_cache import StateCache
 from tests import tiny_models as tiny
+from tests.cases import few
 from tests.small_runs import fingerprint, job, metrics, run
 from tests.tiny_models import assert_equals_stock
 
@@ -153,12 +154,12 @@ def test_a_prompt_that_nobody_brought_is_refused() -> None:
 # --- whole bases ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", tiny.HYBRID)
+@pytest.mark.parametrize("name", few(tiny.HYBRID, *FIRST))
 def test_stock_logits_at_lengths_around_its_chunks(name: str) -> None:
     assert_equals_stock(name, tiny.base(name), LENGTHS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "float32"))
 @pytest.mark.parametrize("name", FIRST)
 @torch.no_grad()
 def test_a_prompt_may_be_cut_anywhere(name: str, dtype: str) -> None:
@@ -192,7 +193,7 @@ def test_a_prompt_may_be_cut_anywhere(name: str, dtype: str) -> None:
             cache.give_back(own)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], "float32"))
 @pytest.mark.parametrize("name", FIRST)
 def test_a_job_samples_and_trains_with_the_same_bits_alone_and_in_company(
     name: str, dtype: str, tmp_path: Path

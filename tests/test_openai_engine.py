@@ -18,7 +18,7 @@ from tests.openai_requests import GRADER, JUDGE, PYTHON, SHORT, WORDS, client_of
 from tests.pages import fences
 from tests.service_run import Json, Service, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
+pytestmark = pytest.mark.slow
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "openai.md"
 
 

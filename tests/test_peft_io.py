@@ -20,6 +20,7 @@ from motet.model.peft_io import read_adapter
 from motet.training.torch_trainer import TorchTrainer
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests import tiny_models as tiny
+from tests.cases import few
 from tests.peft_files import close, export, load, peft_logits, randomise
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
@@ -28,7 +29,7 @@ NAMES = (*tiny.DENSE, "mixtral")
 ATTENTION = ["q_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, "llama", "phi3", "minicpm3"))
 def test_peft_computes_what_motet_exported(name, tmp_path):
     base, ids = tiny.base(name), tiny.tokens(37)
     weights = tiny.adapter(base, rank=4, alpha=10, seed=3)
@@ -40,7 +41,7 @@ def test_peft_computes_what_motet_exported(name, tmp_path):
     assert not close(ours, tiny.packed_logits(base, [(None, ids)])[0], 1e-2), "the adapter has an effect"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few(NAMES, "llama", "phi3", "minicpm3"))
 def test_motet_computes_what_peft_saved(name, tmp_path):
     base, ids = tiny.base(name), tiny.tokens(37)
     leaves = {path.rsplit(".", 1)[-1] for path in base.linears}

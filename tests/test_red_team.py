@@ -12,7 +12,7 @@ import pytest
 
 from tests.service_run import FINAL, Service, serving, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.smollm2]
+pytestmark = [pytest.mark.soak, pytest.mark.smollm2]
 
 SCORERS = {
     "scorer:spiral_matrix": "scorer",
@@ -72,7 +72,6 @@ def test_answers_that_are_evaluated_reach_nothing(smollm2_service: Service, tmp_
     attempt(smollm2_service, tmp_path, {"scorer:simple_integration": "scorer"})
 
 
-@pytest.mark.soak
 def test_no_answer_reaches_anything(smollm2_service: Service, tmp_path: Path):
     attempt(smollm2_service, tmp_path, SCORERS)
 

@@ -16,6 +16,7 @@ import pytest
 
 from motet.config import JobConfig
 from motet.types import JobState
+from tests.cases import few
 from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs
 from tests.waiting import until
 
@@ -105,13 +106,14 @@ def start(path: Path, lag: int, every: int, jitter: int) -> subprocess.Popen[byt
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
+@pytest.mark.parametrize("attempts", few([2, 8], 2))
 @pytest.mark.parametrize(("lag", "every"), [(0, 3), (2, 1)])
-def test_kill_9_at_any_moment(lag: int, every: int, tmp_path: Path) -> None:
+def test_kill_9_at_any_moment(lag: int, every: int, attempts: int, tmp_path: Path) -> None:
     """Killed again and again, at moments that differ from run to run: whatever was half-written must not show."""
     configs, moments = jobs(lag, every), random.Random()
     run_jobs(tmp_path / "whole", configs)
     cut, kills = tmp_path / "cut", 0
-    for attempt in range(4):
+    for attempt in range(attempts):
         process = start(cut, lag, every, attempt)
         while process.poll() is None and not list(cut.glob("*/state/[0-9]*")):
             time.sleep(0.01)

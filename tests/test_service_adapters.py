@@ -19,7 +19,7 @@ from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
 from tests.commands import Motet, job_file
 from tests.service_run import Service, serving, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
+pytestmark = pytest.mark.slow
 ASKED: Any = {"messages": [{"role": "user", "content": "Sort the letters of dca."}], "max_tokens": 12, "seed": 5}
 
 
@@ -143,38 +143,31 @@ def test_weights_that_do_not_fit_are_refused_at_the_upload(client: motet.Client,
 # --- waiting ----------------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_wait_for_each_other_and_for_a_time_across_restarts(tmp_path: Path) -> None:
-    service = Service(tmp_path / "served")
-    try:
+def test_jobs_wait_for_each_other_and_for_a_time_across_restarts(service: Service) -> None:
+    with motet.Client(service.url) as client:
+        client.submit(tiny("first", 12))
+        client.submit(tiny("second", 1, adapter={"init": "first@best"}), after=["first"])
+        client.submit(tiny("doomed", 1), after=["second", "broken-too"][:1])
+        client.submit(tiny("timed", 1), at=time.time() + 4)
+        client.cancel("doomed")
+        service.engine().kill()
+        assert client.job("second").message == "waits for 'first' to succeed"
+        service.reaches("first", 3)
+        service.kill()
         service.start()
-        with motet.Client(service.url) as client:
-            client.submit(tiny("first", 12))
-            client.submit(tiny("second", 1, adapter={"init": "first@best"}), after=["first"])
-            client.submit(tiny("doomed", 1), after=["second", "broken-too"][:1])
-            client.submit(tiny("timed", 1), at=time.time() + 4)
-            client.cancel("doomed")
-            service.engine().kill()
-            assert client.job("second").message == "waits for 'first' to succeed"
-            service.reaches("first", 3)
-            service.kill()
-            service.start()
-            assert service.ended("first") == "succeeded"
-            assert service.ended("second") == "succeeded", service.job("second")["message"]
-            assert service.ended("timed") == "succeeded"
-            best = next(one.version for one in client.versions("first") if one.best)
-            assert (
-                service.adapter("second", "0")[ADAPTER_WEIGHTS] == service.adapter("first", str(best))[ADAPTER_WEIGHTS]
-            )
-            first, second, timed = (client.events(name) for name in ("first", "second", "timed"))
-            began = next(event.time for event in second if event.data.get("state") == "running")
-            assert began >= [event.time for event in first][-1]
-            assert service.states("second") == ["queued", "queued", "running", "succeeded"]
-            at = client.job("timed").at
-            assert at is not None
-            assert next(event.time for event in timed if event.data.get("state") == "running") >= at
-            assert service.job("doomed")["state"] == "cancelled"
-    finally:
-        service.close()
+        assert service.ended("first") == "succeeded"
+        assert service.ended("second") == "succeeded", service.job("second")["message"]
+        assert service.ended("timed") == "succeeded"
+        best = next(one.version for one in client.versions("first") if one.best)
+        assert service.adapter("second", "0")[ADAPTER_WEIGHTS] == service.adapter("first", str(best))[ADAPTER_WEIGHTS]
+        first, second, timed = (client.events(name) for name in ("first", "second", "timed"))
+        began = next(event.time for event in second if event.data.get("state") == "running")
+        assert began >= [event.time for event in first][-1]
+        assert service.states("second") == ["queued", "queued", "running", "succeeded"]
+        at = client.job("timed").at
+        assert at is not None
+        assert next(event.time for event in timed if event.data.get("state") == "running") >= at
+        assert service.job("doomed")["state"] == "cancelled"
 
 
 # --- sharing ----------------------------------------------------------------------------------------------------------------
@@ -240,14 +233,22 @@ def test_two_teams_share_by_the_command_line(
 
 
 def test_an_engine_that_cannot_go_on_is_started_again(tmp_path: Path) -> None:
+    """First its base is not there, which is told while jobs are kept; then a state cannot be written."""
     base = tmp_path / "base"
     service = Service(tmp_path / "served", "--base", str(base))
     try:
         (tmp_path / "served" / "engine.yaml").write_text("engine: {samplers: 0, threads: 1, slots: 1}\n")
         service.start(ready=False)
-        service.until(lambda: "base" in service.get("/readyz").json()["message"])
+        service.until(lambda: str(base) in service.get("/readyz").json()["message"])
+        assert service.get("/readyz").status_code == 503
+        assert str(base) in (service.directory / "engine.log").read_text()
+        assert service.submit(tiny("early", 1))["state"] == "queued"
+        with pytest.raises(openai.APIStatusError, match=str(base)) as refusal:
+            answer(service.url, "base")
+        assert refusal.value.status_code == 503
         shutil.copytree(Path(motet.__file__).parent / "assets" / "small-base", base)
         service.until(lambda: service.answers("/readyz"))
+        assert service.ended("early") == "succeeded", "it was kept"
         service.submit(tiny("long", 400))
         service.reaches("long", 1)
         waiting = service.submit(tiny("waiting", 1))["id"]

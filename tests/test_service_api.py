@@ -12,7 +12,7 @@ from motet.service.adapters.archive import pack
 from tests.api_requests import Asked
 from tests.service_run import ROWS, Service, serving, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
+pytestmark = pytest.mark.slow
 
 
 GRADER = {

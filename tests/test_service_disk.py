@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.service_run import Service, serving, tiny
+from tests.adapter_files import run_alone, weights_of
+from tests.service_run import Service, tiny
 from tests.small_disk import small_disk
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
+pytestmark = pytest.mark.slow
 
 STEPS = 60
 SETTLES = 1.5
@@ -19,10 +20,7 @@ SETTLES = 1.5
 
 
 def test_a_service_whose_disk_is_full_says_so_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
-    with serving(tmp_path / "undisturbed") as service:
-        service.submit(tiny("a", STEPS))
-        assert service.ended("a") == "succeeded"
-        expected = service.weights("a")
+    expected = weights_of(run_alone(tmp_path / "undisturbed", tiny("a", STEPS)))["a"]
     with small_disk(tmp_path / "disk", "60m") as disk:
         service = Service(disk / "served")
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,23 +13,33 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.adapter_files import loads_with_peft, run_alone, weights_of
-from tests.service_run import Json, Service, serving, tiny
+from tests.service_run import Json, Service, tiny
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("service"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
 ]
 
-LONG = 16
+LONG = 8
 """Steps of jobs that something happens to meanwhile."""
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One that is up for the whole file."""
-    with serving(tmp_path_factory.mktemp("serve") / "served") as found:
-        yield found
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, float]]:
+    """One that is up for the whole file, and after which part of its start the engine's process was there."""
+    with contextlib.closing(Service(tmp_path_factory.mktemp("serve") / "served")) as found:
+        found.launch()
+        assert found.process is not None
+        began = psutil.Process(found.process.pid).create_time()
+        found.until(lambda: found.answers("/healthz"))
+        part = (found.engine().create_time() - began) / (time.time() - began)
+        found.until(lambda: found.answers("/readyz"))
+        yield found, part
+
+
+@pytest.fixture(scope="module")
+def service(started: tuple[Service, float]) -> Service:
+    return started[0]
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +50,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 LAGGING: Json = {"algorithm": {"group_size": 4, "groups_per_step": 2, "max_off_policy_steps": 1}}
+
+
+def test_the_engine_loads_while_the_service_does(started: tuple[Service, float]) -> None:
+    """Both take seconds: one after the other, whoever uses the service would wait for their sum."""
+    _, part = started
+    assert part < 0.6
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------------
@@ -190,7 +207,11 @@ def test_questions_that_cannot_be_answered_are_refused_with_the_reason(service: 
 # --- deaths -----------------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: dict[str, bytes]) -> None:
+@pytest.mark.parametrize(
+    "often", [pytest.param(False, id="once"), pytest.param(True, id="often", marks=pytest.mark.soak)]
+)
+def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: dict[str, bytes], often: bool) -> None:
+    """The engine dies, and then all; or one after the other, also before they are ready."""
     service = Service(tmp_path / "served")
     try:
         service.start(ready=False)
@@ -200,17 +221,19 @@ def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: d
         service.steer("waiting", "cancel")
         service.reaches("first", 1)
         service.engine().kill()
-        service.reaches("second", 4)
+        service.reaches("second", 2)
         service.kill()
         service.forget_last_step("second")  # as if it had died between the commit and the telling
-        service.start(ready=False)
-        service.kill()  # before its engine was ready
+        if often:
+            service.start(ready=False)
+            service.kill()  # before its engine was ready
         service.start()
-        service.reaches("first", 8)
-        service.engine().kill()
-        service.reaches("second", 12)
-        service.terminate()
-        service.start()
+        if often:
+            service.reaches("first", 4)
+            service.engine().kill()
+            service.reaches("second", 6)
+            service.terminate()
+            service.start()
         for name in ("first", "second"):
             assert service.ended(name) == "succeeded", service.job(name)["message"]
             assert service.steps(name) == list(range(LONG + 1))
@@ -218,37 +241,5 @@ def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: d
             assert set(service.states(name)[1:-1]) == {"running"}
             assert service.weights(name) == alone[name]
         assert service.ended("waiting") == "cancelled"
-    finally:
-        service.close()
-
-
-def test_the_engine_loads_while_the_service_does(tmp_path: Path) -> None:
-    """Both take seconds: one after the other, whoever uses the service would wait for their sum."""
-    service = Service(tmp_path / "served")
-    try:
-        service.launch()
-        assert service.process is not None
-        began = psutil.Process(service.process.pid).create_time()
-        service.until(lambda: service.answers("/healthz"))
-        answered = time.time()
-        assert service.engine().create_time() - began < 0.6 * (answered - began)
-        service.until(lambda: service.answers("/readyz"))
-    finally:
-        service.close()
-
-
-def test_a_base_that_is_not_there_is_told_and_jobs_are_kept(tmp_path: Path) -> None:
-    service = Service(tmp_path / "served", "--base", str(tmp_path / "nowhere"))
-    try:
-        service.start(ready=False)
-        service.until(lambda: "nowhere" in service.get("/readyz").json()["message"])
-        assert service.get("/readyz").status_code == 503
-        assert "nowhere" in (service.directory / "engine.log").read_text()
-        assert service.submit(tiny("early"))["state"] == "queued"
-        with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
-            with pytest.raises(openai.APIStatusError, match="nowhere") as refusal:
-                client.chat.completions.create(model="base", **ASKED)
-            assert refusal.value.status_code == 503
-        service.terminate(10)
     finally:
         service.close()

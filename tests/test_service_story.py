@@ -18,8 +18,7 @@ from tests.adapter_files import loads_with_peft
 from tests.service_run import Service, tiny
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("service"),
+    pytest.mark.soak,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
 ]
 

@@ -8,16 +8,16 @@ import re
 import sqlite3
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from tests.cases import few
 from tests.commands import Motet
 from tests.service_run import Json, Service, serving, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,23 @@ def committed(service: Service, job: str) -> tuple[int, int]:
     newest = max(states.iterdir(), key=lambda path: int(path.name))
     found: Json = json.loads((newest / "state.json").read_text())
     return tokens(found)
+
+
+def test_all_lines_sum_to_the_time_that_the_engine_was_up(service: Service) -> None:
+    """The first test of the file: the service has just become ready, and nobody has used it."""
+    ready = time.monotonic()
+    service.submit(tiny("timed", 3))
+    assert service.ended("timed") == "succeeded"
+    least = time.monotonic() - ready
+    service.terminate()
+    most = time.monotonic() - ready
+    service.start()
+    lines = service.ask("GET", "/v1/usage")["data"]
+    seconds = sum(one["device_seconds"] for one in lines)
+    assert least - 1 <= seconds <= most + 6  # it is up some time before it is ready, and some after it is asked to end
+    assert {one["kind"] for one in lines} == {"job", "idle"}
+    (job,) = [one for one in lines if one["kind"] == "job"]
+    assert 0.1 * least < job["device_seconds"] <= seconds
 
 
 def test_usage_is_what_the_jobs_did_and_all_of_the_time(service: Service) -> None:
@@ -76,76 +93,54 @@ def test_usage_is_what_the_jobs_did_and_all_of_the_time(service: Service) -> Non
     assert device * 0.9 <= busy, "time of the device was not told"
 
 
-def test_a_crash_counts_no_token_twice_and_loses_none(tmp_path: Path, service: Service) -> None:
-    with serving(tmp_path / "crashing") as other:
-        other.submit({**tiny("twice", 10), "checkpoint": {"every": 4}})
-        for step in (2, 5, 7):
-            other.reaches("twice", step)
-            other.engine().kill() if step != 5 else other.kill()
-            if step == 5:
-                other.start()
-        assert other.ended("twice") == "succeeded"
-        crashed = used(other, "twice")
-        assert tokens(crashed) == committed(other, "twice")
-    service.submit({**tiny("twice", 10), "checkpoint": {"every": 4}})
-    assert service.ended("twice") == "succeeded"
-    assert tokens(used(service, "twice")) == tokens(crashed)
+@pytest.mark.parametrize("kills", few([1, 3], 1))
+def test_a_crash_counts_no_token_twice_and_loses_none(service: Service, kills: int) -> None:
+    name, calm = f"killed-{kills}", {**tiny(f"calm-{kills}", 10), "seed": 5, "checkpoint": {"every": 4}}
+    service.submit(calm)
+    assert service.ended(calm["name"]) == "succeeded"
+    service.submit({**calm, "name": name})
+    for step in (2, 5, 7)[:kills]:
+        service.reaches(name, step)
+        if step == 5:
+            service.kill()
+            service.start()
+        else:
+            service.engine().kill()
+    assert service.ended(name) == "succeeded"
+    crashed = tokens(used(service, name))
+    assert crashed == committed(service, name)
+    assert crashed == tokens(used(service, calm["name"]))
 
 
-def test_steps_that_were_told_after_a_crash_have_their_tokens(tmp_path: Path) -> None:
+def test_steps_that_were_told_after_a_crash_have_their_tokens(service: Service) -> None:
     """The database lost a step's event with the process; it is told again from the commit, with what it cost."""
-    with serving(tmp_path / "lost") as other:
-        other.submit(tiny("lost", 30))
-        other.reaches("lost", 3)
-        other.kill()
-        with contextlib.closing(sqlite3.connect(other.directory / "motet.db")) as database:
-            (day, tenant, before) = database.execute(
-                "SELECT day, tenant_id, tokens_trained FROM usage WHERE job_name = 'lost'"
-            ).fetchone()
-            told = [
-                json.loads(row[0])
-                for row in database.execute("SELECT data FROM events WHERE kind = 'step' ORDER BY id")
-            ]
-            last = told[-1]
-            database.execute(
-                "UPDATE usage SET tokens_sampled = tokens_sampled - ?, tokens_trained = ? WHERE day = ? AND tenant_id = ? "
-                "AND job_name = 'lost'",
-                (last["tokens_sampled"], before - last["tokens_trained"], day, tenant),
-            )
-            database.commit()
-        other.forget_last_step("lost")
-        other.start()
-        other.reaches("lost", last["step"] + 2)
-        other.steer("lost", "cancel")
-        other.ended("lost")
-        found = [event["data"] for event in other.events("lost") if event["kind"] == "step"]
-        assert [one["step"] for one in found] == list(range(len(found)))
-        assert found[last["step"]]["tokens_trained"] == last["tokens_trained"]
-        sums = tuple(sum(one[name] for one in found) for name in ("tokens_sampled", "tokens_trained"))
-        assert tokens(used(other, "lost")) == sums
-
-
-def test_all_lines_sum_to_the_time_that_the_engine_was_up(tmp_path: Path) -> None:
-    service = Service(tmp_path / "timed")
-    try:
-        service.start()
-        ready = time.monotonic()
-        service.submit(tiny("timed", 3))
-        assert service.ended("timed") == "succeeded"
-        least = time.monotonic() - ready
-        service.terminate()
-        most = time.monotonic() - ready
-        service.start()
-        lines = service.ask("GET", "/v1/usage")["data"]
-        seconds = sum(one["device_seconds"] for one in lines)
-        assert (
-            least - 1 <= seconds <= most + 6
-        )  # it is up some time before it is ready, and some after it is asked to end
-        assert {one["kind"] for one in lines} == {"job", "idle"}
-        (job,) = [one for one in lines if one["kind"] == "job"]
-        assert 0.1 * least < job["device_seconds"] <= seconds
-    finally:
-        service.close()
+    service.submit(tiny("lost", 30))
+    service.reaches("lost", 3)
+    service.kill()
+    with contextlib.closing(sqlite3.connect(service.directory / "motet.db")) as database:
+        (day, tenant, before) = database.execute(
+            "SELECT day, tenant_id, tokens_trained FROM usage WHERE job_name = 'lost'"
+        ).fetchone()
+        told = [
+            json.loads(row[0]) for row in database.execute("SELECT data FROM events WHERE kind = 'step' ORDER BY id")
+        ]
+        last = told[-1]
+        database.execute(
+            "UPDATE usage SET tokens_sampled = tokens_sampled - ?, tokens_trained = ? WHERE day = ? AND tenant_id = ? "
+            "AND job_name = 'lost'",
+            (last["tokens_sampled"], before - last["tokens_trained"], day, tenant),
+        )
+        database.commit()
+    service.forget_last_step("lost")
+    service.start()
+    service.reaches("lost", last["step"] + 2)
+    service.steer("lost", "cancel")
+    service.ended("lost")
+    found = [event["data"] for event in service.events("lost") if event["kind"] == "step"]
+    assert [one["step"] for one in found] == list(range(len(found)))
+    assert found[last["step"]]["tokens_trained"] == last["tokens_trained"]
+    sums = tuple(sum(one[name] for one in found) for name in ("tokens_sampled", "tokens_trained"))
+    assert tokens(used(service, "lost")) == sums
 
 
 def test_a_budget_pauses_a_job_and_a_larger_one_lets_it_go_on(service: Service) -> None:

@@ -39,6 +39,7 @@ from motet.rollout.spread import SpreadEngine
 from motet.running import RunResult, run_config
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, JobState, SamplingParams
 from tests import tiny_models as tiny
+from tests.cases import few
 from tests.small_runs import REWARDS, config, fingerprint, job
 
 LIMITS = {"max_rows": 8, "kv_tokens": 4096, "prefill_tokens": 1024}
@@ -594,7 +595,7 @@ jobs:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", few([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
 def test_an_interrupted_run_saves_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C goes to every process of the terminal's group, SIGTERM to one."""
     (tmp_path / "jobs.yaml").write_text(JOB_FILE)

@@ -14,6 +14,7 @@ from motet.agents.gateway import Gateway
 from motet.tasks.episode import GroupContext
 from motet.types import Message, Problem
 from tests.captured import check_captured, none_scored
+from tests.cases import few
 from tests.scripted_model import CHAT, Script
 
 ENVS = Path(__file__).resolve().parents[1] / ".envs"
@@ -34,12 +35,12 @@ AGENTS = {
     "mini_swe_agent": (f"<tool_call>{BASH}</tool_call>",),
 }
 """What the model says, turn by turn."""
+EVERY_TIME = ("openai_agents_chat_streamed", "pydantic_ai", "langgraph", "smolagents", "mini_swe_agent")
 REWRITE = frozenset({"smolagents"})
 """Those that write their own turns anew, so that each call begins a branch."""
 
 
-@pytest.mark.xdist_group("agents")
-@pytest.mark.parametrize("name", AGENTS)
+@pytest.mark.parametrize("name", few(AGENTS, *EVERY_TIME))
 def test_an_agent_of_a_stock_package_is_captured_token_by_token(name: str, tmp_path: Path) -> None:
     python = ENVS / ("mini" if name == "mini_swe_agent" else "agents") / "bin" / "python"
     if not python.is_file():

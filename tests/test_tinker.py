@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.service_run import Service, serving
+from tests.service_run import Service
 from tests.tinker_run import ROOT, job_of, run_script, tinker_python
 
+pytestmark = pytest.mark.xdist_group("tinker")
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One for the module."""
-    tinker_python()
-    with serving(tmp_path_factory.mktemp("tinker")) as running:
-        yield running
+
+@pytest.fixture
+def service(tinker_service: Service) -> Service:
+    return tinker_service
 
 
 def test_the_first_loop_learns_and_sampler_and_trainer_agree(service: Service) -> None:

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,12 @@ from tests.tinker_run import ROOT, job_of, tinker_python
 ARITHMETIC = ("tinker_cookbook.recipes.math_rl.train", "env=arithmetic", "loss_fn=importance_sampling", "max_tokens=6")
 SUPERVISED = ("tinker_cookbook.recipes.chat_sl.train", "train_on_what=last_assistant_message", "max_length=256")
 KILLS = 20
+pytestmark = pytest.mark.xdist_group("tinker")
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    tinker_python()
-    with serving(tmp_path_factory.mktemp("cookbook")) as running:
-        yield running
+@pytest.fixture
+def service(tinker_service: Service) -> Service:
+    return tinker_service
 
 
 class Recipe:

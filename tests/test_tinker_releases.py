@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from bench.speed.envs import OLDER
 
-from tests.service_run import Service, serving
+from tests.service_run import Service
 from tests.tinker_run import NEWEST, ROOT, run_script
 
 ROWS = {
@@ -26,10 +24,12 @@ ROWS = {
 """What `tinker_scripts.releases` tries, and how the page says it."""
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving(tmp_path_factory.mktemp("releases")) as running:
-        yield running
+pytestmark = pytest.mark.xdist_group("tinker")
+
+
+@pytest.fixture
+def service(tinker_service: Service) -> Service:
+    return tinker_service
 
 
 def table() -> dict[str, dict[str, str]]:

@@ -213,13 +213,27 @@ def broken(body: bytes, data: st.DataObject) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.slow
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_nonsense_is_a_400_and_changes_nothing_beside_it(house: House, data: st.DataObject) -> None:
+def nonsense(house: House, data: st.DataObject) -> None:
+    """Whatever a message has become, it is a 400 and changes nothing beside it."""
     model, neighbour, before = two_models(house)
     answer = sent(house, broken(request(model, data.draw(st.integers(1, 5))).SerializeToString(), data))
     assert answer.status_code in (200, 400, 404), answer.text  # it may mean something still, or another model
     if answer.status_code == 400:
         assert answer.json()["error"]["message"]
     assert {path.name: path.read_bytes() for path in neighbour.path.iterdir()} == before
+
+
+shared = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@settings(shared, max_examples=100)
+@given(st.data())
+def test_nonsense_is_a_400_and_changes_nothing_beside_it(house: House, data: st.DataObject) -> None:
+    nonsense(house, data)
+
+
+@pytest.mark.soak
+@settings(shared, max_examples=2000)
+@given(st.data())
+def test_much_nonsense_changes_nothing(house: House, data: st.DataObject) -> None:
+    nonsense(house, data)

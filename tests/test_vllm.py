@@ -160,7 +160,7 @@ def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tm
     assert "answers 401" in result.jobs["refused"].message
 
 
-@pytest.mark.parametrize("where", ["embedded", "vllm"])
+@pytest.mark.parametrize("where", [pytest.param("embedded", marks=pytest.mark.soak), "vllm"])
 def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
     where: str, small: Any, server: Launched, tmp_path: Path
 ) -> None:
@@ -185,6 +185,7 @@ def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
         assert any("in_flight" in why or "over_provision" in why for why in found.inexact)
 
 
+@pytest.mark.soak
 def test_in_bfloat16_the_probe_tells_a_version_from_the_one_before(tmp_path: Path) -> None:
     """Eight versions of an ordinary training, and each of them under the name of the next."""
     base = load("small", EngineConfig(dtype="bfloat16", threads=1))
@@ -224,6 +225,7 @@ def test_in_bfloat16_the_probe_tells_a_version_from_the_one_before(tmp_path: Pat
     assert len(found) == len(versions) - 1
 
 
+@pytest.mark.soak
 def test_a_service_starts_servers_for_the_jobs_that_it_takes_and_a_killed_one_again(tmp_path: Path) -> None:
     (tmp_path / "serve.yaml").write_text(
         f"engine: {{dtype: float32, threads: 1, slots: 3}}\nrollout: {{engine: vllm, directory: {tmp_path}/served, launch: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motet import budgets
-from motet.allocator import keep_freed_memory
+from motet.allocator import keep_freed_memory, without_collections
 from motet.config import EngineConfig, RunConfig
 from motet.config.service import Largest
 from motet.device import Device
@@ -106,12 +107,14 @@ def _spin_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
+@without_collections()
 def warm_up() -> None:
-    """Import what loading a base needs, which takes most of its time."""
+    """Import what loading a base needs, which takes most of its time; for a process that does nothing else."""
     keep_freed_memory()
     _spin_briefly()
     importlib.import_module("motet.model.load")
     importlib.import_module("transformers.modeling_utils")  # with most of the library
+    gc.freeze()  # modules are no garbage: nobody looks through them again
 
 
 def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.ExitStack) -> LoraModel | ShardedBase:
@@ -162,6 +165,7 @@ def load(base: str, config: EngineConfig) -> LoraModel:
     return loaded
 
 
+@without_collections()
 def _load(base: str, config: EngineConfig) -> LoraModel:
     """Runs in a thread that ends afterwards.
 

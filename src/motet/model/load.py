@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from motet.allocator import without_collections
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, Numerics
 from motet.model.lora_model import LoraModel, wrap
@@ -56,6 +57,7 @@ def find_base(name: str) -> tuple[str, str | None]:
     return name, None
 
 
+@without_collections()
 def load_base(
     name: str,
     *,

@@ -1,0 +1,19 @@
+"""Cases of one test of which a few run in every suite, and all by `make soak`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def few(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """The cases, of which those that are not kept are left to the soak."""
+    found = list(cases)
+    assert set(kept) <= set(found), "a case that is to be kept is not there"
+    return [case if case in kept else _soak(case) for case in found]
+
+
+def _soak(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
