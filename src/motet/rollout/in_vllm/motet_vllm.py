@@ -81,10 +81,11 @@ def _install() -> None:
 
 def _fetched(manager: Any, request: Any) -> Any:
     """Do with what is fetched what `WorkerLoRAManager._load_adapter` does with the files of a directory."""
+    content = fetch(request.lora_path, os.environ.get("VLLM_API_KEY"))
     from safetensors.torch import load
     from vllm.lora.peft_helper import PEFTHelper
 
-    with tarfile.open(fileobj=io.BytesIO(fetch(request.lora_path, os.environ.get("VLLM_API_KEY")))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         config, weights = (archive.extractfile(name).read() for name in _FILES)  # type: ignore[union-attr]
     adapters, tensors = manager._adapter_manager, load(weights)
     positions = manager.max_position_embeddings
