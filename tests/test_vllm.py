@@ -179,7 +179,7 @@ def test_versions_are_fetched_into_the_memory_of_the_server(
     save_file(tensors, wrong / ADAPTER_WEIGHTS)
 
     async def told(engine: ServerEngine, *directories: Path) -> list[Any]:
-        answers = []
+        answers = list[Any]()
         await engine.ready()
         for number, directory in enumerate(directories):
             ref = AdapterRef(f"probed.{len(directories)}", number)
