@@ -40,8 +40,7 @@ from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterR
 
 SERVERS = (1, 4, 16)
 WAYS = ("files", "agents", "tensors")
-PUBLISHES = 9
-GREETED_SECONDS = 2.0
+PUBLISHES = 5
 CLOCKS = Clocks(connect=60.0, health=60.0)
 """A machine that does nothing but copy answers late."""
 MEMORY = Path("/dev/shm")
@@ -116,7 +115,9 @@ async def publish(way: str, urls: Sequence[str], agents: Sequence[str], adapter:
     bounds = Bounds(64, 512, 512, Demand(1, 2, 16), 0.0, RolloutConfig().patience_seconds)
     engine, seconds = ServerEngine(replicas, {}, files, lambda tokens: "", bounds, "bench"), list[float]()
     await engine.ready()
-    await asyncio.sleep(GREETED_SECONDS)
+    while len(engine.fleet.up) < len(urls):
+        await engine.fleet.wait()
+        await asyncio.sleep(0.05)
     for version in range(PUBLISHES + 1):
         ref, begun = AdapterRef(f"job.{way}.{len(urls)}", version), time.perf_counter()
         await engine.load_adapter(ref, adapter)
@@ -137,7 +138,7 @@ def main() -> None:
         (adapter / ADAPTER_CONFIG).write_text("{}")
         save_file({"weight": np.zeros(megabytes * 10**6, np.uint8)}, adapter / ADAPTER_WEIGHTS)
         print(
-            f"| {megabytes} MB | {' | '.join(f'{count} servers' for count in SERVERS)} | the last against the first |"
+            f"| {megabytes} MB | 1 server | {' | '.join(f'{count} servers' for count in SERVERS[1:])} | the last against the first |"
         )
         print(f"|---|{'---|' * len(SERVERS)}---|")
         with process([], directory) as urls, process(urls, directory) as agents:
