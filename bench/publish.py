@@ -137,9 +137,8 @@ def main() -> None:
         adapter.mkdir()
         (adapter / ADAPTER_CONFIG).write_text("{}")
         save_file({"weight": np.zeros(megabytes * 10**6, np.uint8)}, adapter / ADAPTER_WEIGHTS)
-        print(
-            f"| {megabytes} MB | 1 server | {' | '.join(f'{count} servers' for count in SERVERS[1:])} | the last against the first |"
-        )
+        servers = " | ".join(f"{count} servers" for count in SERVERS[1:])
+        print(f"| {megabytes} MB | 1 server | {servers} | the last against the first |")
         print(f"|---|{'---|' * len(SERVERS)}---|")
         with process([], directory) as urls, process(urls, directory) as agents:
             for way in WAYS:
