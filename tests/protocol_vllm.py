@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import random
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from motet.errors import AdapterError
 from motet.model.fake import END, FakeTokenizer
+from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
+from motet.rollout.shipping import unpack
 from motet.types import AdapterRef, SamplingParams
 from tests.protocol_core import (
     Ask,
@@ -244,10 +249,22 @@ class Vllm:
         return ref
 
     def _read(self, adapter: Adapter) -> AdapterRef:
-        ref = self._resident[adapter.id] = self._backend.read(adapter.name, adapter.path)
+        with tempfile.TemporaryDirectory() as directory:
+            path = adapter.path
+            if self._backend.setup.fetches and path.startswith(PREFIX):
+                content = self._fetch(path)
+                path = directory
+                unpack(content, hashlib.sha256(content).hexdigest(), Path(directory))
+            ref = self._resident[adapter.id] = self._backend.read(adapter.name, path)
         if len(self._resident) > self._backend.setup.max_cpu_loras:
             self._resident.popitem(last=False)
         return ref
+
+    def _fetch(self, location: str) -> bytes:
+        try:
+            return fetch(location, self._backend.setup.api_key or None)
+        except RuntimeError as error:
+            raise AdapterError(str(error)) from error
 
     def _worker_failure(self, error: Exception) -> str:
         limit = self._backend.setup.max_lora_rank

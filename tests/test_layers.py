@@ -121,9 +121,13 @@ SERVERS = (
     "affinity",
     "shipping",
     "node_agent",
+    "version_server",
+    "in_vllm",
+    "in_vllm.motet_vllm",
 )
 LIGHT = frozenset({"rollout", "rollout.fake", "algorithms", *(f"rollout.{name}" for name in SERVERS)})  # no torch here
 OVER_HTTP = frozenset({"vllm", "sglang"})
+IN_VLLM = "rollout.in_vllm.motet_vllm"  # loaded by vLLM, in an environment that has no Motet
 BANNED_NAMES = frozenset({"utils", "common", "helpers", "misc", "manager", "v2", "experimental"})
 MAX_FILE, MAX_FUNCTION, MAX_CLASS = 400, 60, 250  # lines; a file and a class stay under
 
@@ -256,13 +260,15 @@ def service_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
                 yield f"{module.name}:{imported.line} imports {name}, which comes at or after its own line of the service"
 
 
-def heavy_faults(modules: dict[str, Module]) -> Iterator[str]:
+def heavy_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
     """Direct imports of heavy libraries in the wrong place, and of engines that are reached over HTTP."""
     ray_users = set()
     for module in modules.values():
         for imported in module.imports:
             library = imported.target.split(".")[0]
-            if library in OVER_HTTP:
+            if module.name == IN_VLLM and library == package:
+                yield f"{module.name}:{imported.line} imports {imported.target}, and vLLM's environment has no {package}"
+            if library in OVER_HTTP and module.name != IN_VLLM:
                 yield f"{module.name}:{imported.line} imports {library}, which is reached over HTTP only"
             if library == "ray":
                 ray_users.add(module.name)
@@ -377,7 +383,7 @@ def faults(root: Path) -> list[str]:
     return [
         *direction_faults(modules, root.name),
         *service_faults(modules, root.name),
-        *heavy_faults(modules),
+        *heavy_faults(modules, root.name),
         *hidden_weight_faults(modules, root.name),
         *cycle_faults(modules, root.name),
         *size_faults(modules, root),
@@ -440,6 +446,10 @@ PLANTED = {
     "torch in the fake": ({"rollout__fake": "import torch"}, "rollout.fake:1 imports torch when it is loaded"),
     "torch in a package": ({"rollout____init__": "import torch"}, "rollout:1 imports torch when"),
     "server engine": ({"rollout__server": "def f():\n    import vllm"}, "imports vllm, which is reached over HTTP"),
+    "Motet in a server": (
+        {"rollout__in_vllm__motet_vllm": "def f():\n    import vllm\n    from motet import types"},
+        "rollout.in_vllm.motet_vllm:3 imports motet.types, and vLLM's environment has no motet",
+    ),
     "ray twice": ({"launch": "import ray", "client": "import ray"}, "ray is imported in more than one file"),
     "cycle": (
         {"tasks__rows": "from motet.tasks import chat", "tasks__chat": "def f():\n    from motet.tasks.rows import g"},

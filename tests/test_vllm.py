@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +15,18 @@ import httpx2
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
+from safetensors.torch import load_file, save_file
 
 from motet.config import AdapterConfig, EngineConfig, RolloutConfig, RunConfig
 from motet.errors import ProbeError
 from motet.launch import load
+from motet.rollout.in_vllm.motet_vllm import PREFIX
 from motet.rollout.server import Demand, ServerEngine
 from motet.running import run_config
 from motet.runtime.probe import Probe
 from motet.servers import TOLERANCE, Launched, build_servers
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import ADAPTER_FILES, AdapterRef
+from motet.types import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
 from tests.node_agents import node_agent
 from tests.service_run import Service, serving, tiny
 from tests.vllm_server import launch, vllm_python, vllm_server
@@ -144,6 +147,60 @@ def test_versions_come_through_an_agent_and_are_found_by_name(
         assert client.post("/v1/completions", json={"model": "no-such", "prompt": [9]}).status_code == 404
         for name in ("found", "loaded"):
             client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+def test_versions_are_fetched_into_the_memory_of_the_server(
+    small: Any, server: Launched, place: Path, tmp_path: Path
+) -> None:
+    """It answers from them as from files, it has read none, and what arrived wrong is no version."""
+    one = job("fetched", "toy:sort_letters", 8, steps=2, optimizer={"lr": 1e-2})
+    rollout = {"urls": [server.url], "api_key_env": KEY, "publish_by": "tensors"}
+    result = run_config(config(tmp_path, rollout, [one]), base=small)
+    found = result.jobs["fetched"]
+    assert found.state == "succeeded", found.message
+    assert max(line["logprob_gap"] for line in lines(tmp_path, "fetched") if line.get("tokens")) < FLOAT32_GAP
+    assert not any("from files" in note for note in result.notes)
+    log = (place / "server-0.log").read_text()
+    given = re.findall(r"Loaded new LoRA adapter: name 'fetched\.[^']*-v(\d)', path '([^']*)'", log)
+    assert [version for version, _ in given] == ["0", "1", "2"]
+    assert all(path.startswith(f"{PREFIX}http://127.0.0.1:") and not Path(path).exists() for _, path in given)
+
+    trainer, prompt = TorchTrainer(small, slots=1), small.info.tokenizer.encode("Sort the letters of this word: " * 4)
+    trainer.add_adapter("a", AdapterConfig(rank=8), 0)
+    trainer.load_adapter("a", found.adapter, optimizer=False)
+    tokens = np.array(prompt, np.int32)
+    probe = Probe("a", tokens, TOLERANCE["float32"])
+    wrong = tmp_path / "wrong"
+    shutil.copytree(found.adapter, wrong)
+    tensors = load_file(wrong / ADAPTER_WEIGHTS)
+    tensors |= {
+        name: -tensor for name, tensor in tensors.items() if name.endswith("layers.0.mlp.down_proj.lora_B.weight")
+    }
+    save_file(tensors, wrong / ADAPTER_WEIGHTS)
+
+    async def told(engine: ServerEngine, *directories: Path) -> list[Any]:
+        answers = list[Any]()
+        await engine.ready()
+        for number, directory in enumerate(directories):
+            ref = AdapterRef(f"probed.{len(directories)}", number)
+            await engine.load_adapter(ref, directory)
+            answers.append(await engine.score(tokens, ref))
+            try:
+                await probe.check(engine, ref, probe.trained(trainer))
+            except ProbeError as error:
+                answers.append(str(error))
+            await engine.unload_adapter(ref)
+        await engine.close()
+        return answers
+
+    settings = RolloutConfig(engine="vllm", directory=str(tmp_path / "served"), **rollout)
+    by = {"tensors": settings, "files": settings.model_copy(update={"publish_by": "files"})}
+    engines = {name: build_servers(small.info, one, Demand(1, 2, 8), name, tmp_path) for name, one in by.items()}
+    fetched, _, problem = asyncio.run(told(engines["tensors"], found.adapter, wrong))
+    (read,) = asyncio.run(told(engines["files"], found.adapter))
+    assert np.array_equal(fetched, read)
+    print(problem)
+    assert "differ" in problem
 
 
 def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 with vllm_server(base, directory) as server: ...     # server.url, server.key, server.process
 
-It finds versions by their names in directory / "by-name".
+It finds versions by their names in directory / "by-name", fetches those that it is given a location of, and reads others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def vllm_server(base: Any, directory: Path) -> Iterator[servers.Launched]:
     """A server that runs while the block does."""
     (directory / "by-name").mkdir()
     start = launch().model_copy(update={"env": {"VLLM_LORA_RESOLVER_CACHE_DIR": str(directory / "by-name")}})
-    config = RolloutConfig(engine="vllm", launch=start)
+    config = RolloutConfig(engine="vllm", launch=start, publish_by="tensors")
     (server,) = servers.launched(base.info, str(base.model.config.name_or_path), config, start, WANTED, directory)
     server.process.start()
     try:

@@ -92,6 +92,8 @@ class Workshop:
     def close(self) -> None:
         """End the device's thread and the sampling processes."""
         self.device.close()
+        if self.servers is not None:
+            self.notes.extend(self.servers.fleet.notes())
         if self.spread is not None:
             self.notes.extend(self.spread.notes())
             self.spread.close()

@@ -18,10 +18,12 @@ from motet.errors import ConfigError
 from motet.model_info import ModelInfo
 from motet.rollout.connection import Clocks
 from motet.rollout.dialects import DIALECTS
+from motet.rollout.in_vllm import motet_vllm
 from motet.rollout.replica import Replica
 from motet.rollout.server import Bounds, Demand, ServerEngine
 from motet.rollout.server_process import ServerProcess, free_port
 from motet.rollout.version_files import VersionFiles
+from motet.rollout.version_server import VersionServer
 
 TOLERANCE = {"float32": 0.005, "bfloat16": 0.2}
 """Largest mean difference between a server's and the trainer's logprobs of a probe, by the base's type. Measured with vLLM 0.32
@@ -50,6 +52,8 @@ class _Server:
     targets: tuple[str, ...]
     """Names of the layers that adapters may change."""
     on_cpu: bool
+    fetches: bool
+    """Whether its workers fetch versions."""
     launch: LaunchConfig
 
 
@@ -104,7 +108,17 @@ def build_servers(
         config.rows, info.vocab_size, info.max_positions, wanted, tolerance(config, info), config.patience_seconds
     )
     decode: Callable[[list[int]], str] = lambda tokens: info.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    if config.publish_by == "tensors":
+        _hand_out(files.directory, replicas)
     return ServerEngine(replicas, processes, files, decode, bounds, run_id)
+
+
+def _hand_out(directory: Path, replicas: Sequence[Replica]) -> None:
+    """Let the workers of all replicas fetch versions."""
+    keys = [replica.headers["Authorization"].removeprefix("Bearer ") for replica in replicas if replica.headers]
+    versions = VersionServer(directory, [replica.url for replica in replicas], keys)
+    for replica in replicas:
+        replica.versions = versions
 
 
 @dataclass(frozen=True)
@@ -175,6 +189,7 @@ def _server(info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchCo
         rank=rank,
         targets=tuple(sorted({path.rpartition(".")[2] for path in info.linears})),
         on_cpu=info.device == "cpu",
+        fetches=config.publish_by == "tensors",
         launch=launch,
     )
 
@@ -215,6 +230,9 @@ def _environment(server: _Server, number: int, key: str) -> dict[str, str]:
         "VLLM_API_KEY": key,
         "DO_NOT_TRACK": "1",
     }
+    if server.fetches:
+        paths = (str(Path(motet_vllm.__file__).parent), variables.get("PYTHONPATH", ""))
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if server.on_cpu:
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
     if server.launch.devices:
@@ -247,6 +265,7 @@ def _vllm(server: _Server, key: str) -> list[str]:
         "--lora-target-modules",
         *server.targets,
         *(["--enforce-eager"] if server.on_cpu else []),
+        *(["--worker-extension-cls", motet_vllm.EXTENSION] if server.fetches else []),
     ]
     return _command(server, "vllm.entrypoints.openai.api_server", options, switches)
 

@@ -59,6 +59,9 @@ class RolloutConfig(Config):
     shared."""
     launch: LaunchConfig | None = None
     """Servers to start instead."""
+    publish_by: Literal["files", "tensors"] = "files"
+    """How a new version reaches servers: as `files` that they read, or as `tensors` that vLLM's workers fetch from this process
+    into their memory; where they do not, as files after all, and a note of the run says why."""
     directory: str | None = None
     """Where versions are written for servers to read, under the same path for both: a shared file system for servers on other
     hosts that have no `agents`; by default /dev/shm, which is memory."""
@@ -103,8 +106,21 @@ class RolloutConfig(Config):
                 f"engine {self.engine} needs either `urls` of servers that run or `launch` (`launch: {{}}` will do) "
                 "to start one"
             )
+        if self.publish_by == "tensors":
+            self._can_fetch()
         if self.agents and len(self.agents) != len(self.urls):
             raise ValueError(
                 f"agents names {len(self.agents)} and urls {len(self.urls)}: each of urls has one beside it"
             )
         return self
+
+    def _can_fetch(self) -> None:
+        if self.engine != "vllm":
+            raise ValueError(f"publish_by: tensors is for engine vllm, and engine is {self.engine}")
+        if self.agents:
+            raise ValueError("agents are sent versions as files: leave them out, or publish_by: tensors")
+        if self.keep_versions == 0:
+            raise ValueError(
+                "keep_versions: 0 keeps versions for after the run, when nobody is there to fetch them from: "
+                "leave out publish_by: tensors"
+            )

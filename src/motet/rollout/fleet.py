@@ -49,6 +49,10 @@ class Fleet:
         """The replicas that answer now."""
         return [replica for replica in self.replicas if replica.up]
 
+    def notes(self) -> list[str]:
+        """Replicas that read versions from files although they should fetch them, and why."""
+        return [replica.from_files for replica in self.replicas if replica.from_files]
+
     async def choose(self, order: Callable[[Replica], tuple[bool, ...]]) -> Replica:
         """The replica that is first in an order, and among such the one with the fewest outstanding tokens.
 

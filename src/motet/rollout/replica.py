@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,10 +19,19 @@ import numpy as np
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
 from motet.rollout.connection import Clocks, Connection, detail_of
 from motet.rollout.dialects import Ask, Dialect, Facts, HttpRequest, Piece
+from motet.rollout.in_vllm.motet_vllm import EXTENSION, TESTED
 from motet.rollout.shipping import send, take_back, written
+from motet.rollout.version_server import VersionServer
 from motet.types import FloatArray, IntArray, ServerLoad
 
 Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
+
+_NO_EXTENSION = (
+    f"it has no {EXTENSION}, or its vLLM is none of {', '.join(TESTED)}; "
+    "its log says which, and docs/servers.md how to start it"
+)
 
 
 @dataclass
@@ -36,6 +46,10 @@ class Replica:
     """TLS: False, True, or an `ssl.SSLContext`."""
     agent: str = ""
     """URL of the node agent beside it, which is sent versions; without one the server reads them from a path that both see."""
+    versions: VersionServer | None = None
+    """Where its workers fetch versions from, instead of reading them from a path."""
+    from_files: str = ""
+    """Why they do read them from a path, until it is greeted again."""
     facts: Facts = field(default_factory=Facts)
     loaded: set[str] = field(default_factory=set)
     """Served names that it has, as far as this process knows."""
@@ -77,7 +91,7 @@ class Replica:
             self.facts = self.dialect.facts(answers)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerFault(f"{self.url} does not answer as {self.dialect.name} does: {error!r}") from error
-        self.loaded = set(self.facts.adapters)
+        self.loaded, self.from_files = set(self.facts.adapters), ""
         self.left = set() if self._agent is None else await written(self._agent) - self.loaded
         self.up, self.note = True, ""
 
@@ -103,6 +117,8 @@ class Replica:
         """Close the connections."""
         for connection in self._connections():
             await connection.close()
+        if self.versions is not None:
+            await asyncio.to_thread(self.versions.close)
 
     def _connections(self) -> list[Connection]:
         return [self.server, *([] if self._agent is None else [self._agent])]
@@ -116,10 +132,7 @@ class Replica:
             EngineError: it cannot be loaded, and why.
         """
         try:
-            if self._agent is None:
-                answer = await self.server.request(self.dialect.load(name, path), self.clocks.load)
-            else:
-                answer = await send(self._agent, name, path)
+            answer = await (self._ask_to_load(name, path) if self._agent is None else send(self._agent, name, path))
         except ServerRefused as error:
             if not self.dialect.known(error.status, error.detail):
                 raise
@@ -129,6 +142,20 @@ class Replica:
                 if not self.dialect.known(200, detail):
                     raise ServerRefused(f"{self.url} cannot load {name}: {detail}", 200, detail)
         self.loaded.add(name)
+
+    async def _ask_to_load(self, name: str, path: str) -> Any:
+        """Have the server fetch a version, or read it where it does not fetch."""
+        if self.versions is not None and not self.from_files:
+            location = await asyncio.to_thread(self.versions.location, name, self.url)
+            try:
+                return await self.server.request(self.dialect.load(name, location), self.clocks.load)
+            except ServerRefused as error:
+                if self.dialect.known(error.status, error.detail):
+                    raise
+                reason = _NO_EXTENSION if self.dialect.missing(error.status, error.detail) else error.detail
+                self.from_files = f"{self.url} reads versions from files and does not fetch them: {reason}"
+                _log.warning("%s", self.from_files)
+        return await self.server.request(self.dialect.load(name, path), self.clocks.load)
 
     async def unload(self, name: str) -> None:
         """Unload a version; one that is not there is fine.

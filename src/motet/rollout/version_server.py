@@ -1,0 +1,111 @@
+"""Versions over HTTP, for workers of servers that fetch them into their memory: no file of an adapter is read by a server."""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import ipaddress
+import socket
+from collections.abc import Callable, Collection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock, Thread
+from urllib.parse import urlsplit
+
+from motet.errors import ConfigError
+from motet.rollout.in_vllm.motet_vllm import PREFIX
+from motet.rollout.shipping import packed
+
+_SECONDS = 60.0
+"""After which a worker that reads nothing is let go."""
+
+
+class VersionServer:
+    """Hands out the versions in a directory, on a port and a thread of its own, from the first location that is asked for."""
+
+    def __init__(self, directory: Path, servers: Collection[str], keys: Collection[str]) -> None:
+        """Nothing listens yet.
+
+        Args:
+            directory: where versions lie under their names.
+            servers: URLs of those whose workers fetch; where all are on this machine, only it is listened to.
+            keys: of those servers; who asks brings one of them.
+
+        Raises:
+            ConfigError: others on the network could fetch too.
+        """
+        self._directory, self._keys = directory, [key.encode() for key in keys]
+        self._host = "127.0.0.1" if all(map(_is_here, servers)) else ""
+        if not self._host and not keys:
+            raise ConfigError(
+                "with rollout.publish_by=tensors, servers on other hosts fetch versions over the network, and nobody else may: "
+                "start them with a key in VLLM_API_KEY, and name the variable that holds it here in rollout.api_key_env"
+            )
+        self._starting = Lock()
+        self._http: ThreadingHTTPServer | None = None
+
+    def location(self, name: str, server: str) -> str:
+        """What a server is given in place of a version's path; it packs the version, which takes time."""
+        _, digest = packed(str(self._directory / name))
+        with self._starting:
+            if self._http is None:
+                self._http = ThreadingHTTPServer((self._host, 0), functools.partial(_Handler, self._answer))
+                self._http.daemon_threads = True
+                Thread(target=self._http.serve_forever, args=(0.05,), name="version server", daemon=True).start()
+        host = self._host or _address_towards(server)
+        return f"{PREFIX}http://{host}:{self._http.server_port}/versions/{name}#{digest}"
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._http is not None:
+            self._http.shutdown()
+            self._http.server_close()
+            self._http = None
+
+    def _answer(self, path: str, key: str) -> tuple[int, bytes]:
+        """A status and the bytes of a version, or why not."""
+        if self._keys and not any(hmac.compare_digest(key.encode(), known) for known in self._keys):
+            return 401, b"the key is that of no server of this run"
+        folder, _, name = path.removeprefix("/").partition("/")
+        try:
+            names = [version.name for version in self._directory.iterdir() if not version.name.startswith(".")]
+            if folder == "versions" and name in names:
+                return 200, packed(str(self._directory / name))[0]
+        except OSError:  # it went meanwhile
+            pass
+        return 404, b"there is no such version, or nobody may ask for it any more"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _SECONDS
+
+    def __init__(self, answer: Callable[[str, str], tuple[int, bytes]], *of_server: object) -> None:
+        self._answer = answer
+        super().__init__(*of_server)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        """Send what was asked for."""
+        status, content = self._answer(self.path, self.headers.get("Authorization", "").removeprefix("Bearer "))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: what is fetched is seen in the servers' own logs."""
+
+
+def _is_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _address_towards(url: str) -> str:
+    """This machine's address on the way to a server; no packet is sent."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((parts.hostname, parts.port or 80))
+        return str(way.getsockname()[0])
