@@ -159,6 +159,8 @@ class _Watch:
     That is: which layers see exactly the rows of the batch, and which of them read the same input, one after another.
     """
 
+    expert_runs = ()
+
     def __init__(self) -> None:
         self.rows: dict[str, set[int]] = {}
         self._families: list[tuple[Tensor, list[str]]] = []
