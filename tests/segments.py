@@ -107,3 +107,16 @@ def sampler_logprobs(base: LoraModel, weights: Any, sample: Sample, temperature:
             logprobs = Distribution.of(rows, [temperature]).logprobs(torch.full((4,), token))
         found[place] = logprobs[0]
     return found
+
+
+def plain_loss(model: Any, segment: Segment) -> torch.Tensor:
+    """What a segment of `REINFORCE` loses, in plain PyTorch."""
+    total = torch.zeros(())
+    for sample in segment.samples:
+        ids = torch.from_numpy(sample.token_ids).long()
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / segment.temperature
+        logprobs = torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
+        mask = torch.from_numpy(sample.loss_mask)[1:]
+        advantages = torch.from_numpy(sample.advantages)[1:][mask]
+        total = total - (advantages * logprobs[mask]).sum() / segment.denominator
+    return total

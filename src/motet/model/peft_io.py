@@ -80,7 +80,7 @@ def write_adapter(
     directory: Path, base: LoraModel, layout: AdapterLayout, alpha: float, target_modules: str | list[str], flat: Tensor
 ) -> None:
     """Write an adapter; the directory exists. Every file is synced, so that a rename after it is a commit."""
-    views = _file_views(layout, flat.detach().float().cpu())
+    views = file_views(layout, flat.detach().float().cpu())
     tensors = {name: view.reshape(shape).contiguous() for name, (view, shape) in views.items()}
     if target_modules == "all-linear" or base.towers or layout.experts:
         target_modules = _names(base, [place.path for place in layout.places])
@@ -106,7 +106,7 @@ def write_adapter(
     _sync(directory / ADAPTER_CONFIG)
 
 
-def _file_views(layout: AdapterLayout, flat: Tensor) -> dict[str, tuple[Tensor, tuple[int, int]]]:
+def file_views(layout: AdapterLayout, flat: Tensor) -> dict[str, tuple[Tensor, tuple[int, int]]]:
     """What each tensor of a file holds, as a view of flat, and its shape in the file.
 
     PEFT wraps a module once for each of its parameters, the first one innermost; it names the wrappers and not the parameters.
@@ -225,7 +225,7 @@ def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source
         )
     flat = torch.zeros(layout.size)
     left = dict(adapter.tensors)
-    expected = _file_views(layout, flat)
+    expected = file_views(layout, flat)
     if not any(name in left for name in expected):
         raise AdapterError(
             f"{source}: none of its {len(left)} tensors fits {base.info.name}; it was trained on "
