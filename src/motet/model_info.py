@@ -9,7 +9,6 @@ from typing import Protocol
 
 from motet.errors import AdapterError
 
-
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
 """The target that names all projections of all experts; it is also a part of their paths."""
@@ -89,11 +88,11 @@ class ModelInfo:
         targets = [target_modules] if isinstance(target_modules, str) else list(target_modules)
         for target in targets:
             if not any(_matches(path, target) for path in self.linears) and not any(
-                _matches_experts(path, target) for path in self.experts
+                matches_experts(path, target) for path in self.experts
             ):
                 raise AdapterError(self._unmatched(target))
         linears = (path for path in self.linears if any(_matches(path, target) for target in targets))
-        experts = (path for path in self.experts if any(_matches_experts(path, target) for target in targets))
+        experts = (path for path in self.experts if any(matches_experts(path, target) for target in targets))
         return (*linears, *experts)
 
     def _unmatched(self, target: str) -> str:
@@ -110,7 +109,7 @@ def _matches(path: str, target: str) -> bool:
     return target in (ALL_LINEAR, path) or path.endswith("." + target)
 
 
-def _matches_experts(path: str, target: str) -> bool:
+def matches_experts(path: str, target: str) -> bool:
     """Only a target that says `experts` is of them: `down_proj` names layers alone."""
     module = path.rpartition(".")[0]
     return EXPERTS in target.split(".") and any(one == target or one.endswith("." + target) for one in (path, module))

@@ -107,13 +107,11 @@ class AdapterLayout:
     @property
     def paths(self) -> list[str]:
         """What is adapted, by which the layout can be made again."""
-        return [place.path for place in (*self.places, *self.experts)]
+        return [*(place.path for place in self.places), *(place.path for place in self.experts)]
 
     def least_expert_rows(self, dtype: torch.dtype) -> int:
         """Rows that an adapter's part of an expert's product must have at least."""
-        return least_rows(
-            min(min(self.rank * place.n_out, place.width * place.n_in) for place in self.experts), dtype
-        )
+        return least_rows(min(min(self.rank * place.n_out, place.width * place.n_in) for place in self.experts), dtype)
 
     def least_rows(self, dtype: torch.dtype) -> int:
         """Rows that each adapter's part of a batched product must have at least."""
@@ -164,8 +162,8 @@ def _of_experts(flat: Tensor, offset: int, n_experts: int, shape: tuple[int, int
     """A matrix for each expert [..., E, *shape]."""
     size = shape[0] * shape[1]
     stride = round_up(size, ALIGNMENT)
-    each: Tensor = flat[..., offset : offset + n_experts * stride].unflatten(-1, (n_experts, stride))  # type: ignore[no-untyped-call]
-    return each[..., :size].unflatten(-1, shape)  # type: ignore[no-any-return, no-untyped-call]
+    each: Tensor = flat[..., offset : offset + n_experts * stride].unflatten(-1, (n_experts, stride))
+    return each[..., :size].unflatten(-1, shape)  # type: ignore[no-any-return]
 
 
 def make_layout(

@@ -265,7 +265,11 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
             f"{' and '.join(sorted(peculiar))} layers get no adapter, because they multiply in a way of their own"
         )
     if base.has_experts:
-        base.revise("mixture of experts: routers and routed experts get no adapter, they stay as they are")
+        base.revise(
+            "mixture of experts: routers get no adapter, and routed experts where target_modules names `experts`"
+            if experts
+            else "mixture of experts: routers and routed experts get no adapter, they stay as they are"
+        )
     return base
 
 

@@ -156,7 +156,9 @@ class AdapterStacks:
 def _by_layout(runs: Iterable[AdapterRows]) -> list[list[Member]]:
     by_layout: dict[int, list[Member]] = {}
     for weights, start, length in runs:
-        if weights is not None and weights.layout.fused:  # a base makes each layout once, so equal ones are the same object
+        if (
+            weights is not None and weights.layout.fused
+        ):  # a base makes each layout once, so equal ones are the same object
             by_layout.setdefault(id(weights.layout), []).append((weights, start, length))
     return list(by_layout.values())
 
