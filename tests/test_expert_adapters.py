@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,15 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from motet.batch import Batch
-from motet.config import AdapterConfig
+from motet.config import AdapterConfig, EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.errors import AdapterError
+from motet.launch import open_base
 from motet.model.expert_lora import ExpertProjection, ExpertShare, project
 from motet.model.lora import AdapterWeights, ExpertRun, LoraContext, NoAdapters, make_layout
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import examine, file_views
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.runtime.rundir import RunDirectory
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
 from tests.peft_files import close, export, load, peft_logits, randomise
@@ -209,3 +212,16 @@ def test_every_matrix_of_an_expert_is_aligned_and_none_overlaps(rank: int) -> No
     assert set(flat.tolist()) <= {0.0, 1.0}
     assert flat.sum() == rank * (6 + 10 + 3 * (6 + 7) * 2)
     assert flat[: layout.size_a].sum() == rank * (6 + 3 * (6 + 7)), "every A comes before every B"
+
+
+def test_a_base_that_servers_sample_has_no_adapters_on_experts(tmp_path: Path) -> None:
+    config = RunConfig(
+        base=str(tiny.directory(NAME)),
+        engine=EngineConfig(dtype="float32", device="cpu", threads=1),
+        rollout=RolloutConfig(engine="vllm", urls=["http://127.0.0.1:9"]),
+        jobs=[JobConfig(name="job", data="toy:reverse", rewards=["exact"])],
+    )
+    with contextlib.closing(RunDirectory(tmp_path)) as directory, contextlib.ExitStack() as stack:
+        info = open_base(config, directory, stack).info
+    with pytest.raises(AdapterError, match=r"Motet samples itself \(rollout.engine: embedded\); leave it out"):
+        info.adapted(["all-linear", "experts"])
