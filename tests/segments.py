@@ -54,13 +54,15 @@ def make_segment(name: str, loss: Loss = REINFORCE, temperature: float = 0.8) ->
     return Segment(name, samples, loss, float(sum(sample.n_trainable for sample in samples)), temperature)
 
 
-def make_trainer(base: LoraModel, names: str = "abc", *, recompute: bool = False) -> TorchTrainer:
+def make_trainer(
+    base: LoraModel, names: str = "abc", *, recompute: bool = False, targets: str | list[str] = "all-linear"
+) -> TorchTrainer:
     """Adapters whose B is random, so that both halves have gradients."""
     trainer = TorchTrainer(base, slots=8, recompute=recompute)
     for name in names:
         rank, alpha, _ = SHAPES[name]
-        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), seed=ord(name))
-        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=rank, seed=ord(name))[1])
+        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha, target_modules=targets), seed=ord(name))
+        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=rank, seed=ord(name), targets=targets)[1])
     return trainer
 
 

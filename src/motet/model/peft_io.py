@@ -28,7 +28,7 @@ from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.lora import AdapterLayout
 from motet.model.lora_model import LoraModel
-from motet.model_info import EXPERTS
+from motet.model_info import ALL_LINEAR, EXPERTS
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 PREFIX = "base_model.model."
@@ -82,7 +82,8 @@ def write_adapter(
     """Write an adapter; the directory exists. Every file is synced, so that a rename after it is a commit."""
     views = file_views(layout, flat.detach().float().cpu())
     tensors = {name: view.reshape(shape).contiguous() for name, (view, shape) in views.items()}
-    if target_modules == "all-linear" or base.towers or layout.experts:
+    target_modules = [target_modules] if isinstance(target_modules, str) else target_modules
+    if ALL_LINEAR in target_modules or base.towers or layout.experts:
         target_modules = _names(base, [place.path for place in layout.places])
     config = {
         "base_model_name_or_path": base.model.config.name_or_path or base.info.name,
@@ -94,7 +95,7 @@ def write_adapter(
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": layout.rank,
-        "target_modules": [target_modules] if isinstance(target_modules, str) else target_modules,
+        "target_modules": target_modules,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
