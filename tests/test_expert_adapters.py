@@ -14,7 +14,7 @@ from motet.batch import Batch
 from motet.config import AdapterConfig, EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.errors import AdapterError
 from motet.launch import open_base
-from motet.model.expert_lora import ExpertProjection, ExpertShare, project
+from motet.model.expert_lora import ExpertProjection, ExpertShare, project, room
 from motet.model.lora import AdapterWeights, ExpertRun, LoraContext, NoAdapters, make_layout
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import examine, file_views
@@ -88,6 +88,18 @@ def test_two_steps_in_company_have_the_bytes_of_each_job_alone(dtype: str) -> No
     (logprobs,) = trainer.forward(Batch((segment,)))[0]
     sampled = sampler_logprobs(base, trainer.weights("b"), segment.samples[0], segment.temperature)
     assert logprobs.tobytes() == sampled.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_an_adapter_are_padded_by_themselves(dtype: str) -> None:
+    """To whole fours, and so many that even the smallest product is a matrix's."""
+    layout = make_layout({}, 1, experts={"up": (2, 8, 6)})
+    made = AdapterWeights.from_masters(layout, 1.0, torch.zeros(layout.size), getattr(torch, dtype))
+    least = layout.least_expert_rows(made.flat.dtype)
+    assert least * 6 > {"float32": 399, "bfloat16": 4096}[dtype]
+    for n_rows in range(1, 9):
+        assert room([ExpertRun(0, 9, made)], 0, n_rows, made.flat.dtype) == least
+        assert room([ExpertRun(0, 9, made)], 1, n_rows, made.flat.dtype) == (4 if n_rows <= 4 else 8)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
