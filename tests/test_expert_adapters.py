@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from motet.model.peft_io import examine, file_views
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.runtime.rundir import RunDirectory
 from motet.training.torch_trainer import TorchTrainer
+from motet.types import ADAPTER_CONFIG
 from tests import tiny_models as tiny
 from tests.peft_files import close, export, load, peft_logits, randomise
 from tests.segments import SHAPES, gradient, make_segment, plain_loss, run_steps, sampler_logprobs
@@ -191,6 +193,10 @@ def test_what_peft_made_is_read(tmp_path: Path) -> None:
     peft.save_pretrained(str(tmp_path))
     assert close(tiny.packed_logits(base, [(load(tmp_path, base), ids)])[0], peft_logits(peft, ids), 1e-5)
     assert examine(base, tmp_path).target_modules == ["v_proj", "experts.down_proj", "experts.gate_up_proj"]
+    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({**config, "target_parameters": 5}))
+    with pytest.raises(AdapterError, match="target_parameters=5 is no list of names"):
+        examine(base, tmp_path)
 
 
 def test_experts_are_adapted_where_they_are_asked_for() -> None:

@@ -202,8 +202,10 @@ def read_adapter(directory: Path) -> PeftAdapter:
         raise AdapterError(f"{weights_file} is damaged: {error}") from error
     trained_on = str(config.get("base_model_name_or_path") or "")
     targets = config.get("target_modules", "all-linear")
-    if config.get("target_parameters"):
-        targets = _with_experts(targets, config["target_parameters"])
+    if parameters := config.get("target_parameters"):
+        if not isinstance(parameters, list):
+            raise AdapterError(f"{config_file} is damaged: target_parameters={parameters!r} is no list of names")
+        targets = _with_experts(targets, parameters)
     return PeftAdapter(rank, float(alpha), targets, tensors, trained_on)
 
 
