@@ -11,6 +11,7 @@ from pathlib import Path
 
 from motet.errors import BaseModelError
 from motet.model.attention import INSTEAD
+from motet.model_info import EXPERTS
 from tests import tiny_models as tiny
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "bases.md"
@@ -73,7 +74,7 @@ def row(name: str, dtype: str) -> Row:
         remarks.append(
             "`peft` takes an adapter's gate, up and down for those of routed experts: for it, adapt attention alone"
         )
-    leaves = dict.fromkeys(path.rsplit(".", 1)[-1] for path in base.linears)
+    leaves = dict.fromkeys([*(path.rsplit(".", 1)[-1] for path in base.linears), *[EXPERTS][: len(base.info.experts)]])
     return Row(name, EXACT if base.info.exact else INEXACT, tuple(leaves), "; ".join(remarks))
 
 

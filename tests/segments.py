@@ -54,13 +54,15 @@ def make_segment(name: str, loss: Loss = REINFORCE, temperature: float = 0.8) ->
     return Segment(name, samples, loss, float(sum(sample.n_trainable for sample in samples)), temperature)
 
 
-def make_trainer(base: LoraModel, names: str = "abc", *, recompute: bool = False) -> TorchTrainer:
+def make_trainer(
+    base: LoraModel, names: str = "abc", *, recompute: bool = False, targets: str | list[str] = "all-linear"
+) -> TorchTrainer:
     """Adapters whose B is random, so that both halves have gradients."""
     trainer = TorchTrainer(base, slots=8, recompute=recompute)
     for name in names:
         rank, alpha, _ = SHAPES[name]
-        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), seed=ord(name))
-        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=rank, seed=ord(name))[1])
+        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha, target_modules=targets), seed=ord(name))
+        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=rank, seed=ord(name), targets=targets)[1])
     return trainer
 
 
@@ -107,3 +109,16 @@ def sampler_logprobs(base: LoraModel, weights: Any, sample: Sample, temperature:
             logprobs = Distribution.of(rows, [temperature]).logprobs(torch.full((4,), token))
         found[place] = logprobs[0]
     return found
+
+
+def plain_loss(model: Any, segment: Segment) -> torch.Tensor:
+    """What a segment of `REINFORCE` loses, in plain PyTorch."""
+    total = torch.zeros(())
+    for sample in segment.samples:
+        ids = torch.from_numpy(sample.token_ids).long()
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / segment.temperature
+        logprobs = torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
+        mask = torch.from_numpy(sample.loss_mask)[1:]
+        advantages = torch.from_numpy(sample.advantages)[1:][mask]
+        total = total - (advantages * logprobs[mask]).sum() / segment.denominator
+    return total

@@ -11,6 +11,7 @@ from peft import PeftModel
 from motet.batch import Batch
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
+from motet.model_info import EXPERTS
 from motet.training.torch_trainer import TorchTrainer
 from tests import bases
 from tests import tiny_models as tiny
@@ -37,11 +38,12 @@ def test_an_architecture_does_what_the_table_says(name: str, dtype: str, tmp_pat
     if row.verdict == bases.REFUSED:
         return
     base = tiny.base(name, dtype)
-    trainer = make_trainer(base, "ab")
+    targets: str | list[str] = ["all-linear", EXPERTS] if base.info.experts else "all-linear"
+    trainer = make_trainer(base, "ab", targets=targets)
     together = run_steps(trainer, [Batch((make_segment("b"), make_segment("a")))])
     if row.verdict == bases.EXACT:
         assert_rows_keep_to_themselves(base, trainer.weights("a"))
-        alone = run_steps(make_trainer(base, "a"), [Batch((make_segment("a"),))])
+        alone = run_steps(make_trainer(base, "a", targets=targets), [Batch((make_segment("a"),))])
         assert alone["a"] == together["a"]
         assert_trainer_and_sampler_agree(base, trainer)
     assert_peft_computes_the_same(name, base, tmp_path)
@@ -67,12 +69,12 @@ def assert_trainer_and_sampler_agree(base: LoraModel, trainer: TorchTrainer) -> 
 def assert_peft_computes_the_same(name: str, base: LoraModel, directory: Path) -> None:
     """What was exported has the same logits there, and comes back with the same bits."""
     attention = sorted({path.rsplit(".", 1)[-1] for path in base.linears if "attn" in path})
-    targets = attention if name in bases.MISREAD else "all-linear"
+    targets = [*(attention if name in bases.MISREAD else ["all-linear"]), *[EXPERTS][: len(base.info.experts)]]
     ids, weights = tiny.tokens(PROMPTS[1]), tiny.adapter(base, targets=targets)
     export(directory, base, weights, targets)
     assert torch.equal(load(directory, base).flat, weights.flat)
     if base.dtype == torch.float32:  # in half precision their products are rounded elsewhere
         peft = PeftModel.from_pretrained(tiny.stock(name), directory)
-        assert sum("lora_A" in key for key, _ in peft.named_parameters()) == len(weights.layout.places)
+        assert sum("lora_A" in key for key, _ in peft.named_parameters()) == len(weights.layout.paths)
         ours = tiny.packed_logits(base, [(weights, ids)])[0]
         assert close(ours, peft_logits(peft, ids), 1e-4)

@@ -14,7 +14,9 @@ from motet.commands.export import export
 from motet.errors import AdapterError, BaseModelError
 from motet.model.load import SMALL_BASE
 from motet.types import ADAPTER_CONFIG
-from tests.peft_files import peft_logits, randomise
+from tests import tiny_models as tiny
+from tests.peft_files import close, peft_logits, randomise
+from tests.peft_files import export as save
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -65,3 +67,13 @@ def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None
     with pytest.raises(AdapterError, match="give --base"):
         export(nameless, None, tmp_path / "merged", "auto")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_products_of_experts_are_merged(name: str, tmp_path: Path) -> None:
+    base, ids, targets = tiny.base(name), tiny.tokens(12), ["q_proj", "experts"]
+    weights = tiny.adapter(base, rank=3, targets=targets)
+    save(tmp_path / "adapter", base, weights, targets)
+    export(tmp_path / "adapter", str(tiny.directory(name)), tmp_path / "merged", "auto")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    assert close(peft_logits(merged, ids), tiny.packed_logits(base, [(weights, ids)])[0], 1e-4)

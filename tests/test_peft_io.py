@@ -131,7 +131,6 @@ REFUSED_FIELDS: dict[str, tuple[Any, str]] = {
     "lora_bias": (True, "lora_bias"),
     "trainable_token_indices": ([1], "trained tokens"),
     "layer_replication": ([[0, 2]], "layer replication"),
-    "target_parameters": (["mlp.experts"], "target_parameters"),
     "use_bdlora": ({"nblocks": 2}, "BD-LoRA"),
     "monteclora_config": ({"mc_samples": 2}, "MonteCLoRA"),
     "velora_config": ({"rank": 2}, "VeLoRA"),

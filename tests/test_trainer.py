@@ -36,6 +36,7 @@ from tests.segments import (
     make_segment,
     make_trainer,
     masters,
+    plain_loss,
     run_steps,
     sampler_logprobs,
 )
@@ -46,18 +47,6 @@ DTYPES = ("float32", "bfloat16")
 
 
 # --- against peft and plain PyTorch -----------------------------------------------------------------------------------
-
-
-def plain_loss(model: Any, segment: Segment) -> torch.Tensor:
-    total = torch.zeros(())
-    for sample in segment.samples:
-        ids = torch.from_numpy(sample.token_ids).long()
-        logits = model(input_ids=ids[None], use_cache=False).logits[0].float() / segment.temperature
-        logprobs = torch.log_softmax(logits[:-1], -1).gather(-1, ids[1:, None])[:, 0]
-        mask = torch.from_numpy(sample.loss_mask)[1:]
-        advantages = torch.from_numpy(sample.advantages)[1:][mask]
-        total = total - (advantages * logprobs[mask]).sum() / segment.denominator
-    return total
 
 
 PEFTS = (*tiny.DENSE, *tiny.HYBRID_IN_PEFT, "qwen3_moe", "llama4")

@@ -128,7 +128,12 @@ def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.Exit
     """
     engine = config.engine
     if engine.shard == 1:
-        return load(config.base, engine)
+        base = load(config.base, engine)
+        if base.info.experts and config.rollout.engine != "embedded":
+            base.revise(
+                experts=(), experts_idle="with adapters on experts Motet samples itself (rollout.engine: embedded)"
+            )
+        return base
     from motet.training.sharded.base import ShardedBase
     from motet.training.sharded.group import RankGroup
     from motet.training.sharded.messages import Join

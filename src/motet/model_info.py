@@ -9,6 +9,10 @@ from typing import Protocol
 
 from motet.errors import AdapterError
 
+ALL_LINEAR = "all-linear"
+EXPERTS = "experts"
+"""The target that names all projections of all experts; it is also a part of their paths."""
+
 
 class Tokenizer(Protocol):
     """What is asked of a `transformers` tokenizer outside `tasks.chat`."""
@@ -56,6 +60,10 @@ class ModelInfo:
     """Of the generation configuration."""
     linears: tuple[str, ...]
     """Paths of the layers that an adapter may change, in the model's order."""
+    experts: tuple[str, ...] = ()
+    """Paths of the parameters of experts that an adapter may change, where it asks for them."""
+    experts_idle: str = ""
+    """Why adapters cannot be on experts; empty where they can."""
     notes: tuple[str, ...] = ()
     """What a person should know: excluded experts, exactness that does not hold."""
     inexact: str = ""
@@ -72,24 +80,36 @@ class ModelInfo:
         return {"float32": 4, "bfloat16": 2}[self.dtype]
 
     def adapted(self, target_modules: str | Sequence[str]) -> tuple[str, ...]:
-        """Paths of the layers that these targets name; `all-linear` names all.
+        """Paths of the layers that these targets name, and behind them of experts'; `all-linear` names all but experts.
 
         Raises:
             AdapterError: a target matches no layer; names the ones there are.
         """
-        if target_modules == "all-linear":
-            return self.linears
         targets = [target_modules] if isinstance(target_modules, str) else list(target_modules)
-        known = sorted({path.rpartition(".")[2] for path in self.linears})
         for target in targets:
-            if not any(_matches(path, target) for path in self.linears):
-                hint = difflib.get_close_matches(target, known, 1)
-                raise AdapterError(
-                    f"target_modules names {target!r}, which matches no adaptable layer of {self.name}"
-                    f"{f' (did you mean {hint[0]!r}?)' if hint else ''}; there are: all-linear, {', '.join(known)}"
-                )
-        return tuple(path for path in self.linears if any(_matches(path, target) for target in targets))
+            if not any(_matches(path, target) for path in self.linears) and not any(
+                matches_experts(path, target) for path in self.experts
+            ):
+                raise AdapterError(self._unmatched(target))
+        linears = (path for path in self.linears if any(_matches(path, target) for target in targets))
+        experts = (path for path in self.experts if any(matches_experts(path, target) for target in targets))
+        return (*linears, *experts)
+
+    def _unmatched(self, target: str) -> str:
+        named = f"target_modules names {target!r}, which matches no adaptable layer of {self.name}"
+        if EXPERTS in target.split(".") and self.experts_idle:
+            return f"{named}: {self.experts_idle}; leave it out"
+        known = sorted({path.rpartition(".")[2] for path in self.linears})
+        known += [EXPERTS] if self.experts else []
+        hint = difflib.get_close_matches(target, known, 1)
+        return f"{named}{f' (did you mean {hint[0]!r}?)' if hint else ''}; there are: {ALL_LINEAR}, {', '.join(known)}"
 
 
 def _matches(path: str, target: str) -> bool:
-    return path == target or path.endswith("." + target)
+    return target in (ALL_LINEAR, path) or path.endswith("." + target)
+
+
+def matches_experts(path: str, target: str) -> bool:
+    """Only a target that says `experts` is of them: `down_proj` names layers alone."""
+    module = path.rpartition(".")[0]
+    return EXPERTS in target.split(".") and any(one == target or one.endswith("." + target) for one in (path, module))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.errors import AdapterError, BaseModelError
+from motet.model_info import matches_experts
 
 
 def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
@@ -62,13 +63,30 @@ def _add(model: Any, adapter: Any, source: Path, base: str) -> None:
     layers = dict(model.named_modules())
     for path in paths:
         a, b = (adapter.tensors[f"{PREFIX}{path}.lora_{side}.weight"].float() for side in "AB")
-        weight = getattr(layers.get(path), "weight", None)
-        if weight is None or sorted(weight.shape) != sorted((len(b), a.shape[1])):
+        module, weight = _weight(layers, path, adapter.target_modules)
+        n_experts = weight.shape[0] if weight is not None and weight.dim() == 3 else 1
+        fits = weight is not None and sorted(weight.shape[-2:]) == sorted((len(b), a.shape[1]))
+        if not fits or len(a) != n_experts * adapter.rank:
             raise AdapterError(
                 f"{source} has a product for {path}, which {base} does not have in this shape; give its own base as --base"
             )
-        product = (b @ a) * (adapter.alpha / adapter.rank)
-        if isinstance(layers[path], Conv1D):
-            product = product.T
+        a_ERK, b_NRE = a.view(n_experts, adapter.rank, -1), b.view(len(b), adapter.rank, n_experts)
+        product = torch.einsum("nre,erk->enk", b_NRE, a_ERK) * (adapter.alpha / adapter.rank)
+        if isinstance(module, Conv1D) or getattr(module, "is_transposed", False):
+            product = product.transpose(1, 2)
         with torch.no_grad():
-            weight.copy_(weight.float() + product)
+            weight.copy_(weight.float() + product.reshape(weight.shape))
+
+
+def _weight(layers: dict[str, Any], path: str, targets: str | list[str]) -> tuple[Any, Any]:
+    """A layer and its weight; of experts the parameter that PEFT wrapped at this depth, the first one innermost."""
+    inside, *wrappers = path.split(".base_layer")
+    layer = layers.get(inside)
+    if layer is None or getattr(layer, "weight", None) is not None:
+        return layer, getattr(layer, "weight", None)
+    wrapped = [
+        parameter
+        for name, parameter in layer.named_parameters(recurse=False)
+        if any(matches_experts(f"{inside}.{name}", target) for target in targets)
+    ]
+    return layer, wrapped[-1 - len(wrappers)] if len(wrappers) < len(wrapped) else None

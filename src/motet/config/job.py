@@ -32,7 +32,8 @@ class AdapterConfig(Config):
     alpha: float = Field(32.0, gt=0, le=1e6)
     """The update is scaled by alpha / rank."""
     target_modules: str | Annotated[list[str], Field(fail_fast=True)] = "all-linear"
-    """`all-linear`, or the names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings."""
+    """`all-linear`, or the names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings;
+    with `experts` in the list also those of a mixture of experts (docs/bases.md)."""
     init: str | None = None
     """A PEFT LoRA directory to start from; or a job above in the file, to go on with its adapter when it has succeeded: `name`
     (the best version), `name@latest`, `name@12`. Otherwise A is random and B is zero."""

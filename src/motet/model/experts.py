@@ -3,18 +3,23 @@
 Each expert multiplies its rows by themselves, padded so that the product is a GEMM's; what a row's experts say is added in
 fp32, in the order of their numbers. Routers stay the model's own.
 
-Legend: T rows, E experts, J experts that a row chooses, P = T · J pairs of both, D model width, K inputs, N outputs.
+Legend: T rows, E experts, J experts that a row chooses, P = T · J pairs of both, M padded rows of all experts, D model width,
+K inputs, N outputs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from motet.model.arithmetic import ROWS, least_rows, round_up
+from motet.model.arithmetic import ROWS, least_rows
+from motet.model.expert_lora import ExpertProjection, ExpertShare, project, room, runs_of_rows
+from motet.model.lora import LoraContext
 
 NAME = "motet"
 """Under which the function is registered with transformers' `ExpertsInterface`."""
@@ -44,7 +49,15 @@ def has_experts(model: nn.Module) -> bool:
     return any("experts" in path for path, _ in model.named_parameters())
 
 
-def compute_experts(model: Any) -> None:
+@dataclass(frozen=True)
+class ExpertsAt:
+    """What a module of experts knows of the adapters on it."""
+
+    path: str
+    context: LoraContext
+
+
+def compute_experts(model: Any, context: LoraContext) -> None:
     """Have a model's experts, and the gates of those that all rows share, computed here where its class lets one."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -55,26 +68,64 @@ def compute_experts(model: Any) -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, motet_experts)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(NAME)
+    for path, module in model.named_modules():
+        if _is_computed_here(module):
+            module.at = ExpertsAt(path, context)
+
+
+def adaptable_experts(model: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """How many experts, inputs and outputs each projection has that adapters can be on, by the path of its parameter."""
+    shapes = {}
+    for path, module in model.named_modules():
+        if isinstance(getattr(module, "at", None), ExpertsAt):
+            for name, parameter in module.named_parameters(recurse=False):
+                if name in (_up(module), "down_proj"):
+                    n_experts, *sizes = parameter.shape
+                    n_in, n_out = sizes if module.is_transposed else reversed(sizes)
+                    shapes[f"{path}.{name}"] = (n_experts, n_in, n_out)
+    return shapes
 
 
 def are_computed_here(model: nn.Module) -> bool:
     """Whether all of a model's experts are."""
     experts = [module for path, module in model.named_modules() if path.rsplit(".", 1)[-1] == "experts"]
-    return all(
-        hasattr(each, "_apply_gate") and getattr(each.config, "_experts_implementation", None) == NAME
-        for each in experts
-    )
+    return all(map(_is_computed_here, experts))
+
+
+def _is_computed_here(module: Any) -> bool:
+    return hasattr(module, "_apply_gate") and getattr(module.config, "_experts_implementation", None) == NAME
+
+
+def _up(experts: Any) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+@dataclass(frozen=True)
+class _ExpertRows:
+    """Rows that chose one expert, among those of all."""
+
+    number: int
+    n_rows: int
+    """With padding."""
+    shares: tuple[ExpertShare, ...]
 
 
 def motet_experts(experts: Any, hidden_TD: Tensor, top_TJ: Tensor, share_TJ: Tensor) -> Tensor:
     """What transformers calls in every layer of experts → [T, D]."""
     by_number = top_TJ.argsort(dim=-1)
-    chosen_P, share_TJ = top_TJ.gather(1, by_number).flatten(), share_TJ.gather(1, by_number)
-    by_expert_P = chosen_P.argsort(stable=True)
-    rows_PD = hidden_TD[:, None].expand(-1, top_TJ.shape[1], -1).flatten(0, 1).index_select(0, by_expert_P)
-    counts = chosen_P.bincount(minlength=experts.num_experts).tolist()
-    parts = [_expert(experts, number, own) for number, own in enumerate(rows_PD.split(counts)) if len(own)]
-    said_TJD = torch.cat(parts).index_select(0, by_expert_P.argsort()).unflatten(0, top_TJ.shape).float()
+    chosen_TJ, share_TJ = top_TJ.gather(1, by_number), share_TJ.gather(1, by_number)
+    runs = experts.at.context.routing.expert_runs
+    key_P = (chosen_TJ * (len(runs) + 1) + runs_of_rows(runs, len(hidden_TD))[:, None]).flatten()
+    laid_out, place_P = _lay_out(experts, key_P, hidden_TD.dtype)
+    n_rows = sum(each.n_rows for each in laid_out)
+    source_M = torch.full((n_rows,), len(place_P)).index_copy(0, place_P, torch.arange(len(place_P)))
+    pairs_PD = hidden_TD[:, None].expand(-1, top_TJ.shape[1], -1).flatten(0, 1)
+    rows_MD = F.pad(pairs_PD, (0, 0, 0, 1)).index_select(0, source_M)
+    parts = [
+        _expert(experts, each, own)
+        for each, own in zip(laid_out, rows_MD.split([each.n_rows for each in laid_out]), strict=True)
+    ]
+    said_TJD = torch.cat(parts).index_select(0, place_P).unflatten(0, top_TJ.shape).float()
     weighted_TJD: Tensor = said_TJD * share_TJ[..., None].float()
     total_TD = weighted_TJD[:, 0]
     for place in range(1, top_TJ.shape[1]):
@@ -82,19 +133,38 @@ def motet_experts(experts: Any, hidden_TD: Tensor, top_TJ: Tensor, share_TJ: Ten
     return total_TD.to(hidden_TD.dtype)
 
 
-def _expert(experts: Any, number: int, rows_ND: Tensor) -> Tensor:
-    up = "gate_up_proj" if experts.has_gate else "up_proj"
-    weights = getattr(experts, up)[number], experts.down_proj[number]
-    least = max(least_rows(weight.shape[-1], weight.shape[-2], weight.dtype) for weight in weights)
-    padded = F.pad(rows_ND, (0, 0, 0, max(least, round_up(len(rows_ND), ROWS)) - len(rows_ND)))
-    inner = _product(experts, number, padded, up)
+def _lay_out(experts: Any, key_P: Tensor, dtype: torch.dtype) -> tuple[list[_ExpertRows], Tensor]:
+    """Give every pair its row, [P]: expert by expert, and in it run by run. A key is both numbers in one."""
+    runs = experts.at.context.routing.expert_runs
+    n_runs = len(runs) + 1
+    weights = getattr(experts, _up(experts)), experts.down_proj
+    least = max(least_rows(each.shape[-1], each.shape[-2], dtype) for each in weights)
+    sorted_P, order_P = key_P.sort(stable=True)
+    keys, counts = torch.unique_consecutive(sorted_P, return_counts=True)
+    laid_out, starts, start = [], [], 0
+    for number, own in groupby(zip(keys.tolist(), counts.tolist(), strict=True), lambda one: one[0] // n_runs):
+        shares, last = [], 0
+        for key, count in own:
+            starts.append(start + last)
+            shares.append(ExpertShare(key % n_runs, last, last := last + room(runs, key % n_runs, count, dtype)))
+        laid_out.append(_ExpertRows(number, max(last, least), tuple(shares)))
+        start += laid_out[-1].n_rows
+    shift = torch.tensor(starts) - counts.cumsum(0) + counts
+    row_P = torch.arange(len(key_P)) + shift.repeat_interleave(counts)
+    return laid_out, torch.empty_like(row_P).index_copy_(0, order_P, row_P)
+
+
+def _expert(experts: Any, own: _ExpertRows, rows_MD: Tensor) -> Tensor:
+    inner = _product(experts, own, rows_MD, _up(experts))
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    outer = _product(experts, number, inner, "down_proj")
+    outer = _product(experts, own, inner, "down_proj")
     said: Tensor = experts.post_expert_norm(outer) if experts.has_post_expert_norm else outer
-    return said[: len(rows_ND)]
+    return said
 
 
-def _product(experts: Any, number: int, rows_TK: Tensor, name: str) -> Tensor:
-    weight = getattr(experts, name)[number]
-    bias = getattr(experts, f"{name}_bias")[number] if experts.has_bias else None
-    return F.linear(rows_TK, weight.t() if experts.is_transposed else weight, bias)
+def _product(experts: Any, own: _ExpertRows, rows_MK: Tensor, name: str) -> Tensor:
+    at: ExpertsAt = experts.at
+    bias = getattr(experts, f"{name}_bias")[own.number] if experts.has_bias else None
+    weight = getattr(experts, name)[own.number]
+    projection = ExpertProjection(f"{at.path}.{name}", own.number, weight, bias, experts.is_transposed)
+    return project(at.context, projection, rows_MK, own.shares)

@@ -89,6 +89,8 @@ def load_base(
     base = prove(
         lambda: wrap(name, model, tokenizer, place), model, name, block_size, arithmetic, pack=pack, shards=shards
     )
+    if shards is not None and base.info.experts:
+        base.revise(experts=(), experts_idle="a base in shards has no adapters on experts as yet")
     if n_hidden(model):
         base.revise(
             "its weights stay packed as they are stored: less memory, the same bits, slower (engine.base_format)"

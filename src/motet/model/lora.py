@@ -7,8 +7,10 @@ the copy that is multiplied with, A carries the scaling alpha / rank.
 Layers that read the same input (queries, keys and values; gate and up) are fused: one product with their stacked weights, and
 one with their adapters' A side by side, serves them all.
 
+A projection of a layer's experts has an A and a B for each of them, one behind the other.
+
 Legend: T packed rows, K inputs, N outputs, R rank, I adapted ones of fused layers, W width of their A side by side, A adapters
-in a batch, M padded rows of each.
+in a batch, M padded rows of each, E experts.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -57,8 +60,28 @@ class FusedPlace:
 
 
 @dataclass(frozen=True)
+class ExpertsPlace:
+    """Where the matrices of one projection of a layer's experts lie; those of each begin at a multiple of `ALIGNMENT`."""
+
+    path: str
+    """Of the parameter that holds the weights of all experts."""
+    n_experts: int
+    n_in: int
+    n_out: int
+    width: int
+    """Of Aᵀ: R rounded up to a multiple of four."""
+    offset_a: int
+    """Of the first expert's Aᵀ [K, W]."""
+    offset: int
+    """Of the first expert's Bᵀ [R, N]."""
+
+
+@dataclass(frozen=True)
 class LoraMatrices:
-    """What fused layers multiply with: Aᵀ [..., K, W], and for each adapted one its index among all and Bᵀ [..., R, N]."""
+    """What fused layers multiply with: Aᵀ [..., K, W], and for each adapted one its index among all and Bᵀ [..., R, N].
+
+    Of experts: Aᵀ [..., E, K, W] and a single Bᵀ [..., E, R, N].
+    """
 
     a: Tensor
     bs: tuple[tuple[int, Tensor], ...]
@@ -74,20 +97,33 @@ class AdapterLayout:
     """Elements up to the last A; every B comes after."""
     size: int
     """Number of elements: the parameters, and zeros between them for alignment."""
+    experts: tuple[ExpertsPlace, ...] = ()
 
     @property
     def places(self) -> tuple[LinearPlace, ...]:
         """All adapted layers, in order."""
         return tuple(place for group in self.fused for _, place in group.members)
 
+    @property
+    def paths(self) -> list[str]:
+        """What is adapted, by which the layout can be made again."""
+        return [*(place.path for place in self.places), *(place.path for place in self.experts)]
+
+    def least_expert_rows(self, dtype: torch.dtype) -> int:
+        """Rows that an adapter's part of an expert's product must have at least."""
+        return max(
+            max(least_rows(place.n_in, place.width, dtype), least_rows(self.rank, place.n_out, dtype))
+            for place in self.experts
+        )
+
     def least_rows(self, dtype: torch.dtype) -> int:
         """Rows that each adapter's part of a batched product must have at least."""
-        return max(least_rows(*shape, dtype) for shape in self._shapes)
+        return max((least_rows(*shape, dtype) for shape in self._shapes), default=ROWS)
 
     @functools.cached_property
     def longest_sum(self) -> int:
         """Numbers that are added in its products, forth and back, at most."""
-        return max(max(shape) for shape in self._shapes)
+        return max((max(shape) for shape in self._shapes), default=0)
 
     @functools.cached_property
     def _shapes(self) -> set[tuple[int, int]]:
@@ -96,7 +132,7 @@ class AdapterLayout:
         return a | {(self.rank, place.n_out) for place in self.places}
 
     def matrices(self, flat: Tensor) -> dict[str, LoraMatrices]:
-        """By leader, as views of flat [..., size]."""
+        """By leader, and those of experts by path, as views of flat [..., size]."""
         by_leader = {}
         for group in self.fused:
             n_in = group.members[0][1].n_in
@@ -104,6 +140,10 @@ class AdapterLayout:
             by_leader[group.leader] = LoraMatrices(
                 a, tuple((index, self._b(flat, place)) for index, place in group.members)
             )
+        for experts in self.experts:
+            a = _of_experts(flat, experts.offset_a, experts.n_experts, (experts.n_in, experts.width))
+            b = _of_experts(flat, experts.offset, experts.n_experts, (self.rank, experts.n_out))
+            by_leader[experts.path] = LoraMatrices(a, ((0, b),))
         return by_leader
 
     def _b(self, flat: Tensor, place: LinearPlace) -> Tensor:
@@ -111,19 +151,38 @@ class AdapterLayout:
         return b.unflatten(-1, (self.rank, place.n_out))  # type: ignore[no-any-return]
 
     def views(self, flat: Tensor) -> Views:
-        """Aᵀ [..., K, R] and Bᵀ [..., R, N] of each layer, as views of flat [..., size]."""
+        """Aᵀ [..., K, R] and Bᵀ [..., R, N] of each layer, as views of flat [..., size]; with E before K and R, of experts."""
         views: Views = {}
-        for group, matrices in zip(self.fused, self.matrices(flat).values(), strict=True):
+        every = self.matrices(flat)
+        for group in self.fused:
+            matrices = every[group.leader]
             for column, (_, place) in enumerate(group.members):
                 a = matrices.a[..., column * self.rank : (column + 1) * self.rank]
                 views[place.path] = (a, matrices.bs[column][1])
+        for experts in self.experts:
+            matrices = every[experts.path]
+            views[experts.path] = (matrices.a[..., : self.rank], matrices.bs[0][1])
         return views
 
 
+def _of_experts(flat: Tensor, offset: int, n_experts: int, shape: tuple[int, int]) -> Tensor:
+    """A matrix for each expert [..., E, *shape]."""
+    size = shape[0] * shape[1]
+    stride = round_up(size, ALIGNMENT)
+    each: Tensor = flat[..., offset : offset + n_experts * stride].unflatten(-1, (n_experts, stride))
+    return each[..., :size].unflatten(-1, shape)  # type: ignore[no-any-return]
+
+
 def make_layout(
-    linears: Mapping[str, tuple[int, int]], rank: int, fused: Sequence[Sequence[str]] = ()
+    linears: Mapping[str, tuple[int, int]],
+    rank: int,
+    fused: Sequence[Sequence[str]] = (),
+    experts: Mapping[str, tuple[int, int, int]] = MappingProxyType({}),
 ) -> AdapterLayout:
-    """Lay out layers {path: (inputs, outputs)} in the order given; `fused` names those of the base that share an input."""
+    """Lay out layers {path: (inputs, outputs)} and experts {path: (experts, inputs, outputs)} in the order given.
+
+    `fused` names layers of the base that share an input.
+    """
     families = {path: tuple(family) for family in fused for path in family}
     chosen: dict[tuple[str, ...], list[str]] = {}
     for path in linears:
@@ -133,6 +192,10 @@ def make_layout(
         width = round_up(rank * len(paths), ROWS)
         spots[family] = (width, offset)
         offset = round_up(offset + width * linears[paths[0]][0], ALIGNMENT)
+    width, spots_a = round_up(rank, ROWS), []
+    for n_experts, n_in, _ in experts.values():
+        spots_a.append(offset)
+        offset += n_experts * round_up(n_in * width, ALIGNMENT)
     size_a, groups = offset, []
     for family, paths in chosen.items():
         members = []
@@ -141,7 +204,11 @@ def make_layout(
             members.append((family.index(path), LinearPlace(path, n_in, n_out, offset)))
             offset = round_up(offset + rank * n_out, ALIGNMENT)
         groups.append(FusedPlace(family[0], tuple(members), *spots[family]))
-    return AdapterLayout(rank, tuple(groups), size_a, offset)
+    all_experts = []
+    for (path, (n_experts, n_in, n_out)), spot in zip(experts.items(), spots_a, strict=True):
+        all_experts.append(ExpertsPlace(path, n_experts, n_in, n_out, width, spot, offset))
+        offset += n_experts * round_up(rank * n_out, ALIGNMENT)
+    return AdapterLayout(rank, tuple(groups), size_a, offset, tuple(all_experts))
 
 
 def initial_weights(layout: AdapterLayout, seed: int) -> Tensor:
@@ -149,7 +216,7 @@ def initial_weights(layout: AdapterLayout, seed: int) -> Tensor:
     flat = torch.zeros(layout.size)
     for path, (a, _) in layout.views(flat).items():
         generator = torch.Generator().manual_seed(seeds.key(seed, f"init/{path}") >> 1)
-        bound = 1.0 / math.sqrt(a.shape[0])
+        bound = 1.0 / math.sqrt(a.shape[-2])
         a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
     return flat
 
@@ -173,8 +240,28 @@ class AdapterWeights:
         return cls(layout, scaling, flat, layout.matrices(flat))
 
 
+@dataclass(frozen=True)
+class ExpertRun:
+    """Packed rows that follow each other and have one adapter, which has matrices of experts."""
+
+    start: int
+    stop: int
+    weights: AdapterWeights
+    gradients: dict[str, LoraMatrices] | None = None
+    """Views that gradients are added to; None where there is no backward pass."""
+    scaling: float = 1.0
+    """What the gradient of A is multiplied with as it is added."""
+    anchor: Tensor | None = None
+    """Where there is a backward pass, a number that wants a gradient."""
+
+
 class Routing(Protocol):
     """Which rows of the packed input belong to which adapter."""
+
+    @property
+    def expert_runs(self) -> Sequence[ExpertRun]:
+        """Rows that have adapters on experts, in order."""
+        ...
 
     def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply base and adapters of fused layers to x [1, T, K] → [1, T, N] each."""
@@ -197,6 +284,8 @@ class FusedLinears(nn.Module):
 
 class NoAdapters:
     """The routing of a pass over the base alone."""
+
+    expert_runs: Sequence[ExpertRun] = ()
 
     def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply the base to x [1, T, K] → [1, T, N] each."""

@@ -21,7 +21,7 @@ from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
-from motet.model.experts import compute_experts, has_experts
+from motet.model.experts import adaptable_experts, compute_experts, has_experts
 from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
@@ -50,6 +50,8 @@ class LoraModel:
     device: torch.device
     context: LoraContext
     linears: dict[str, LoraLinear]
+    experts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Experts, inputs and outputs of their projections that adapters can be on, by path."""
     block_size: int = 64
     """Keys that attention reads at a time, as in the proof."""
     stateful: frozenset[int] = frozenset()
@@ -198,8 +200,13 @@ class LoraModel:
         known_layout = self._layouts.get((chosen, rank))
         if known_layout is not None:
             return known_layout
-        shapes = {path: (self.linears[path].in_features, self.linears[path].out_features) for path in chosen}
-        layout = make_layout(shapes, rank, [layer.fused.paths for layer in self.linears.values()])
+        linears = {path: self.linears[path] for path in chosen if path in self.linears}
+        layout = make_layout(
+            {path: (layer.in_features, layer.out_features) for path, layer in linears.items()},
+            rank,
+            [layer.fused.paths for layer in self.linears.values()],
+            {path: self.experts[path] for path in chosen if path not in linears},
+        )
         return self._layouts.setdefault((chosen, rank), layout)
 
 
@@ -224,10 +231,10 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
 
     AttentionInterface.register(attention.NAME, attention.motet_attention)
     model.set_attn_implementation(attention.NAME)
-    if device.type == "cpu":
-        compute_experts(model)
-    decoder = decoder_of(model)
     context = LoraContext()
+    if device.type == "cpu":
+        compute_experts(model, context)
+    decoder = decoder_of(model)
     linears: dict[str, LoraLinear] = {}
     prefix = next((path for path, module in model.named_modules() if module is decoder), "")
     peculiar = set()
@@ -250,14 +257,31 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
     speed_up_norms(decoder)
     dtype, head = next(iter(linears.values())).fused.frozen.dtype, _freeze_head(model)
     info = _info(name, model, tokenizer, device, dtype, head, tuple(linears))
-    base = LoraModel(info, model, decoder, head, dtype, device, context, linears, stateful=stateful)
+    experts = adaptable_experts(model)
+    base = LoraModel(info, model, decoder, head, dtype, device, context, linears, experts, stateful=stateful)
+    base.revise(experts=tuple(experts), experts_idle=_why_idle(base))
     if peculiar:
         base.revise(
             f"{' and '.join(sorted(peculiar))} layers get no adapter, because they multiply in a way of their own"
         )
     if base.has_experts:
-        base.revise("mixture of experts: routers and routed experts get no adapter, they stay as they are")
+        base.revise(
+            "mixture of experts: routers get no adapter, and routed experts where target_modules names `experts`"
+            if experts
+            else "mixture of experts: routers and routed experts get no adapter, they stay as they are"
+        )
     return base
+
+
+def _why_idle(base: LoraModel) -> str:
+    """Why adapters cannot be on experts; empty where they can."""
+    if base.experts:
+        return ""
+    if not base.has_experts:
+        return "it has no experts"
+    if base.device.type != "cpu":
+        return "adapters on experts are computed on CPUs alone as yet"
+    return "its class computes experts in a way of its own"
 
 
 def _freeze_head(model: Any) -> FrozenWeight:

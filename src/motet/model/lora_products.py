@@ -206,7 +206,8 @@ class PaddedProducts:
         if len(adapters) == 1:
             return _alone(adapters[0])
         stacks = {}
-        for leader, first in adapters[0].matrices.items():
+        for leader in (group.leader for group in adapters[0].layout.fused):  # experts' are read where they lie
+            first = adapters[0].matrices[leader]
             own = [weights.matrices[leader] for weights in adapters]
             bs = [(index, torch.stack([one.bs[place][1] for one in own])) for place, (index, _) in enumerate(first.bs)]
             stacks[leader] = LoraMatrices(torch.stack([one.a for one in own]), tuple(bs))

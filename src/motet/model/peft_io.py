@@ -1,6 +1,9 @@
 """PEFT directories in and out: `adapter_config.json` and `adapter_model.safetensors`.
 
 What is written is plain PEFT LoRA, fp32, sorted JSON; what is read may come from anywhere, so every tensor is checked.
+Adapters on experts are PEFT's on parameters (`target_parameters`).
+
+Legend: E experts, R rank, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import json
 import math
 import os
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.lora import AdapterLayout
 from motet.model.lora_model import LoraModel
+from motet.model_info import ALL_LINEAR, EXPERTS
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 PREFIX = "base_model.model."
@@ -39,7 +44,6 @@ _REFUSED = {
     "alpha_pattern": "an alpha per layer (alpha_pattern)",
     "lora_bias": "trained biases (lora_bias)",
     "alora_invocation_tokens": "activated LoRA",
-    "target_parameters": "adapters on parameters (target_parameters)",
     "corda_config": "CorDA",
     "eva_config": "EVA",
     "arrow_config": "Arrow",
@@ -76,11 +80,10 @@ def write_adapter(
     directory: Path, base: LoraModel, layout: AdapterLayout, alpha: float, target_modules: str | list[str], flat: Tensor
 ) -> None:
     """Write an adapter; the directory exists. Every file is synced, so that a rename after it is a commit."""
-    tensors = {}
-    for path, (a, b) in layout.views(flat.detach().float().cpu()).items():
-        tensors[f"{PREFIX}{path}.lora_A.weight"] = a.t().contiguous()
-        tensors[f"{PREFIX}{path}.lora_B.weight"] = b.t().contiguous()
-    if target_modules == "all-linear" or base.towers:
+    views = file_views(layout, flat.detach().float().cpu())
+    tensors = {name: view.reshape(shape).contiguous() for name, (view, shape) in views.items()}
+    target_modules = [target_modules] if isinstance(target_modules, str) else target_modules
+    if ALL_LINEAR in target_modules or base.towers or layout.experts:
         target_modules = _names(base, [place.path for place in layout.places])
     config = {
         "base_model_name_or_path": base.model.config.name_or_path or base.info.name,
@@ -92,14 +95,35 @@ def write_adapter(
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": layout.rank,
-        "target_modules": [target_modules] if isinstance(target_modules, str) else target_modules,
+        "target_modules": target_modules,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
     }
+    if layout.experts:
+        config["target_parameters"] = [place.path for place in layout.experts]
     save_tensors(tensors, directory / ADAPTER_WEIGHTS, {"format": "pt"})
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     _sync(directory / ADAPTER_CONFIG)
+
+
+def file_views(layout: AdapterLayout, flat: Tensor) -> dict[str, tuple[Tensor, tuple[int, int]]]:
+    """What each tensor of a file holds, as a view of flat, and its shape in the file.
+
+    PEFT wraps a module once for each of its parameters, the first one innermost; it names the wrappers and not the parameters.
+    """
+    views, named = layout.views(flat), {}
+    for place in layout.places:
+        a_KR, b_RN = views[place.path]
+        named[f"{PREFIX}{place.path}.lora_A.weight"] = (a_KR.t(), (layout.rank, place.n_in))
+        named[f"{PREFIX}{place.path}.lora_B.weight"] = (b_RN.t(), (place.n_out, layout.rank))
+    for module, own in groupby(layout.experts, lambda place: place.path.rpartition(".")[0]):
+        for depth, experts in enumerate(reversed(list(own))):
+            a_EKR, b_ERN = views[experts.path]
+            wrapper, ranks = f"{PREFIX}{module}{'.base_layer' * depth}", experts.n_experts * layout.rank
+            named[f"{wrapper}.lora_A.weight"] = (a_EKR.transpose(1, 2), (ranks, experts.n_in))
+            named[f"{wrapper}.lora_B.weight"] = (b_ERN.permute(2, 1, 0), (experts.n_out, ranks))
+    return named
 
 
 def _names(base: LoraModel, adapted: list[str]) -> list[str]:
@@ -177,7 +201,19 @@ def read_adapter(directory: Path) -> PeftAdapter:
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{weights_file} is damaged: {error}") from error
     trained_on = str(config.get("base_model_name_or_path") or "")
-    return PeftAdapter(rank, float(alpha), config.get("target_modules", "all-linear"), tensors, trained_on)
+    targets = config.get("target_modules", "all-linear")
+    if parameters := config.get("target_parameters"):
+        if not isinstance(parameters, list):
+            raise AdapterError(f"{config_file} is damaged: target_parameters={parameters!r} is no list of names")
+        targets = _with_experts(targets, parameters)
+    return PeftAdapter(rank, float(alpha), targets, tensors, trained_on)
+
+
+def _with_experts(target_modules: Any, target_parameters: Any) -> Any:
+    """Both kinds of targets as one list; PEFT finds a parameter by its name alone, too."""
+    modules = [target_modules] if isinstance(target_modules, str) else target_modules or []
+    named = (str(name) for name in target_parameters)
+    return [*modules, *(name if EXPERTS in name.split(".") else f"{EXPERTS}.{name}" for name in named)]
 
 
 def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source: Path) -> Tensor:
@@ -192,29 +228,24 @@ def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source
         )
     flat = torch.zeros(layout.size)
     left = dict(adapter.tensors)
-    expected = {PREFIX + path: views for path, views in layout.views(flat).items()}
-    names = [f"{module}.lora_{side}.weight" for module in expected for side in "AB"]
-    if not any(name in left for name in names):
+    expected = file_views(layout, flat)
+    if not any(name in left for name in expected):
         raise AdapterError(
             f"{source}: none of its {len(left)} tensors fits {base.info.name}; it was trained on "
             f"{adapter.base or 'another base'}"
         )
     origin = f"; it was trained on {adapter.base}" if adapter.base else ""
-    for module, views in expected.items():
-        for side, view in zip("AB", views, strict=True):
-            name = f"{module}.lora_{side}.weight"
-            tensor = left.pop(name, None)
-            if tensor is None:
-                raise AdapterError(
-                    f"{source} has no tensor {name}; set adapter.target_modules to what it was trained with{origin}"
-                )
-            if tuple(tensor.shape) != tuple(view.t().shape):
-                raise AdapterError(
-                    f"{source}: {name} has shape {tuple(tensor.shape)}, the base needs {tuple(view.t().shape)}{origin}"
-                )
-            if not torch.isfinite(tensor).all():
-                raise AdapterError(f"{source}: {name} has values that are not finite")
-            view.copy_(tensor.float().t())
+    for name, (view, shape) in expected.items():
+        tensor = left.pop(name, None)
+        if tensor is None:
+            raise AdapterError(
+                f"{source} has no tensor {name}; set adapter.target_modules to what it was trained with{origin}"
+            )
+        if tuple(tensor.shape) != shape:
+            raise AdapterError(f"{source}: {name} has shape {tuple(tensor.shape)}, the base needs {shape}{origin}")
+        if not torch.isfinite(tensor).all():
+            raise AdapterError(f"{source}: {name} has values that are not finite")
+        view.copy_(tensor.float().view(view.shape))
     if left:
         raise AdapterError(
             f"{source} has a tensor that nothing asks for: {sorted(left)[0]} ({len(left)} in all){origin}"
@@ -240,4 +271,5 @@ def examine(base: LoraModel, directory: Path) -> AdapterConfig:
     layout = base.adapter_layout(shape.target_modules, shape.rank)
     flatten(adapter, base, layout, directory)
     chosen = sorted({place.path.rsplit(".", 1)[-1] for place in layout.places})
+    chosen += sorted({".".join(place.path.rsplit(".", 2)[1:]) for place in layout.experts})
     return shape.model_copy(update={"target_modules": chosen})

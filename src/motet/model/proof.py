@@ -161,6 +161,8 @@ class _Watch:
     That is: which layers see exactly the rows of the batch, and which of them read the same input, one after another.
     """
 
+    expert_runs = ()
+
     def __init__(self) -> None:
         self.rows: dict[str, set[int]] = {}
         self._families: list[tuple[Tensor, list[str]]] = []
@@ -319,7 +321,7 @@ def _known_to_differ(base: LoraModel) -> str:
     if base.has_experts and not are_computed_here(base.model):
         return "an expert's products have as many rows as choose it"
     if base.device.type != "cuda":
-        return ""
+        return "an expert's long sums are cut by the number of rows" if _long_experts(base) else ""
     if not base.arithmetic.tile:
         return "fast arithmetic"
     if not base.attention.fixed_shapes:
@@ -329,6 +331,11 @@ def _known_to_differ(base: LoraModel) -> str:
             "softmax over a vocabulary that is no multiple of four adds in an order that depends on the row's address"
         )
     return ""
+
+
+def _long_experts(base: LoraModel) -> bool:
+    """Whether products of experts should be made in tiles, which they are not."""
+    return any(base.arithmetic.tile_of(max(n_in, n_out)) for _, n_in, n_out in base.experts.values())
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motet.model.arithmetic import ROWS
-from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, LoraMatrices
+from motet.model.lora import AdapterLayout, AdapterWeights, ExpertRun, FusedLinears, LoraMatrices
 from motet.model.lora_products import LoraProducts, RowProducts
 
 AdapterRows = tuple[AdapterWeights | None, int, int]
@@ -108,8 +108,9 @@ class Adds(Protocol):
 class SamplerRouting:
     """Rows of a decode or prefill batch."""
 
-    def __init__(self, buckets: Sequence[Adds]) -> None:
+    def __init__(self, buckets: Sequence[Adds], expert_runs: Sequence[ExpertRun] = ()) -> None:
         self._buckets = buckets
+        self.expert_runs = expert_runs
 
     def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply base and adapters of fused layers to x [1, T, K] → [1, T, N] each."""
@@ -146,13 +147,18 @@ class AdapterStacks:
         for members in _by_layout(runs):
             stacked = self._stacked(tuple(weights for weights, _, _ in members))
             buckets.append(_bucket(members, stacked, device, self._products))
-        return SamplerRouting(buckets)
+        adapting = ((weights, start, length) for weights, start, length in runs if weights and weights.layout.experts)
+        return SamplerRouting(
+            buckets, [ExpertRun(start, start + length, weights) for weights, start, length in adapting]
+        )
 
 
 def _by_layout(runs: Iterable[AdapterRows]) -> list[list[Member]]:
     by_layout: dict[int, list[Member]] = {}
     for weights, start, length in runs:
-        if weights is not None:  # a base makes each layout once, so equal ones are the same object
+        if (
+            weights is not None and weights.layout.fused
+        ):  # a base makes each layout once, so equal ones are the same object
             by_layout.setdefault(id(weights.layout), []).append((weights, start, length))
     return list(by_layout.values())
 
@@ -171,6 +177,11 @@ class TrainSegment:
     """Views that gradients are added to; None where there is no backward pass."""
     unscaled: bool = False
     """Whether the gradient of A is added without alpha / rank: a sum that is rounded once has other bits than two."""
+
+    @property
+    def scaling(self) -> float:
+        """What the gradient of A is multiplied with as it is added."""
+        return 1.0 if self.unscaled else self.weights.scaling
 
 
 @dataclass(frozen=True)
@@ -211,8 +222,14 @@ class TrainerRouting:
         backward: bool,
     ) -> None:
         """Segments in the order of their rows, each with a multiple of `Arithmetic.rows`."""
-        self.trained = [_Trained.of(members, device, products) for members in _alike(segments, products.least_fill)]
+        linear = [segment for segment in segments if segment.weights.layout.fused]
+        self.trained = [_Trained.of(members, device, products) for members in _alike(linear, products.least_fill)]
         self._anchor = torch.zeros((), device=device, requires_grad=backward)
+        self.expert_runs = [
+            ExpertRun(each.start, each.stop, each.weights, each.gradients, each.scaling, self._anchor)
+            for each in segments
+            if each.weights.layout.experts
+        ]
 
     def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply base and adapters of fused layers to x [1, T, K] → [1, T, N] each."""
@@ -303,5 +320,5 @@ def _backward(trained: _Trained, fused: FusedLinears, x_TK: Tensor, inner: Tenso
         strict=True,
     ):
         if sums is not None:
-            sums.a.add_(own, alpha=1.0 if segment.unscaled else segment.weights.scaling)
+            sums.a.add_(own, alpha=segment.scaling)
     return grad_inner

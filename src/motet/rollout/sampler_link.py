@@ -181,8 +181,8 @@ class SamplerLink:
         except OSError as error:
             self._dismiss(f"a sampling process cannot be handed an adapter ({error}); sampling goes on without it")
             return None
-        paths = [linear.path for linear in weights.layout.places]
-        return m.Install(ref, str(path), weights.layout.rank, paths, weights.scaling)
+        layout = weights.layout
+        return m.Install(ref, str(path), layout.rank, layout.paths, weights.scaling)
 
     def _dismiss(self, note: str) -> None:
         """End a process that is of no use; what it had begun is told by the reader."""

@@ -171,7 +171,7 @@ class AdapterArena:
 
     def _metadata(self) -> dict[str, str]:
         """Which layers the moments belong to; one entry, because safetensors writes several in random order."""
-        layout = {"places": [place.path for place in self.layout.places], "rank": self.layout.rank}
+        layout = {"places": self.layout.paths, "rank": self.layout.rank}
         return {"layout": json.dumps(layout)}
 
     def load_optimizer(self, directory: Path) -> None:

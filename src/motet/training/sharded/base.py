@@ -31,8 +31,10 @@ class ShardedBase:
 
     @classmethod
     def beside(cls, base: LoraModel, group: RankGroup) -> ShardedBase:
-        """A base that lies here too."""
-        return cls(_told(base.info, group), group, base)
+        """A base that lies here too; its ranks say what can be trained."""
+        facts = group.joined[0].facts
+        info = replace(base.info, experts=tuple(facts["experts"]), experts_idle=facts["experts_idle"])
+        return cls(_told(info, group), group, base)
 
 
 def _told(info: ModelInfo, group: RankGroup) -> ModelInfo:

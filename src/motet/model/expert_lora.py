@@ -1,0 +1,133 @@
+"""Adapters on experts: which of an expert's rows have which adapter, and what it adds to them.
+
+The rows of an expert are laid out adapter after adapter, those of each padded by itself, so that every product and every sum
+over rows that an adapter takes part in has rows of its own and nothing else. Sampling and training multiply in the same way.
+
+Legend: T packed rows, K inputs, N outputs, R rank, W padded rank, M padded rows of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from motet.model.arithmetic import ROWS, round_up
+from motet.model.lora import ExpertRun, LoraContext
+
+
+@dataclass(frozen=True)
+class ExpertProjection:
+    """One of an expert's frozen products, as adapters see it."""
+
+    path: str
+    """Of the parameter that holds the weights of all experts."""
+    number: int
+    weight: Tensor  # [N, K], or [K, N] where it is transposed
+    bias: Tensor | None  # [N]
+    transposed: bool
+
+    def base(self, rows_MK: Tensor) -> Tensor:
+        """The frozen product, [M, N]."""
+        return F.linear(rows_MK, self.weight.t() if self.transposed else self.weight, self.bias)
+
+    def back(self, grad_MN: Tensor) -> Tensor:
+        """From a gradient with respect to the product to one with respect to its rows, [M, K]."""
+        return grad_MN @ (self.weight.t() if self.transposed else self.weight)
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """Rows of one expert that one run of the batch has."""
+
+    run: int
+    """Its index; that after the last is of rows without an adapter."""
+    first: int
+    last: int
+    """After its last row, padding included, among those of the expert."""
+
+
+def runs_of_rows(runs: Sequence[ExpertRun], n_rows: int) -> Tensor:
+    """Index of the run that each packed row belongs to; that after the last where it belongs to none [T]."""
+    run_T = torch.full((n_rows,), len(runs))
+    for index, run in enumerate(runs):
+        run_T[run.start : run.stop] = index
+    return run_T
+
+
+def room(runs: Sequence[ExpertRun], run: int, n_rows: int, dtype: torch.dtype) -> int:
+    """Rows that an expert's product sets aside for a run of which so many rows choose it."""
+    least = runs[run].weights.layout.least_expert_rows(dtype) if run < len(runs) else 0
+    return max(round_up(n_rows, ROWS), least)
+
+
+def project(
+    context: LoraContext, projection: ExpertProjection, rows_MK: Tensor, shares: Sequence[ExpertShare]
+) -> Tensor:
+    """One projection of an expert, with the adapters of its rows, [M, N]."""
+    runs = context.routing.expert_runs
+    own = [
+        (runs[share.run], share)
+        for share in shares
+        if share.run < len(runs) and projection.path in runs[share.run].weights.matrices
+    ]
+    if not own:
+        return projection.base(rows_MK)
+    said: Tensor = _Adapted.apply(rows_MK, own[0][0].anchor, projection, own)  # type: ignore[no-untyped-call]
+    return said
+
+
+class _Adapted(torch.autograd.Function):
+    """Frozen product and adapters in one node: the base gets no gradient, the adapters' go straight to their arenas."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_MK: Tensor,
+        anchor: Tensor | None,
+        projection: ExpertProjection,
+        own: Sequence[tuple[ExpertRun, ExpertShare]],
+    ) -> Tensor:
+        ctx.projection, ctx.own = projection, own
+        y_MN = projection.base(rows_MK)
+        inners = []
+        for run, share in own:
+            matrices, number = run.weights.matrices[projection.path], projection.number
+            inner_MW = torch.mm(rows_MK[share.first : share.last], matrices.a[number])
+            b_RN = matrices.bs[0][1][number]
+            y_MN[share.first : share.last].addmm_(inner_MW[:, : len(b_RN)], b_RN)
+            inners.append(inner_MW)
+        ctx.save_for_backward(rows_MK, *inners)
+        return y_MN
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        projection: ExpertProjection = ctx.projection
+        rows_MK, *inners = ctx.saved_tensors
+        grad_MN = grads[0].contiguous()
+        grad_MK = projection.back(grad_MN)
+        for (run, share), inner_MW in zip(ctx.own, inners, strict=True):
+            place = slice(share.first, share.last)
+            grad_inner_MW = _backward(run, projection, rows_MK[place], inner_MW, grad_MN[place])
+            grad_MK[place].addmm_(grad_inner_MW, run.weights.matrices[projection.path].a[projection.number].t())
+        return grad_MK, None, None, None
+
+
+def _backward(
+    run: ExpertRun, projection: ExpertProjection, rows_MK: Tensor, inner_MW: Tensor, grad_MN: Tensor
+) -> Tensor:
+    """Add up the gradients of an adapter; returns the gradient of the products with A, [M, W]."""
+    number = projection.number
+    b_RN = run.weights.matrices[projection.path].bs[0][1][number]
+    rank = len(b_RN)
+    back_NR = b_RN.t() if rank > 1 else F.pad(b_RN.t(), (0, ROWS - 1))  # a product with a vector is no GEMM
+    grad_inner_MW = F.pad(torch.mm(grad_MN, back_NR)[:, :rank], (0, inner_MW.shape[1] - rank))
+    if run.gradients is not None:
+        sums = run.gradients[projection.path]
+        sums.bs[0][1][number].add_(torch.mm(inner_MW[:, :rank].t(), grad_MN))
+        sums.a[number].add_(torch.mm(rows_MK.t(), grad_inner_MW), alpha=run.scaling)
+    return grad_inner_MW

@@ -1,0 +1,245 @@
+"""Adapters on the experts of a mixture: exact in company, gradients as autograd finds them, files as PEFT has them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from motet.batch import Batch
+from motet.config import AdapterConfig, EngineConfig, JobConfig, RolloutConfig, RunConfig
+from motet.errors import AdapterError
+from motet.launch import open_base
+from motet.model.expert_lora import ExpertProjection, ExpertShare, project, room
+from motet.model.lora import AdapterWeights, ExpertRun, LoraContext, NoAdapters, make_layout
+from motet.model.lora_model import LoraModel
+from motet.model.peft_io import examine, file_views
+from motet.model.routing import TrainerRouting, TrainSegment
+from motet.runtime.rundir import RunDirectory
+from motet.training.torch_trainer import TorchTrainer
+from motet.types import ADAPTER_CONFIG
+from tests import tiny_models as tiny
+from tests.peft_files import close, export, load, peft_logits, randomise
+from tests.segments import SHAPES, gradient, make_segment, plain_loss, run_steps, sampler_logprobs
+
+# PEFT 0.21 asks transformers 5.23 for a property by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+NAME = "qwen3_moe"
+DTYPES = ("float32", "bfloat16")
+TARGETS = {"a": ["all-linear", "experts"], "b": ["experts"], "c": ["q_proj", "experts.down_proj"]}
+"""Of the jobs of `SHAPES`: both kinds of layers, experts alone, one projection of them."""
+
+
+def make_trainer(base: LoraModel, names: str, *, recompute: bool = False) -> TorchTrainer:
+    trainer = TorchTrainer(base, slots=8, recompute=recompute)
+    for name in names:
+        rank, alpha, _ = SHAPES[name]
+        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha, target_modules=TARGETS[name]), seed=ord(name))
+        masters = tiny.adapter_masters(base, rank=rank, targets=TARGETS[name], seed=ord(name))[1]
+        trainer._arena(name).set_masters(masters)
+    return trainer
+
+
+def adapters(base: LoraModel) -> list[AdapterWeights]:
+    """Of two that share a layout, and of others."""
+    kinds = [("a", 8), ("a", 8), ("b", 3), ("c", 1)]
+    return [tiny.adapter(base, rank=rank, targets=TARGETS[name], seed=seed) for seed, (name, rank) in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_in_company_alone_and_trained_have_the_same_bits(dtype: str) -> None:
+    base = tiny.base(NAME, dtype)
+    packed = [*zip(adapters(base), map(tiny.tokens, tiny.LENGTHS), strict=True), (None, tiny.tokens(30))]
+    plain = tiny.packed_logits(base, [(None, ids) for _, ids in packed])
+    together = tiny.packed_logits(base, packed)
+    for (weights, ids), logits, without in zip(packed, together, plain, strict=True):
+        assert torch.equal(tiny.packed_logits(base, [(weights, ids)])[0], logits)
+        assert torch.equal(logits, without) == (weights is None), "base rows stay, adapted rows change"
+        if weights is not None:
+            segment = TrainSegment(0, len(ids) + -len(ids) % 4, weights, None)
+            trained = TrainerRouting([segment], base.device, base.products, backward=False)
+            assert torch.equal(tiny.packed_logits(base, [(weights, ids)], trained)[0], logits)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoded_rows_equal_read_ones(dtype: str) -> None:
+    """A single row of each adapter, as in decoding: most experts have one row, many none."""
+    base = tiny.base(NAME, dtype)
+    firsts = [(weights, tiny.tokens(40, seed)[:1]) for seed, weights in enumerate(adapters(base))]
+    together = tiny.packed_logits(base, [*firsts, (None, tiny.tokens(4))])
+    for first, logits in zip(firsts, together, strict=False):
+        assert torch.equal(
+            tiny.packed_logits(base, [(first[0], torch.cat([first[1], tiny.tokens(36)]))])[0][:1], logits
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_steps_in_company_have_the_bytes_of_each_job_alone(dtype: str) -> None:
+    base = tiny.base(NAME, dtype)
+    trainer = make_trainer(base, "abc")
+    together = run_steps(trainer, [Batch(tuple(make_segment(name) for name in "cab"))])
+    for name, recompute in (("a", True), ("b", False)):
+        alone = run_steps(make_trainer(base, name, recompute=recompute), [Batch((make_segment(name),))])
+        assert alone[name] == together[name]
+    segment = make_segment("b")
+    (logprobs,) = trainer.forward(Batch((segment,)))[0]
+    sampled = sampler_logprobs(base, trainer.weights("b"), segment.samples[0], segment.temperature)
+    assert logprobs.tobytes() == sampled.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_an_adapter_are_padded_by_themselves(dtype: str) -> None:
+    """To whole fours, and so many that even the smallest product is a matrix's."""
+    layout = make_layout({}, 1, experts={"up": (2, 8, 6)})
+    made = AdapterWeights.from_masters(layout, 1.0, torch.zeros(layout.size), getattr(torch, dtype))
+    least = layout.least_expert_rows(made.flat.dtype)
+    assert least * 6 > {"float32": 399, "bfloat16": 4096}[dtype]
+    for n_rows in range(1, 9):
+        assert room([ExpertRun(0, 9, made)], 0, n_rows, made.flat.dtype) == least
+        assert room([ExpertRun(0, 9, made)], 1, n_rows, made.flat.dtype) == (4 if n_rows <= 4 else 8)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_gradients_are_those_of_autograd(rank: int, transposed: bool) -> None:
+    """Two adapters and rows without one in the same expert, against plain PyTorch in double the precision."""
+    n_experts, n_in, n_out, path = 3, 24, 40, "mlp.experts.up"
+    layout = make_layout({}, rank, experts={path: (n_experts, n_in, n_out)})
+    generator = torch.Generator().manual_seed(rank)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    masters = [random(layout.size) for _ in range(2)]
+    made = [AdapterWeights.from_masters(layout, 2.0, flat, torch.float32) for flat in masters]
+    sums = [torch.zeros(layout.size) for _ in masters]
+    anchor = torch.zeros((), requires_grad=True)
+    context = LoraContext()
+    context.routing = _Runs(
+        [ExpertRun(0, 1, one, layout.matrices(sum_), 2.0, anchor) for one, sum_ in zip(made, sums, strict=True)]
+    )
+    weight, bias = random(n_out, n_in), random(n_out)
+    projection = ExpertProjection(path, 1, weight.t().contiguous() if transposed else weight, bias, transposed)
+    rows, slope = random(28, n_in).requires_grad_(), random(28, n_out)
+    shares = (ExpertShare(0, 0, 12), ExpertShare(1, 12, 16), ExpertShare(2, 16, 28))
+    said = project(context, projection, rows, shares)
+    said.backward(slope)
+
+    plain = rows.detach().double().requires_grad_()
+    leaves = [[part[1].double().requires_grad_() for part in layout.views(flat)[path]] for flat in masters]
+    expected = F.linear(plain, weight.double(), bias.double())
+    parts = [2.0 * plain[span] @ a @ b for span, (a, b) in zip((slice(12), slice(12, 16)), leaves, strict=True)]
+    expected = expected + torch.cat([*parts, torch.zeros(12, n_out, dtype=torch.float64)])
+    expected.backward(slope.double())
+    assert close(said.detach().double(), expected.detach(), 1e-5)
+    assert close(grad_of(rows).double(), grad_of(plain), 1e-5)
+    for flat, own in zip(sums, leaves, strict=True):
+        for found, leaf in zip(layout.views(flat)[path], own, strict=True):
+            assert close(found[1].double(), grad_of(leaf), 1e-5)
+            assert not found[[0, 2]].any(), "other experts have no gradient"
+
+
+def grad_of(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+class _Runs(NoAdapters):
+    def __init__(self, expert_runs: list[ExpertRun]) -> None:
+        self.expert_runs = expert_runs
+
+
+def test_gradients_of_a_step_are_those_of_peft(tmp_path: Path) -> None:
+    """Through a whole model: PEFT's own adapters on parameters and autograd."""
+    base, segment = tiny.base(NAME), make_segment("a")
+    trainer = make_trainer(base, "ab")
+    trainer.save_adapter("a", tmp_path, optimizer=False)
+    model = PeftModel.from_pretrained(tiny.stock(NAME), tmp_path, is_trainable=True)
+    plain_loss(model, segment).backward()
+    trainer.forward_backward(Batch((make_segment("b"), segment)))
+    layout = trainer._arena("a").layout
+    assert len(layout.experts) == 4
+    for name, (view, shape) in file_views(layout, gradient(trainer, "a")).items():
+        want = model.get_parameter(name.replace(".weight", ".default.weight")).grad
+        assert want is not None
+        assert close(view.reshape(shape), want, 2e-5), name
+
+
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "experts"], ["experts"], ["experts.down_proj"], ["layers.1.mlp.experts"]]
+)
+def test_peft_computes_what_was_exported(targets: list[str], tmp_path: Path) -> None:
+    base, ids = tiny.base(NAME), tiny.tokens(23)
+    weights = tiny.adapter(base, rank=3, targets=targets)
+    export(tmp_path / "ours", base, weights, targets)
+    peft = PeftModel.from_pretrained(tiny.stock(NAME), tmp_path / "ours")
+    assert sum("lora_A" in name for name, _ in peft.named_parameters()) == len(weights.layout.paths)
+    assert close(tiny.packed_logits(base, [(weights, ids)])[0], peft_logits(peft, ids), 1e-5)
+    peft.save_pretrained(str(tmp_path / "theirs"))
+    for directory in ("ours", "theirs"):
+        assert torch.equal(load(tmp_path / directory, base).flat, weights.flat)
+
+
+def test_what_peft_made_is_read(tmp_path: Path) -> None:
+    base, ids = tiny.base(NAME), tiny.tokens(23)
+    made = LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj"], target_parameters=["gate_up_proj", "down_proj"])
+    peft = get_peft_model(tiny.stock(NAME), made)
+    randomise(peft)
+    peft.save_pretrained(str(tmp_path))
+    assert close(tiny.packed_logits(base, [(load(tmp_path, base), ids)])[0], peft_logits(peft, ids), 1e-5)
+    assert examine(base, tmp_path).target_modules == ["v_proj", "experts.down_proj", "experts.gate_up_proj"]
+    config = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({**config, "target_parameters": 5}))
+    with pytest.raises(AdapterError, match="target_parameters=5 is no list of names"):
+        examine(base, tmp_path)
+
+
+def test_experts_are_adapted_where_they_are_asked_for() -> None:
+    base = tiny.base(NAME)
+    assert not base.adapter_layout("all-linear", 8).experts
+    assert not base.adapter_layout(["o_proj"], 8).experts
+    every = [place.path for place in base.adapter_layout(["all-linear", "experts"], 8).experts]
+    assert every == [
+        f"model.layers.{layer}.mlp.experts.{name}_proj" for layer in (0, 1) for name in ("gate_up", "down")
+    ]
+    shared = tiny.base("qwen2_moe").adapter_layout(["down_proj"], 8)
+    assert not shared.experts
+    assert shared.places
+    with pytest.raises(AdapterError, match=r"'experts\.q'.*there are: all-linear.*v_proj, experts$"):
+        base.adapter_layout(["experts.q"], 8)
+    with pytest.raises(AdapterError, match="it has no experts; leave it out"):
+        tiny.base("llama").adapter_layout(["q_proj", "experts"], 8)
+    with pytest.raises(AdapterError, match="its class computes experts in a way of its own; leave it out"):
+        tiny.base("llama4").adapter_layout(["all-linear", "experts"], 8)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 8])
+def test_every_matrix_of_an_expert_is_aligned_and_none_overlaps(rank: int) -> None:
+    layout = make_layout({"q": (6, 10)}, rank, experts={"up": (3, 6, 7), "down": (3, 7, 6)})
+    flat = torch.zeros(layout.size)
+    for path, pair in layout.views(flat).items():
+        for part in pair:
+            part += 1
+            each = part if path != "q" else part[None]
+            assert all(one.data_ptr() % 64 == flat.data_ptr() % 64 for one in each)
+    assert set(flat.tolist()) <= {0.0, 1.0}
+    assert flat.sum() == rank * (6 + 10 + 3 * (6 + 7) * 2)
+    assert flat[: layout.size_a].sum() == rank * (6 + 3 * (6 + 7)), "every A comes before every B"
+
+
+def test_a_base_that_servers_sample_has_no_adapters_on_experts(tmp_path: Path) -> None:
+    config = RunConfig(
+        base=str(tiny.directory(NAME)),
+        engine=EngineConfig(dtype="float32", device="cpu", threads=1),
+        rollout=RolloutConfig(engine="vllm", urls=["http://127.0.0.1:9"]),
+        jobs=[JobConfig(name="job", data="toy:reverse", rewards=["exact"])],
+    )
+    with contextlib.closing(RunDirectory(tmp_path)) as directory, contextlib.ExitStack() as stack:
+        info = open_base(config, directory, stack).info
+    with pytest.raises(AdapterError, match=r"Motet samples itself \(rollout.engine: embedded\); leave it out"):
+        info.adapted(["all-linear", "experts"])
