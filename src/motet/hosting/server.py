@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
+from motet.agents import episode_messages as e
+from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.budgets import Need
 from motet.channel import Parent
 from motet.cluster import messages as m
@@ -59,7 +61,13 @@ class EngineServer:
         self._start = start
         shared = services(self.workshop, self.directory, None if start.own_jobs else self._rewards())
         info = self.base.info
-        self._shared = replace(shared, positions=info.max_positions, vocabulary=info.vocab_size)
+        self._episodes = EpisodesElsewhere(parent.send)
+        self._shared = replace(
+            shared,
+            positions=info.max_positions,
+            vocabulary=info.vocab_size,
+            agents=None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes),
+        )
         self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, max_idle=start.patience_seconds)
         self._answers = Answers(self.base, self._shared, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -141,6 +149,17 @@ class EngineServer:
                 self._answers.abandon(message.key)
             case m.Scored():
                 self._scores.hear({"key": message.key, "scores": message.scores, "away": message.away})
+            case e.BeginEpisode() | e.EpisodeEnded():
+                self._episodes.hear(message)
+            case e.AskEpisode():
+                self._begin(self._answer_agent(message))
+
+    async def _answer_agent(self, question: e.AskEpisode) -> None:
+        try:
+            self._parent.send(await self._episodes.answer(question))
+            self._parent.send(m.Done(question.key))
+        except Exception as error:  # whoever asked has to hear of it
+            self._parent.send(m.Refused(question.key, reason(error)))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
