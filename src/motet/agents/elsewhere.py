@@ -81,6 +81,11 @@ class EpisodesElsewhere:
         one.name, one.served = message.name, ServedEpisode(one.begin())
         self._begun[one.name] = one.served
 
+    @property
+    def offered(self) -> bool:
+        """Whether there is any."""
+        return bool(self._offers)
+
     def begun(self, job: str) -> bool:
         """Whether an agent has taken an episode of a job that has not ended."""
         return any(one.episode.model == job for one in self._begun.values())

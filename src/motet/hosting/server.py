@@ -58,10 +58,10 @@ class EngineServer:
         self.base = load(config.base, config.engine)
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
         self._scores = AskedOfService(ask_scores(parent.send))
+        self._episodes = EpisodesElsewhere(parent.send)
         self._start = start
         shared = services(self.workshop, self.directory, None if start.own_jobs else self._rewards())
         info = self.base.info
-        self._episodes = EpisodesElsewhere(parent.send)
         self._shared = replace(
             shared,
             positions=info.max_positions,
@@ -86,9 +86,13 @@ class EngineServer:
             self._config.engine.reward_processes,
             dict.fromkeys(ELSEWHERE, self._scores),
             {name: Installed(**one) for name, one in self._start.rewards.items()},
-            self._scores.rest,
+            self._rest,
             Walls(required=True, exempt=frozenset(self._start.unwalled)),
         )
+
+    def _rest(self, job: str, wanted: bool) -> None:
+        if self._scores.asked or self._episodes.offered:
+            self._parent.send(m.Rest(job, wanted))
 
     async def serve(self) -> None:
         """Handle messages until the input ends."""
@@ -263,8 +267,6 @@ def ask_scores(send: Send) -> Callable[..., None]:
                 send(m.ScoreRequest(key, fields["job"], fields["reward"], problem, fields["completions"]))
             case {"unscore": key}:
                 send(m.CancelScore(key))
-            case {"rest": job}:
-                send(m.Rest(job, fields["wanted"]))
 
     return say
 

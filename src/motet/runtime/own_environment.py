@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from motet.agents.runner import AgentRunner
 
 
-def agents_elsewhere(job: Job, services: Services) -> AgentsElsewhere:
+def _agents_elsewhere(job: Job, services: Services) -> AgentsElsewhere:
     """The agent of a job that runs on a machine of its owner's.
 
     Raises:
@@ -32,13 +32,15 @@ def _check_not_put_aside(job: Job) -> None:
         raise EnvironmentFault("algorithm.over_provision puts rollouts aside, which an agent cannot be: leave it out")
 
 
-async def own_environment(job: Job) -> EnvironmentWorkers | AgentRunner:
-    """The environment that a job brings: a class, or a function that is an agent.
+async def own_environment(job: Job, services: Services) -> EnvironmentWorkers | AgentRunner | AgentsElsewhere:
+    """The environment that a job brings, ready.
 
     Raises:
         EnvironmentFault: it cannot be used.
     """
     config, log = job.config.environment, job.directory.path / "environment.log"
+    if config.elsewhere:
+        return _agents_elsewhere(job, services)
     workers = EnvironmentWorkers(config, log)
     await workers.open()
     if not workers.info.agent:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from motet import seeds
+from motet.agents.elsewhere import AgentsElsewhere
 from motet.errors import EngineError, ScorerAway
 from motet.runtime.generation import Generation, PutAside, ended
 from motet.runtime.job import Job, Services
-from motet.runtime.own_environment import agents_elsewhere, own_environment
+from motet.runtime.own_environment import own_environment
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
 from motet.tasks.environments import EnvironmentWorkers
@@ -28,7 +29,6 @@ from motet.tasks.reward_pool import Scored
 from motet.types import Chunk, Group, IntArray, Problem, Rollout, SamplingParams
 
 if TYPE_CHECKING:
-    from motet.agents.elsewhere import AgentsElsewhere
     from motet.agents.runner import AgentRunner
 
 
@@ -122,7 +122,6 @@ class JobSampler:
         self._aside: list[_Task] = []
         self._scoring: set[asyncio.Task[list[Scored]]] = set()
         self._own_environment: EnvironmentWorkers | AgentRunner | AgentsElsewhere | None = None
-        self._elsewhere: AgentsElsewhere | None = None
 
     async def open(self) -> None:
         """Have the rewards and the environment ready.
@@ -132,10 +131,8 @@ class JobSampler:
         """
         job, path = self._job, self._job.directory.path
         await self._services.rewards.register(job.name, job.config.rewards, job.data.scorer, log=path / "rewards.log")
-        if job.config.environment.elsewhere:
-            self._own_environment = self._elsewhere = agents_elsewhere(job, self._services)
-        elif job.config.environment.own:
-            self._own_environment = await own_environment(job)
+        if job.config.environment.own:
+            self._own_environment = await own_environment(job, self._services)
 
     async def close(self) -> None:
         """End the processes of the job's rewards and environment."""
@@ -146,15 +143,16 @@ class JobSampler:
     @property
     def waits(self) -> bool:
         """Whether the job waits for scores or for an agent to come, and asks nothing of the device."""
-        asked = self._scoring or (self._elsewhere is not None and self._elsewhere.waits)
-        return bool(asked) and self._services.scheduler.idle(self._job.name)
+        own = self._own_environment
+        asked = bool(self._scoring) or (isinstance(own, AgentsElsewhere) and own.waits)
+        return asked and self._services.scheduler.idle(self._job.name)
 
     def rest(self) -> None:
         """Wait for no score and no agent any longer: the step that wants it ends with `ScorerAway`."""
         for asked in self._scoring:
             asked.cancel()
-        if self._elsewhere is not None:
-            self._elsewhere.rest()
+        if isinstance(self._own_environment, AgentsElsewhere):
+            self._own_environment.rest()
 
     async def step(self, step: int) -> SampledStep:
         """Wait until the step may be sampled, then sample and score its groups."""
