@@ -13,6 +13,8 @@ from collections import defaultdict, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from motet.agents import episode_messages as m
 from motet.agents.messages import LATE
 from motet.cluster.host import Host
@@ -98,7 +100,7 @@ class AgentWorkers(AttachedWorkers):
     def send_away(self, job_id: str) -> None:
         """Let a job rest that waits for agents."""
         for one in self._waiting.get(job_id, ()):
-            self._end(one, m.EpisodeEnded(one.offer.episode, away=True))
+            self._end(one, m.EpisodeEnded(0, away=True))
 
     def ended(self, job_id: str) -> None:
         """Forget a job that has ended; those that wait for its episodes are woken. From any thread."""
@@ -172,7 +174,7 @@ class AgentWorkers(AttachedWorkers):
         now = time.monotonic()
         for one in list(self._open.values()):
             if now > one.deadline + _GRACE_SECONDS:
-                self._end(one, m.EpisodeEnded(one.offer.episode, error=LATE, late=True))
+                self._end(one, m.EpisodeEnded(0, error=LATE, late=True))
             elif not one.calls and now > one.leased_until:
                 self._lose(one)
 
@@ -180,7 +182,7 @@ class AgentWorkers(AttachedWorkers):
         one.lost += 1
         if one.lost > MOST_LOST:
             error = f"was lost {one.lost} times: nothing was heard of its worker for {self.lease_seconds:g} s"
-            self._end(one, m.EpisodeEnded(one.offer.episode, error=error, late=True))
+            self._end(one, m.EpisodeEnded(0, error=error, late=True))
             return
         self._free(one)
         self._publish(one.offer.job)
@@ -188,7 +190,7 @@ class AgentWorkers(AttachedWorkers):
     def _end(self, one: Episode, result: m.EpisodeEnded) -> None:
         self._free(one)
         if not one.ended.done():
-            one.ended.set_result(result)
+            one.ended.set_result(replace(result, episode=one.offer.episode))
 
     def _free(self, one: Episode) -> None:
         """Its name and its key are those of no episode any more."""
