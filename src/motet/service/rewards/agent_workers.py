@@ -10,14 +10,14 @@ import asyncio
 import secrets
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
 from motet.agents import episode_messages as m
 from motet.agents.messages import LATE
-from motet.cluster.host import Host
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
@@ -37,11 +37,23 @@ _GRACE_SECONDS = 15.0
 _OVER = "there is no such episode, or it is over: its lease has ended, or its reward is in"
 
 
+class AgentHost(Protocol):
+    """The host that offers an episode."""
+
+    def send(self, *messages: m.BeginEpisode) -> None:
+        """Say that an agent takes it."""
+        ...
+
+    def ask(self, question: m.AskEpisode, /) -> AsyncGenerator[Any, None]:
+        """What an agent is answered, and that this is all; as `Host.ask`."""
+        ...
+
+
 @dataclass(eq=False)
 class Episode:
     """An episode that the engine offers, and who has it now."""
 
-    host: Host
+    host: AgentHost
     offer: m.OfferEpisode
     ended: asyncio.Future[m.EpisodeEnded]
     name: str = ""
@@ -76,7 +88,7 @@ class AgentWorkers(AttachedWorkers):
 
     # --- the engine's side ------------------------------------------------------------------------------------------------
 
-    async def run(self, host: Host, offer: m.OfferEpisode) -> m.EpisodeEnded:
+    async def run(self, host: AgentHost, offer: m.OfferEpisode) -> m.EpisodeEnded:
         """What comes of an episode, once an agent has ended it."""
         if self._closing:
             return m.EpisodeEnded(offer.episode, away=True)
