@@ -122,7 +122,7 @@ def lease(service: Service, job: str, worker: str = "me", **fields: Any) -> Json
 def asked(service: Service, path: str, key: str, method: str = "POST", **body: Any) -> tuple[int, Any]:
     """Status and body of what an agent asks."""
     sent = body or {"model": "any", "messages": [{"role": "user", "content": "2+2?"}]}
-    headers, url = {"Authorization": f"Bearer {key}"}, f"{service.url}{path}"
+    headers, url = {"Authorization": f"Bearer {key}"} if key else {}, f"{service.url}{path}"
     answer = httpx2.request(method, url, headers=headers, timeout=60, json=None if method == "GET" else sent)
     return answer.status_code, answer.json()
 
