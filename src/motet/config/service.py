@@ -110,8 +110,8 @@ class ServiceConfig(Config):
     """How long a reward worker that says nothing more keeps the rollouts that it took, and an agent worker its episodes; then
     others get them."""
     patience_seconds: float = Field(120.0, gt=0, le=86400)
-    """How long a job keeps a slot that another could use, while it waits for scores and asks nothing of the device; each time
-    it is sent away before it has done a step, it is given twice as long."""
+    """How long a job keeps a slot that another could use, while it waits for scores or an agent worker and asks nothing of the
+    device; each time it is sent away before it has done a step, it is given twice as long."""
     metrics_token: str = ""
     """What Prometheus brings as a key to read `/metrics`; an admin's key does too."""
     max_upload_mb: float = Field(64.0, gt=0)
