@@ -229,7 +229,7 @@ def test_the_tokens_that_were_read_and_sampled_are_given_where_they_are_asked_fo
         asked["extra_body"] = {"return_token_ids": True}
         if not stream:
             whole = (await stock.chat.completions.create(**asked)).to_dict()
-            return whole["prompt_token_ids"], whole["choices"][0]["token_ids"]  # type: ignore[index]
+            return whole["prompt_token_ids"], whole["choices"][0]["token_ids"]
         read, sampled = [], []
         async for event in await stock.chat.completions.create(**asked, stream=True):
             piece: Any = event.to_dict()
