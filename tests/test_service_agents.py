@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
 
 CONFIG = """
 engine: {samplers: 0, threads: 1, slots: 1, dtype: float32}
-lease_seconds: 2
+lease_seconds: 5
 patience_seconds: 2
 """
 WAITS = "waits for an agent worker"
@@ -234,6 +234,8 @@ def test_each_key_opens_what_is_its_own_and_nothing_else(service: Service, by_ha
             status, body = asked(service, f"{episode['path']}/{route}", key, method)
             assert (status, body["error"]["type"]) == (401, "authentication_error"), (route, key)
         assert asked(service, f"/episodes/ep-none/v1/{route}", episode["key"], method)[0] == 404
+        for own in (episode, other):  # which keeps them
+            assert asked(service, f"{own['path']}/models", own["key"], "GET")[0] == 200
     base = f"/v1/jobs/{by_hand}/episodes"
     result = {"results": [{"id": episode["id"], "reward": 1.0}]}
     for method, path, sent in (
