@@ -23,7 +23,7 @@ from tests.captured import none_scored
 from tests.house import open_house
 from tests.scripted_model import CHAT, Script
 from tests.service_run import tiny
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 LEASE = 0.05
 
@@ -80,7 +80,8 @@ def bench(tmp_path: Path, work: Callable[[Bench], Awaitable[None]]) -> None:
         store = Store(f"sqlite:///{tmp_path / 'motet.db'}")
         one = Bench(AgentWorkers(store, EventBus(), LEASE))
         try:
-            await work(one)
+            async with asyncio.timeout(PATIENCE):
+                await work(one)
         finally:
             one.workers.close()
             with contextlib.suppress(TimeoutError):
