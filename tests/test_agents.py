@@ -221,6 +221,29 @@ def test_chat_completions_with_tools_as_the_stock_client_reads_them(stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_the_tokens_that_were_read_and_sampled_are_given_where_they_are_asked_for(stream):
+    async def client(stock: openai.AsyncOpenAI) -> tuple[Any, Any]:
+        asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        plain = (await stock.chat.completions.create(**asked)).to_dict()
+        assert not [name for name in ("prompt_token_ids", "token_ids") if name in str(plain)]
+        asked["extra_body"] = {"return_token_ids": True}
+        if not stream:
+            whole = (await stock.chat.completions.create(**asked)).to_dict()
+            return whole["prompt_token_ids"], whole["choices"][0]["token_ids"]
+        read, sampled = [], []
+        async for event in await stock.chat.completions.create(**asked, stream=True):
+            piece: Any = event.to_dict()
+            read += piece.get("prompt_token_ids", [])
+            sampled += piece["choices"][0].get("token_ids", [])
+        return read, sampled
+
+    (read, sampled), rollout = served(lambda *_: "four", client)
+    branch = rollout.branches[-1]
+    assert branch.token_ids[~branch.loss_mask].tolist() == read
+    assert branch.token_ids[branch.loss_mask].tolist() == sampled
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_responses_as_the_stock_client_reads_them(stream):
     tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
 

@@ -144,7 +144,7 @@ def test_an_events_id_is_never_used_again(store: Store) -> None:
 
 def test_a_reason_with_characters_that_no_database_keeps_is_kept_without_them(store: Store, tmp_path: Path) -> None:
     job, bus = store.submit(person(store, "us"), "sort", {}, 3, None).id, EventBus()
-    recorder = EventRecorder(store, Storage(tmp_path), Ledger(store), bus, RewardWorkers(store, bus, 1.0))
+    recorder = EventRecorder(store, Storage(tmp_path), Ledger(store), bus, [RewardWorkers(store, bus, 1.0)])
     recorder.record(job, "state", {"state": "failed", "message": "a\0b\ud800c\u2028d"})
     assert store.events(job)[-1].data["message"] == "ab?c\u2028d"
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, get_args
 
@@ -81,13 +81,20 @@ class Child(Generic[Received]):
         self._kinds, self._reader, self._writer, self._end = kinds, reader, writer, end
 
     @classmethod
-    async def start(cls, module: str, kinds: Any, log: Path) -> Child[Received]:
-        """Start `python -m module`; what it prints goes to the end of a file."""
-        with log.open("ab") as out:
+    async def start(
+        cls, module: str, kinds: Any, log: Path | None, *, without: Collection[str] = ()
+    ) -> Child[Received]:
+        """Start `python -m module`; what it prints goes to the end of a file, or to standard error.
+
+        It gets this process's environment `without` these variables.
+        """
+        with contextlib.ExitStack() as stack:
+            out = None if log is None else stack.enter_context(log.open("ab"))
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", module,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=out,
-                start_new_session=True, limit=LONGEST_LINE, env=dict(os.environ),
+                start_new_session=True, limit=LONGEST_LINE,
+                env={name: value for name, value in os.environ.items() if name not in without},
             )  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None

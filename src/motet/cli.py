@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from motet import __version__
-from motet.commands import jobs, keys, scoring, sharing, usage
+from motet.commands import agents, jobs, keys, scoring, sharing, usage
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 from motet.errors import MotetError
 
@@ -324,7 +324,7 @@ def node_agent(
     listen(server, engine, host=host, port=port, directory=directory, key_env=key_env)
 
 
-for part in (jobs, sharing, usage, scoring, keys):
+for part in (jobs, sharing, usage, scoring, agents, keys):
     app.add_typer(part.app)
 
 

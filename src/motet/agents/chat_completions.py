@@ -68,6 +68,7 @@ class ChatRequest(_Extra):
     logprobs: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
 
     def conversation(self, chat: Chat) -> list[Message]:
         """The messages as templates take them."""
@@ -149,10 +150,12 @@ def answer(wanted: ChatRequest, calls: list[AgentCall], model: str, created: int
             "message": _said(call),
             "finish_reason": finish_reason(call),
             "logprobs": _logprobs(call, chat) if wanted.logprobs else None,
+            **_sampled_ids(wanted, call),
         }
         for index, call in enumerate(calls)
     ]
-    return {**_head(calls, model, created), "object": "chat.completion", "choices": choices, "usage": usage(calls)}
+    head = {**_head(calls, model, created), "object": "chat.completion"}
+    return {**head, "choices": choices, "usage": usage(calls), **_prompt_ids(wanted, calls)}
 
 
 def events(wanted: ChatRequest, calls: list[AgentCall], model: str, created: int, chat: Chat) -> Iterator[str]:
@@ -163,9 +166,9 @@ def events(wanted: ChatRequest, calls: list[AgentCall], model: str, created: int
         for number, one in enumerate(delta.get("tool_calls") or ()):
             one["index"] = number
         logprobs = _logprobs(call, chat) if wanted.logprobs else None
-        yield _event(
-            {**head, "choices": [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}]}
-        )
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        prompt = {} if index else _prompt_ids(wanted, calls)
+        yield _event({**head, "choices": [{**choice, **_sampled_ids(wanted, call)}], **prompt})
         end = {"index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason(call)}
         yield _event({**head, "choices": [end]})
     if wanted.stream_options is not None and wanted.stream_options.include_usage:
@@ -175,6 +178,16 @@ def events(wanted: ChatRequest, calls: list[AgentCall], model: str, created: int
 
 def _head(calls: list[AgentCall], model: str, created: int) -> dict[str, Any]:
     return {"id": calls[0].id, "created": created, "model": model}
+
+
+def _prompt_ids(wanted: ChatRequest, calls: list[AgentCall]) -> dict[str, Any]:
+    """What the model read, where that is wanted; the fields are vLLM's."""
+    return {"prompt_token_ids": calls[0].prompt.tolist()} if wanted.return_token_ids else {}
+
+
+def _sampled_ids(wanted: ChatRequest, call: AgentCall) -> dict[str, Any]:
+    """What it sampled."""
+    return {"token_ids": call.chunk.token_ids.tolist()} if wanted.return_token_ids else {}
 
 
 def _event(body: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -181,6 +182,20 @@ class AgentEpisode:
         if last is None:
             return replace(rollout, error=rollout.error or "the agent never called the model")
         return answered(rollout, (), reward_of.get(last.id))
+
+
+def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, float], error: str) -> Rollout:
+    """The rollout of an episode whose agent returned a number, or rewards by the ids of calls, or failed."""
+    parts = {}
+    if reward is not None:
+        parts["agent"] = reward
+    if rewards:
+        parts["turns"] = math.fsum(rewards.values())
+    try:
+        rollout = episode.rollout(rewards, error)
+    except KeyError as unknown:
+        rollout = episode.rollout({}, f"the agent rewards the call {unknown}, which it never made")
+    return replace(rollout, reward_parts=parts)
 
 
 def _walk(calls: Sequence[AgentCall]) -> list[AgentCall]:

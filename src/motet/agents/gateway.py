@@ -5,50 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 import secrets
 import socket
-import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any
+from collections.abc import Iterator
 
 import uvicorn
-from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from motet.agents import anthropic_messages, chat_completions, responses
-from motet.agents.episode import AgentCall, AgentEpisode
-from motet.errors import EngineError, EpisodeRefusal
-
-_WIRES: Mapping[str, tuple[ModuleType, type[BaseModel]]] = {
-    "chat/completions": (chat_completions, chat_completions.ChatRequest),
-    "responses": (responses, responses.ResponsesRequest),
-    "messages": (anthropic_messages, anthropic_messages.MessagesRequest),
-}
-"""What an agent may post to, by the end of its path."""
-_OVER = "there is no such episode, or it is over"
-_RETRY = "x-stainless-retry-count"
-"""The stock clients count their attempts in it."""
-
-
-@dataclass(eq=False)
-class _Open:
-    episode: AgentEpisode
-    key: str
-    answers: dict[bytes, asyncio.Task[list[AgentCall]]] = field(default_factory=dict)
-    """To the last request with each body: one that is sent again gets the same."""
+from motet.agents.episode import AgentEpisode
+from motet.agents.served_episode import EVENTS, MODELS, OVER, RETRY, ROUTES, ServedEpisode, refusal
 
 
 class Gateway:
     """Episodes over HTTP, on a free port of this machine. Lives in one event loop."""
 
     def __init__(self) -> None:
-        self._episodes: dict[str, _Open] = {}
+        self._episodes: dict[str, tuple[ServedEpisode, str]] = {}
+        """Each with its key, by its name."""
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._port = 0
@@ -71,65 +47,33 @@ class Gateway:
     @contextlib.contextmanager
     def serving(self, episode: AgentEpisode) -> Iterator[tuple[str, str]]:
         """The base URL and the key of an episode, as long as it lasts."""
-        name, one = secrets.token_hex(8), _Open(episode, secrets.token_urlsafe(24))
-        self._episodes[name] = one
+        name, key, served = secrets.token_hex(8), secrets.token_urlsafe(24), ServedEpisode(episode)
+        self._episodes[name] = served, key
         try:
-            yield f"http://127.0.0.1:{self._port}/episodes/{name}/v1", one.key
+            yield f"http://127.0.0.1:{self._port}/episodes/{name}/v1", key
         finally:
-            episode.close()
             del self._episodes[name]
-            for answer in one.answers.values():
-                answer.cancel()
+            served.close()
 
     def _app(self) -> Starlette:
         path = "/episodes/{episode}/v1"
-        answers = [
-            Route(f"{path}/{name}", _refusing(functools.partial(self._answer, *wire)), methods=["POST"])
-            for name, wire in _WIRES.items()
-        ]
-        return Starlette(routes=[*answers, Route(f"{path}/models", _refusing(self._models))])
+        posts = [Route(f"{path}/{route}", functools.partial(self._answer, route), methods=["POST"]) for route in ROUTES]
+        return Starlette(routes=[*posts, Route(f"{path}/{MODELS}", functools.partial(self._answer, MODELS))])
 
-    def _known(self, request: Request) -> _Open:
-        """Whose episode a request is for.
-
-        Raises:
-            _Stop: there is none, or the key is another's.
-        """
-        one = self._episodes.get(request.path_params["episode"])
-        if one is None:
-            raise _Stop(404, _OVER)
+    async def _answer(self, route: str, request: Request) -> Response:
+        """Answer a request of the episode whose address and key it has."""
+        served, key = self._episodes.get(request.path_params["episode"], (None, ""))
         given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), one.key.encode()):
-            raise _Stop(401, "the key is not that of this episode")
-        return one
-
-    async def _models(self, request: Request) -> Response:
-        model = {"id": self._known(request).episode.model, "object": "model", "created": 0, "owned_by": "motet"}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def _answer(self, wire: ModuleType, kind: type[BaseModel], request: Request) -> Response:
-        one, body = self._known(request), await request.body()
-        wanted: Any = kind.model_validate_json(body)
-        calls = await self._calls(one, wanted, body, again=request.headers.get(_RETRY, "0") != "0")
-        given = (wanted, calls, one.episode.model, int(time.time()), one.episode.context.chat)
-        if wanted.stream:
-            return StreamingResponse(wire.events(*given), media_type="text/event-stream")
-        return JSONResponse(wire.answer(*given))
-
-    async def _calls(self, one: _Open, wanted: Any, body: bytes, *, again: bool) -> list[AgentCall]:
-        """The turns that answer a request; one that is sent again, because its answer was lost, gets the same ones."""
-        digest = hashlib.blake2b(body, digest_size=16).digest()
-        asked = one.answers.get(digest) if again else None
-        if asked is None or (asked.done() and asked.exception() is not None):
-            episode = one.episode
-            messages, tools, limits = wanted.conversation(episode.context.chat), wanted.offered, wanted.limits
-
-            async def sample() -> list[AgentCall]:
-                n = getattr(wanted, "n", None) or 1
-                return [await episode.complete(messages, tools, limits) for _ in range(n)]
-
-            asked = one.answers[digest] = asyncio.create_task(sample())
-        return await asyncio.shield(asked)
+        if served is None:
+            answer = refusal(404, OVER)
+        elif not secrets.compare_digest(given.encode(), key.encode()):
+            answer = refusal(401, "the key is not that of this episode")
+        else:
+            again = request.headers.get(RETRY, "0") != "0"
+            answer = await served.answer(route, await request.body(), again=again)
+        if answer.media_type == EVENTS:
+            return StreamingResponse(answer.pieces, media_type=EVENTS)
+        return Response("".join(answer.pieces), answer.status, media_type=answer.media_type)
 
 
 class _Server(uvicorn.Server):
@@ -138,30 +82,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class _Stop(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def _refusing(route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """A route whose refusals are errors as the stock clients read them."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await route(request)
-        except _Stop as error:
-            return _refusal(error.status, str(error))
-        except (EpisodeRefusal, EngineError, ValidationError) as error:  # 400: the stock clients send all others again
-            return _refusal(400, str(error))
-        except asyncio.CancelledError:
-            return _refusal(404, _OVER)
-
-    return answer
-
-
-def _refusal(status: int, message: str) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": error}, status)

@@ -41,6 +41,12 @@ class RunAgent(Message, frozen=True):
     """For what the agent draws: the same whenever this rollout is run again."""
 
 
+class StopAgent(Message, frozen=True):
+    """Nobody waits for what an episode comes to; answered by nothing."""
+
+    episode: int
+
+
 class AgentReturned(Message, frozen=True):
     """What came of one."""
 
@@ -53,5 +59,5 @@ class AgentReturned(Message, frozen=True):
     """Whether the clock ended it."""
 
 
-ToProcess = LoadAgent | RunAgent
+ToProcess = LoadAgent | RunAgent | StopAgent
 FromProcess = AgentLoaded | Refused | AgentReturned

@@ -47,12 +47,14 @@ def main() -> None:
 
 
 async def _serve(parent: Parent[m.ToProcess], agent: Callable[..., Any], args: Mapping[str, Any]) -> None:
-    requests, running = parent.queue(), set[asyncio.Task[None]]()
+    requests, running = parent.queue(), dict[int, asyncio.Task[None]]()
     threads = ThreadPoolExecutor(_THREADS, "motet-agent")
-    while isinstance(request := await requests.get(), m.RunAgent):
-        task = asyncio.create_task(_run(parent, agent, args, request, threads))
-        running.add(task)
-        task.add_done_callback(running.discard)
+    while isinstance(request := await requests.get(), m.RunAgent | m.StopAgent):
+        if isinstance(request, m.RunAgent):
+            task = running[request.episode] = asyncio.create_task(_run(parent, agent, args, request, threads))
+            task.add_done_callback(lambda _, episode=request.episode: running.pop(episode))  # type: ignore[misc]
+        elif (unwanted := running.get(request.episode)) is not None:
+            unwanted.cancel()
 
 
 async def _run(

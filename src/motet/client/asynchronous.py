@@ -249,6 +249,22 @@ class AsyncClient(AdapterMethods, TenantMethods):
 
         await RewardWorker(self, RewardFiles(reward), processes).run(jobs)
 
+    async def run_agent(self, *jobs: str, agent: str, concurrency: int = 32) -> None:
+        """Run the agent of jobs on this machine until they have ended.
+
+        Args:
+            jobs: ids or names of jobs with `environment: agent`.
+            agent: the function: `agent.py:run`, or `my_package.agents:run`.
+            concurrency: episodes of a job that run at once.
+
+        Raises:
+            EnvironmentFault: the agent does not load, or a job asks for none.
+            ServiceError: the service refuses, or was away for ten minutes.
+        """
+        from motet.client.agents import AgentWorker
+
+        await AgentWorker(self, agent, concurrency).run(jobs)
+
 
 def _unix_seconds(at: datetime | str | float | None) -> float | None:
     """Of a time; one that names no zone is of this machine's."""

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import os
+import secrets
+import socket
 import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, TypeVar
@@ -36,6 +38,12 @@ _QUIET = httpx2.Timeout(45.0, connect=5.0)  # a stream says every fifteen second
 def path_of(kind: str, name: str) -> str:
     """Of one of the service's `jobs`, `adapters`, …"""
     return f"/v1/{kind}/{quote(name, safe='')}"
+
+
+def worker_name() -> str:
+    """A name for a worker of this machine, another each time."""
+    host = "".join(letter for letter in socket.gethostname()[:40] if letter.isalnum() or letter in "-_.")
+    return f"{host or 'worker'}-{secrets.token_hex(4)}"
 
 
 class Connection:
@@ -92,6 +100,18 @@ class Connection:
             raise ServiceError(
                 f"{response.url} does not answer as `motet serve` does; look at the address", response.status_code
             ) from error
+
+    async def _patiently(self, model: type[M], method: str, path: str, **request: Any) -> M:
+        """The answer; a service that is away for a while comes back."""
+        deadline, wait = time.monotonic() + PATIENCE_SECONDS, 0.25
+        while True:
+            try:
+                return await self._ask(model, method, path, **request)
+            except ServiceError as error:
+                if error.status not in AWAY or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, 5.0)
 
     async def _lines(self, method: str, path: str, **request: Any) -> AsyncGenerator[str, None]:
         """Lines of an answer as they come."""

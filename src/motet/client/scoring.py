@@ -9,15 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import secrets
-import socket
-import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
-from motet.client.connection import AWAY, PATIENCE_SECONDS, path_of
+from motet.client.connection import path_of, worker_name
 from motet.client.reward_files import RewardFiles
 from motet.config import RewardConfig
 from motet.errors import ServiceError
@@ -29,8 +24,6 @@ from motet.types import JobState
 
 if TYPE_CHECKING:
     from motet.client import AsyncClient
-
-M = TypeVar("M", bound=BaseModel)
 
 _AT_ONCE = 16
 _WAIT_SECONDS = 20.0
@@ -50,8 +43,7 @@ class RewardWorker:
         """
         self._client, self._files = client, files
         self._pool = RewardPool(processes)
-        host = "".join(letter for letter in socket.gethostname()[:40] if letter.isalnum() or letter in "-_.")
-        self.name = f"{host or 'worker'}-{secrets.token_hex(4)}"
+        self.name = worker_name()
         self._loading = asyncio.Lock()
         self._loaded: set[str] = set()
         self.scored = 0
@@ -65,7 +57,7 @@ class RewardWorker:
             ServiceError: the service refuses, or was away for too long.
         """
         try:
-            served = [await self._ask(Job, "GET", path_of("jobs", job)) for job in jobs]
+            served = [await self._client._patiently(Job, "GET", path_of("jobs", job)) for job in jobs]
             for job in served:
                 for reward in job.spec["rewards"]:
                     if reward["name"] == "worker":
@@ -88,7 +80,9 @@ class RewardWorker:
                 if not free:
                     await asyncio.wait(held.values(), timeout=wait, return_when=asyncio.FIRST_COMPLETED)
                 wanted = {"worker": self.name, "most": free, "wait_seconds": wait if free else 0.0}
-                lease = await self._ask(Lease, "POST", f"{path_of('jobs', job)}/scoring/lease", json=wanted)
+                lease = await self._client._patiently(
+                    Lease, "POST", f"{path_of('jobs', job)}/scoring/lease", json=wanted
+                )
                 wait = min(_WAIT_SECONDS, lease.seconds / 3)  # asking again renews what is held
                 for unit in lease.units:
                     if unit.id not in held:
@@ -109,7 +103,9 @@ class RewardWorker:
         name = await self._load(unit.reward)
         scores = await self._pool.scores(name, unit.problem, unit.completions)
         results = [{"id": unit.id, "scores": to_wire(scores)}]
-        await self._ask(Counted, "POST", f"{path_of('jobs', job)}/scoring/results", json={"results": results})
+        await self._client._patiently(
+            Counted, "POST", f"{path_of('jobs', job)}/scoring/results", json={"results": results}
+        )
         self.scored += len(scores)
 
     async def _load(self, reward: Mapping[str, Any]) -> str:
@@ -123,15 +119,3 @@ class RewardWorker:
                 await self._pool.register(name, [self._files.find(asked, config)])
                 self._loaded.add(name)
         return name
-
-    async def _ask(self, model: type[M], method: str, path: str, **request: Any) -> M:
-        """The answer; a service that is away for a while comes back."""
-        deadline, wait = time.monotonic() + PATIENCE_SECONDS, 0.25
-        while True:
-            try:
-                return await self._client._ask(model, method, path, **request)
-            except ServiceError as error:
-                if error.status not in AWAY or time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, 5.0)

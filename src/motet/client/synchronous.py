@@ -80,6 +80,7 @@ class Client:
     chat = _yields(AsyncClient.chat)
     rewards = _waits(AsyncClient.rewards)
     score = _waits(AsyncClient.score)
+    run_agent = _waits(AsyncClient.run_agent)
     health = _waits(AsyncClient.health)
     push = _waits(AsyncClient.push)
     pull = _waits(AsyncClient.pull)

@@ -20,6 +20,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from motet.agents import episode_messages as e
 from motet.channel import Child
 from motet.cluster import messages as m
 from motet.errors import ConfigError, EngineError, HostGone, MotetError
@@ -30,6 +31,10 @@ _QUICK_SECONDS = 10.0
 _LONGEST_WAIT = 60.0
 _STOP_SECONDS = 120.0
 Engine = Child[m.FromEngine]
+
+
+async def _no_agents(host: Host, offer: e.OfferEpisode) -> e.EpisodeEnded:
+    return e.EpisodeEnded(offer.episode, away=True)
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class EngineHandlers:
     """(tenant, read, sampled): tokens of a tenant's completions."""
     obeyed: Callable[[str], None]
     """A command of a job's client is done."""
+    episode: Callable[[Host, e.OfferEpisode], Awaitable[e.EpisodeEnded]] = _no_agents
+    """What comes of an episode whose agent runs elsewhere; the host that offers it answers what the agent asks."""
 
 
 Heard = Callable[["Host", m.Ready | m.Failed | m.JobEvent | m.Released | None], None]
@@ -73,6 +80,7 @@ class Host:
         self._adopted: Engine | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._scoring: dict[int, asyncio.Task[None]] = {}
+        self._episodes: dict[int, asyncio.Task[None]] = {}
         self._open: dict[int, asyncio.Queue[m.Answer]] = {}
         self._keys = itertools.count()
         self._stopped = asyncio.Event()
@@ -209,7 +217,7 @@ class Host:
         self.ready = False
         self._stopped.set()
         self.progress = {}
-        for task in list(self._scoring.values()):  # the next process asks again
+        for task in [*self._scoring.values(), *self._episodes.values()]:  # the next process asks again
             task.cancel()
         self.refuse("the engine ended while it answered; try again in a moment")
         self._heard(self, None)
@@ -232,11 +240,13 @@ class Host:
             case m.Progress():
                 self.progress, self.device = message.jobs, message.device
             case m.ScoreRequest():
-                task = self._scoring[message.key] = asyncio.create_task(self._score(message, handlers))
-                task.add_done_callback(lambda task: self._scored(message.key, task))
+                self._begin(self._scoring, message.key, handlers.score(message))
             case m.CancelScore():
-                if (unwanted := self._scoring.get(message.key)) is not None:
-                    unwanted.cancel()
+                _cancel(self._scoring, message.key)
+            case e.OfferEpisode():
+                self._begin(self._episodes, message.episode, handlers.episode(self, message))
+            case e.WithdrawEpisode():
+                _cancel(self._episodes, message.episode)
             case m.Obeyed():
                 handlers.obeyed(message.job)
             case m.Rest():
@@ -251,12 +261,23 @@ class Host:
                 if (answers := self._open.get(message.key)) is not None:
                     answers.put_nowait(message)
 
-    async def _score(self, request: m.ScoreRequest, handlers: EngineHandlers) -> None:
-        self.send(await handlers.score(request))
+    def _begin(self, tasks: dict[int, asyncio.Task[None]], key: int, answer: Awaitable[m.ToEngine]) -> None:
+        """Send an answer once it is there."""
 
-    def _scored(self, key: int, task: asyncio.Task[None]) -> None:
-        if self._scoring.get(key) is task:
-            del self._scoring[key]
+        async def answered() -> None:
+            self.send(await answer)
+
+        def forget(task: asyncio.Task[None]) -> None:
+            if tasks.get(key) is task:
+                del tasks[key]
+
+        task = tasks[key] = asyncio.create_task(answered())
+        task.add_done_callback(forget)
+
+
+def _cancel(tasks: dict[int, asyncio.Task[None]], key: int) -> None:
+    if (unwanted := tasks.get(key)) is not None:
+        unwanted.cancel()
 
 
 def _keep_event(message: m.JobEvent | m.Usage, handlers: EngineHandlers) -> None:

@@ -7,6 +7,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from motet.agents.episode_messages import (
+    AskEpisode,
+    BeginEpisode,
+    EpisodeAnswered,
+    EpisodeEnded,
+    OfferEpisode,
+    WithdrawEpisode,
+)
 from motet.channel import Message
 from motet.config.service import Largest
 from motet.runtime.slots import Rule
@@ -150,10 +158,10 @@ class Scored(Message, frozen=True):
     """Nobody is there who could score, and the job is to rest."""
 
 
-Question = Complete | Examine
+Question = Complete | Examine | AskEpisode
 ToEngine = (
     Start | Stop | AddJob | SteerJob | ChangeJob | ReleaseJob | ForgetJob | Nudge | SetRule
-    | Complete | Examine | Abandon | Scored
+    | Complete | Examine | Abandon | Scored | AskEpisode | BeginEpisode | EpisodeEnded
 )  # fmt: skip
 
 # --- from a host -------------------------------------------------------------------------------------------------------
@@ -299,8 +307,9 @@ class Refused(Message, frozen=True):
     """Whether it never could."""
 
 
-Answer = PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
+Answer = PromptRead | PromptScored | Tokens | Examined | Unfit | EpisodeAnswered | Done | Refused
 FromEngine = (
     Ready | Failed | Stopped | Progress | JobEvent | Released | Obeyed | Usage | ScoreRequest | CancelScore | Rest
     | PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
+    | OfferEpisode | WithdrawEpisode | EpisodeAnswered
 )  # fmt: skip

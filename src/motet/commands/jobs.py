@@ -40,31 +40,21 @@ def submit(
     from motet.client import Client
     from motet.client.reward_files import RewardFiles
     from motet.commands import served_jobs
-    from motet.commands.answers import print_answer, say
-    from motet.config.chain import chains
+    from motet.commands.answers import print_answer
     from motet.jobfile import load_jobs
 
     config = load_jobs(jobs, overrides or [])
     to_submit = RewardFiles(reward).for_service(config.jobs) if reward else config.jobs
     with Client(url, key) as client:
         served_jobs.check_service(config, client.health().base or "", jobs)
-        files: dict[str, str] = {}
-        submitted = []
-        ids: dict[str, str] = {}
-        for job in to_submit:
-            first, own = list(after or ()), served_jobs.with_uploads(client, job, files)
-            if (start := chains(config.jobs).get(job.name)) is not None:
-                own = own.model_copy(
-                    update={"adapter": own.adapter.model_copy(update={"init": f"{ids[start.job]}@{start.version}"})}
-                )
-                first.append(ids[start.job])
-            submitted.append(client.submit(own, after=first, at=at))
-            ids[job.name] = submitted[-1].id
-            if not as_json:
-                say(f"{submitted[-1].name}  {submitted[-1].id}")
+        submitted = served_jobs.submit(client, to_submit, after=after or (), at=at, quiet=as_json)
         try:
             if follow or reward:
-                raise typer.Exit(served_jobs.follow(url, key, submitted, reward or (), aside=as_json))
+                again = " ".join(
+                    ["motet score", *(job.name for job in submitted), *(f"--reward {one}" for one in reward or ())]
+                )
+                work = served_jobs.ScoringWork(reward, again) if reward else None
+                raise typer.Exit(served_jobs.follow(url, key, submitted, work, aside=as_json))
         finally:
             if as_json:
                 print_answer([client.job(job.id) for job in submitted] if follow or reward else submitted, True, "")

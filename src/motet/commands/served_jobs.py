@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 from rich.text import Text
@@ -13,6 +15,7 @@ from rich.text import Text
 from motet.client import AsyncClient, Client
 from motet.commands.answers import INTERRUPTED, minute, say
 from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
+from motet.config.chain import chains
 from motet.errors import ConfigError
 from motet.runtime.progress import JobProgress, figure_of
 from motet.service.schemas import Job, JobEvent, Version
@@ -51,8 +54,65 @@ def with_uploads(client: Client, job: JobConfig, files: dict[str, str]) -> JobCo
     return job.model_copy(update={"data": job.data.model_copy(update=uploaded), "adapter": adapter})
 
 
-def follow(url: str | None, key: str | None, jobs: Sequence[Job], rewards: Sequence[str], *, aside: bool) -> int:
-    """Show jobs until all have ended, and score them meanwhile where there are rewards.
+def submit(
+    client: Client,
+    jobs: Sequence[JobConfig],
+    *,
+    after: Sequence[str] = (),
+    at: str | None = None,
+    quiet: bool = False,
+    known: Mapping[str, Job] = {},
+) -> list[Job]:
+    """Submit the jobs of a file, which may go on with each other's adapters; those that are `known` there stay as they are."""
+    files: dict[str, str] = {}
+    submitted: list[Job] = []
+    ids: dict[str, str] = {}
+    for job in jobs:
+        if job.name not in known:
+            first, own = list(after), with_uploads(client, job, files)
+            if (start := chains(jobs).get(job.name)) is not None:
+                own = own.model_copy(
+                    update={"adapter": own.adapter.model_copy(update={"init": f"{ids[start.job]}@{start.version}"})}
+                )
+                first.append(ids[start.job])
+            submitted.append(client.submit(own, after=first, at=at))
+            if not quiet:
+                say(f"{submitted[-1].name}  {submitted[-1].id}")
+        else:
+            submitted.append(known[job.name])
+        ids[job.name] = submitted[-1].id
+    return submitted
+
+
+class LocalWork(Protocol):
+    """What this machine does for jobs while they are followed."""
+
+    @property
+    def again(self) -> str:
+        """The command that goes on with it."""
+        ...
+
+    async def run(self, client: AsyncClient, jobs: Sequence[str]) -> None:
+        """Work until all jobs have ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScoringWork:
+    """It scores them."""
+
+    rewards: Sequence[str]
+    again: str
+
+    async def run(self, client: AsyncClient, jobs: Sequence[str]) -> None:
+        """Score until all jobs have ended."""
+        await client.score(*jobs, reward=self.rewards)
+
+
+def follow(
+    url: str | None, key: str | None, jobs: Sequence[Job], work: LocalWork | None, *, aside: bool = False
+) -> int:
+    """Show jobs until all have ended, and do the work for them meanwhile that there is.
 
     Returns the exit code; with `aside` the lines go to standard error.
     """
@@ -68,8 +128,8 @@ def follow(url: str | None, key: str | None, jobs: Sequence[Job], rewards: Seque
                 async with asyncio.TaskGroup() as group:
                     for job in jobs:
                         group.create_task(watch(client, job))
-                    if rewards:
-                        group.create_task(client.score(*(job.id for job in jobs), reward=rewards))
+                    if work is not None:
+                        group.create_task(work.run(client, [job.id for job in jobs]))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from errors  # it has a message for people
             return [await client.job(job.id) for job in jobs]
@@ -78,9 +138,8 @@ def follow(url: str | None, key: str | None, jobs: Sequence[Job], rewards: Seque
         ended = asyncio.run(watch_all())
     except KeyboardInterrupt:
         again = f"the service goes on; `motet logs {jobs[0].name} -f` follows again"
-        if rewards:
-            names = " ".join([job.name for job in jobs] + [f"--reward {reward}" for reward in rewards])
-            again = f"the service goes on when somebody scores: `motet score {names}`"
+        if work is not None:
+            again = f"the service goes on with: `{work.again}`"
         say(again, aside=aside)
         return INTERRUPTED
     return 1 if any(job.state == JobState.FAILED for job in ended) else 0
@@ -117,7 +176,7 @@ def job_cells(job: Job) -> list[str | Text]:
     """A job's row: name, state, steps, reward, age."""
     return [
         Text(glyphs_of(Console()).plain(job.name), style="bold"),
-        Text(job.state, style=STATE_STYLES[JobState(job.state)]),
+        Text(_state(job), style=STATE_STYLES[JobState(job.state)]),
         f"{job.step}/{job.steps}",
         "" if job.reward is None else reward_text(job.reward),
         duration_text(time.time() - job.created),
@@ -152,6 +211,12 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
             shown.append(f"\n{name:<10}", style="not bold bright_black")
             shown.append(glyphs.plain(value), style=f"not bold {style}" if style != "bold red" else style)
     return shown
+
+
+def _state(job: Job) -> str:
+    """With what it waits for, where that is somebody's work."""
+    phase = str((job.progress or {}).get("phase") or "")
+    return f"{job.state}, {phase}" if phase.startswith("waits for") and job.state == JobState.RUNNING else job.state
 
 
 def _now(job: Job) -> str:

@@ -130,11 +130,13 @@ class EnvironmentConfig(Config):
         "skyrl_gym": "motet.tasks.shipped.skyrl_gym:Episode",
     }
     """The classes that ship, by their names."""
+    AGENT: ClassVar[str] = "agent"
+    """Stands for an agent that does not run here."""
 
     name: str = "single"
     """`single`: one answer. `retry`: the model is told whether it was right and may answer once more. `sandbox`, `mcp`,
     `textarena`, `skyrl_gym`: classes that ship. `file.py:Class`: a class of your own, with tools or `step(text)`.
-    `file.py:function`: an agent of your own."""
+    `file.py:function`: an agent of your own. `agent`: one that `motet agent` runs beside a service."""
     args: dict[str, Any] = {}
     """Keyword arguments of the class or agent."""
     max_turns: int = Field(8, ge=1, le=1000)
@@ -152,6 +154,11 @@ class EnvironmentConfig(Config):
         return self.name not in self.TURNS
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether it is an agent that does not run here."""
+        return self.name == self.AGENT
+
+    @property
     def target(self) -> str:
         """Where the class is: `module:name` or `file.py:name`."""
         return self.SHIPPED.get(self.name, self.name)
@@ -164,7 +171,7 @@ class EnvironmentConfig(Config):
     @field_validator("name")
     @classmethod
     def _is_there(cls, name: str) -> str:
-        if ":" not in name and name not in (known := (*cls.TURNS, *cls.SHIPPED)):
+        if ":" not in name and name not in (known := (*cls.TURNS, *cls.SHIPPED, cls.AGENT)):
             raise ValueError(f"must be {', '.join(known)}, or file.py:Class for one of your own")
         return name
 

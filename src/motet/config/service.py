@@ -32,7 +32,7 @@ class LimitsConfig(Config):
     cpu_seconds: float | None = Field(60.0, gt=0, le=1e9)
     """The most `cpu_seconds` of a job's rewards."""
     wall_seconds: float | None = Field(600.0, gt=0, le=1e9)
-    """The most `wall_seconds` of a job's rewards."""
+    """The most `wall_seconds` of a job's rewards, or of an episode of its agent."""
     memory_mb: int | None = Field(2048, ge=64, le=10**9)
     """The most `memory_mb` of a job's rewards."""
     priority: Literal["low", "normal", "high"] | None = None
@@ -107,10 +107,11 @@ class ServiceConfig(Config):
     """Hosts that the reward `http` may ask: `scores.example.org`, `*.example.org`, `10.0.0.7:8000`; they may be private. All
     public hosts unless given; an empty list allows none."""
     lease_seconds: float = Field(60.0, ge=1, le=3600)
-    """How long a reward worker that says nothing more keeps the rollouts that it took; then others get them."""
+    """How long a reward worker that says nothing more keeps the rollouts that it took, and an agent worker its episodes; then
+    others get them."""
     patience_seconds: float = Field(120.0, gt=0, le=86400)
-    """How long a job keeps a slot that another could use, while it waits for scores and asks nothing of the device; each time
-    it is sent away before it has done a step, it is given twice as long."""
+    """How long a job keeps a slot that another could use, while it waits for scores or an agent worker and asks nothing of the
+    device; each time it is sent away before it has done a step, it is given twice as long."""
     metrics_token: str = ""
     """What Prometheus brings as a key to read `/metrics`; an admin's key does too."""
     max_upload_mb: float = Field(64.0, gt=0)

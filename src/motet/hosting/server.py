@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
+from motet.agents import episode_messages as e
+from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.budgets import Need
 from motet.channel import Parent
 from motet.cluster import messages as m
@@ -56,10 +58,16 @@ class EngineServer:
         self.base = load(config.base, config.engine)
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
         self._scores = AskedOfService(ask_scores(parent.send))
+        self._episodes = EpisodesElsewhere(parent.send)
         self._start = start
         shared = services(self.workshop, self.directory, None if start.own_jobs else self._rewards())
         info = self.base.info
-        self._shared = replace(shared, positions=info.max_positions, vocabulary=info.vocab_size)
+        self._shared = replace(
+            shared,
+            positions=info.max_positions,
+            vocabulary=info.vocab_size,
+            agents=None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes),
+        )
         self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, max_idle=start.patience_seconds)
         self._answers = Answers(self.base, self._shared, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,9 +86,13 @@ class EngineServer:
             self._config.engine.reward_processes,
             dict.fromkeys(ELSEWHERE, self._scores),
             {name: Installed(**one) for name, one in self._start.rewards.items()},
-            self._scores.rest,
+            self._rest,
             Walls(required=True, exempt=frozenset(self._start.unwalled)),
         )
+
+    def _rest(self, job: str, wanted: bool) -> None:
+        if self._scores.asked or self._episodes.offered:
+            self._parent.send(m.Rest(job, wanted))
 
     async def serve(self) -> None:
         """Handle messages until the input ends."""
@@ -141,6 +153,17 @@ class EngineServer:
                 self._answers.abandon(message.key)
             case m.Scored():
                 self._scores.hear({"key": message.key, "scores": message.scores, "away": message.away})
+            case e.BeginEpisode() | e.EpisodeEnded():
+                self._episodes.hear(message)
+            case e.AskEpisode():
+                self._begin(self._answer_agent(message))
+
+    async def _answer_agent(self, question: e.AskEpisode) -> None:
+        try:
+            self._parent.send(await self._episodes.answer(question))
+            self._parent.send(m.Done(question.key))
+        except Exception as error:  # whoever asked has to hear of it
+            self._parent.send(m.Refused(question.key, reason(error)))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -244,8 +267,6 @@ def ask_scores(send: Send) -> Callable[..., None]:
                 send(m.ScoreRequest(key, fields["job"], fields["reward"], problem, fields["completions"]))
             case {"unscore": key}:
                 send(m.CancelScore(key))
-            case {"rest": job}:
-                send(m.Rest(job, fields["wanted"]))
 
     return say
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from motet.config import JobConfig
+from motet.config import EnvironmentConfig, JobConfig
 from motet.device import Device
 from motet.errors import MotetError
 from motet.protocols import RolloutEngine, Trainer, WeightSync
@@ -21,6 +21,9 @@ from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset
 from motet.tasks.reward_pool import RewardPool
 from motet.types import JobState, SamplingParams
+
+if TYPE_CHECKING:
+    from motet.agents.elsewhere import AgentsElsewhere
 
 Result = TypeVar("Result")
 
@@ -69,6 +72,8 @@ class Services:
     """Of the base's longest sequence."""
     vocabulary: int = 0
     """Tokens that the base knows."""
+    agents: Callable[[str, EnvironmentConfig], AgentsElsewhere] | None = None
+    """The agent of a job that runs elsewhere; None where there is no elsewhere."""
 
     async def on_device(self, job: str, call: Callable[[], Result]) -> Result:
         """Run a trainer call of one job in the device's turn; its time is that job's."""

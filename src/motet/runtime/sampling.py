@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from motet import seeds
-from motet.errors import EngineError, EnvironmentFault, ScorerAway
+from motet.agents.elsewhere import AgentsElsewhere
+from motet.errors import EngineError, ScorerAway
 from motet.runtime.generation import Generation, PutAside, ended
 from motet.runtime.job import Job, Services
+from motet.runtime.own_environment import own_environment
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
 from motet.tasks.environments import EnvironmentWorkers
@@ -119,7 +121,7 @@ class JobSampler:
         """Positions that an earlier process began."""
         self._aside: list[_Task] = []
         self._scoring: set[asyncio.Task[list[Scored]]] = set()
-        self._own_environment: EnvironmentWorkers | AgentRunner | None = None
+        self._own_environment: EnvironmentWorkers | AgentRunner | AgentsElsewhere | None = None
 
     async def open(self) -> None:
         """Have the rewards and the environment ready.
@@ -130,7 +132,7 @@ class JobSampler:
         job, path = self._job, self._job.directory.path
         await self._services.rewards.register(job.name, job.config.rewards, job.data.scorer, log=path / "rewards.log")
         if job.config.environment.own:
-            self._own_environment = await _own_environment(job)
+            self._own_environment = await own_environment(job, self._services)
 
     async def close(self) -> None:
         """End the processes of the job's rewards and environment."""
@@ -140,13 +142,17 @@ class JobSampler:
 
     @property
     def waits(self) -> bool:
-        """Whether the job waits for scores, and asks nothing of the device."""
-        return bool(self._scoring) and self._services.scheduler.idle(self._job.name)
+        """Whether the job waits for scores or for an agent to come, and asks nothing of the device."""
+        own = self._own_environment
+        asked = bool(self._scoring) or (isinstance(own, AgentsElsewhere) and own.waits)
+        return asked and self._services.scheduler.idle(self._job.name)
 
     def rest(self) -> None:
-        """Wait for no score any longer: the step that wants it ends with `ScorerAway`."""
+        """Wait for no score and no agent any longer: the step that wants it ends with `ScorerAway`."""
         for asked in self._scoring:
             asked.cancel()
+        if isinstance(self._own_environment, AgentsElsewhere):
+            self._own_environment.rest()
 
     async def step(self, step: int) -> SampledStep:
         """Wait until the step may be sampled, then sample and score its groups."""
@@ -352,31 +358,6 @@ class JobSampler:
             raise ScorerAway("the scores did not come, and another job has a use for the slot") from None
         finally:
             self._scoring.discard(asked)
-
-
-async def _own_environment(job: Job) -> EnvironmentWorkers | AgentRunner:
-    """The environment that a job brings: a class, or a function that is an agent.
-
-    Raises:
-        EnvironmentFault: it cannot be used.
-    """
-    config, log = job.config.environment, job.directory.path / "environment.log"
-    workers = EnvironmentWorkers(config, log)
-    await workers.open()
-    if not workers.info.agent:
-        return workers
-    await workers.close()
-    if job.config.rl.over_provision > 1:
-        raise EnvironmentFault("algorithm.over_provision puts rollouts aside, which an agent cannot be: leave it out")
-    try:
-        from motet.agents.runner import AgentRunner
-    except ImportError as error:
-        raise EnvironmentFault(
-            f"an agent needs {error.name}, which is not installed: pip install 'motet[serve]'"
-        ) from error
-    runner = AgentRunner(job.name, config, log)
-    await runner.open()
-    return runner
 
 
 async def _until_done(

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from motet.cluster.client import EngineClient
 from motet.cluster.host import EngineHandlers
@@ -30,6 +30,8 @@ from motet.service.jobs.queue import JobQueue
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
 from motet.service.jobs.validation import Allowed
+from motet.service.rewards.agent_workers import AgentWorkers
+from motet.service.rewards.attached import AttachedWorkers
 from motet.service.rewards.grading import Grading
 from motet.service.rewards.scoring import Scoring
 from motet.service.rewards.workers import RewardWorkers
@@ -37,6 +39,7 @@ from motet.service.routes import (
     adapters,
     completions,
     dashboard,
+    episodes,
     events,
     files,
     fine_tuning,
@@ -63,7 +66,7 @@ from motet.service.tinker.samplers import Samplers
 from motet.tasks.reward_http import HttpRewards
 
 ROUTES = (
-    jobs, events, adapters, shares, files, keys, tenants, completions, fine_tuning, dashboard, rewards, health,
+    jobs, events, adapters, shares, files, keys, tenants, completions, fine_tuning, dashboard, rewards, episodes, health,
     startup, training, sampling, runs,
 )  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -82,7 +85,7 @@ class Lifecycle:
         queue: JobQueue,
         enforcer: QuotaEnforcer,
         recorder: EventRecorder,
-        workers: RewardWorkers,
+        workers: tuple[AttachedWorkers, ...],
         grading: Grading,
         ledger: Ledger,
         leases: Leases,
@@ -111,7 +114,8 @@ class Lifecycle:
         self._recorder.close()
         stopping = asyncio.create_task(self._engine.stop())
         await asyncio.sleep(0)  # jobs are asked to stop before those that wait for a worker are sent to rest
-        self._workers.close()
+        for workers in self._workers:
+            workers.close()
         self._bus.close()
         await stopping
         await self._grading.close()
@@ -145,9 +149,13 @@ def create_app(settings: Settings) -> FastAPI:
     )  # fmt: skip
     app.state.parts = parts
     handle_errors(app)
+
+    def allowed(request: Request) -> bool:
+        return access.allows(request) or episodes.allows(request, parts[AgentWorkers])
+
     uploads = {"/v1/files": settings.config.max_upload_mb, "/v1/adapters": settings.config.max_adapter_mb}
     app.add_middleware(
-        Bodies, uploads=uploads, refusal=error_body, allowed=access.allows, stopping=lambda: bus.closed
+        Bodies, uploads=uploads, refusal=error_body, allowed=allowed, stopping=lambda: bus.closed
     )  # fmt: skip
     for module in ROUTES:
         app.include_router(module.router)
@@ -169,17 +177,23 @@ def _parts(settings: Settings, store: Store) -> Parts:
     quotas = Quotas(store, storage, ledger, config.limits, config.engine.slots)
     enforcer = QuotaEnforcer(quotas, ledger, engine)
     workers = RewardWorkers(store, bus, config.lease_seconds)
+    agents = AgentWorkers(store, bus, config.lease_seconds)
     grading = Grading(engine, adapters)
     scoring = Scoring(store, HttpRewards(allowed.addresses), workers, grading)
-    recorder = EventRecorder(store, storage, ledger, bus, workers)
+    recorder = EventRecorder(store, storage, ledger, bus, (workers, agents))
     initial = InitialAdapters(storage, adapters)
     handover = Handover(store, storage, log, recorder, initial, enforcer, engine)
     queue = JobQueue(store, bus, adapters, initial, recorder.record_state, handover.hand_over)
     submissions = Submissions(allowed, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine)
     checks, reads = CheckThreads(), ReadThreads()
+
+    def rest(job_id: str, wanted: bool) -> None:
+        workers.rest(job_id, wanted)
+        agents.rest(job_id, wanted)
+
     handlers = EngineHandlers(
-        handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, workers.rest, ledger.count_completion,
-        bus.publish,
+        handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, rest, ledger.count_completion,
+        bus.publish, agents.run,
     )  # fmt: skip
     models = Models(settings, store, storage, submissions, quotas, engine)
     checkpoints = Checkpoints(models)
@@ -187,12 +201,12 @@ def _parts(settings: Settings, store: Store) -> Parts:
     futures = Futures(models, samplers, store, bus, settings.directory / "samples")
     leases = Leases(models, futures, store)
     lifecycle = Lifecycle(
-        engine, handlers, bus, queue, enforcer, recorder, workers, grading, ledger, leases, (checks, reads)
+        engine, handlers, bus, queue, enforcer, recorder, (workers, agents), grading, ledger, leases, (checks, reads)
     )  # fmt: skip
     return Parts(
         models, leases, checkpoints, Downloads(), samplers, futures,
-        settings, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, grading, recorder, handover,
-        queue, submissions, checks, reads, lifecycle, FineTunings(store, storage, adapters),
+        settings, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading, recorder,
+        handover, queue, submissions, checks, reads, lifecycle, FineTunings(store, storage, adapters),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
     )  # fmt: skip
 

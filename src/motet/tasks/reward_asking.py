@@ -1,8 +1,7 @@
 """The engine's half of scoring elsewhere in a service: it asks the process that talks to people, which knows who scores.
 
 Out goes `{"score": key, "job", "reward", "problem", "completions"}`; in comes `{"do": "scored", "key", "scores"}`, or
-`{"do": "scored", "key", "away": true}` where nobody is there who could score and the job is to rest, as
-`{"rest": job, "wanted"}` says.
+`{"do": "scored", "key", "away": true}` where nobody is there who could score and the job is to rest.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class AskedOfService:
             raise ScorerAway("nobody is there to score this job's rollouts")
         return from_wire(reply.get("scores"), len(completions))
 
-    def rest(self, job: str, wanted: bool) -> None:
-        """Tell whether a job is to rest."""
-        if self._open:
-            self._say(rest=job, wanted=wanted)
+    @property
+    def asked(self) -> bool:
+        """Whether scores were asked for and have not come."""
+        return bool(self._open)
 
     def hear(self, message: Mapping[str, Any]) -> None:
         """Take an answer; one that nobody waits for any more is dropped."""

@@ -8,6 +8,7 @@ from motet.service.database.store import AWAY
 from motet.service.database.tenants import Principal, Tenants
 from motet.service.errors import Refusal
 from motet.service.http.throttle import RateLimit
+from motet.service.rewards.agent_workers import KEY_PREFIX
 
 OF_TINKER = "tml-"
 """The `tinker` package sends only keys that begin so: a key of Motet's comes after it."""
@@ -41,19 +42,32 @@ class Access:
             Refusal: its key is not good, or asks too often.
         """
         if key := bearer(request):
+            if key.startswith(KEY_PREFIX):
+                raise Refusal(
+                    401, "this is the key of an episode; it opens what the model answers there, and nothing else"
+                )
             who = self._tenants.who(key)
             if who is not None:
-                self._count(who.key_id)
+                self.count(who.key_id)
                 return who
             if not self.open_to_all:  # else any key will do: clients such as openai's always send one
-                self._count(f"unknown keys from {request.client.host if request.client else 'nowhere'}")
+                self.count_unknown(request)
                 raise Refusal(401, "this key is unknown, revoked or expired; `motet keys create` makes one")
         if self.open_to_all:
-            self._count("none")
+            self.count("none")
             return Principal(self._tenants.made("local").id, "local", "none", "admin")
         raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
 
-    def _count(self, key: str) -> None:
+    def count_unknown(self, request: Request) -> None:
+        """Count a request whose key nobody knows, by where it comes from; raises as `count` does."""
+        self.count(f"unknown keys from {request.client.host if request.client else 'nowhere'}")
+
+    def count(self, key: str) -> None:
+        """Count a request of a key.
+
+        Raises:
+            Refusal: there were too many.
+        """
         if seconds := self._rate.wait(key):
             message = (
                 f"more than {self._rate.requests_per_second:g} requests a second, the most for one key here; try again in "

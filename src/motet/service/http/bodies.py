@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 MOST = 2**20
 """Bytes of a body where no other limit is set."""
 MOST_PROMPT = 4 * 2**20
-"""Of a request for completions, or to try a grader."""
+"""Of a request for completions, or to try a grader; of what an agent asks."""
 MOST_SCORES = 8 * 2**20
 """Of what a reward worker hands in."""
 MOST_OF_NOBODY = 2**16
@@ -29,6 +29,7 @@ MOST_GRADIENT = 32 * 2**20
 _GRADIENT = "/tinker/api/v1/forward_backward"
 _PROMPTS = ("/tinker/api/v1/asample", "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run")
 _SCORES = "/scoring/results"
+_EPISODES = "/episodes/"
 _AROUND = 2**16  # what a form has around its file
 _DRAIN_SECONDS = 5.0
 
@@ -85,7 +86,13 @@ def _limit(path: str) -> int:
     """Bytes of a body of a path that takes no files."""
     if path == _GRADIENT:
         return MOST_GRADIENT
-    return MOST_PROMPT if path in _PROMPTS else MOST_SCORES if path.endswith(_SCORES) else MOST
+    return (
+        MOST_PROMPT
+        if path in _PROMPTS or path.startswith(_EPISODES)
+        else MOST_SCORES
+        if path.endswith(_SCORES)
+        else MOST
+    )
 
 
 def _bounded(receive: Receive, limit: int, words: str) -> Receive:

@@ -18,6 +18,7 @@ from motet.service.http.throttle import CheckThreads, ReadThreads
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
+from motet.service.rewards.agent_workers import AgentWorkers
 from motet.service.rewards.grading import Grading
 from motet.service.rewards.workers import RewardWorkers
 from motet.service.settings import Settings
@@ -50,6 +51,7 @@ def part(kind: type) -> Any:
 
 AccessDep = Annotated[Access, part(Access)]
 AdaptersDep = Annotated[Adapters, part(Adapters)]
+AgentWorkersDep = Annotated[AgentWorkers, part(AgentWorkers)]
 BusDep = Annotated[EventBus, part(EventBus)]
 CheckThreadsDep = Annotated[CheckThreads, part(CheckThreads)]
 EngineDep = Annotated[EngineClient, part(EngineClient)]

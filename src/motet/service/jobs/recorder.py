@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from motet.cluster.messages import JobEvent, Usage
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import now
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
-from motet.service.rewards.workers import RewardWorkers
+from motet.service.rewards.attached import AttachedWorkers
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.types import JobState
@@ -21,7 +21,9 @@ _RETRY_SECONDS = 0.5
 class EventRecorder:
     """Keeps events of jobs, the columns of their rows, and usage."""
 
-    def __init__(self, store: Store, storage: Storage, ledger: Ledger, bus: EventBus, workers: RewardWorkers) -> None:
+    def __init__(
+        self, store: Store, storage: Storage, ledger: Ledger, bus: EventBus, workers: Sequence[AttachedWorkers]
+    ) -> None:
         self._store, self._storage, self._ledger, self._bus, self._workers = store, storage, ledger, bus, workers
         self._closing = False
         self.failure = ""
@@ -46,7 +48,8 @@ class EventRecorder:
         self._bus.publish(job_id, ANY_JOB)
         if state.final:
             self._bus.publish(WAITING_JOBS)
-            self._write(lambda: self._workers.ended(job_id))
+            for workers in self._workers:
+                self._write(lambda workers=workers: workers.ended(job_id))  # type: ignore[misc]
 
     def record_event(self, event: JobEvent) -> None:
         """Keep an event as the engine sends it; jobs that stop with the service go on with its next start."""

@@ -16,7 +16,7 @@ from typing import Any
 from motet import plain_yaml
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
-from motet.config import DataConfig, JobConfig, RewardConfig
+from motet.config import DataConfig, EnvironmentConfig, JobConfig, RewardConfig
 from motet.config.service import ANY_SIZE, Largest
 from motet.errors import ConfigError
 from motet.jobfile import jobs_of, normal_job, validate
@@ -34,6 +34,7 @@ from motet.tasks.reward_walls import Walls
 from motet.tasks.rewards import BUILTIN
 from motet.tasks.row_files import OF_A_JOB
 
+_ENVIRONMENTS = (*ENVIRONMENTS, EnvironmentConfig.AGENT)
 GENERATED = ("toy:", "reasoning-gym:")
 HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 FILE_ENDINGS = re.compile(r"\.(jsonl?|parquet|csv)$", re.IGNORECASE)
@@ -113,14 +114,16 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
     except ValueError as error:
         raise ConfigError(f"the job cannot be kept as JSON in UTF-8: {error}") from error
     job = normal_job(dict(tree))
-    for section, field, known in (("algorithm", "type", ALGORITHMS), ("environment", "name", ENVIRONMENTS)):
+    for section, field, known in (("algorithm", "type", ALGORITHMS), ("environment", "name", _ENVIRONMENTS)):
         _check_no_code(job.get(section), f"{section}.{field}", known)
     config = validate({"base": "small", "run": "x", "jobs": [job]}, "the job").jobs[0]
-    if config.environment.own:
+    if config.environment.own and not config.environment.elsewhere:
         raise ConfigError(
             f"environment.name {config.environment.name!r} cannot be used here: it runs programs on the server. There are "
-            f"{', '.join(ENVIRONMENTS)}"
+            f"{', '.join(_ENVIRONMENTS)}"
         )
+    if config.environment.elsewhere and getattr(config.algorithm, "over_provision", 1.0) > 1:
+        raise ConfigError("algorithm.over_provision puts rollouts aside, which an agent cannot be: leave it out")
     _check_sizes(config)
     _check_texts(config.data)
     _check_room(config, allowed.largest)
@@ -149,6 +152,7 @@ def _check_no_code(section: Any, path: str, known: Collection[str]) -> None:
     if isinstance(name, str) and ":" in name:
         raise ConfigError(
             f"{path} {name!r} cannot be used here: code does not run on the server. There are {', '.join(known)}"
+            + ("; an agent of your own runs on your machine (motet agent)" if path == "environment.name" else "")
         )
 
 

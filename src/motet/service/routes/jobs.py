@@ -12,6 +12,7 @@ from motet.cluster.messages import Action
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.http.depends import (
+    AgentWorkersDep,
     Asker,
     CheckThreadsDep,
     EngineDep,
@@ -24,7 +25,7 @@ from motet.service.http.depends import (
 )
 from motet.service.jobs.queue import StartCondition
 from motet.service.jobs.validation import LONGEST_TEXT, read_jobs
-from motet.service.rewards.workers import WAITS
+from motet.service.rewards import agent_workers, workers
 from motet.service.schemas import Asked, CheckedJobs, Job, Jobs, Rollouts
 from motet.service.schemas.usage import JobChange
 from motet.tasks.reward_elsewhere import MASK
@@ -42,8 +43,10 @@ class JobText(Asked):
 class JobAnswers:
     """Jobs as they are answered."""
 
-    def __init__(self, who: Asker, store: StoreDep, engine: EngineDep, workers: WorkersDep) -> None:
-        self._who, self._store, self._engine, self._workers = who, store, engine, workers
+    def __init__(
+        self, who: Asker, store: StoreDep, engine: EngineDep, scorers: WorkersDep, agents: AgentWorkersDep
+    ) -> None:
+        self._who, self._store, self._engine, self._scorers, self._agents = who, store, engine, scorers, agents
 
     def __call__(self, job: StoredJob) -> Job:
         """The answer for one job."""
@@ -61,7 +64,12 @@ class JobAnswers:
 
     def _progress(self, job_id: str) -> dict[str, Any] | None:
         progress = self._engine.progress.get(job_id)
-        return {**progress, "phase": WAITS} if progress is not None and self._workers.waits(job_id) else progress
+        if progress is None:
+            return None
+        for waiting, phase in ((self._scorers, workers.WAITS), (self._agents, agent_workers.WAITS)):
+            if waiting.waits(job_id):
+                return {**progress, "phase": phase}
+        return progress
 
 
 Shown = Annotated[JobAnswers, Depends()]

@@ -119,6 +119,8 @@ class Quotas:
         for reward in config.rewards:
             for field in ("cpu_seconds", "wall_seconds", "memory_mb"):
                 sizes.append((f"reward {reward.name}.{field}", getattr(reward, field), getattr(limits, field)))
+        if config.environment.elsewhere:
+            sizes.append(("environment.wall_seconds", config.environment.wall_seconds, limits.wall_seconds))
         for name, wanted, most in sizes:
             if most is not None and wanted > most:
                 option = name.rpartition(".")[2].replace("_", "-")

@@ -1,0 +1,161 @@
+"""Agents that run on a machine of their owner's: their episodes are offered to the service, which has them leased.
+
+An engine has one `EpisodesElsewhere`, which speaks with the service, and for each such job an `AgentsElsewhere`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+import msgspec
+
+from motet.agents import episode_messages as m
+from motet.agents.episode import AgentEpisode, rewarded
+from motet.agents.served_episode import OVER, ServedEpisode, refusal
+from motet.channel import Message
+from motet.config import EnvironmentConfig
+from motet.errors import EngineError, ScorerAway
+from motet.tasks.episode import GroupContext, judged
+from motet.tasks.plain_json import as_json
+from motet.tasks.reward_pool import problem_as_given
+from motet.types import Rollout
+
+
+class _Offer:
+    """An episode that was offered: what came of it, and as whom an agent has begun it."""
+
+    def __init__(self, begin: Callable[[], AgentEpisode]) -> None:
+        self.begin = begin
+        self.ended: asyncio.Future[m.EpisodeEnded] = asyncio.get_running_loop().create_future()
+        self.name = ""
+        self.served: ServedEpisode | None = None
+
+
+class EpisodesElsewhere:
+    """Episodes that were offered and have not ended. Lives in one event loop."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        """`send` sends a message to the service; it raises `EngineError` where that is too long."""
+        self._send = send
+        self._offers: dict[int, _Offer] = {}
+        self._begun: dict[str, ServedEpisode] = {}
+        self._numbers = itertools.count()
+
+    async def run(
+        self, offer: m.OfferEpisode, begin: Callable[[], AgentEpisode]
+    ) -> tuple[AgentEpisode, m.EpisodeEnded]:
+        """Offer an episode, and wait until an agent has ended it; `begin` makes it anew for each agent that takes it.
+
+        Raises:
+            ScorerAway: nobody runs agents, and the job is to rest.
+        """
+        number = next(self._numbers)
+        one = self._offers[number] = _Offer(begin)
+        try:
+            self._send(msgspec.structs.replace(offer, episode=number))
+            ended = await one.ended
+        except EngineError as error:  # too long
+            reason = f"the problem cannot be sent to the agent: {error}; leave large columns out of the data"
+            ended = m.EpisodeEnded(number, error=reason)
+        except asyncio.CancelledError:
+            self._send(m.WithdrawEpisode(number))
+            raise
+        finally:
+            del self._offers[number]
+            self._close(one)
+        if ended.away:
+            raise ScorerAway("nobody is there to run this job's agents")
+        return one.served.episode if one.served is not None else begin(), ended
+
+    def hear(self, message: m.BeginEpisode | m.EpisodeEnded) -> None:
+        """Take what the service says of an episode; of one that nobody waits for any more, nothing."""
+        one = self._offers.get(message.episode)
+        if one is None or one.ended.done():
+            return
+        if isinstance(message, m.EpisodeEnded):
+            one.ended.set_result(message)
+            return
+        self._close(one)
+        one.name, one.served = message.name, ServedEpisode(one.begin())
+        self._begun[one.name] = one.served
+
+    @property
+    def offered(self) -> bool:
+        """Whether there is any."""
+        return bool(self._offers)
+
+    def begun(self, job: str) -> bool:
+        """Whether an agent has taken an episode of a job that has not ended."""
+        return any(one.episode.model == job for one in self._begun.values())
+
+    async def answer(self, asked: m.AskEpisode) -> m.EpisodeAnswered:
+        """What an agent is answered."""
+        served = self._begun.get(asked.name)
+        answer = refusal(404, OVER)
+        if served is not None:
+            answer = await served.answer(asked.route, asked.body.encode(), again=asked.again)
+        return m.EpisodeAnswered(asked.key, answer.status, "".join(answer.pieces), answer.media_type)
+
+    def _close(self, one: _Offer) -> None:
+        if one.served is not None:
+            self._begun.pop(one.name, None)
+            one.served.close()
+
+
+class AgentsElsewhere:
+    """The rollouts of one job whose agent runs elsewhere."""
+
+    def __init__(self, job: str, config: EnvironmentConfig, episodes: EpisodesElsewhere) -> None:
+        self._job, self._config, self._episodes = job, config, episodes
+        self._waiting: set[asyncio.Task[Rollout]] = set()
+        self.clock_limited = False
+        """Whether the clock has decided anything."""
+
+    async def close(self) -> None:
+        """Nothing is held here."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether episodes are offered, and no agent has taken one."""
+        return bool(self._waiting) and not self._episodes.begun(self._job)
+
+    def rest(self) -> None:
+        """Wait for no agent any longer: groups that do end with `ScorerAway`."""
+        for task in self._waiting:
+            task.cancel()
+
+    async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
+        """The rollouts of one group, each of an episode of its own.
+
+        Raises:
+            ScorerAway: nobody runs agents, and the job is to rest.
+        """
+        tasks = [asyncio.create_task(self._run(context, index)) for index in range(context.group_size)]
+        self._waiting.update(tasks)
+        try:
+            rollouts = await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if me is not None and me.cancelling():
+                raise
+            raise ScorerAway("no agent came, and another job has a use for the slot") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._waiting.difference_update(tasks)
+        return await judged(list(rollouts), context)
+
+    async def _run(self, context: GroupContext, index: int) -> Rollout:
+        config = self._config
+
+        def begin() -> AgentEpisode:
+            return AgentEpisode(context, index, self._job, config.max_turns, config.wall_seconds)
+
+        problem, seed = as_json(problem_as_given(context.problem)), begin().seed
+        offer = m.OfferEpisode(0, self._job, problem, config.args, seed, config.wall_seconds)
+        episode, ended = await self._episodes.run(offer, begin)
+        self.clock_limited = self.clock_limited or ended.late
+        return rewarded(episode, ended.reward, ended.rewards, ended.error and f"the agent {ended.error}")

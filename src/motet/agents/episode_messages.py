@@ -1,0 +1,68 @@
+"""What an engine and its service say to each other of episodes whose agents run on a machine of their owner's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from motet.channel import Message
+
+
+class OfferEpisode(Message, frozen=True):
+    """From the engine: an episode for an agent that runs elsewhere. Answered by `EpisodeEnded`."""
+
+    episode: int
+    job: str
+    problem: dict[str, Any]
+    """`id`, `messages`, `answer`, `metadata`, `conversational`."""
+    args: dict[str, Any]
+    """Of the function."""
+    seed: int
+    seconds: float
+    """That the agent has, from when it begins."""
+
+
+class WithdrawEpisode(Message, frozen=True):
+    """From the engine: nobody waits for it any more."""
+
+    episode: int
+
+
+class BeginEpisode(Message, frozen=True):
+    """To the engine: an agent takes it, under this name; whatever was said in it before under another is forgotten."""
+
+    episode: int
+    name: str
+
+
+class EpisodeEnded(Message, frozen=True):
+    """To the engine: what came of it."""
+
+    episode: int
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    """By the ids of calls."""
+    error: str = ""
+    late: bool = False
+    """Whether the clock ended it."""
+    away: bool = False
+    """Nobody runs agents, and the job is to rest."""
+
+
+class AskEpisode(Message, frozen=True):
+    """A question to the engine: what an agent posts to its address. Answered by `EpisodeAnswered`."""
+
+    name: str
+    route: str
+    body: str
+    again: bool
+    """Whether its client sends it once more."""
+    key: int = 0
+
+
+class EpisodeAnswered(Message, frozen=True):
+    """What is sent back."""
+
+    key: int
+    status: int
+    body: str
+    media_type: str

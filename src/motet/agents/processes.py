@@ -1,0 +1,133 @@
+"""The processes in which a person's agent runs: one for many episodes, and another when that one is of no more use."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from motet.agents import messages as m
+from motet.channel import Child
+from motet.errors import EngineError, EnvironmentFault
+from motet.tasks.worker_link import LOAD_SECONDS, import_path
+from motet.types import Problem
+
+GRACE_SECONDS = 5.0
+"""What an agent whose time is up has to return; then its process is given up."""
+
+
+class AgentProcess:
+    """One process, until it dies or an agent hangs in it."""
+
+    def __init__(self, child: Child[m.FromProcess]) -> None:
+        self.child = child
+        self.loaded: asyncio.Future[m.AgentLoaded | m.Refused] = asyncio.get_running_loop().create_future()
+        self.returned: dict[int, asyncio.Future[m.AgentReturned]] = {}
+        self.usable = True
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            async for message in self.child.messages():
+                if not isinstance(message, m.AgentReturned):
+                    self.loaded.set_result(message)
+                elif (waiting := self.returned.pop(message.episode, None)) is not None and not waiting.done():
+                    waiting.set_result(message)
+        except ValueError:  # what it wrote is no message
+            pass
+        self.usable = False
+        gone = "its process ended (an agent must leave the process and its pipes alone)"
+        if not self.loaded.done():
+            self.loaded.set_result(m.Refused(gone))
+        for episode, waiting in self.returned.items():
+            if not waiting.done():
+                waiting.set_result(m.AgentReturned(episode, error=gone))
+        self.returned.clear()
+
+    async def close(self) -> None:
+        """End it."""
+        await self.child.kill()
+        await self._reading
+
+
+class AgentProcesses:
+    """Runs one agent. Lives in one event loop."""
+
+    def __init__(self, name: str, args: Mapping[str, Any], log: Path | None, hidden: Collection[str] = ()) -> None:
+        """Nothing is started yet.
+
+        Args:
+            name: `file.py:function` or `module:function`.
+            args: its keyword arguments.
+            log: what it prints goes there, or to standard error.
+            hidden: variables of the environment that are no business of an agent's, which may do what a model says.
+        """
+        self._name, self._args, self._log, self._hidden = name, dict(args), log, hidden
+        self._numbers = itertools.count()
+        self._process: AgentProcess | None = None
+        self._given_up: list[AgentProcess] = []
+        self._starting = asyncio.Lock()
+
+    async def close(self) -> None:
+        """End the processes, and agents under way with them."""
+        processes = [*self._given_up, *([self._process] if self._process is not None else [])]
+        self._process, self._given_up = None, []
+        await asyncio.gather(*(one.close() for one in processes))
+
+    async def usable(self) -> AgentProcess:
+        """The process that new episodes run in.
+
+        Raises:
+            EnvironmentFault: the agent does not load.
+        """
+        async with self._starting:
+            if self._process is not None and self._process.usable:
+                return self._process
+            if self._process is not None:
+                self._given_up.append(self._process)
+                self._process = None
+            child: Child[m.FromProcess] = await Child.start(
+                "motet.agents.process", m.FromProcess, self._log, without=self._hidden
+            )
+            process = AgentProcess(child)
+            try:
+                child.send(m.LoadAgent(import_path(), self._name, self._args))
+                loaded = await asyncio.wait_for(asyncio.shield(process.loaded), LOAD_SECONDS)
+                if isinstance(loaded, m.Refused):
+                    raise EnvironmentFault(loaded.error)
+            except BaseException as error:
+                await process.close()
+                if isinstance(error, TimeoutError):
+                    raise EnvironmentFault(f"agent {self._name!r} took more than {LOAD_SECONDS:g} s to load") from error
+                raise
+            self._process = process
+            return process
+
+    async def run(
+        self, process: AgentProcess, problem: Problem, base_url: str, key: str, deadline: float, seed: int
+    ) -> m.AgentReturned:
+        """What the agent returns of an episode; why it returns nothing is in it too. `deadline` is in Unix seconds."""
+        number = next(self._numbers)
+        waiting = process.returned[number] = asyncio.get_running_loop().create_future()
+        try:
+            process.child.send(m.RunAgent(number, problem, base_url, key, deadline, seed))
+        except EngineError as error:
+            return m.AgentReturned(number, error=f"was given a problem of {error}")
+        try:
+            async with asyncio.timeout(deadline - time.time() + GRACE_SECONDS):
+                returned: m.AgentReturned = await waiting
+        except TimeoutError:  # it hangs: those beside it may end, and new ones begin in another process
+            process.usable = False
+            returned = m.AgentReturned(number, error=m.LATE, late=True)
+        except asyncio.CancelledError:
+            process.child.send(m.StopAgent(number))
+            raise
+        finally:
+            process.returned.pop(number, None)
+            if process in self._given_up and not process.returned:
+                self._given_up.remove(process)
+                await process.close()
+        return returned

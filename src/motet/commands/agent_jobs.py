@@ -1,0 +1,98 @@
+"""Jobs whose agent runs on this machine: those of a file as a service takes them, and the work beside them while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.status import Status
+
+from motet.client import AsyncClient, Client
+from motet.client.agents import AgentWorker
+from motet.commands import served_jobs
+from motet.commands.answers import say
+from motet.config import JobConfig
+from motet.errors import ConfigError, ServiceError
+from motet.jobfile import load_jobs
+from motet.service.schemas import Job
+
+_LOOK_SECONDS = 0.5
+
+
+def of_file(client: Client, file: Path, overrides: Sequence[str], agent: str | None) -> tuple[list[Job], str]:
+    """The jobs of a file, submitted where the service has none of their name, and the function that runs for them.
+
+    Raises:
+        ConfigError: the file is not right, names no agent, or several.
+    """
+    config = load_jobs(file, overrides)
+    named = sorted({job.environment.name for job in config.jobs if ":" in job.environment.name})
+    if agent is None and len(named) != 1:
+        words = f"its jobs have several ({', '.join(named)}): one command for each" if named else "its jobs have none"
+        raise ConfigError(f"{file}: name the function with your agent, --agent agent.py:run; {words}")
+    served_jobs.check_service(config, client.health().base or "", file)
+    known = {job.name: served for job in config.jobs if (served := _known(client, job.name)) is not None}
+    jobs = served_jobs.submit(client, [_elsewhere(job) for job in config.jobs], known=known)
+    return jobs, agent or named[0]
+
+
+def _known(client: Client, name: str) -> Job | None:
+    try:
+        return client.job(name)
+    except ServiceError as error:
+        if error.status != 404:
+            raise
+        return None
+
+
+def _elsewhere(job: JobConfig) -> JobConfig:
+    """The job with an agent that does not run on the service."""
+    environment = job.environment.model_copy(update={"name": job.environment.AGENT})
+    return job.model_copy(update={"environment": environment})
+
+
+@dataclass(frozen=True)
+class Work:
+    """An agent that runs here while jobs are followed."""
+
+    agent: str
+    concurrency: int
+    again: str
+    """The command that goes on with it."""
+
+    async def run(self, client: AsyncClient, jobs: Sequence[str]) -> None:
+        """Work until all jobs have ended; on a terminal, say below the lines what it does."""
+        worker = AgentWorker(client, self.agent, self.concurrency)
+        with _status() as status:
+            running = asyncio.create_task(worker.run(jobs))
+            try:
+                while not running.done():
+                    await asyncio.wait([running], timeout=_LOOK_SECONDS)
+                    if status is not None:
+                        status.update(_now(worker))
+                running.result()
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+        say(_now(worker))
+
+
+@contextlib.contextmanager
+def _status() -> Iterator[Status | None]:
+    """A line at the end of a terminal; None where there is none."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with Console(emoji=False, stderr=True).status("waiting for episodes") as status:
+        yield status
+
+
+def _now(worker: AgentWorker) -> str:
+    failed = f", {worker.failed} failed (the last: {worker.reason[:200]})" if worker.failed else ""
+    running = f"{worker.open} run, " if worker.open else ""
+    return f"episodes: {running}{worker.returned} returned{failed}"
