@@ -12,7 +12,9 @@ from motet.commands.simulate import show
 from motet.config.simulation import SimulationConfig
 from motet.errors import ConfigError
 from motet.jobfile import load_simulation
-from motet.simulation import Outcome, Simulation, simulate, under_virtual_clock
+from motet.simulation.clock import under_virtual_clock
+from motet.simulation.cluster import Simulation
+from motet.simulation.outcome import Outcome, simulate
 from tests.conftest import ROOT
 
 COSTS = {"token_seconds": 0.01, "train_tokens_per_second": 1000, "publish_seconds": 0.5}
@@ -68,12 +70,13 @@ def test_hosts_that_die_lose_no_step() -> None:
     config = cluster(
         {"count": 4, "slots": 4, "hours_between_deaths": 0.05, "costs": {"start_seconds": 30}}, {"count": 24}
     )
-    simulation = Simulation(config)
 
-    async def run() -> float:
-        return await simulation.run()
+    async def run() -> Simulation:
+        simulation = Simulation(config)
+        await simulation.run()
+        return simulation
 
-    under_virtual_clock(run())
+    simulation = under_virtual_clock(run())
     assert all(job.done == job.steps and job.ended for job in simulation.jobs)
     assert sum(job.starts for job in simulation.jobs) > 24
     assert not any(host.jobs or host.running for host in simulation.hosts)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.jobfile import load_simulation
-from motet.simulation import Outcome, simulate
+from motet.simulation.outcome import Outcome, simulate
 
 
 def show(file: Path, hosts: int | None, plot: Path | None) -> None:
