@@ -26,6 +26,8 @@ class Simulation:
         self.hosts = [SimulatedHost(number, config.hosts) for number in range(config.hosts.count)]
         self.jobs = [job for jobs in config.jobs for job in _drawn(jobs, self._dice)]
         self._loads = {host.number: host.load for host in self.hosts}
+        self._changed: set[SimulatedHost] = set()
+        """Hosts that are about to look at their slots."""
         self._open = len(self.jobs)
         self._done = asyncio.Event()
         self.used: Counter[str] = Counter()
@@ -56,11 +58,16 @@ class Simulation:
         if number is None:  # no host is up: as a service, look again
             asyncio.get_running_loop().call_later(1.0, self._place, job)
             return
-        self.hosts[number].jobs[job.claim.job] = job
-        self._fill(self.hosts[number])
+        host = self.hosts[number]
+        host.jobs[job.claim.job] = job
+        self._look(host)
+        if host not in self._changed:  # after all that come at this moment
+            self._changed.add(host)
+            asyncio.get_running_loop().call_soon(self._fill, host)
 
     def _fill(self, host: SimulatedHost) -> None:
         """Give free slots away, as `Pipeline` does."""
+        self._changed.discard(host)
         rules = self._rules
         running = [host.jobs[name].claim for name in host.running if name not in host.preempted]
         waiting = [job.claim for name, job in host.jobs.items() if name not in host.running]
