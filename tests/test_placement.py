@@ -113,3 +113,13 @@ def test_moves_end_with_hosts_as_even_as_they_can_be(drawn: Drawn) -> None:
         raise AssertionError("jobs move for ever")
     counts = [len(host.jobs) for host in hosts]
     assert max(counts) - min(counts) <= 1
+
+
+def test_moves_that_are_under_way_count_where_they_go() -> None:
+    """Several jobs may be asked to move at once: none too many, and none that is on its way is asked again."""
+    jobs = tuple(Claim(f"{number}") for number in range(6))
+    assert moved([HostLoad(0, 4, jobs), HostLoad(1, 4)]) == ("5", 0, 1)
+    assert moved([HostLoad(0, 4, jobs[:4]), HostLoad(1, 4, coming=jobs[4:])]) == ("3", 0, 1)
+    assert moved([HostLoad(0, 4, jobs[:3]), HostLoad(1, 4, coming=jobs[3:])]) is None
+    assert moved([HostLoad(0, 4), HostLoad(1, 4, coming=jobs)]) is None
+    assert placed(Claim("new"), [HostLoad(0, 4, jobs[:3]), HostLoad(1, 4, coming=jobs[3:5])], {}) == 1

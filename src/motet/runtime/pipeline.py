@@ -286,7 +286,9 @@ class Pipeline:
         steps = {name: self.jobs[name].progress.step for name in self._loops}
         waiting = {n for n, loop in self._loops.items() if self._timeouts.expired(n, steps[n], waits=loop.waits)}
         running, slots = self._running()
-        if (preempted := preempted_if_idle(self._queued(), running, waiting, slots, self._rules, self._turns.had)) is not None:
+        if (
+            preempted := preempted_if_idle(self._queued(), running, waiting, slots, self._rules, self._turns.had)
+        ) is not None:
             self._preempted.add(preempted)
             self._timeouts.preempted(preempted, steps[preempted])
             self.jobs[preempted] = self.jobs.pop(preempted)  # to the end of the queue

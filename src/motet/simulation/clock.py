@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class _Instant(selectors.DefaultSelector):
-    """Waits for nothing: the time that it is asked to wait has passed. Nothing is asked of the system, where nothing can come."""
+    """Waits for nothing: the time that it is asked to wait has passed, and the system has nothing to say meanwhile."""
 
     now = 0.0
 

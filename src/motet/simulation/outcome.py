@@ -31,6 +31,10 @@ class Outcome:
     """Seconds from a step to its version, 99 %."""
     moves: int
     """How often a job went on elsewhere."""
+    job_hours: float
+    """Hours of a host for each job."""
+    step_hours: float
+    """Hours of a host for each step."""
     cost: float
     curve: Sequence[tuple[float, int, int]]
     """Hours, jobs that have a slot, jobs that wait for one."""
@@ -59,6 +63,8 @@ def simulate(config: SimulationConfig) -> Outcome:
         fairness=math.nan if not contended.seconds else max(had) / min(had) if min(had) else math.inf,
         publish=_part([taken for job in ended.jobs for taken in job.published], 0.99),
         moves=sum(max(0, job.starts - 1) for job in ended.jobs),
+        job_hours=len(ended.hosts) * seconds / HOUR / len(ended.jobs),
+        step_hours=len(ended.hosts) * seconds / HOUR / steps if steps else math.inf,
         cost=config.hosts.costs.price_per_hour * len(ended.hosts) * seconds / HOUR,
         curve=ended.curve,
     )
