@@ -81,9 +81,9 @@ class Simulation:
         host.turns.hold(host.holding)
         waiting = [claim for claim in waiting if claim.job not in host.running]
         if not host.preempted:
-            name = preempted_for_share(waiting, running, slots, rules, host.turns.had)
-            if name is not None and name not in host.leaving:
-                host.preempted.add(name)
+            preempted = preempted_for_share(waiting, running, slots, rules, host.turns.had)
+            if preempted is not None and preempted not in host.leaving:
+                host.preempted.add(preempted)
         self._look(host)
 
     def _look(self, host: SimulatedHost) -> None:
