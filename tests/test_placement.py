@@ -43,13 +43,13 @@ def test_a_job_goes_to_the_emptiest_host_and_there_to_the_fewest_of_its_tenant(d
     chosen = hosts[number]
     assert all(chosen.fullness <= host.fullness for host in hosts)
     as_empty = [host for host in hosts if host.fullness == chosen.fullness]
-    assert all(chosen.of_tenant(tenant) <= host.of_tenant(tenant) for host in as_empty)
+    assert all(chosen.tenants[tenant] <= host.tenants[tenant] for host in as_empty)
 
 
 @given(hosts_with_jobs, st.integers(1, 6))
 def test_a_tenant_has_no_more_jobs_out_than_may_run(drawn: Drawn, limit: int) -> None:
     hosts, rules = loads(drawn), {"ann": Rule(running=limit)}
-    out = sum(host.of_tenant("ann") for host in hosts)
+    out = sum(host.tenants["ann"] for host in hosts)
     assert (placed(Claim("new", "ann"), hosts, rules) is None) == (len(hosts) > 1 and out >= limit)
     assert placed(Claim("new", "ben"), hosts, rules) is not None
 
@@ -85,9 +85,10 @@ def test_hosts_that_cannot_work_are_refused() -> None:
 def test_moves_end_with_hosts_as_even_as_they_can_be(drawn: Drawn) -> None:
     hosts, most = loads(drawn), sum(map(len, drawn[1])) + 1
     for _ in range(most):
-        name = moved(hosts)
-        if name is None:
+        move = moved(hosts)
+        if move is None:
             break
+        name = move.job
         source = next(host for host in hosts if any(claim.job == name for claim in host.jobs))
         waits = {claim.job for claim in source.waiting}
         assert name in waits or not waits, "one that waits costs nothing"
@@ -104,9 +105,21 @@ def test_moves_end_with_hosts_as_even_as_they_can_be(drawn: Drawn) -> None:
         ]
         to = placed(claim, kept, {})
         assert to not in (None, source.host), "it would come back"
+        assert source.host == move.source
+        assert hosts[move.to].fullness == min(host.fullness for host in hosts)
         hosts = [replace(host, waiting=(*host.waiting, claim)) if host.host == to else host for host in kept]
         assert max(host.fullness for host in hosts) <= fullest
     else:
         raise AssertionError("jobs move for ever")
     counts = [len(host.jobs) for host in hosts]
     assert max(counts) - min(counts) <= 1
+
+
+def test_moves_that_are_under_way_count_where_they_go() -> None:
+    """Several jobs may be asked to move at once: none too many, and none that is on its way is asked again."""
+    jobs = tuple(Claim(f"{number}") for number in range(6))
+    assert moved([HostLoad(0, 4, jobs), HostLoad(1, 4)]) == ("5", 0, 1)
+    assert moved([HostLoad(0, 4, jobs[:4]), HostLoad(1, 4, coming=jobs[4:])]) == ("3", 0, 1)
+    assert moved([HostLoad(0, 4, jobs[:3]), HostLoad(1, 4, coming=jobs[3:])]) is None
+    assert moved([HostLoad(0, 4), HostLoad(1, 4, coming=jobs)]) is None
+    assert placed(Claim("new"), [HostLoad(0, 4, jobs[:3]), HostLoad(1, 4, coming=jobs[3:5])], {}) == 1

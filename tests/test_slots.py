@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import motet
 from motet.commands.run import run_file
+from motet.runtime.slot_turns import TURN_SECONDS, SlotTurns
 from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.types import JobState
 from tests.fake_run import FakeRun, Setting, job, run_jobs
@@ -101,6 +102,55 @@ def test_it_comes_to_rest_with_slots_by_share(wanted: list[tuple[str, str]], slo
     assert sum(claim.tenant == "c" for claim in running) <= most
     able = [claim for claim in queued if claim.tenant != "c" or sum(one.tenant == "c" for one in running) < most]
     assert not able or len(running) == slots
+
+
+def test_turns_that_were_had_count_as_slots() -> None:
+    assert admitted(claims("a1", "b1"), [], 1, {}, {"a": 1.0, "b": 0.5}) == ["b1"]
+    assert preempted_for_share(claims("b1"), claims("a1"), 1, {}, {"a": 0.9, "b": 0.0}) is None
+    assert preempted_for_share(claims("b1"), claims("a1"), 1, {}, {"a": 1.0, "b": 0.0}) == "a1"
+    assert (
+        preempted_for_share(claims("b1-"), claims("a1"), 1, {}, {"a": 5.0, "b": 0.0}) is None
+    )  # a lower priority waits
+
+
+def slot_seconds(jobs: dict[str, float], slots: int, seconds: int) -> dict[str, int]:
+    """What each job, which begins to ask at some second, has of the slots."""
+    clock, had = [0.0], dict.fromkeys(jobs, 0)
+    turns, running = SlotTurns(clock=lambda: clock[0]), list[Claim]()
+    for second in range(seconds):
+        clock[0] = float(second)
+        queued = claims(
+            *(name for name, from_ in jobs.items() if from_ <= second and Claim(name, name[0]) not in running)
+        )
+        turns.look(running, queued, slots, {})
+        running += [claim for claim in queued if claim.job in admitted(queued, running, slots, {}, turns.had)]
+        turns.hold(running)
+        queued = [claim for claim in queued if claim not in running]
+        name = preempted_for_share(queued, running, slots, {}, turns.had)
+        running = [claim for claim in running if claim.job != name]
+        for claim in running:
+            had[claim.job] += 1
+    return had
+
+
+def test_tenants_take_turns_at_a_slot() -> None:
+    """Three on two slots, the third of which comes last; nobody is ahead of another by more than two turns."""
+    had = slot_seconds({"a": 0, "b": 0, "c": 10}, 2, 3600)
+    assert max(had.values()) - min(had.values()) <= 2 * TURN_SECONDS
+    assert sum(had.values()) > 0.97 * 2 * 3600
+
+
+def test_waiting_is_no_credit_beyond_two_turns() -> None:
+    """Who waited for a day, behind a higher priority, does not keep the slot for another."""
+    clock = [0.0]
+    turns = SlotTurns(clock=lambda: clock[0])
+    turns.look([], claims("a1", "b1"), 1, {})
+    turns.hold(claims("a1"))
+    clock[0] = 86400.0
+    turns.look(claims("a1"), claims("b1"), 1, {})
+    assert turns.had["a"] - turns.had["b"] == 2.0
+    turns.look(claims("a1"), claims("c1"), 1, {"c": Rule(share=0.5)})
+    assert turns.had["c"] == turns.had["a"], "a tenant that comes starts level with the one that has had least"
 
 
 # --- in a pipeline ----------------------------------------------------------------------------------------------------------

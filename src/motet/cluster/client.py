@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ class _Placed:
     claim: Claim
     host: Host
     state: JobState = JobState.QUEUED
-    leaving: bool = False
-    """Whether the host was asked to let it go."""
+    to: Host | None = None
+    """For which host it was asked to let it go."""
 
 
 class EngineClient:
@@ -140,7 +140,7 @@ class EngineClient:
         for message in messages:
             match message:
                 case m.AddJob():
-                    self._place(message)
+                    self._place(message, self._loads())
                 case m.SetRule():
                     self._rules[message.tenant], self._unplaced = message.rule, True
                     self._to_all(message)
@@ -170,12 +170,12 @@ class EngineClient:
         elif isinstance(message, m.SteerJob) and message.action == "resume" and self._has_to_wait(job):
             self._route(m.ForgetJob(message.job))
             self._unplaced = True
-        elif not (job.leaving and isinstance(message, m.SteerJob) and message.action != "cancel"):
+        elif not (job.to is not None and isinstance(message, m.SteerJob) and message.action != "cancel"):
             job.host.send(message)
 
     def _has_to_wait(self, job: _Placed) -> bool:
         """Whether a paused job cannot go on, because its tenant has as many out as may run."""
-        return job.state is JobState.PAUSED and placed(job.claim, list(self._loads()), self._rules) is None
+        return job.state is JobState.PAUSED and placed(job.claim, list(self._loads().values()), self._rules) is None
 
     def _hear(self, host: Host, message: m.Ready | m.Failed | m.JobEvent | m.Released | None) -> None:
         match message:
@@ -239,51 +239,51 @@ class EngineClient:
             return
         if self._unplaced:
             self._asked.clear()
-            self._unplaced = False
+            self._unplaced, loads = False, self._loads()
             for message in await asyncio.get_running_loop().run_in_executor(self._handling, handlers.open_jobs):
                 if str(message.job["name"]) not in self._asked:  # else what was read may be old: it is read again
-                    self._place(message)
+                    self._place(message, loads)
         if any(host.ready for host in self.hosts):
             self.ready.set()
         self._even_out()
 
-    def _place(self, message: m.AddJob) -> None:
-        """Give a job to a host, unless one has it or none can take it."""
+    def _place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> None:
+        """Give a job to a host, unless one has it or none can take it, and count it in the loads."""
         name, rules = str(message.job["name"]), self._rules
         rules[message.tenant] = message.rule
         if name in self._placed or not self._settled:
             return
         claim, runs = Claim(name, message.tenant), message.wanted == "run"
-        number = placed(claim, list(self._loads()), rules if runs else {})
+        number = placed(claim, list(loads.values()), rules if runs else {})
         if number is None:
             self._unplaced = True
             return
         host = self.hosts[number]
+        if runs:
+            loads[number] = replace(loads[number], waiting=(*loads[number].waiting, claim))
         self._placed[name] = _Placed(claim, host, JobState.QUEUED if runs else JobState.PAUSED)
         host.send(message)
 
     def _even_out(self) -> None:
-        """Ask for one job at a time, so that each step is judged by where jobs are then."""
-        if any(job.leaving for job in self._placed.values()):
-            return
-        name = moved(list(self._loads()))
-        if name is not None:
-            job = self._placed[name]
-            job.leaving = True
-            job.host.send(m.ReleaseJob(name))
+        """Ask hosts to let jobs go until all are as even as they can be once those have moved."""
+        while (move := moved(list(self._loads().values()))) is not None:
+            job = self._placed[move.job]
+            job.to = self.hosts[move.to]
+            job.host.send(m.ReleaseJob(move.job))
 
-    def _loads(self) -> Iterator[HostLoad]:
+    def _loads(self) -> dict[int, HostLoad]:
         """Of the hosts that are there; jobs that are paused, and not by a rule that is lifted by itself, want no slot."""
-        for host in self.hosts:
-            if host.ready:
-                jobs = [job for job in self._placed.values() if job.host is host]
-                held = (
-                    job for job in jobs if job.state is JobState.PAUSED and self._rules.get(job.claim.tenant, FREE).hold
-                )
-                queued = (job for job in jobs if job.state is JobState.QUEUED)
-                yield HostLoad(
-                    host.number,
-                    host.slots,
-                    tuple(job.claim for job in jobs if job.state is JobState.RUNNING),
-                    tuple(job.claim for job in (*queued, *held)),
-                )
+        running, waiting, coming = ({host.number: list[Claim]() for host in self.hosts} for _ in range(3))
+        for job in self._placed.values():
+            held = job.state is JobState.PAUSED and self._rules.get(job.claim.tenant, FREE).hold
+            if job.to is not None:
+                coming[(job.to if job.to.ready else job.host).number].append(job.claim)
+            elif job.state is JobState.RUNNING:
+                running[job.host.number].append(job.claim)
+            elif job.state is JobState.QUEUED or held:
+                waiting[job.host.number].append(job.claim)
+        return {
+            n: HostLoad(n, host.slots, tuple(running[n]), tuple(waiting[n]), tuple(coming[n]))
+            for n, host in enumerate(self.hosts)
+            if host.ready
+        }

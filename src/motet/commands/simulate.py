@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from motet.jobfile import load_simulation
-from motet.simulation import Outcome, simulate
+from motet.simulation.outcome import Outcome, simulate
 
 
 def show(file: Path, hosts: int | None, plot: Path | None) -> None:
@@ -39,14 +40,24 @@ def _figures(outcome: Outcome, *, priced: bool) -> list[tuple[str, str]]:
     figures = [
         ("until the last job has ended", f"{outcome.hours:,.2f} h"),
         ("utilisation of hosts", f"{outcome.utilisation:.1%}"),
+        ("the same while every tenant had jobs enough", _known(f"{outcome.contended:.1%}", outcome.contended)),
         ("wait for a first slot, median and 99 %", f"{median}, {late}"),
         ("steps an hour", f"{outcome.steps_per_hour:,.0f}"),
         ("tokens trained an hour", f"{outcome.tokens_per_hour:,.0f}"),
-        ("most by least tokens per share of a tenant", f"{outcome.fairness:.2f}"),
+        ("most by least tokens per share meanwhile", _known(f"{outcome.fairness:.2f}", outcome.fairness)),
+        (
+            "hours of a host for a job, and for 100 steps",
+            f"{outcome.job_hours:.3f} h, {outcome.step_hours * 100:.3f} h",
+        ),
         ("from a step to its version, 99 %", f"{outcome.publish:.2f} s"),
         ("times that a job went on elsewhere", f"{outcome.moves:,}"),
     ]
     return [*figures, ("cost", f"{outcome.cost:,.2f}")] if priced else figures
+
+
+def _known(text: str, figure: float) -> str:
+    """A figure of the time in which tenants competed; there may have been none."""
+    return "–" if math.isnan(figure) else text
 
 
 def _draw(outcome: Outcome, page: Path) -> None:

@@ -25,6 +25,7 @@ from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
+from motet.runtime.slot_turns import SlotTurns
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_asking import AskedOfService
 from motet.tasks.reward_elsewhere import ELSEWHERE
@@ -68,7 +69,9 @@ class EngineServer:
             vocabulary=info.vocab_size,
             agents=None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes),
         )
-        self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, max_idle=start.patience_seconds)
+        turns = SlotTurns("" if start.host is None else f"{start.host}")
+        slots, patience = config.engine.slots, start.patience_seconds
+        self.pipeline = Pipeline([], self._shared, slots, stays=True, max_idle=patience, turns=turns)
         self._answers = Answers(self.base, self._shared, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()

@@ -23,6 +23,7 @@ from motet.runtime.rollout_loop import RolloutLoop
 from motet.runtime.row_loop import RowLoop
 from motet.runtime.rundir import read_commands
 from motet.runtime.scheduler import weight_of
+from motet.runtime.slot_turns import SlotTurns
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.types import JobState
 
@@ -35,9 +36,17 @@ class Pipeline:
     """Runs jobs over shared services."""
 
     def __init__(
-        self, jobs: Sequence[Job], services: Services, slots: int, *, stays: bool = False, max_idle: float = MAX_IDLE
+        self,
+        jobs: Sequence[Job],
+        services: Services,
+        slots: int,
+        *,
+        stays: bool = False,
+        max_idle: float = MAX_IDLE,
+        turns: SlotTurns | None = None,
     ) -> None:
         """`stays` keeps running without jobs, for more to come, until `stop`; jobs that only wait then lose their slots."""
+        self._turns = turns or SlotTurns()
         self._stays, self._timeouts = stays, IdleSlotTimeouts(max_idle)
         self.jobs = {job.name: job for job in jobs}
         self._services = services
@@ -184,6 +193,9 @@ class Pipeline:
         running = [_claim(self.jobs[name]) for name in self._tasks if name not in self._preempted]
         return running, self._slots - sum(self.jobs[name].config.slots for name in self._preempted)
 
+    def _holding(self) -> list[Claim]:
+        return [_claim(self.jobs[name]) for name in self._tasks]
+
     def _fill_slots(self) -> None:
         fail_chained(self.jobs.values(), self._move)
         claims = self._queued()
@@ -192,7 +204,8 @@ class Pipeline:
                 self._move(self.jobs[claim.job], JobState.PAUSED)
             return
         running, slots = self._running()
-        for name in admitted(claims, running, slots, self._rules):
+        self._turns.look(self._holding(), claims, self._slots, self._rules)
+        for name in admitted(claims, running, slots, self._rules, self._turns.had):
             job = self.jobs[name]
             self._disk_gate.forget(name)
             self._move(job, JobState.RUNNING)
@@ -200,7 +213,9 @@ class Pipeline:
             task.add_done_callback(lambda task, job=job: self._never_began(job, task))  # type: ignore[misc]
             running.append(_claim(job))
         claims = [claim for claim in claims if claim.job not in self._tasks]
-        preempted = None if self._preempted else preempted_for_share(claims, running, slots, self._rules)
+        self._turns.hold(self._holding())
+        had = self._turns.had
+        preempted = None if self._preempted else preempted_for_share(claims, running, slots, self._rules, had)
         if preempted is not None and preempted not in self._pauses:
             self._preempted.add(preempted)
             self._stop_after_step(preempted)
@@ -261,7 +276,7 @@ class Pipeline:
             await asyncio.sleep(_POLL_SECONDS)
             if self._stays:
                 self._preempt_idle()
-            if self._disk_gate.may_open():
+            if self._disk_gate.may_open() or self._turns.due:
                 self._changed.set()
             for name, command in read_commands(list(self.jobs.values())):
                 getattr(self, command)(name)
@@ -271,7 +286,9 @@ class Pipeline:
         steps = {name: self.jobs[name].progress.step for name in self._loops}
         waiting = {n for n, loop in self._loops.items() if self._timeouts.expired(n, steps[n], waits=loop.waits)}
         running, slots = self._running()
-        if (preempted := preempted_if_idle(self._queued(), running, waiting, slots, self._rules)) is not None:
+        if (
+            preempted := preempted_if_idle(self._queued(), running, waiting, slots, self._rules, self._turns.had)
+        ) is not None:
             self._preempted.add(preempted)
             self._timeouts.preempted(preempted, steps[preempted])
             self.jobs[preempted] = self.jobs.pop(preempted)  # to the end of the queue

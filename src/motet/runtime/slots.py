@@ -35,17 +35,27 @@ class Rule:
 FREE = Rule()
 
 
-def admitted(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> list[str]:
+NOTHING: Mapping[str, float] = {}
+
+
+def admitted(
+    queued: Sequence[Claim],
+    running: Sequence[Claim],
+    slots: int,
+    rules: Mapping[str, Rule],
+    had: Mapping[str, float] = NOTHING,
+) -> list[str]:
     """The jobs that get the free slots.
 
-    By priority, as far as it counts against others; then of the tenant with the fewest slots for its share; then by priority
-    among its own jobs, and in order.
+    By priority, as far as it counts against others; then of the tenant with the fewest slots for its share, those that it has
+    had before included; then by priority among its own jobs, and in order.
 
     Args:
         queued: jobs that wait, in the order they came.
         running: jobs that have a slot.
         slots: how many there are.
         rules: of tenants; those that are not named are free.
+        had: turns of a slot that tenants have had, per share (`SlotTurns`).
     """
     waiting, held = list(queued), _held(running)
     free = slots - taken(running)
@@ -54,7 +64,7 @@ def admitted(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rule
         able = [claim for claim in waiting if _may_have_another(claim.tenant, held, rules)]
         if not able:
             break
-        chosen = min(able, key=lambda claim: _queue_key(claim, held, rules))
+        chosen = min(able, key=lambda claim: _queue_key(claim, held, rules, had))
         if chosen.slots > free and (running or chosen_jobs):  # it is the first, so nobody takes what it waits for
             break
         waiting.remove(chosen)
@@ -65,18 +75,24 @@ def admitted(queued: Sequence[Claim], running: Sequence[Claim], slots: int, rule
 
 
 def preempted_for_share(
-    queued: Sequence[Claim], running: Sequence[Claim], slots: int, rules: Mapping[str, Rule]
+    queued: Sequence[Claim],
+    running: Sequence[Claim],
+    slots: int,
+    rules: Mapping[str, Rule],
+    had: Mapping[str, float] = NOTHING,
 ) -> str | None:
     """The running job to preempt, so that tenants have slots by their shares; None where nobody has to give way.
 
     It is the job that came last among those of the lowest priority of the tenant with the most slots for its share. Nobody
-    gives way to a lower priority, and only where the other has still fewer slots for its share afterwards, or as many.
+    gives way to a lower priority, and only where the other has still fewer slots for its share afterwards, or as many. Turns
+    that a tenant has had count as slots: where there are fewer slots than tenants, or they do not divide, they go around.
 
     Args:
         queued: jobs that wait, in the order they came.
         running: jobs that have a slot, in the order they got it.
         slots: how many there are.
         rules: of tenants; those that are not named are free.
+        had: turns of a slot that tenants have had, per share (`SlotTurns`).
     """
     if not running or not queued or slots - taken(running) >= min(claim.slots for claim in queued):
         return None
@@ -84,17 +100,22 @@ def preempted_for_share(
     able = [claim for claim in queued if _may_have_another(claim.tenant, held, rules)]
     if not able:
         return None
-    asks = min(able, key=lambda claim: _queue_key(claim, held, rules))
-    richest = max(held, key=lambda tenant: held[tenant] / rules.get(tenant, FREE).share)
-    after = (held[richest] - 1) / rules.get(richest, FREE).share
-    if richest == asks.tenant or (held[asks.tenant] + 1) / _rule(asks, rules).share > after:
+    asks = min(able, key=lambda claim: _queue_key(claim, held, rules, had))
+    richest = max(held, key=lambda tenant: _part(tenant, held[tenant], rules, had))
+    after = _part(richest, held[richest] - 1, rules, had)
+    if richest == asks.tenant or _part(asks.tenant, held[asks.tenant] + 1, rules, had) > after:
         return None
     lowest = min(reversed([claim for claim in running if claim.tenant == richest]), key=lambda claim: claim.priority)
     return lowest.job if _effective_priority(lowest, rules) <= _effective_priority(asks, rules) else None
 
 
 def preempted_if_idle(
-    queued: Sequence[Claim], running: Sequence[Claim], waiting: Collection[str], slots: int, rules: Mapping[str, Rule]
+    queued: Sequence[Claim],
+    running: Sequence[Claim],
+    waiting: Collection[str],
+    slots: int,
+    rules: Mapping[str, Rule],
+    had: Mapping[str, float] = NOTHING,
 ) -> str | None:
     """The running job to preempt because it only waits; None where nobody else would get its slot.
 
@@ -104,10 +125,11 @@ def preempted_if_idle(
         waiting: those of them that do nothing but wait.
         slots: how many there are.
         rules: of tenants; those that are not named are free.
+        had: turns of a slot that tenants have had, per share (`SlotTurns`).
     """
     for claim in reversed(running if taken(running) >= slots else ()):
         others = [other for other in running if other is not claim]
-        first = admitted([*queued, claim], others, taken(running), rules)  # as if it stood at the end of the queue
+        first = admitted([*queued, claim], others, taken(running), rules, had)  # as if it stood at the end of the queue
         if claim.job in waiting and first and first != [claim.job]:
             return claim.job
     return None
@@ -125,9 +147,17 @@ def _held(running: Sequence[Claim]) -> Counter[str]:
     return held
 
 
-def _queue_key(claim: Claim, held: Mapping[str, int], rules: Mapping[str, Rule]) -> tuple[float, float, float]:
+def _queue_key(
+    claim: Claim, held: Mapping[str, int], rules: Mapping[str, Rule], had: Mapping[str, float]
+) -> tuple[float, float, float]:
     """The order of the queue; the least is first."""
-    return -_effective_priority(claim, rules), held[claim.tenant] / _rule(claim, rules).share, -claim.priority
+    part = _part(claim.tenant, held[claim.tenant], rules, had)
+    return -_effective_priority(claim, rules), part, -claim.priority
+
+
+def _part(tenant: str, slots: int, rules: Mapping[str, Rule], had: Mapping[str, float]) -> float:
+    """A tenant's part if it holds so many slots for a turn: those and what it has had, per share."""
+    return slots / rules.get(tenant, FREE).share + had.get(tenant, 0.0)
 
 
 def _effective_priority(claim: Claim, rules: Mapping[str, Rule]) -> int:

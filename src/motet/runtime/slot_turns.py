@@ -1,0 +1,69 @@
+"""What tenants have had of the slots so far, so that those who cannot all have one at a time take turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from motet import seeds
+from motet.runtime.slots import FREE, Claim, Rule
+
+TURN_SECONDS = 60.0
+"""How long a slot is kept, about, by a tenant that is no more entitled to it than one that waits."""
+LOOK_SECONDS = 6.0
+"""How often it is worth to look whether a turn is over."""
+
+
+class SlotTurns:
+    """Counts the slots that tenants hold over time.
+
+    A tenant that comes starts level with the one that has had least, or a part of a round later: another part on each host, so
+    that it does not wait on all of them at once. Nobody is more than two turns behind whoever has had most: waiting, for
+    whatever reason, is no credit beyond that.
+    """
+
+    def __init__(self, host: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """`host` is its name where there are several."""
+        self.had: dict[str, float] = {}
+        """Turns of a slot by tenant, per share, of those that have a slot or want one."""
+        self._host, self._clock = host, clock
+        self._holding: tuple[Claim, ...] = ()
+        self._since = clock()
+        self._wanted = False
+
+    @property
+    def due(self) -> bool:
+        """Whether a look may show that a turn is over."""
+        return self._wanted and len(self.had) > 1 and self._clock() - self._since >= LOOK_SECONDS
+
+    def look(self, running: Sequence[Claim], queued: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> None:
+        """Count the time since the last look.
+
+        Args:
+            running: jobs that have one of the slots.
+            queued: jobs that want one.
+            slots: how many there are.
+            rules: of tenants; those that are not named are free.
+        """
+        now, had = self._clock(), self.had
+        turns, self._since = (now - self._since) / TURN_SECONDS, now
+        for claim in self._holding:
+            had[claim.tenant] += turns * claim.slots / rules.get(claim.tenant, FREE).share
+        there = {claim.tenant for claim in (*running, *queued)}
+        before = [had[tenant] for tenant in there if tenant in had]
+        least = min(before, default=0.0)
+        floor = max(before, default=0.0) - 2 / min((rules.get(tenant, FREE).share for tenant in there), default=1.0)
+        late = len(there) / max(1, slots) if self._host else 0.0
+        self.had = {
+            tenant: max(had[tenant] if tenant in had else least + late * self._part_of_round(tenant), floor)
+            for tenant in there
+        }
+        self._wanted = bool(queued)
+
+    def hold(self, running: Sequence[Claim]) -> None:
+        """Say who has a slot from the last look on."""
+        self._holding = tuple(running)
+
+    def _part_of_round(self, tenant: str) -> float:
+        """How late a tenant is on this host, from 0 to 1."""
+        return seeds.key(0, f"turn/{self._host}/{tenant}") / 2**64

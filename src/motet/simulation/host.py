@@ -1,0 +1,199 @@
+"""A host that only takes time, and the jobs that it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+from dataclasses import dataclass, field
+
+from motet.cluster.placement import HostLoad
+from motet.config.simulation import HostCosts, HostsConfig
+from motet.runtime.scheduler import FairScheduler
+from motet.runtime.slot_turns import SlotTurns
+from motet.runtime.slots import Claim
+from motet.simulation.clock import now
+
+_NEARLY = 1e-6
+"""Tokens by which a clock may be wrong."""
+
+
+@dataclass(eq=False)
+class SimulatedJob:
+    """A job, and how far it is."""
+
+    claim: Claim
+    share: float
+    arrives: float
+    steps: int
+    fails_at: int | None
+    groups: int
+    rows: int
+    """Of a group."""
+    prompt: int
+    completion: int
+    done: int = 0
+    first: float | None = None
+    """When it got its first slot."""
+    ended: float | None = None
+    starts: int = 0
+    published: list[float] = field(default_factory=list)
+    """Seconds from each step to its version."""
+
+    @property
+    def tokens_of_step(self) -> int:
+        """Trained on."""
+        return self.groups * self.rows * (self.prompt + self.completion)
+
+
+class SimulatedDevice:
+    """Samples all completions at one rate, by the rows there are at each moment, and trains one step at a time.
+
+    Sampling stands still while it trains, unless it has devices of its own. All that sample share one timer.
+    """
+
+    def __init__(self, costs: HostCosts) -> None:
+        self._costs = costs
+        self._rows, self._training = 0, False
+        self._tokens, self._at = 0.0, now()
+        """Tokens that a completion would have had that was there from the beginning, and when that was so."""
+        self._sampling: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def sample(self, tokens: int, rows: int) -> None:
+        """Sample so many tokens of so many completions each."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._go_on(rows)
+        heapq.heappush(self._sampling, (self._tokens + tokens, next(self._order), done))
+        self._set_timer()
+        try:
+            await done
+        finally:
+            self._go_on(-rows)
+            self._set_timer()
+
+    async def train(self, tokens: int) -> None:
+        """Train on so many tokens."""
+        self._go_on()
+        self._training = True
+        self._set_timer()
+        try:
+            await asyncio.sleep(tokens / self._costs.train_tokens_per_second)
+        finally:
+            self._go_on()
+            self._training = False
+            self._set_timer()
+
+    @property
+    def _token_seconds(self) -> float:
+        """Between two tokens; infinite while it trains."""
+        if self._training and not self._costs.own_sampler:
+            return math.inf
+        return self._costs.token_seconds + self._costs.row_seconds * max(0, self._rows - 1)
+
+    def _go_on(self, rows: int = 0) -> None:
+        """Count what was sampled until now, and so many rows more from now on."""
+        self._tokens += (now() - self._at) / self._token_seconds
+        self._at = now()
+        self._rows += rows
+
+    def _set_timer(self) -> None:
+        while self._sampling and self._sampling[0][2].done():  # whoever waited was cancelled
+            heapq.heappop(self._sampling)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        seconds = self._token_seconds
+        if self._sampling and seconds < math.inf:
+            until = now() + max(0.0, self._sampling[0][0] - self._tokens) * seconds
+            self._timer = asyncio.get_running_loop().call_at(until, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._go_on()
+        while self._sampling and self._sampling[0][0] <= self._tokens + _NEARLY:
+            done = heapq.heappop(self._sampling)[2]
+            if not done.done():
+                done.set_result(None)
+        if self._sampling and not self._sampling[0][2].done():
+            self._set_timer()
+
+
+@dataclass(eq=False)
+class SimulatedHost:
+    """A host: its jobs, its shares, its trainer."""
+
+    number: int
+    settings: HostsConfig
+    jobs: dict[str, SimulatedJob] = field(default_factory=dict)
+    running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    leaving: dict[str, SimulatedHost] = field(default_factory=dict)
+    """Jobs that go elsewhere after their step, and where to."""
+    coming: dict[str, Claim] = field(default_factory=dict)
+    """Jobs that leave another host for this one."""
+    preempted: set[str] = field(default_factory=set)
+    """Jobs that give their slots to another tenant's after their step."""
+    up: bool = True
+    busy: float = 0.0
+    """Seconds in which it sampled or trained."""
+
+    def __post_init__(self) -> None:
+        self.scheduler = FairScheduler(self.settings.rows)
+        self.turns = SlotTurns(f"{self.number}", now)
+        self._device = SimulatedDevice(self.settings.costs)
+        self._trainer, self._publisher = asyncio.Lock(), asyncio.Lock()
+        self._active, self._since = 0, 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds until now in which it sampled or trained."""
+        return self.busy + (now() - self._since if self._active else 0.0)
+
+    @property
+    def holding(self) -> list[Claim]:
+        """Of the jobs that have a slot."""
+        return [self.jobs[name].claim for name in self.running]
+
+    @property
+    def load(self) -> HostLoad:
+        """As placement sees it."""
+        stay = [job.claim for name, job in self.jobs.items() if name not in self.leaving]
+        running = tuple(claim for claim in stay if claim.job in self.running)
+        waiting = tuple(claim for claim in stay if claim.job not in self.running)
+        return HostLoad(self.number, self.settings.slots, running, waiting, tuple(self.coming.values()))
+
+    async def sample(self, job: SimulatedJob) -> None:
+        """One group."""
+        async with self.scheduler.permit(job.claim.job, job.rows):
+            self._work(+1)
+            try:
+                await self._device.sample(job.completion, job.rows)
+                self.scheduler.spend(job.claim.job, job.rows * (job.prompt + job.completion))
+            finally:
+                self._work(-1)
+
+    async def train(self, job: SimulatedJob) -> None:
+        """One step, when the trainer is free."""
+        with self.scheduler.working(job.claim.job):
+            async with self._trainer:
+                self._work(+1)
+                try:
+                    await self._device.train(job.tokens_of_step)
+                    self.scheduler.spend(job.claim.job, job.tokens_of_step)
+                finally:
+                    self._work(-1)
+
+    async def publish(self, job: SimulatedJob) -> None:
+        """Commit a step and make its version answer; a host does that for one job at a time."""
+        stepped = now()
+        async with self._publisher:
+            await asyncio.sleep(self.settings.costs.publish_seconds)
+        job.published.append(now() - stepped)
+
+    def _work(self, change: int) -> None:
+        """Count the time in which anything goes on."""
+        if self._active:
+            self.busy += now() - self._since
+        self._active, self._since = self._active + change, now()
