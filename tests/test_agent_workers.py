@@ -189,8 +189,8 @@ def test_what_the_model_is_asked_keeps_an_episode_and_needs_its_key(tmp_path: Pa
         await asyncio.sleep(2 * LEASE)
         on.workers.look()
         assert one.name == ""
-        assert not on.workers.opens(name, key)
-        assert not on.workers.opens("", "")
+        assert not on.workers.owner(name, key)
+        assert not on.workers.owner("", "")
 
     bench(tmp_path, work)
 

@@ -108,16 +108,27 @@ def test_turns_that_were_had_count_as_slots() -> None:
     assert admitted(claims("a1", "b1"), [], 1, {}, {"a": 1.0, "b": 0.5}) == ["b1"]
     assert preempted_for_share(claims("b1"), claims("a1"), 1, {}, {"a": 0.9, "b": 0.0}) is None
     assert preempted_for_share(claims("b1"), claims("a1"), 1, {}, {"a": 1.0, "b": 0.0}) == "a1"
-    assert (
-        preempted_for_share(claims("b1-"), claims("a1"), 1, {}, {"a": 5.0, "b": 0.0}) is None
-    )  # a lower priority waits
+    assert preempted_for_share(claims("b1-"), claims("a1"), 1, {}, {"a": 5.0, "b": 0.0}) is None, "it has less priority"
 
 
-def slot_seconds(jobs: dict[str, float], slots: int, seconds: int) -> dict[str, int]:
-    """What each job, which begins to ask at some second, has of the slots."""
+def test_turns_that_were_had_move_no_slot_to_a_tenant_with_as_many() -> None:
+    """Two with equal parts and steps of minutes would give way to each other after every step."""
+    queued, running = claims("a2", "b2"), claims("a1", "b1")
+    assert preempted_for_share(queued, running, 2, {}, {"a": 2.0, "b": 0.0}) is None
+    assert preempted_for_share(queued, claims("a1", "a3", "b1"), 3, {}, {"a": 2.0, "b": 0.0}) == "a3"
+
+
+def test_a_tenant_that_does_not_give_way_keeps_nobody_else_from_it() -> None:
+    """One with priority has had most; the two others take turns at what it leaves."""
+    rules = {"h": Rule(highest=10)}
+    assert preempted_for_share(claims("c1"), claims("h1+", "b1"), 2, rules, {"h": 9.0, "b": 2.0, "c": 0.0}) == "b1"
+
+
+def slot_seconds(jobs: dict[str, float], slots: int, seconds: int, step: int = 1) -> dict[str, int]:
+    """What each job, which begins to ask at some second and gives way after a step, has of the slots."""
     clock, had = [0.0], dict.fromkeys(jobs, 0)
     turns, running = SlotTurns(clock=lambda: clock[0]), list[Claim]()
-    for second in range(seconds):
+    for second in range(0, seconds, step):
         clock[0] = float(second)
         queued = claims(
             *(name for name, from_ in jobs.items() if from_ <= second and Claim(name, name[0]) not in running)
@@ -129,7 +140,7 @@ def slot_seconds(jobs: dict[str, float], slots: int, seconds: int) -> dict[str, 
         name = preempted_for_share(queued, running, slots, {}, turns.had)
         running = [claim for claim in running if claim.job != name]
         for claim in running:
-            had[claim.job] += 1
+            had[claim.job] += step
     return had
 
 

@@ -128,12 +128,7 @@ def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.Exit
     """
     engine = config.engine
     if engine.shard == 1:
-        base = load(config.base, engine)
-        if base.info.experts and config.rollout.engine != "embedded":
-            base.revise(
-                experts=(), experts_idle="with adapters on experts Motet samples itself (rollout.engine: embedded)"
-            )
-        return base
+        return load_for(config)
     from motet.training.sharded.base import ShardedBase
     from motet.training.sharded.group import RankGroup
     from motet.training.sharded.messages import Join
@@ -156,6 +151,14 @@ def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.Exit
     if here is not None:
         return ShardedBase.beside(here, group)
     return ShardedBase.of(group, trust_remote_code=engine.trust_remote_code)
+
+
+def load_for(config: RunConfig) -> LoraModel:
+    """`load`, for adapters that whoever samples can have."""
+    base = load(config.base, config.engine)
+    if base.info.experts and config.rollout.engine != "embedded":
+        base.revise(experts=(), experts_idle="with adapters on experts Motet samples itself (rollout.engine: embedded)")
+    return base
 
 
 def load(base: str, config: EngineConfig) -> LoraModel:

@@ -8,6 +8,7 @@ depend on which of several calls at once came first.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
@@ -26,6 +27,7 @@ from motet.tasks.tool_calls import tool_calls, without_calls, written
 from motet.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 
 Key = tuple[str, ...]
+_OVER = "this episode is over: its time is up, or its agent has returned"
 
 
 @dataclass(eq=False)
@@ -93,13 +95,15 @@ class AgentEpisode:
         if self._fault:
             raise EngineError(self._fault)
         if self.closed or time.time() > self.deadline:
-            raise EpisodeRefusal("this episode is over: its time is up, or its agent has returned")
+            raise EpisodeRefusal(_OVER)
         if self._begun >= self._most_calls:
             raise EpisodeRefusal(f"the agent has made all of its {self._most_calls} calls (environment.max_turns)")
         self._begun += 1
         chat = self.context.chat
         parent, seen, new = self._continued(messages, tools)
-        prompt, read = self._prompt(chat, parent, seen, new, tools)
+        prompt, read = await asyncio.to_thread(self._prompt, chat, parent, seen, new, tools)
+        if self.closed:
+            raise EpisodeRefusal(_OVER)
         if parent is not None and len(prompt) == len(read):  # the template rewrites what was read before
             parent, new = None, seen
         number = self._asked[prompt.tobytes()]

@@ -108,9 +108,8 @@ class AgentWorker:
                     running[episode.id] = asyncio.create_task(self._run(path, episode))
                 for key in [key for key in running if running[key].done()]:
                     running.pop(key).result()
-                for key in (
-                    running.keys() - set(lease.held) - self._handing_in
-                ):  # it is another's now, or the engine's has ended
+                # others have those now, or the engine that offered them has ended
+                for key in running.keys() - set(lease.held) - self._handing_in:
                     running.pop(key).cancel()
                 if JobState(lease.state).final:
                     return

@@ -239,8 +239,10 @@ class EngineClient:
             return
         if self._unplaced:
             self._asked.clear()
-            self._unplaced, loads = False, self._loads()
-            for message in await asyncio.get_running_loop().run_in_executor(self._handling, handlers.open_jobs):
+            self._unplaced = False
+            messages = await asyncio.get_running_loop().run_in_executor(self._handling, handlers.open_jobs)
+            loads = self._loads()  # hosts came and went meanwhile
+            for message in messages:
                 if str(message.job["name"]) not in self._asked:  # else what was read may be old: it is read again
                     self._place(message, loads)
         if any(host.ready for host in self.hosts):

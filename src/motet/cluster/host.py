@@ -121,6 +121,8 @@ class Host:
             EngineError: it cannot be answered now, and why.
             ConfigError: it can never be answered, and why.
         """
+        if not self.ready:
+            raise HostGone(self.failure or "the engine is starting; ask again soon")
         key, answers = next(self._keys), asyncio.Queue[m.Answer]()
         self._open[key] = answers
         self.send(replace(question, key=key))

@@ -16,7 +16,7 @@ from motet.client import AsyncClient, Client
 from motet.client.agents import AgentWorker
 from motet.commands import served_jobs
 from motet.commands.answers import say
-from motet.config import JobConfig
+from motet.config import EnvironmentConfig, JobConfig
 from motet.errors import ConfigError, ServiceError
 from motet.jobfile import load_jobs
 from motet.service.schemas import Job
@@ -25,20 +25,37 @@ _LOOK_SECONDS = 0.5
 
 
 def of_file(client: Client, file: Path, overrides: Sequence[str], agent: str | None) -> tuple[list[Job], str]:
-    """The jobs of a file, submitted where the service has none of their name, and the function that runs for them.
+    """The jobs of a file that an agent is for, submitted where the service has none of their name, and the function.
 
     Raises:
-        ConfigError: the file is not right, names no agent, or several.
+        ConfigError: the file is not right, names no agent, or several, or not this one.
     """
     config = load_jobs(file, overrides)
-    named = sorted({job.environment.name for job in config.jobs if ":" in job.environment.name})
+    try:
+        chosen, function = meant(config.jobs, agent)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    served_jobs.check_service(config, client.health().base or "", file)
+    known = {job.name: served for job in chosen if (served := _known(client, job.name)) is not None}
+    return served_jobs.submit(client, [_elsewhere(job) for job in chosen], known=known), function
+
+
+def meant(jobs: Sequence[JobConfig], agent: str | None) -> tuple[list[JobConfig], str]:
+    """The jobs that an agent is for, those that name it or leave open which, and its function; all where none says so.
+
+    Raises:
+        ConfigError: they name none, or several, or not this one.
+    """
+    named = sorted({job.environment.name for job in jobs if ":" in job.environment.name})
     if agent is None and len(named) != 1:
         words = f"its jobs have several ({', '.join(named)}): one command for each" if named else "its jobs have none"
-        raise ConfigError(f"{file}: name the function with your agent, --agent agent.py:run; {words}")
-    served_jobs.check_service(config, client.health().base or "", file)
-    known = {job.name: served for job in config.jobs if (served := _known(client, job.name)) is not None}
-    jobs = served_jobs.submit(client, [_elsewhere(job) for job in config.jobs], known=known)
-    return jobs, agent or named[0]
+        raise ConfigError(f"name the function with your agent, --agent agent.py:run; {words}")
+    function = agent or named[0]
+    own = {function, EnvironmentConfig.AGENT, *(named if len(named) == 1 else ())}
+    chosen = [job for job in jobs if job.environment.name in own]
+    if named and not chosen:
+        raise ConfigError(f"none of its jobs has the environment {function}; they have {', '.join(named)}")
+    return chosen or list(jobs), function
 
 
 def _known(client: Client, name: str) -> Job | None:

@@ -17,7 +17,7 @@ from motet.cluster import messages as m
 from motet.config import JobConfig, RunConfig
 from motet.errors import ConfigError
 from motet.hosting.answers import Answers, Send, reason
-from motet.launch import Workshop, assemble, load, services
+from motet.launch import Workshop, assemble, load_for, services
 from motet.preparing import identity, prepare
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
@@ -56,7 +56,7 @@ class EngineServer:
                 f"engine.shard is {config.engine.shard}, but a service answers people with the base that it trains on, and "
                 "needs it whole: set engine.shard to 1, or train with `motet run`"
             )
-        self.base = load(config.base, config.engine)
+        self.base = load_for(config)
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
         self._scores = AskedOfService(ask_scores(parent.send))
         self._episodes = EpisodesElsewhere(parent.send)

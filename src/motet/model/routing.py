@@ -147,18 +147,19 @@ class AdapterStacks:
         for members in _by_layout(runs):
             stacked = self._stacked(tuple(weights for weights, _, _ in members))
             buckets.append(_bucket(members, stacked, device, self._products))
-        adapting = ((weights, start, length) for weights, start, length in runs if weights and weights.layout.experts)
-        return SamplerRouting(
-            buckets, [ExpertRun(start, start + length, weights) for weights, start, length in adapting]
-        )
+        adapting = [
+            ExpertRun(start, start + length, weights)
+            for weights, start, length in runs
+            if weights is not None and weights.layout.experts
+        ]
+        return SamplerRouting(buckets, adapting)
 
 
 def _by_layout(runs: Iterable[AdapterRows]) -> list[list[Member]]:
     by_layout: dict[int, list[Member]] = {}
     for weights, start, length in runs:
-        if (
-            weights is not None and weights.layout.fused
-        ):  # a base makes each layout once, so equal ones are the same object
+        if weights is not None and weights.layout.fused:
+            # a base makes each layout once, so equal ones are the same object
             by_layout.setdefault(id(weights.layout), []).append((weights, start, length))
     return list(by_layout.values())
 

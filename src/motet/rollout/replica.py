@@ -146,16 +146,30 @@ class Replica:
     async def _ask_to_load(self, name: str, path: str) -> Any:
         """Have the server fetch a version, or read it where it does not fetch."""
         if self.versions is not None and not self.from_files:
-            location = await asyncio.to_thread(self.versions.location, name, self.url)
+            try:
+                location = await asyncio.to_thread(self.versions.location, name, self.url)
+            except OSError as error:
+                raise EngineError(f"{self.url} cannot be given version {name}: {error}") from error
             try:
                 return await self.server.request(self.dialect.load(name, location), self.clocks.load)
             except ServerRefused as error:
                 if self.dialect.known(error.status, error.detail):
                     raise
-                reason = _NO_EXTENSION if self.dialect.missing(error.status, error.detail) else error.detail
-                self.from_files = f"{self.url} reads versions from files and does not fetch them: {reason}"
-                _log.warning("%s", self.from_files)
+                return await self._read_instead(name, path, error)
         return await self.server.request(self.dialect.load(name, path), self.clocks.load)
+
+    async def _read_instead(self, name: str, path: str, refused: ServerRefused) -> Any:
+        """Have the server read a version that it did not fetch, and all later ones; where it cannot, it fetches again."""
+        try:
+            answer = await self.server.request(self.dialect.load(name, path), self.clocks.load)
+        except ServerRefused as error:
+            if self.dialect.known(error.status, error.detail):
+                raise
+            raise refused from None
+        reason = _NO_EXTENSION if self.dialect.missing(refused.status, refused.detail) else refused.detail
+        self.from_files = f"{self.url} reads versions from files and does not fetch them: {reason}"
+        _log.warning("%s", self.from_files)
+        return answer
 
     async def unload(self, name: str) -> None:
         """Unload a version; one that is not there is fine.

@@ -16,7 +16,7 @@ from motet.errors import ConfigError
 from motet.rollout.in_vllm.motet_vllm import PREFIX
 from motet.rollout.shipping import packed
 
-_SECONDS = 60.0
+_SECONDS = 15.0
 """After which a worker that reads nothing is let go."""
 
 
@@ -41,16 +41,16 @@ class VersionServer:
                 "with rollout.publish_by=tensors, servers on other hosts fetch versions over the network, and nobody else may: "
                 "start them with a key in VLLM_API_KEY, and name the variable that holds it here in rollout.api_key_env"
             )
-        self._starting = Lock()
+        self._starting, self._packing = Lock(), Lock()
         self._http: ThreadingHTTPServer | None = None
 
     def location(self, name: str, server: str) -> str:
         """What a server is given in place of a version's path; it packs the version, which takes time."""
-        _, digest = packed(str(self._directory / name))
+        with self._packing:
+            _, digest = packed(str(self._directory / name))
         with self._starting:
             if self._http is None:
-                self._http = ThreadingHTTPServer((self._host, 0), functools.partial(_Handler, self._answer))
-                self._http.daemon_threads = True
+                self._http = _Server((self._host, 0), functools.partial(_Handler, self._answer))
                 Thread(target=self._http.serve_forever, args=(0.05,), name="version server", daemon=True).start()
         host = self._host or _address_towards(server)
         return f"{PREFIX}http://{host}:{self._http.server_port}/versions/{name}#{digest}"
@@ -70,10 +70,18 @@ class VersionServer:
         try:
             names = [version.name for version in self._directory.iterdir() if not version.name.startswith(".")]
             if folder == "versions" and name in names:
-                return 200, packed(str(self._directory / name))[0]
+                with self._packing:
+                    return 200, packed(str(self._directory / name))[0]
         except OSError:  # it went meanwhile
             pass
         return 404, b"there is no such version, or nobody may ask for it any more"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing: a worker that hung up asks again, or says in its own log that it has given up."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -9,7 +9,8 @@ from motet import seeds
 from motet.runtime.slots import FREE, Claim, Rule
 
 TURN_SECONDS = 60.0
-"""How long a slot is kept, about, by a tenant that is no more entitled to it than one that waits."""
+"""By how much a tenant may get ahead of one that is entitled to as much: a turn goes from one behind to one ahead, and takes
+two of these at least."""
 LOOK_SECONDS = 6.0
 """How often it is worth to look whether a turn is over."""
 
@@ -52,10 +53,13 @@ class SlotTurns:
         there = {claim.tenant for claim in (*running, *queued)}
         before = [had[tenant] for tenant in there if tenant in had]
         least = min(before, default=0.0)
-        floor = max(before, default=0.0) - 2 / min((rules.get(tenant, FREE).share for tenant in there), default=1.0)
+        most = max(before, default=0.0)
         late = len(there) / max(1, slots) if self._host else 0.0
         self.had = {
-            tenant: max(had[tenant] if tenant in had else least + late * self._part_of_round(tenant), floor)
+            tenant: max(
+                had[tenant] if tenant in had else least + late * self._part_of_round(tenant),
+                most - 2 / rules.get(tenant, FREE).share,
+            )
             for tenant in there
         }
         self._wanted = bool(queued)

@@ -33,9 +33,8 @@ class Rule:
 
 
 FREE = Rule()
-
-
 NOTHING: Mapping[str, float] = {}
+"""No turns that were had."""
 
 
 def admitted(
@@ -83,9 +82,10 @@ def preempted_for_share(
 ) -> str | None:
     """The running job to preempt, so that tenants have slots by their shares; None where nobody has to give way.
 
-    It is the job that came last among those of the lowest priority of the tenant with the most slots for its share. Nobody
-    gives way to a lower priority, and only where the other has still fewer slots for its share afterwards, or as many. Turns
-    that a tenant has had count as slots: where there are fewer slots than tenants, or they do not divide, they go around.
+    It is the job that came last among those of the lowest priority of the tenant with the most slots for its share, of those
+    that may give way: nobody does to a lower priority, to a tenant with as many slots for its share, or where the other would
+    have more afterwards. Turns that a tenant has had count as slots: where there are fewer slots than tenants, or they do not
+    divide, they go around.
 
     Args:
         queued: jobs that wait, in the order they came.
@@ -101,12 +101,16 @@ def preempted_for_share(
     if not able:
         return None
     asks = min(able, key=lambda claim: _queue_key(claim, held, rules, had))
-    richest = max(held, key=lambda tenant: _part(tenant, held[tenant], rules, had))
-    after = _part(richest, held[richest] - 1, rules, had)
-    if richest == asks.tenant or _part(asks.tenant, held[asks.tenant] + 1, rules, had) > after:
+    most = _effective_priority(asks, rules)
+    gives = [each for each in running if each.tenant != asks.tenant and _effective_priority(each, rules) <= most]
+    if not gives:
         return None
-    lowest = min(reversed([claim for claim in running if claim.tenant == richest]), key=lambda claim: claim.priority)
-    return lowest.job if _effective_priority(lowest, rules) <= _effective_priority(asks, rules) else None
+    richest = max((each.tenant for each in gives), key=lambda tenant: _part(tenant, held[tenant], rules, had))
+    if _part(asks.tenant, held[asks.tenant], rules) >= _part(richest, held[richest], rules):
+        return None  # it has as many for its share now: turns that were had move no slot between the two
+    if _part(asks.tenant, held[asks.tenant] + 1, rules, had) > _part(richest, held[richest] - 1, rules, had):
+        return None
+    return min(reversed([each for each in gives if each.tenant == richest]), key=lambda each: each.priority).job
 
 
 def preempted_if_idle(
@@ -155,7 +159,7 @@ def _queue_key(
     return -_effective_priority(claim, rules), part, -claim.priority
 
 
-def _part(tenant: str, slots: int, rules: Mapping[str, Rule], had: Mapping[str, float]) -> float:
+def _part(tenant: str, slots: int, rules: Mapping[str, Rule], had: Mapping[str, float] = NOTHING) -> float:
     """A tenant's part if it holds so many slots for a turn: those and what it has had, per share."""
     return slots / rules.get(tenant, FREE).share + had.get(tenant, 0.0)
 

@@ -9,6 +9,7 @@ vLLM has an environment of its own. So this folder alone is put on its PYTHONPAT
 from __future__ import annotations
 
 import hashlib
+import http.client
 import io
 import json
 import logging
@@ -41,6 +42,8 @@ def fetch(location: str, key: str | None) -> bytes:
         RuntimeError: it cannot be had, or is something else.
     """
     url, _, digest = location.removeprefix(PREFIX).partition("#")
+    if not url.startswith("http://"):
+        raise RuntimeError(f"{url} is no address that versions are fetched from")
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     problem = ""
@@ -55,7 +58,7 @@ def fetch(location: str, key: str | None) -> bytes:
         except urllib.error.HTTPError as error:
             error.close()
             raise RuntimeError(f"{url} answers {error.code} {error.reason}") from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             problem = str(error)
     raise RuntimeError(f"{url} cannot be fetched: {problem}")
 

@@ -86,13 +86,9 @@ def _limit(path: str) -> int:
     """Bytes of a body of a path that takes no files."""
     if path == _GRADIENT:
         return MOST_GRADIENT
-    return (
-        MOST_PROMPT
-        if path in _PROMPTS or path.startswith(_EPISODES)
-        else MOST_SCORES
-        if path.endswith(_SCORES)
-        else MOST
-    )
+    if path in _PROMPTS or path.startswith(_EPISODES):
+        return MOST_PROMPT
+    return MOST_SCORES if path.endswith(_SCORES) else MOST
 
 
 def _bounded(receive: Receive, limit: int, words: str) -> Receive:

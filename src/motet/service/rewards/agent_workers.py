@@ -7,6 +7,7 @@ anew under another name and another key, so that nothing that an earlier agent s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections import defaultdict, deque
@@ -211,10 +212,10 @@ class AgentWorkers(AttachedWorkers):
 
     # --- what agents ask --------------------------------------------------------------------------------------------------
 
-    def opens(self, name: str, key: str) -> bool:
-        """Whether a key is that of an episode."""
+    def owner(self, name: str, key: str) -> str:
+        """Whose worker has an episode, where the key is that of the episode; else empty."""
         one = self._open.get(name)
-        return one is not None and secrets.compare_digest(key.encode(), one.key.encode())
+        return one.owner if one is not None and secrets.compare_digest(key.encode(), one.key.encode()) else ""
 
     async def answer(self, name: str, key: str, question: m.AskEpisode) -> m.EpisodeAnswered:
         """What an agent is answered.
@@ -226,13 +227,14 @@ class AgentWorkers(AttachedWorkers):
         one = self._open.get(name)
         if one is None:
             raise Refusal(404, _OVER)
-        if not self.opens(name, key):
+        if not self.owner(name, key):
             raise Refusal(401, "the key is not that of this episode")
         one.calls += 1
         try:
-            async for answer in one.host.ask(question):
-                if isinstance(answer, m.EpisodeAnswered):
-                    return answer
+            async with contextlib.aclosing(one.host.ask(question)) as answers:
+                async for answer in answers:
+                    if isinstance(answer, m.EpisodeAnswered):
+                        return answer
         finally:
             if one.name == name:  # another lease counts its own
                 one.calls -= 1

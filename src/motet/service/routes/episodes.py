@@ -31,7 +31,7 @@ _MODEL_ROUTES = re.compile(r"/episodes/([^/]+)/v1/")
 def allows(request: Request, workers: AgentWorkers) -> bool:
     """Whether a request is for what the model answers in an episode, and brings its key."""
     named = _MODEL_ROUTES.match(request.url.path)
-    return named is not None and workers.opens(named[1], bearer(request))
+    return named is not None and workers.owner(named[1], bearer(request)) != ""
 
 
 @router.post("/v1/jobs/{job}/episodes/lease", response_model=EpisodeLease)
@@ -40,8 +40,8 @@ async def lease(
 ) -> Response:
     """Take episodes for an agent worker: wait until there are some, and hold them for so many seconds.
 
-    What the worker holds already is renewed. An episode that nobody is heard of any more is handed out again, under another
-    id and another key, and begins anew.
+    What the worker holds already is renewed. An episode whose worker is not heard of any more is handed out again, under
+    another id and another key, and begins anew.
     """
     leased, state, held = [], JobState(job.state), []
     if not state.final:
@@ -90,8 +90,8 @@ class EpisodeAnswers:
     async def __call__(self, episode: str, route: str) -> Response:
         """Ask the engine that has the episode."""
         request, key = self._request, bearer(self._request)
-        if self._workers.opens(episode, key):
-            self._access.count(f"episode {episode}")
+        if owner := self._workers.owner(episode, key):
+            self._access.count(f"episodes of {owner}")
         else:
             self._access.count_unknown(request)
         try:
