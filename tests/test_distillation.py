@@ -47,13 +47,20 @@ def student(name: str, teacher: Path | str, **fields: Any) -> dict[str, Any]:
         "algorithm": {"type": "distill", "teacher": str(teacher), "group_size": 8, "groups_per_step": 4},
         "sampling": {"max_tokens": 8},
         "adapter": {"rank": 8},
-        "optimizer": {"lr": 1e-2},
-        "steps": 12,
+        "optimizer": {"lr": 3e-3},
+        "steps": 6,
     }
     return {**job, **fields}
 
 
-def test_a_student_comes_nearer_to_its_teacher_alone_and_in_company(teacher: Path, tmp_path: Path) -> None:
+def test_a_student_comes_nearer_to_its_teacher(teacher: Path, tmp_path: Path) -> None:
+    assert run(tmp_path / "run", student("a", teacher, steps=36)).ok
+    losses = [line["loss"] for line in records(tmp_path / "run", "a")]
+    # on fresh samples the mean of log student − log teacher: their KL
+    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+
+
+def test_a_student_learns_the_same_in_company(teacher: Path, tmp_path: Path) -> None:
     other = {
         "name": "add",
         "data": {"source": "toy:add", "size": 32, "holdout": 0},
@@ -67,11 +74,8 @@ def test_a_student_comes_nearer_to_its_teacher_alone_and_in_company(teacher: Pat
     alone = run(tmp_path / "alone", student("a", teacher, steps=3))
     assert alone.ok
     assert run(tmp_path / "alone", student("a", teacher), accept_changes=True).ok  # in two parts
-    for found in (metrics, lambda path, name: weights(path, name, 12)):
+    for found in (metrics, lambda path, name: weights(path, name, 6)):
         assert found(tmp_path / "alone", "a") == found(tmp_path / "both", "a")
-    lines = records(tmp_path / "both", "a")
-    losses = [line["loss"] for line in lines]  # on fresh samples the mean of log student − log teacher: their KL
-    assert sum(losses[-3:]) < 0.6 * sum(losses[:3])
 
 
 def test_advantages_are_what_the_teacher_thinks_more() -> None:

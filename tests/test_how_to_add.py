@@ -64,8 +64,8 @@ class Counting(TorchTrainer):
 """
         },
         "launch.py",
-        "    from motet.training.torch_trainer import TorchTrainer\n\n    return TorchTrainer(",
-        "    from motet.training.counting import Counting\n\n    return Counting(",
+        "    from motet.training.torch_trainer import TorchTrainer\n\n    parking",
+        "    from motet.training.counting import Counting as TorchTrainer\n\n    parking",
     ),
     "A wire protocol": (
         {

@@ -269,9 +269,8 @@ class EngineClient:
     def _even_out(self) -> None:
         """Ask hosts to let jobs go until all are as even as they can be once those have moved."""
         while (move := moved(list(self._loads().values()))) is not None:
-            job = self._placed[move.job]
-            job.to = self.hosts[move.to]
-            job.host.send(m.ReleaseJob(move.job))
+            self._placed[move.job].to = self.hosts[move.to]
+            self._placed[move.job].host.send(m.ReleaseJob(move.job))
 
     def _loads(self) -> dict[int, HostLoad]:
         """Of the hosts that are there; jobs that are paused, and not by a rule that is lifted by itself, want no slot."""

@@ -70,8 +70,8 @@ class EngineServer:
             agents=None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes),
         )
         turns = SlotTurns("" if start.host is None else f"{start.host}")
-        slots, patience = config.engine.slots, start.patience_seconds
-        self.pipeline = Pipeline([], self._shared, slots, stays=True, max_idle=patience, turns=turns)
+        slots, max_idle = config.engine.slots, start.patience_seconds
+        self.pipeline = Pipeline([], self._shared, slots, stays=True, max_idle=max_idle, turns=turns)
         self._answers = Answers(self.base, self._shared, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()

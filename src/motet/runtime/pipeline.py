@@ -49,8 +49,7 @@ class Pipeline:
         self._turns = turns or SlotTurns()
         self._stays, self._timeouts = stays, IdleSlotTimeouts(max_idle)
         self.jobs = {job.name: job for job in jobs}
-        self._services = services
-        self._slots = slots
+        self._services, self._slots = services, slots
         self._loops: dict[str, Driver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pauses: dict[str, str] = {}
@@ -62,8 +61,7 @@ class Pipeline:
         """Jobs that were paused by the rule of their tenant and go on with it."""
         self._restarts: dict[str, int] = {}
         self._disk_gate = DiskSpaceGate()
-        self._stopping = False
-        self._closing = False
+        self._stopping = self._closing = False
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -123,7 +121,7 @@ class Pipeline:
         if name in self._tasks:
             self._stop_after_step(name, reason)
         elif job.state is JobState.QUEUED:
-            self._move(job, JobState.PAUSED, reason)
+            _move(job, JobState.PAUSED, reason)
         self._changed.set()
 
     def _stop_after_step(self, name: str, reason: str = "") -> None:
@@ -140,7 +138,7 @@ class Pipeline:
             if name in self._loops:
                 self._loops[name].go_on()
         elif name not in self._tasks and self.jobs[name].state in (JobState.PAUSED, JobState.FAILED):
-            self._move(self.jobs[name], JobState.QUEUED)
+            _move(self.jobs[name], JobState.QUEUED)
         self._obey(self.jobs[name])
         self._changed.set()
 
@@ -175,7 +173,7 @@ class Pipeline:
         if name in self._tasks:
             self._tasks[name].cancel()
         elif not self.jobs[name].state.final:
-            self._move(self.jobs[name], JobState.CANCELLED)
+            _move(self.jobs[name], JobState.CANCELLED)
         self._changed.set()
 
     # --- slots -------------------------------------------------------------------------------------------------------
@@ -193,29 +191,27 @@ class Pipeline:
         running = [_claim(self.jobs[name]) for name in self._tasks if name not in self._preempted]
         return running, self._slots - sum(self.jobs[name].config.slots for name in self._preempted)
 
-    def _holding(self) -> list[Claim]:
-        return [_claim(self.jobs[name]) for name in self._tasks]
-
     def _fill_slots(self) -> None:
-        fail_chained(self.jobs.values(), self._move)
+        fail_chained(self.jobs.values(), _move)
         claims = self._queued()
         if self._stopping:
             for claim in claims:
-                self._move(self.jobs[claim.job], JobState.PAUSED)
+                _move(self.jobs[claim.job], JobState.PAUSED)
             return
         running, slots = self._running()
-        self._turns.look(self._holding(), claims, self._slots, self._rules)
+        self._turns.look([_claim(self.jobs[name]) for name in self._tasks], claims, self._slots, self._rules)
         for name in admitted(claims, running, slots, self._rules, self._turns.had):
             job = self.jobs[name]
             self._disk_gate.forget(name)
-            self._move(job, JobState.RUNNING)
+            _move(job, JobState.RUNNING)
             task = self._tasks[name] = asyncio.create_task(self._run_job(job))
             task.add_done_callback(lambda task, job=job: self._never_began(job, task))  # type: ignore[misc]
             running.append(_claim(job))
         claims = [claim for claim in claims if claim.job not in self._tasks]
-        self._turns.hold(self._holding())
-        had = self._turns.had
-        preempted = None if self._preempted else preempted_for_share(claims, running, slots, self._rules, had)
+        self._turns.hold([_claim(self.jobs[name]) for name in self._tasks])
+        preempted = (
+            None if self._preempted else preempted_for_share(claims, running, slots, self._rules, self._turns.had)
+        )
         if preempted is not None and preempted not in self._pauses:
             self._preempted.add(preempted)
             self._stop_after_step(preempted)
@@ -228,17 +224,16 @@ class Pipeline:
             state = await loop.run()
             if job.progress.spent:
                 self._held.discard(job.name)
-            preempted = job.name in self._preempted
-            self._move(job, *_outcome(job, state, self._pauses.get(job.name, ""), preempted=preempted))
+            _move(job, *_outcome(job, state, self._pauses.get(job.name, ""), preempted=job.name in self._preempted))
         except asyncio.CancelledError:
             if not self._closing:  # a run that is torn down leaves its jobs as they are: they go on next time
-                self._move(job, JobState.CANCELLED, f"cancelled after step {job.progress.step}")
+                _move(job, JobState.CANCELLED, f"cancelled after step {job.progress.step}")
         except DeviceError as error:
             self._restart(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
             blocked = self._stays and is_full(error)
             message = self._disk_gate.block(job.name, job.directory) if blocked else _reason(job, error)
-            self._move(job, JobState.QUEUED if blocked else JobState.FAILED, message)
+            _move(job, JobState.QUEUED if blocked else JobState.FAILED, message)
         finally:
             self._release(job)
 
@@ -246,7 +241,7 @@ class Pipeline:
         """A task that is cancelled before its first line runs neither that line nor its `finally`."""
         if self._tasks.get(job.name) is task:
             if not self._closing:
-                self._move(job, JobState.CANCELLED, "cancelled before it began")
+                _move(job, JobState.CANCELLED, "cancelled before it began")
             self._release(job)
 
     def _release(self, job: Job) -> None:
@@ -261,14 +256,7 @@ class Pipeline:
         restarts = self._restarts[job.name] = self._restarts.get(job.name, 0) + 1
         again = (JobState.QUEUED, f"taken up again from the last commit: {error}")
         failed = (JobState.FAILED, f"{error} (after {MAX_RESTARTS} new starts from the last commit)")
-        self._move(job, *(failed if restarts > MAX_RESTARTS else again))
-
-    def _move(self, job: Job, state: JobState, message: str = "") -> None:
-        """Change a job's state; what its own disk has no room for is its own business."""
-        try:
-            job.move(state, message)
-        except RunError as error:  # a full disk: the state holds here, and the next process starts from the last commit
-            job.progress.message = f"{message} ({error})" if message else str(error)
+        _move(job, *(failed if restarts > MAX_RESTARTS else again))
 
     async def _poll(self) -> None:
         """Look after those that wait, and obey what another process tells one job of this run."""
@@ -286,14 +274,21 @@ class Pipeline:
         steps = {name: self.jobs[name].progress.step for name in self._loops}
         waiting = {n for n, loop in self._loops.items() if self._timeouts.expired(n, steps[n], waits=loop.waits)}
         running, slots = self._running()
-        if (
-            preempted := preempted_if_idle(self._queued(), running, waiting, slots, self._rules, self._turns.had)
-        ) is not None:
+        preempted = preempted_if_idle(self._queued(), running, waiting, slots, self._rules, self._turns.had)
+        if preempted is not None:
             self._preempted.add(preempted)
             self._timeouts.preempted(preempted, steps[preempted])
             self.jobs[preempted] = self.jobs.pop(preempted)  # to the end of the queue
         for name in waiting & {*self._pauses, *([] if preempted is None else [preempted])}:
             self._loops[name].rest()
+
+
+def _move(job: Job, state: JobState, message: str = "") -> None:
+    """Change a job's state; what its own disk has no room for is its own business."""
+    try:
+        job.move(state, message)
+    except RunError as error:  # a full disk: the state holds here, and the next process starts from the last commit
+        job.progress.message = f"{message} ({error})" if message else str(error)
 
 
 def driver_of(job: Job) -> type[Driver]:
