@@ -438,7 +438,7 @@ def test_the_list_and_a_row_that_is_not_there(capsys: pytest.CaptureFixture[str]
 # --- Motet ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_motet_alone_on_a_tiny_base(tmp_path: Path) -> None:
     """The path that a GPU takes: workers, limits, rows, profile and page, end to end."""
     assert main(["--shape", "tiny", "--repeats", "1", "--out", str(tmp_path)]) == 0

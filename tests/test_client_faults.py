@@ -50,7 +50,9 @@ def test_a_stream_that_is_left_is_closed_and_the_client_goes_on() -> None:
             break
         stream = client.events("x", follow=True)
         assert next(stream).id == 1
-        threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+        main = threading.main_thread().ident  # where a terminal's Ctrl-C arrives
+        assert main is not None
+        threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             next(stream)
         assert next(client.events("x", follow=True)).id == 1

@@ -44,8 +44,10 @@ def run(scenario, workers=1):
             await pool.close()
 
     before = set(psutil.Process().children(recursive=True))
+    gc.freeze()  # what was there before is not looked through
     result = asyncio.run(main())
     gc.collect()  # an unclosed transport would warn here
+    gc.unfreeze()
     assert set(psutil.Process().children(recursive=True)) <= before
     return result
 

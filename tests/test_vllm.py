@@ -114,6 +114,7 @@ def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) 
     assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
 
 
+@pytest.mark.soak
 def test_versions_come_through_an_agent_and_are_found_by_name(
     small: Any, server: Launched, place: Path, tmp_path: Path
 ) -> None:
