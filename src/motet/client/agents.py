@@ -136,11 +136,20 @@ class AgentWorker:
                 result = {"reward": returned.reward, "rewards": returned.rewards or None, "late": returned.late}
                 result["error"] = returned.error[:4000]
             self._handing_in.add(episode.id)
-            results = {"results": [{**result, "id": episode.id}]}
-            await self._client._patiently(Counted, "POST", f"{path}/results", json=results)
+            try:
+                await self._hand_in(path, episode.id, result)
+            except ServiceError as error:
+                if error.status not in (413, 422):
+                    raise
+                result = {"error": f"the service refuses what the agent returned: {error}"[:4000]}
+                await self._hand_in(path, episode.id, result)
         finally:
             self._handing_in.discard(episode.id)
             self.open -= 1
         self.returned += not result["error"]
         self.failed += bool(result["error"])
         self.reason = result["error"] or self.reason
+
+    async def _hand_in(self, path: str, episode: str, result: dict[str, Any]) -> None:
+        results = {"results": [{**result, "id": episode}]}
+        await self._client._patiently(Counted, "POST", f"{path}/results", json=results)

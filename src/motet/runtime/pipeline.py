@@ -312,10 +312,8 @@ def _outcome(job: Job, state: JobState, reason: str, *, preempted: bool) -> tupl
     """
     done = f"after step {job.progress.step}"
     if state is JobState.QUEUED:
-        return (
-            state,
-            f"gave its slot away {done} because it waited for scores or for its client; goes on when one is free",
-        )
+        waited = "it waited for scores, for an agent or for its client"
+        return state, f"gave its slot away {done} because {waited}; goes on when one is free"
     if state is not JobState.PAUSED:
         return state, ""
     if job.progress.spent:
