@@ -141,6 +141,21 @@ def test_what_cannot_be_fetched_is_read_and_what_neither_way_works_is_an_error(t
         assert any("answers 401" in note for note in workshop.notes), "the run does not say why"
 
 
+def test_a_server_goes_on_fetching_where_files_do_not_help(tmp_path: Path) -> None:
+    async def test(engine: ServerEngine) -> None:
+        await engine.ready()
+        with pytest.raises(EngineError, match="rank"):
+            await publish(engine, too_high, 0, "high")
+        assert engine.fleet.notes() == []
+        ref = await publish(engine, trainer, 0)
+        assert await collect(engine, request(ref)) == await in_process(request(ref), trainer)
+        assert (await asyncio.to_thread(paths, server))[ref.served_name].startswith(PREFIX)
+
+    trainer, too_high = trainer_of("job"), trainer_of("high", rank=32)
+    with ProtocolServer("vllm", FETCHES) as server:
+        drive(engine_of([server], tmp_path), test)
+
+
 def test_nothing_but_a_version_is_handed_out_and_nothing_else_is_taken_for_it(tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
     adapter_directory(tmp_path / "served", "a-v0")
