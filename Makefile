@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 TRITON := triton==3.9.0
@@ -69,7 +69,7 @@ agents: $(VENV)/.installed-dev  ## make .envs/agents and .envs/mini with package
 	@$(BIN)/python -m bench.speed.envs agents mini
 
 .PHONY: test
-test: lint vllm tinker agents  ## lint, then every test that this machine can run, in parallel (WORKERS=2)
+test: lint vllm tinker agents  ## lint, then every test that this machine can run, in parallel (WORKERS=3)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
