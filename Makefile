@@ -70,7 +70,7 @@ agents: $(VENV)/.installed-dev  ## make .envs/agents and .envs/mini with package
 
 .PHONY: test
 test: lint vllm tinker agents  ## lint, then every test that this machine can run, in parallel (WORKERS=3)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, ten thousand requests to a service, a thousand publishes on a real vLLM (an hour or two)

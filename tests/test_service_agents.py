@@ -19,7 +19,7 @@ import motet
 from tests.service_run import Json, Service, serving
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("service")]
+pytestmark = pytest.mark.slow
 
 CONFIG = """
 engine: {samplers: 0, threads: 1, slots: 1, dtype: float32}

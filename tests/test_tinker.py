@@ -13,8 +13,6 @@ import pytest
 from tests.service_run import Service
 from tests.tinker_run import ROOT, job_of, run_script, tinker_python
 
-pytestmark = pytest.mark.xdist_group("tinker")
-
 
 @pytest.fixture
 def service(tinker_service: Service) -> Service:

@@ -16,8 +16,6 @@ from tests.cases import few
 from tests.service_run import Service, serving, tiny
 from tests.tinker_run import Script, job_of, run_script
 
-pytestmark = pytest.mark.xdist_group("tinker")
-
 
 @pytest.fixture(scope="module")
 def alone(tinker_service: Service) -> tuple[Any, dict[str, bytes]]:

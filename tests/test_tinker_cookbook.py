@@ -19,7 +19,6 @@ from tests.tinker_run import ROOT, job_of, tinker_python
 ARITHMETIC = ("tinker_cookbook.recipes.math_rl.train", "env=arithmetic", "loss_fn=importance_sampling", "max_tokens=6")
 SUPERVISED = ("tinker_cookbook.recipes.chat_sl.train", "train_on_what=last_assistant_message", "max_length=256")
 KILLS = 20
-pytestmark = pytest.mark.xdist_group("tinker")
 
 
 @pytest.fixture

@@ -24,9 +24,6 @@ ROWS = {
 """What `tinker_scripts.releases` tries, and how the page says it."""
 
 
-pytestmark = pytest.mark.xdist_group("tinker")
-
-
 @pytest.fixture
 def service(tinker_service: Service) -> Service:
     return tinker_service

@@ -31,7 +31,7 @@ from tests.node_agents import node_agent
 from tests.service_run import Service, serving, tiny
 from tests.vllm_server import launch, vllm_python, vllm_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.slow
 KEY = "MOTET_TEST_VLLM_KEY"
 FLOAT32_GAP = 5e-4
 """Largest |trainer − sampler| logprob in float32: sums of a few hundred terms in another order, through 30 layers."""
