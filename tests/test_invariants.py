@@ -143,6 +143,7 @@ def test_staleness_and_honest_versions(base: Any, tmp_path: Path, rewards: Path,
     assert fingerprint(tmp_path / "alone" / "lagging") == fingerprint(tmp_path / "company" / "lagging")
 
 
+@pytest.mark.soak
 def test_opposite_rewards_all_learn(tmp_path: Path, rewards: Path) -> None:
     """Four jobs that pull in different directions on one base all get their way."""
     wanted = {
