@@ -111,10 +111,7 @@ class AdapterLayout:
 
     def least_expert_rows(self, dtype: torch.dtype) -> int:
         """Rows that an adapter's part of an expert's product must have at least."""
-        return max(
-            max(least_rows(place.n_in, place.width, dtype), least_rows(self.rank, place.n_out, dtype))
-            for place in self.experts
-        )
+        return max(least_rows(*shape, dtype) for shape in self._expert_shapes)
 
     def least_rows(self, dtype: torch.dtype) -> int:
         """Rows that each adapter's part of a batched product must have at least."""
@@ -127,9 +124,16 @@ class AdapterLayout:
 
     @functools.cached_property
     def _shapes(self) -> set[tuple[int, int]]:
-        """Inputs and outputs of its products."""
+        """Inputs and outputs of its products; few, because layers are alike."""
         a = {(place.n_in, group.width) for group in self.fused for _, place in group.members}
         return a | {(self.rank, place.n_out) for place in self.places}
+
+    @functools.cached_property
+    def _expert_shapes(self) -> set[tuple[int, int]]:
+        """The same of its products with experts, each of which asks for them in every pass."""
+        return {(place.n_in, place.width) for place in self.experts} | {
+            (self.rank, place.n_out) for place in self.experts
+        }
 
     def matrices(self, flat: Tensor) -> dict[str, LoraMatrices]:
         """By leader, and those of experts by path, as views of flat [..., size]."""
