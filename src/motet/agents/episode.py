@@ -118,7 +118,9 @@ class AgentEpisode:
         turn = seeds.key(digest, "call", number)
         chunk = await self._sampled(prompt, turn, limits)
         calls = tool_calls(chunk.text) if tools and chunk.finish_reason is not FinishReason.LENGTH else ()
-        call = AgentCall(f"{turn:016x}", parent, seen, new, prompt, read, chunk, calls, number, limits.train and not limits.grammar)
+        call = AgentCall(
+            f"{turn:016x}", parent, seen, new, prompt, read, chunk, calls, number, limits.train and not limits.grammar
+        )
         if not self.closed:
             (self._roots if parent is None else parent.children).append(call)
             key = (*_keys(messages), _key(Message("assistant", call.text, calls)), _tools_key(tools))

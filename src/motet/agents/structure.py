@@ -26,13 +26,17 @@ def grammar_of(asked: Any, *, tools: bool) -> str:
     elif kind == "json_schema":
         schema = (asked.get("json_schema") or asked).get("schema")
     else:
-        raise EpisodeRefusal(f"response_format: type {kind!r} is not known here; it is text, json_object or json_schema")
+        raise EpisodeRefusal(
+            f"response_format: type {kind!r} is not known here; it is text, json_object or json_schema"
+        )
     if not isinstance(schema, dict):
         raise EpisodeRefusal(f"response_format: json_schema must have a `schema`, an object, not {schema!r:.80}")
     try:
         from llguidance import LLMatcher
     except ImportError as error:
-        raise EpisodeRefusal("response_format needs llguidance, which is not installed: pip install 'motet[serve]'") from error
+        raise EpisodeRefusal(
+            "response_format needs llguidance, which is not installed: pip install 'motet[serve]'"
+        ) from error
     answer = json.dumps({"x-guidance": _SPACES, **schema})
     grammar: str = LLMatcher.grammar_from_lark(
         f'start: answer | CALL\nanswer: %json {answer}\nCALL: "<tool_call>" /(.|\\n)*/'

@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers` (0.4), run as agents: `environment: {name: motet.agents.verifiers:run, args: {env: …}}`.
+"""Environments of the package `verifiers` (0.4) as agents: `environment: {name: motet.agents.verifiers:run, args: {env: …}}`.
 
 `python -m motet.agents.verifiers '{"taskset": {"id": "NAME"}}' > data.jsonl` writes an environment's tasks as rows of data.
 """
@@ -32,7 +32,7 @@ async def run(problem: Problem, base_url: str, api_key: str, env: Mapping[str, A
         episode = await environment.run_episode(task, ModelContext(model="job", client=client))
     errors = [error.message for one in (episode, *episode.traces) for error in one.errors]
     if not episode.ok:
-        raise RuntimeError(f"{errors[-1] if errors else 'it ended early'}")
+        raise RuntimeError(errors[-1] if errors else "the environment says that the episode failed")
     for trace in episode.traces:
         if not trace.agent.trainable and _answered_here(trace.agent.config, client):
             raise RuntimeError(

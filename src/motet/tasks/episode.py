@@ -140,7 +140,9 @@ def extended(
         token_ids=np.concatenate([last.token_ids, read, chunk.token_ids]).astype(np.int32),
         loss_mask=np.concatenate([last.loss_mask, np.zeros(len(read), np.bool_), own]),
         logprobs=np.concatenate([last.logprobs, nothing, np.where(own, chunk.logprobs, 0)]).astype(np.float32),
-        versions=np.concatenate([last.versions, np.full(len(read), -1), np.where(own, chunk.versions, -1)]).astype(np.int32),
+        versions=np.concatenate([last.versions, np.full(len(read), -1), np.where(own, chunk.versions, -1)]).astype(
+            np.int32
+        ),
     )
     error = rollout.error
     if reason is FinishReason.ERROR:
