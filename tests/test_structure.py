@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -67,7 +66,10 @@ def test_answers_keep_to_their_schema_and_those_beside_them_have_the_bits_that_t
     kept, beside = completed(engine, bound, free)
     for chunk in kept:
         assert chunk.finish_reason is FinishReason.STOP, chunk
-        jsonschema.validate(json.loads(chunk.text), SCHEMA)
+        answer = json.loads(chunk.text)
+        assert sorted(answer) == ["answer", "sure"]
+        assert 0 <= answer["answer"] <= 99
+        assert answer["sure"] in (True, False)
         assert np.isfinite(chunk.logprobs).all()
         assert (chunk.logprobs <= 0).all()
     assert len({chunk.text for chunk in kept}) > 1, "it is drawn, not the one likeliest"

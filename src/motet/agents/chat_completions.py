@@ -14,7 +14,7 @@ from motet.errors import EpisodeRefusal
 from motet.tasks.chat import Chat
 from motet.types import FinishReason, Message, ToolCall
 
-_UNSUPPORTED = {"logit_bias": ({},), "audio": (), "functions": ()}
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"logit_bias": ({},), "audio": (), "functions": ()}
 """Fields that would change what is sampled, and the values of theirs that do not."""
 
 

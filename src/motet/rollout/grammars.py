@@ -65,7 +65,8 @@ class Grammars:
     def _make_tokenizer(self, ends: tuple[int, ...]) -> Any:
         from llguidance.hf import from_tokenizer
 
+        tokenizer: Any = self._info.tokenizer
         try:
-            return from_tokenizer(self._info.tokenizer, self._info.vocab_size, list(ends) or None)
+            return from_tokenizer(tokenizer, self._info.vocab_size, list(ends) or None)
         except ValueError as error:
             raise EngineError(f"this base's tokenizer cannot keep to a grammar: {error}") from error
