@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,8 +57,8 @@ def started(name: str, tmp_path: Path, script: Script) -> tuple[AgentEpisode, in
     variables = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
     if where == "verifiers":  # what ships with Motet is what is tried
         variables["PYTHONPATH"] = str(ROOT / "src")
-        if name.endswith("null"):  # its program's packages are fetched once
-            variables["HOME"] = os.environ["HOME"]
+    if name.endswith("null"):  # its program's packages are fetched, once
+        variables = {**os.environ, **variables, "HOME": os.environ["HOME"]}
 
     async def main() -> tuple[AgentEpisode, int, str, str]:
         gateway = Gateway()
@@ -112,3 +114,33 @@ def test_one_that_would_be_trained_all_the_same_fails_the_episode(tmp_path: Path
     _, status, _, wrong = started("verifiers_user_sim_trained", tmp_path, Script(lambda *_: next(answers)))
     assert status == 1
     assert "its agent 'user' is not trainable, and is answered by the adapter that is trained" in wrong
+
+
+@pytest.mark.soak
+def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
+    [packages] = (ENVS / "verifiers" / "lib").glob("python*/site-packages")
+    variables = {**os.environ, "PYTHONPATH": f"{packages}:{Path(__file__).parent}"}
+    role = {"harness": {"id": "sums_taskset"}, "runtime": {"type": "subprocess"}}
+    env = {"taskset": {"id": "sums_taskset"}, "agent": role}
+
+    def motet(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    rows = motet("motet.agents.verifiers", json.dumps(env))
+    (tmp_path / "sums.jsonl").write_text(rows)
+    job = {
+        "name": "sums", "data": {"source": "sums.jsonl", "holdout": 0}, "steps": 2, "sampling": {"max_tokens": 6},
+        "environment": {"name": "motet.agents.verifiers:run", "args": {"env": env}, "wall_seconds": 600},
+        "algorithm": {"group_size": 4, "groups_per_step": 2},
+    }  # fmt: skip
+    (tmp_path / "jobs.json").write_text(
+        json.dumps({"base": "small", "run": "out", "engine": {"samplers": 0}, "jobs": [job]})
+    )
+    motet("motet", "run", "jobs.json")
+    lines = [json.loads(line) for line in (tmp_path / "out/sums/metrics.jsonl").read_text().splitlines()]
+    assert [line["failed"] for line in lines if "loss" in line] == [0, 0]
+    assert {line["logprob_gap"] for line in lines if line.get("tokens")} == {0.0}
