@@ -114,6 +114,7 @@ def test_both_routes_of_openai_ask_for_the_same():
     assert chat.limits.grammar == responses.limits.grammar != ""
     assert "tool_call" in ChatRequest(**words, response_format=FORMAT, tools=[TOOL]).limits.grammar
     assert ChatRequest(**words, response_format={"type": "text"}).limits == CallLimits()
+    assert ChatRequest(**words, train=False).limits == CallLimits(train=False)
     assert ResponsesRequest(input="hi", text={"format": {"type": "text"}, "verbosity": "low"}).limits == CallLimits()
 
 
