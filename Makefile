@@ -65,8 +65,8 @@ tinker: $(VENV)/.installed-dev  ## make .envs/tinker… with the newest and the 
 	@$(BIN)/python -m bench.speed.envs tinker tinker-0.25.0
 
 .PHONY: agents
-agents: $(VENV)/.installed-dev  ## make .envs/agents and .envs/mini with packages that agents are written on, which tests train (two minutes)
-	@$(BIN)/python -m bench.speed.envs agents mini
+agents: $(VENV)/.installed-dev  ## make .envs/agents, .envs/mini and .envs/verifiers with packages that agents are written on, which tests train (three minutes)
+	@$(BIN)/python -m bench.speed.envs agents mini verifiers
 
 .PHONY: test
 test: lint vllm tinker agents  ## lint, then every test that this machine can run, in parallel (WORKERS=3)

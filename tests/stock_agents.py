@@ -114,6 +114,31 @@ async def mini_swe_agent(url, key):
     return agent.run(QUESTION)["submission"]
 
 
+async def verifiers(url, key, harness="sums_taskset", **env):
+    """Through the agent that ships with Motet."""
+    from motet.agents.verifiers import rows, run
+    from motet.types import Problem
+
+    role = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
+    env = {"taskset": {"id": "sums_taskset"}, **(env or {"agent": role})}
+    row, *_ = rows(env, 1)
+    return f"{row['task']['answer']}: {await run(Problem(0, (), '', row), url, key, env)}"
+
+
+async def verifiers_null(url, key):
+    return await verifiers(url, key, harness="null")
+
+
+async def verifiers_user_sim(url, key, **user):
+    role = {"harness": {"id": "sums_taskset"}, "runtime": {"type": "subprocess"}}
+    user = {**role, "sampling": {"train": False}, **user}
+    return await verifiers(url, key, id="user-sim", assistant=role, user=user)
+
+
+async def verifiers_user_sim_trained(url, key):
+    return await verifiers_user_sim(url, key, sampling={})
+
+
 if __name__ == "__main__":
     name, url, key = sys.argv[1:]
     print(asyncio.run(globals()[name](url, key)))

@@ -319,7 +319,8 @@ def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format: is not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias: is not supported"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}, "type: objekt"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "is no text"),
     ],
@@ -458,12 +459,15 @@ stock = openai.AsyncOpenAI(api_key="none")
 async def run(problem, base_url, api_key):
     messages = [{"role": one.role, "content": one.content} for one in problem.messages]
     client = stock.with_options(base_url=base_url, api_key=api_key)
-    async def turn(words):
-        said = await client.chat.completions.create(model="any", messages=words)
+    async def turn(words, **more):
+        said = await client.chat.completions.create(model="any", messages=words, **more)
         return said.choices[0].message.content
     first, second = await asyncio.gather(turn(messages), turn([{"role": "system", "content": "Add."}, *messages]))
     again = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "Are you sure?"}]
     last = await turn(again)
+    doubt = await turn([*again, {"role": "assistant", "content": last}, {"role": "user", "content": "?"}], response_format=
+        {"type": "json_schema", "json_schema": {"name": "doubt", "schema": {"enum": [True, False]}}})
+    assert doubt in ("true", "false"), doubt
     return sum(len(set(text)) for text in (first, second, last))
 """
 

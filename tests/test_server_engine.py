@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from motet.errors import EngineError
 from motet.model.fake import FakePolicy
 from motet.rollout.server import Demand, ServerEngine
+from motet.types import SamplingParams
 from tests.protocol_server import ProtocolServer, Setup
 from tests.server_run import (
     PROBE,
@@ -213,6 +215,10 @@ def test_requests_that_cannot_be(tmp_path: Path) -> None:
             (request(prompt=()), "empty prompt or no seeds"),
             (request(seeds=()), "empty prompt or no seeds"),
             (request(prompt=(1, 97)), "outside the base's vocabulary of 97"),
+            (
+                replace(request(), sampling=SamplingParams(grammar="start: /a/")),
+                "leave it out, or sample on the embedded engine",
+            ),
         ):
             with pytest.raises(EngineError, match=told):
                 await collect(engine, asked)

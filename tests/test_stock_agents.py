@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,8 @@ from tests.captured import check_captured, none_scored
 from tests.cases import few
 from tests.scripted_model import CHAT, Script
 
-ENVS = Path(__file__).resolve().parents[1] / ".envs"
+ROOT = Path(__file__).resolve().parents[1]
+ENVS = ROOT / ".envs"
 TOOL = '<tool_call>{"name": "add_numbers",  "arguments": {"b": 3, "a": 2}}</tool_call>'
 FINAL = '<tool_call>{"name": "final_answer", "arguments": {"answer": "5"}}</tool_call>'
 CODE = "Thought: I add.\n<code>\nfinal_answer(add_numbers(2, 3))\n</code>"
@@ -33,22 +37,30 @@ AGENTS = {
     "smolagents": (TOOL, FINAL),
     "smolagents_code": (CODE,),
     "mini_swe_agent": (f"<tool_call>{BASH}</tool_call>",),
+    "verifiers": ("It is 5.",),
+    "verifiers_null": ("It is 5.",),
 }
 """What the model says, turn by turn."""
 EVERY_TIME = ("openai_agents_chat_streamed", "pydantic_ai", "langgraph", "smolagents", "mini_swe_agent")
 REWRITE = frozenset({"smolagents"})
 """Those that write their own turns anew, so that each call begins a branch."""
+ENVIRONMENTS = {"mini_swe_agent": "mini", "verifiers": "verifiers"}
+"""Where packages are installed, by the beginnings of names; `agents` has all others."""
 
 
-@pytest.mark.parametrize("name", few(AGENTS, *EVERY_TIME))
-def test_an_agent_of_a_stock_package_is_captured_token_by_token(name: str, tmp_path: Path) -> None:
-    python = ENVS / ("mini" if name == "mini_swe_agent" else "agents") / "bin" / "python"
+def started(name: str, tmp_path: Path, script: Script) -> tuple[AgentEpisode, int, str, str]:
+    """An agent's episode once its process has ended, with its exit status and what it wrote."""
+    where = next((one for begins, one in ENVIRONMENTS.items() if name.startswith(begins)), "agents")
+    python = ENVS / where / "bin" / "python"
     if not python.is_file():
         pytest.skip("needs the environments of stock agents: make agents")
-    answers = iter(AGENTS[name])
-    script = Script(lambda *_: next(answers))
+    variables = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    if where == "verifiers":  # what ships with Motet is what is tried
+        variables["PYTHONPATH"] = str(ROOT / "src")
+    if name.endswith("null"):  # its program's packages are fetched, once
+        variables = {**os.environ, **variables, "HOME": os.environ["HOME"]}
 
-    async def main() -> tuple[AgentEpisode, str]:
+    async def main() -> tuple[AgentEpisode, int, str, str]:
         gateway = Gateway()
         gateway.open()
         context = GroupContext(Problem(0, (Message("user", "x"),), ""), CHAT, 1, script, none_scored, judged=False)
@@ -57,18 +69,78 @@ def test_an_agent_of_a_stock_package_is_captured_token_by_token(name: str, tmp_p
             with gateway.serving(episode) as (url, key):
                 process = await asyncio.create_subprocess_exec(
                     python, Path(__file__).with_name("stock_agents.py"), name, url, key,
-                    stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                    cwd=tmp_path, env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+                    stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=tmp_path, env=variables,
                 )  # fmt: skip
                 out, err = await process.communicate()
-                assert process.returncode == 0, err.decode()[-2000:]
-            return episode, out.decode()
+            return episode, process.returncode or 0, out.decode(), err.decode()
         finally:
             await gateway.close()
 
-    episode, printed = asyncio.run(main())
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", few(AGENTS, *EVERY_TIME))
+def test_an_agent_of_a_stock_package_is_captured_token_by_token(name: str, tmp_path: Path) -> None:
+    answers = iter(AGENTS[name])
+    script = Script(lambda *_: next(answers))
+    episode, status, printed, wrong = started(name, tmp_path, script)
+    assert status == 0, wrong[-2000:]
     rollout = episode.rollout({})
     assert "5" in printed
     assert [turn.text for turn in rollout.turns] == list(AGENTS[name])
     check_captured(rollout, script)
     assert len(rollout.branches) == (len(AGENTS[name]) if name in REWRITE else 1)
+
+
+def test_an_agent_of_an_environment_that_is_not_trainable_is_answered_and_not_trained(tmp_path: Path) -> None:
+    said = ["What is 2 + 3?", "It is 5.", "Sure?", "Yes, 5.", "###DONE###"]
+    answers = iter(said)
+    script = Script(lambda *_: next(answers))
+    episode, status, printed, wrong = started("verifiers_user_sim", tmp_path, script)
+    assert status == 0, wrong[-2000:]
+    assert "5: 1.0" in printed
+    rollout = episode.rollout({})
+    assert sorted(turn.text for turn in rollout.turns if turn.trained) == ["It is 5.", "Yes, 5."]
+    (branch,) = [one for one in rollout.branches if one.sampled]
+    trained = replace(rollout, branches=(branch,))
+    read = [prompt for prompt, text in zip(script.read.values(), said, strict=True) if "5" in text]
+    script.read = {(0, turn): prompt for turn, prompt in enumerate(read)}
+    check_captured(trained, script)
+
+
+@pytest.mark.soak
+def test_one_that_would_be_trained_all_the_same_fails_the_episode(tmp_path: Path) -> None:
+    answers = iter(["What is 2 + 3?", "It is 5.", "###DONE###"])
+    _, status, _, wrong = started("verifiers_user_sim_trained", tmp_path, Script(lambda *_: next(answers)))
+    assert status == 1
+    assert "its agent 'user' is not trainable, and is answered by the adapter that is trained" in wrong
+
+
+@pytest.mark.soak
+def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
+    [packages] = (ENVS / "verifiers" / "lib").glob("python*/site-packages")
+    variables = {**os.environ, "PYTHONPATH": f"{packages}:{Path(__file__).parent}"}
+    role = {"harness": {"id": "sums_taskset"}, "runtime": {"type": "subprocess"}}
+    env = {"taskset": {"id": "sums_taskset"}, "agent": role}
+
+    def motet(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *command], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    rows = motet("motet.agents.verifiers", json.dumps(env))
+    (tmp_path / "sums.jsonl").write_text(rows)
+    job = {
+        "name": "sums", "data": {"source": "sums.jsonl", "holdout": 0}, "steps": 2, "sampling": {"max_tokens": 6},
+        "environment": {"name": "motet.agents.verifiers:run", "args": {"env": env}, "wall_seconds": 600},
+        "algorithm": {"group_size": 4, "groups_per_step": 2},
+    }  # fmt: skip
+    (tmp_path / "jobs.json").write_text(
+        json.dumps({"base": "small", "run": "out", "engine": {"samplers": 0}, "jobs": [job]})
+    )
+    motet("motet", "run", "jobs.json")
+    lines = [json.loads(line) for line in (tmp_path / "out/sums/metrics.jsonl").read_text().splitlines()]
+    assert [line["failed"] for line in lines if "loss" in line] == [0, 0]
+    assert {line["logprob_gap"] for line in lines if line.get("tokens")} == {0.0}

@@ -66,6 +66,7 @@ PEERS = (
         (("openai-agents", "pydantic-ai-slim[openai]", "langgraph", "langchain-openai", "smolagents[openai]"),),
     ),
     Peer("mini", (("mini-swe-agent", "mcp"),)),  # litellm imports mcp and does not ask for it
+    Peer("verifiers", (("verifiers", "uv"),)),  # its own programs are started by uv
     Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
 )
 OLDER = tuple(

@@ -157,6 +157,9 @@ class SamplingParams:
     top_k: int = 0
     """0 means no limit."""
     min_p: float = 0.0
+    grammar: str = ""
+    """A grammar of llguidance that the completion keeps to: what it forbids has probability 0, for the logprobs too. Such
+    completions are not trained."""
 
     @property
     def truncates(self) -> bool:
@@ -210,6 +213,8 @@ class Turn:
     """What the model read next."""
     reward: float | None = None
     """For this turn alone, where the environment gives one."""
+    trained: bool = True
+    """Whether its tokens are; an agent may ask for an answer that is not."""
 
 
 @dataclass(frozen=True)

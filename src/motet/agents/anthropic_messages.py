@@ -41,6 +41,7 @@ class MessagesRequest(_Extra):
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    train: bool = True
 
     def conversation(self, chat: Chat) -> list[Message]:
         """The messages as templates take them; what a tool answered is one of its own."""
@@ -57,7 +58,7 @@ class MessagesRequest(_Extra):
     @property
     def limits(self) -> CallLimits:
         """Of the answer."""
-        return CallLimits(self.max_tokens, tuple(self.stop_sequences or ()))
+        return CallLimits(self.max_tokens, tuple(self.stop_sequences or ()), self.train)
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:

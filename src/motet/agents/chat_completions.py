@@ -9,11 +9,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from motet.agents.episode import AgentCall, CallLimits
+from motet.agents.structure import grammar_of
 from motet.errors import EpisodeRefusal
 from motet.tasks.chat import Chat
 from motet.types import FinishReason, Message, ToolCall
 
-_UNSUPPORTED = {"response_format": ({"type": "text"},), "logit_bias": ({},), "audio": (), "functions": ()}
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"logit_bias": ({},), "audio": (), "functions": ()}
 """Fields that would change what is sampled, and the values of theirs that do not."""
 
 
@@ -69,6 +70,8 @@ class ChatRequest(_Extra):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    train: bool = True
 
     def conversation(self, chat: Chat) -> list[Message]:
         """The messages as templates take them."""
@@ -84,7 +87,8 @@ class ChatRequest(_Extra):
     def limits(self) -> CallLimits:
         """Of each answer."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return CallLimits(self.max_completion_tokens or self.max_tokens, stop)
+        grammar = grammar_of(self.response_format, tools=bool(self.offered))
+        return CallLimits(self.max_completion_tokens or self.max_tokens, stop, self.train, grammar)
 
 
 def refuse_unsupported(fields: Mapping[str, Any]) -> None:

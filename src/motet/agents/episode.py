@@ -49,6 +49,8 @@ class AgentCall:
     calls: tuple[ToolCall, ...]
     number: int
     """How often its prompt had been asked before."""
+    trained: bool = True
+    """Whether what was sampled is."""
     children: list[AgentCall] = field(default_factory=list)
 
     @property
@@ -68,6 +70,10 @@ class CallLimits:
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    train: bool = True
+    """Whether the answer is trained."""
+    grammar: str = ""
+    """That it keeps to. What was drawn so is no sample of the policy, and is not trained."""
 
 
 class AgentEpisode:
@@ -112,7 +118,9 @@ class AgentEpisode:
         turn = seeds.key(digest, "call", number)
         chunk = await self._sampled(prompt, turn, limits)
         calls = tool_calls(chunk.text) if tools and chunk.finish_reason is not FinishReason.LENGTH else ()
-        call = AgentCall(f"{turn:016x}", parent, seen, new, prompt, read, chunk, calls, number)
+        call = AgentCall(
+            f"{turn:016x}", parent, seen, new, prompt, read, chunk, calls, number, limits.train and not limits.grammar
+        )
         if not self.closed:
             (self._roots if parent is None else parent.children).append(call)
             key = (*_keys(messages), _key(Message("assistant", call.text, calls)), _tools_key(tools))
@@ -123,7 +131,7 @@ class AgentEpisode:
     async def _sampled(self, prompt: IntArray, turn: int, limits: CallLimits) -> Chunk:
         sampling = self.context.sampling
         most = min(sampling.max_tokens, limits.max_tokens or sampling.max_tokens)
-        sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *limits.stop))
+        sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *limits.stop), grammar=limits.grammar)
         try:
             (chunk,) = await whole(self.context.generate(prompt, (self.index,), turn, sampling), 1)
         except EngineError as error:  # too long, most often: the agent may do with less
@@ -180,7 +188,12 @@ class AgentEpisode:
                 rollout = answered(rollout, call.new, reward_of.get(last.id))
             goes_on = last is not None and call.parent is last
             rollout = extended(
-                rollout, call.read if goes_on else call.prompt, call.chunk, anew=not goes_on, calls=call.calls
+                rollout,
+                call.read if goes_on else call.prompt,
+                call.chunk,
+                anew=not goes_on,
+                calls=call.calls,
+                trained=call.trained,
             )
             last = call
         if last is None:

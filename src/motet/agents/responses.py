@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import Field
 
-from motet.agents.chat_completions import _Extra, call_of, refuse_unsupported, text_of, tool_call_ids
+from motet.agents.chat_completions import _Extra, call_of, text_of, tool_call_ids
 from motet.agents.episode import AgentCall, CallLimits
+from motet.agents.structure import grammar_of
 from motet.errors import EpisodeRefusal
 from motet.tasks.chat import Chat
 from motet.types import FinishReason, Message
@@ -27,11 +28,11 @@ class ResponsesRequest(_Extra):
     max_output_tokens: int | None = Field(None, ge=1)
     previous_response_id: str | None = None
     stream: bool | None = None
+    text: dict[str, Any] | None = None
+    train: bool = True
 
     def conversation(self, chat: Chat) -> list[Message]:
         """The items as messages; a text and the tool calls after it are one turn."""
-        extra = self.model_extra or {}
-        refuse_unsupported({"response_format": (extra.get("text") or {}).get("format")})
         if self.previous_response_id is not None:
             raise EpisodeRefusal("previous_response_id: nothing is kept here; send the whole conversation as `input`")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
@@ -57,7 +58,8 @@ class ResponsesRequest(_Extra):
     @property
     def limits(self) -> CallLimits:
         """Of the answer."""
-        return CallLimits(self.max_output_tokens)
+        grammar = grammar_of((self.text or {}).get("format"), tools=bool(self.offered))
+        return CallLimits(self.max_output_tokens, train=self.train, grammar=grammar)
 
 
 def _append(messages: list[Message], item: dict[str, Any], chat: Chat) -> None:

@@ -82,9 +82,10 @@ class ServedEpisode:
         asked = self._answers.get(digest) if again else None
         if asked is None or (asked.done() and asked.exception() is not None):
             episode = self.episode
-            messages, tools, limits = wanted.conversation(episode.context.chat), wanted.offered, wanted.limits
+            messages, tools = wanted.conversation(episode.context.chat), wanted.offered
 
             async def sample() -> list[AgentCall]:
+                limits = await asyncio.to_thread(lambda: wanted.limits)  # a schema takes a while to read
                 n = getattr(wanted, "n", None) or 1
                 return [await episode.complete(messages, tools, limits) for _ in range(n)]
 

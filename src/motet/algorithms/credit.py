@@ -50,7 +50,8 @@ def turn_advantages(groups: Sequence[Group], kind: AdvantageKind, discount: floa
 
 def placed(rollout: Rollout, advantages_K: Rewards) -> list[FloatArray]:
     """The advantages of turns on the tokens that were sampled in them, [T] of each branch."""
-    values, tokens = iter(advantages_K.astype(np.float32)), []
+    trained_K = np.array([turn.trained for turn in rollout.turns], np.bool_)
+    values, tokens = iter(advantages_K[trained_K].astype(np.float32)), []
     for branch in rollout.branches:
         advantages_T = np.zeros(len(branch.token_ids), np.float32)
         for first, last in stretches(branch):

@@ -25,6 +25,7 @@ from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter
 from motet.protocols import RolloutEngine, Trainer
 from motet.rollout.decoder import Decoder
+from motet.rollout.grammars import Grammars
 from motet.rollout.sequences import Prompt, Sequence
 from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
@@ -52,6 +53,7 @@ class EmbeddedEngine:
             slots=max_rows + 1,
         )
         self.decoder = Decoder(base, self.cache, max_rows=max_rows, prefill_tokens=prefill_tokens)
+        self._grammars = Grammars(base.info)
         self._device = device
         self._share = share
         self._versions: dict[AdapterRef, AdapterWeights] = {}
@@ -102,6 +104,10 @@ class EmbeddedEngine:
         weights = None if request.adapter is None else self._versions[request.adapter]
         prompt = Prompt(request, weights, lambda item: _deliver(loop, chunks, item))
         prompt.waiting = [Sequence(prompt, index, key) for index, key in enumerate(request.seeds)]
+        if request.sampling.grammar:
+            grammar = await asyncio.to_thread(self._grammars.of, request.sampling)
+            for sequence in prompt.waiting:
+                sequence.grammar = grammar.begun()
         self._arrivals.append(prompt)
         self._device.wake()
         left = len(request.seeds)

@@ -94,6 +94,7 @@ class ModelRunner:
         positions = np.array([len(item.tokens) for item in sequences], np.uint64)
         uniforms_N = torch.from_numpy(seeds.uniforms(keys, positions)).to(logits_NV.device)
         params = [item.prompt.request.sampling for item in sequences]
+        logits_NV = _kept_to_grammars(logits_NV, sequences)
         params.extend([params[-1]] * (len(logits_NV) - len(params)))
         tokens, logprobs, usable = draw(logits_NV, params, self.base.pad(uniforms_N))
         drawn = zip(sequences, tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=False)
@@ -103,6 +104,17 @@ class ModelRunner:
     def text(self, tokens: list[int]) -> str:
         """Text of completion tokens, without special tokens."""
         return self.base.info.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _kept_to_grammars(logits_NV: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    """Logits without the tokens that the grammars of some rows forbid; all others are what they were."""
+    bound = [(row, item.grammar.allowed()) for row, item in enumerate(sequences) if item.grammar is not None]
+    if not bound:
+        return logits_NV
+    logits_NV = logits_NV.clone()
+    for row, allowed in bound:
+        logits_NV[row, torch.from_numpy(~allowed).to(logits_NV.device)] = -torch.inf
+    return logits_NV
 
 
 def _by_layout(weights: AdapterWeights | None) -> tuple[int, int]:

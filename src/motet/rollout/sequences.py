@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from motet.model.lora import AdapterWeights
+from motet.rollout.grammars import Grammar
 from motet.stops import certain, ending
 from motet.types import Chunk, FinishReason, GenerateRequest
 
@@ -46,6 +47,8 @@ class Sequence:
     slot: int = 0
     finish: FinishReason | None = None
     error: str = ""
+    grammar: Grammar | None = None
+    """Where it stands in it."""
     sent_tokens: int = 0
     sent_text: int = 0
 
@@ -68,6 +71,8 @@ class Sequence:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.finish = ending(self.tokens, sampling)
+        if self.grammar is not None and (error := self.grammar.take(token)):
+            self.finish, self.error = FinishReason.ERROR, f"the answer left its grammar: {error[:300]}"
         if self.finish is not FinishReason.STOP and self._stopped(decode):
             self.finish = FinishReason.STOP
 

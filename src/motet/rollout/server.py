@@ -37,6 +37,10 @@ _ATTEMPTS = 5
 """How often a completion is asked for when answers fail; waiting for a replica that is away does not count."""
 _BUSY = (408, 425, 429)
 """Refusals that pass."""
+_NO_GRAMMAR = (
+    "asks for an answer that keeps to a schema (response_format), which servers are not asked for; leave it out, or sample on "
+    "the embedded engine"
+)
 
 
 @dataclass(frozen=True)
@@ -313,6 +317,8 @@ class ServerEngine:
             raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
         if n_prompt == 0 or not request.seeds:
             raise EngineError(f"{where} has an empty prompt or no seeds")
+        if request.sampling.grammar:
+            raise EngineError(f"{where} {_NO_GRAMMAR}")
         if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self._bounds.vocabulary:
             raise EngineError(f"{where} has a token id outside the base's vocabulary of {self._bounds.vocabulary}")
         limits = [replica.facts.max_positions for replica in self.fleet.replicas]

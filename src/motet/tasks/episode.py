@@ -121,24 +121,35 @@ def answered(rollout: Rollout, replies: tuple[Message, ...], reward: float | Non
 
 
 def extended(
-    rollout: Rollout, read: IntArray, chunk: Chunk, *, anew: bool = False, calls: tuple[ToolCall, ...] = ()
+    rollout: Rollout,
+    read: IntArray,
+    chunk: Chunk,
+    *,
+    anew: bool = False,
+    calls: tuple[ToolCall, ...] = (),
+    trained: bool = True,
 ) -> Rollout:
-    """The rollout after the model read some tokens and sampled a turn; `anew` begins a branch with what was read."""
+    """The rollout after the model read some tokens and sampled a turn; `anew` begins a branch with what was read.
+
+    A turn that is not trained is as if it had been read.
+    """
     *before, last = rollout.branches if rollout.branches and not anew else (*rollout.branches, _NO_TOKENS)
     reason = chunk.finish_reason or FinishReason.ERROR
-    nothing, n = np.zeros(len(read), np.float32), len(chunk.token_ids)
+    nothing, own = np.zeros(len(read), np.float32), np.full(len(chunk.token_ids), trained)
     branch = Branch(
         token_ids=np.concatenate([last.token_ids, read, chunk.token_ids]).astype(np.int32),
-        loss_mask=np.concatenate([last.loss_mask, np.zeros(len(read), np.bool_), np.ones(n, np.bool_)]),
-        logprobs=np.concatenate([last.logprobs, nothing, chunk.logprobs]).astype(np.float32),
-        versions=np.concatenate([last.versions, np.full(len(read), -1), chunk.versions]).astype(np.int32),
+        loss_mask=np.concatenate([last.loss_mask, np.zeros(len(read), np.bool_), own]),
+        logprobs=np.concatenate([last.logprobs, nothing, np.where(own, chunk.logprobs, 0)]).astype(np.float32),
+        versions=np.concatenate([last.versions, np.full(len(read), -1), np.where(own, chunk.versions, -1)]).astype(
+            np.int32
+        ),
     )
     error = rollout.error
     if reason is FinishReason.ERROR:
         error = chunk.error or "sampling failed"
     elif reason is FinishReason.ABORT:
         error = "aborted before the answer was complete"
-    turns = (*rollout.turns, Turn(chunk.text, reason, calls))
+    turns = (*rollout.turns, Turn(chunk.text, reason, calls, trained=trained))
     return replace(rollout, branches=(*before, branch), turns=turns, error=error)
 
 

@@ -1,0 +1,72 @@
+"""Grammars that completions keep to, for the vocabulary of one base.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from motet.errors import EngineError
+from motet.model_info import ModelInfo
+from motet.types import BoolArray, SamplingParams
+
+_KEPT = 64
+"""Grammars that are kept ready."""
+
+
+class Grammar:
+    """Where one completion stands in its grammar."""
+
+    def __init__(self, matcher: Any, n_vocab: int) -> None:
+        self._matcher, self._n_vocab = matcher, n_vocab
+
+    def begun(self) -> Grammar:
+        """One for another completion, which stands here too."""
+        return Grammar(self._matcher.deep_copy(), self._n_vocab)
+
+    def allowed(self) -> BoolArray:
+        """Which tokens may come next, [V]."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return np.unpackbits(bits, count=self._n_vocab, bitorder="little").astype(np.bool_)
+
+    def take(self, token: int) -> str:
+        """Go on behind a token; returns why that is not possible, or nothing."""
+        return "" if self._matcher.consume_token(token) else str(self._matcher.get_error())
+
+
+class Grammars:
+    """Grammars made ready for a base."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._info = info
+        self._tokenizer = functools.lru_cache(4)(self._make_tokenizer)
+        self._grammar = functools.lru_cache(_KEPT)(self._make_grammar)
+
+    def of(self, sampling: SamplingParams) -> Grammar:
+        """The beginning of a completion's grammar. Takes up to seconds.
+
+        Raises:
+            EngineError: it is none, or cannot be kept to with this base.
+        """
+        return self._grammar(sampling.grammar, sampling.stop_token_ids)
+
+    def _make_grammar(self, grammar: str, ends: tuple[int, ...]) -> Grammar:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._tokenizer(ends), grammar)
+        if matcher.is_error():
+            raise EngineError(f"the grammar of the answer cannot be kept to: {matcher.get_error()[:300]}")
+        return Grammar(matcher, self._info.vocab_size)
+
+    def _make_tokenizer(self, ends: tuple[int, ...]) -> Any:
+        from llguidance.hf import from_tokenizer
+
+        tokenizer: Any = self._info.tokenizer
+        try:
+            return from_tokenizer(tokenizer, self._info.vocab_size, list(ends) or None)
+        except ValueError as error:
+            raise EngineError(f"this base's tokenizer cannot keep to a grammar: {error}") from error
