@@ -16,7 +16,7 @@ from motet.config import EnvironmentConfig
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
-from motet.service.rewards.agent_workers import MOST_LOST, MOST_OPEN, AgentWorkers, Episode
+from motet.service.workers.agents import MOST_LOST, MOST_OPEN, AgentWorkers, Episode
 from motet.tasks.episode import GroupContext
 from motet.types import Problem, Rollout
 from tests.captured import none_scored

@@ -67,6 +67,7 @@ SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"database"}),
     frozenset({"errors", "storage", "answers", "events"}),
     frozenset({"adapters", "tenants"}),
+    frozenset({"workers"}),
     frozenset({"rewards"}),
     frozenset({"jobs"}),
     frozenset({"http"}),

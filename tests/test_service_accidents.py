@@ -28,7 +28,7 @@ from motet.service.events import EventBus, EventLog
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import JobQueue, StartCondition
 from motet.service.jobs.recorder import EventRecorder
-from motet.service.rewards.workers import RewardWorkers
+from motet.service.workers.rewards import RewardWorkers
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.tasks.reward_asking import AskedOfService

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+import motet
+from motet.commands.answers import say
 from motet.commands.options import Key, Override, Url
+from motet.errors import ConfigError
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -37,12 +40,9 @@ def agent(
 
     Jobs of a file are submitted where the service has none of their name. After Ctrl-C they wait for the same command again.
     """
-    from motet.client import Client
     from motet.commands import agent_jobs, served_jobs
-    from motet.commands.answers import say
-    from motet.errors import ConfigError
 
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         if len(jobs) == 1 and Path(jobs[0]).suffix in (".yaml", ".yml", ".json"):
             wanted, function = agent_jobs.of_file(client, Path(jobs[0]), overrides or [], agent)
         elif agent is None:

@@ -1,23 +1,28 @@
-"""What a service answered, as a table or a line for people, or as JSON for other programs."""
+"""What a service answered, as a table or a line for people, or as JSON for other programs.
+
+`motet --help` comes by here: rich and pydantic are imported when something is answered.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from rich.table import Table
+    from rich.text import Text
 
 INTERRUPTED = 130
 
 
 def say(text: str | Text | Table, *, aside: bool = False) -> None:
     """Print text as it is, however long, or a table; on standard error where it is `aside`."""
+    from rich.console import Console
+    from rich.table import Table
+
     whole = not isinstance(text, Table)
     Console(emoji=False, stderr=aside).print(text, markup=False, highlight=False, soft_wrap=whole)
 
@@ -26,6 +31,8 @@ def print_answer(
     answer: BaseModel | Mapping[str, Any] | Iterable[BaseModel], as_json: bool, text: str | Text | Table
 ) -> None:
     """JSON, or what people read."""
+    from pydantic import BaseModel
+
     if not as_json:
         say(text)
     elif isinstance(answer, BaseModel):
@@ -44,6 +51,10 @@ def table(rows: Iterable[Sequence[str | Text]], headings: str, *, empty: str, fo
         empty: what is said instead of an empty table.
         folds: columns that take several lines where there is no room.
     """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in headings.split(","):
         name = heading.strip().removeprefix(">")

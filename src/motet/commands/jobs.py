@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+import motet
+from motet.commands.answers import INTERRUPTED, print_answer, say, table
 from motet.commands.options import AsJson, JobFile, Key, Override, ServedJob, Url
+from motet.errors import ConfigError
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -37,15 +40,13 @@ def submit(
     key: Key = None,
 ) -> None:
     """Submit all jobs of a file to a service. Its data files are uploaded; the exit code is 1 where a followed job failed."""
-    from motet.client import Client
     from motet.client.reward_files import RewardFiles
     from motet.commands import served_jobs
-    from motet.commands.answers import print_answer
     from motet.jobfile import load_jobs
 
     config = load_jobs(jobs, overrides or [])
     to_submit = RewardFiles(reward).for_service(config.jobs) if reward else config.jobs
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         served_jobs.check_service(config, client.health().base or "", jobs)
         submitted = served_jobs.submit(client, to_submit, after=after or (), at=at, quiet=as_json)
         try:
@@ -69,15 +70,12 @@ def ls(
     key: Key = None,
 ) -> None:
     """Show the jobs of a service, newest first."""
-    from motet.client import Client
-    from motet.commands.answers import print_answer, say, table
     from motet.commands.served_jobs import job_cells
-    from motet.errors import ConfigError
     from motet.types import JobState
 
     if state is not None and state not in list(JobState):
         raise ConfigError(f"there is no state {state!r}; there are {', '.join(JobState)}")
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         newest = client.jobs(state)
         listed = list(itertools.islice(newest, limit or None))
         more = bool(limit) and next(newest, None) is not None
@@ -90,11 +88,9 @@ def ls(
 @app.command(epilog="Example: motet show sort")
 def show(job: ServedJob, as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
     """Show one job of a service and the versions of its adapter."""
-    from motet.client import Client
-    from motet.commands.answers import print_answer
     from motet.commands.served_jobs import details
 
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         asked, versions = client.job(job), client.versions(job)
         answer = {
             **asked.model_dump(mode="json"),
@@ -112,12 +108,10 @@ def logs(
     key: Key = None,
 ) -> None:
     """Show what happened to a job of a service, a line each. The exit code is 1 where a followed job failed."""
-    from motet.client import Client
-    from motet.commands.answers import INTERRUPTED
     from motet.commands.served_jobs import JobLines
     from motet.types import JobState
 
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         asked = client.job(job)
         lines = JobLines([asked])
         try:
@@ -134,9 +128,7 @@ def logs(
 @app.command(epilog="Example: motet delete sort")
 def delete(job: ServedJob, url: Url = None, key: Key = None) -> None:
     """Forget a job that has ended, with its versions, rollouts and events. It cannot be brought back."""
-    from motet.client import Client
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         client.delete(job)
     typer.echo(f"{job} is forgotten, with its files")
 
@@ -152,7 +144,5 @@ def pull(
     key: Key = None,
 ) -> None:
     """Take an adapter home: the PEFT directory <job>-v<version>, or an uploaded one under its name."""
-    from motet.client import Client
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         typer.echo(client.pull(job, version, to))

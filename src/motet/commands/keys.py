@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+import motet
+from motet.commands.answers import day, print_answer, say, table
 from motet.commands.options import AsJson, Key, Url
 
 app = typer.Typer(rich_markup_mode=None)
@@ -27,10 +29,7 @@ def create_key(
     key: Key = None,
 ) -> None:
     """Make a key and print it, this once; needs an admin's key."""
-    from motet.client import Client
-    from motet.commands.answers import print_answer, say
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         made = client.create_key(tenant, name, role, expires_days)
     print_answer(made, as_json, made.key)
     if not as_json:
@@ -40,10 +39,7 @@ def create_key(
 @keys.command("ls", epilog="Example: motet keys ls")
 def list_keys(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
     """Show all keys, without their texts; needs an admin's key."""
-    from motet.client import Client
-    from motet.commands.answers import day, print_answer, table
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         known = client.keys()
     rows = []
     for one in known:
@@ -64,8 +60,6 @@ def revoke_key(
     key: Key = None,
 ) -> None:
     """End a key; it is refused from now on. Needs an admin's key."""
-    from motet.client import Client
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         client.revoke_key(key_id)
     typer.echo(f"{key_id} is refused from now on")

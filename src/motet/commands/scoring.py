@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import motet
+from motet.commands.answers import INTERRUPTED, print_answer, say, table
 from motet.commands.options import AsJson, Key, Url
 
 if TYPE_CHECKING:
@@ -27,12 +29,10 @@ def score(
     key: Key = None,
 ) -> None:
     """Score jobs of a service on this machine until they have ended. After Ctrl-C they wait for the same command again."""
-    from motet.client import AsyncClient
-    from motet.commands.answers import INTERRUPTED, say
     from motet.types import JobState
 
     async def work() -> list[Job]:
-        async with AsyncClient(url, key) as client:
+        async with motet.AsyncClient(url, key) as client:
             asked = [await client.job(name) for name in jobs]
             say(f"scoring {', '.join(f'{job.name} ({job.state})' for job in asked)} here; Ctrl-C ends it")
             await client.score(*(job.id for job in asked), reward=reward, processes=processes)
@@ -52,10 +52,7 @@ def score(
 @app.command(epilog="Example: motet rewards")
 def rewards(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
     """Show the rewards that jobs of a service may use: built in, installed there, and scored elsewhere."""
-    from motet.client import Client
-    from motet.commands.answers import print_answer, table
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         known = client.rewards()
     rows = []
     for one in known:

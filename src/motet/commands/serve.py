@@ -77,8 +77,6 @@ async def _run(make: Callable[[], FastAPI], log: Path | None, host: str, port: i
     try:
         import uvicorn
 
-        from motet.service.app import Lifecycle
-
         app = make()
     except BaseException:
         if engine is not None:
@@ -87,7 +85,7 @@ async def _run(make: Callable[[], FastAPI], log: Path | None, host: str, port: i
     if engine is not None:
         app.state.parts[EngineClient].adopt(engine)
 
-    lifecycle = app.state.parts[Lifecycle]
+    lifecycle = app.state.lifecycle
 
     class Server(uvicorn.Server):
         """Tells whoever waits for something that it stops; uvicorn would wait for them, and then break them off."""

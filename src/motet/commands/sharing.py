@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+import motet
+from motet.commands.answers import minute, print_answer, table
 from motet.commands.options import AsJson, Key, Url
 
 app = typer.Typer(rich_markup_mode=None)
@@ -23,10 +25,7 @@ def push(
     key: Key = None,
 ) -> None:
     """Bring an adapter to a service, to start jobs from and to talk to; it is checked there against the base."""
-    from motet.client import Client
-    from motet.commands.answers import print_answer
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         adapter = client.push(directory, name)
     print_answer(adapter, as_json, adapter.name)
 
@@ -38,10 +37,7 @@ app.add_typer(adapters, name="adapters", epilog="Example: motet adapters ls")
 @adapters.command("ls", epilog="Example: motet adapters ls")
 def list_adapters(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
     """Show the adapters that were uploaded with `motet push`."""
-    from motet.client import Client
-    from motet.commands.answers import minute, print_answer, table
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         known = client.adapters()
     rows = [
         (one.name, one.id, str(one.rank), f"{one.alpha:g}", f"{one.bytes / 2**20:.1f}", minute(one.created))
@@ -56,9 +52,7 @@ def remove_adapter(
     name: Annotated[str, typer.Argument(help="Its name or id.", show_default=False)], url: Url = None, key: Key = None
 ) -> None:
     """Remove an uploaded adapter; jobs that started from it go on."""
-    from motet.client import Client
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         client.delete_adapter(name)
     typer.echo(f"{name} is removed")
 
@@ -72,10 +66,7 @@ def share(
     key: Key = None,
 ) -> None:
     """Let another tenant chat with an adapter, start from it and pull it. Nothing else of the job is seen."""
-    from motet.client import Client
-    from motet.commands.answers import print_answer
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         made = client.share(name, tenant)
     whom = "all tenants" if made.tenant == "*" else made.tenant
     print_answer(made, as_json, f"{made.id}: {whom} can use {made.owner}/{made.name}")
@@ -88,9 +79,7 @@ def unshare(
     key: Key = None,
 ) -> None:
     """End a share; jobs that started from it go on."""
-    from motet.client import Client
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         client.unshare(share_id)
     typer.echo(f"{share_id} has ended")
 
@@ -98,10 +87,7 @@ def unshare(
 @app.command(epilog="Example: motet shares")
 def shares(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
     """Show what you share with others, and what others share with you."""
-    from motet.client import Client
-    from motet.commands.answers import minute, print_answer, table
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         known = client.shares()
     by_id = {one.id: one for one in (*known.given, *known.received)}
     rows = [(f"{one.owner}/{one.name}", one.tenant, one.id, minute(one.created)) for one in by_id.values()]
@@ -118,10 +104,7 @@ def audit(
     key: Key = None,
 ) -> None:
     """Show who changed what, newest first; needs an admin's key."""
-    from motet.client import Client
-    from motet.commands.answers import minute, print_answer, table
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         changes = list(itertools.islice(client.audit(tenant), limit or None))
     rows = [(minute(one.time), one.tenant, one.key_name or one.key, one.action, one.object) for one in changes]
     headings, empty = "time, tenant, key, what, of", "nothing was changed yet"

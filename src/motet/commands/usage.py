@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import motet
+from motet.commands.answers import print_answer, table
 from motet.commands.options import AsJson, Key, Url
+from motet.errors import ConfigError
 
 if TYPE_CHECKING:
     from motet.service.schemas.usage import By, TenantInfo, UsageLine
@@ -38,11 +41,8 @@ def usage(
     key: Key = None,
 ) -> None:
     """Show tokens and device time of a service, by job unless --by says otherwise."""
-    from motet.client import Client
-    from motet.commands.answers import print_answer, table
-
     groups: list[By] = [one.value for one in by or [_By.JOB]]
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         if as_csv:
             typer.echo(client.usage_csv(groups, since, until, tenant), nl=False)
             return
@@ -68,10 +68,7 @@ app.add_typer(tenants, name="tenants", epilog="Example: motet tenants limit team
 @tenants.command("ls", epilog="Example: motet tenants ls")
 def list_tenants(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
     """Show all tenants with their limits and what they use of them; needs an admin's key."""
-    from motet.client import Client
-    from motet.commands.answers import print_answer, table
-
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         known = client.tenants()
     headings = "tenant, >running, >waiting, >tokens today, >MB, >rank, >steps, priority, >share"
     print_answer(known, as_json, table(map(_tenant_cells, known), headings, empty="no tenants", folds=("tenant",)))
@@ -115,10 +112,7 @@ def set_limits(
     key: Key = None,
 ) -> None:
     """Set some limits of a tenant; `none` is no limit, `default` the service's. Needs an admin's key."""
-    from motet.client import Client
-    from motet.commands.answers import print_answer
     from motet.config.service import LimitsConfig
-    from motet.errors import ConfigError
 
     given = {
         "running_jobs": running_jobs, "queued_jobs": queued_jobs, "rank": rank, "steps": steps,
@@ -128,7 +122,7 @@ def set_limits(
     changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
         raise ConfigError(f"say what to change, such as: motet tenants limit {tenant} --running-jobs 2")
-    with Client(url, key) as client:
+    with motet.Client(url, key) as client:
         known = next((one for one in client.tenants() if one.name == tenant), None)
         if known is None:
             raise ConfigError(f"there is no tenant {tenant!r}; motet keys create {tenant} makes one")
@@ -141,7 +135,6 @@ def set_limits(
 
 
 def _limit(name: str, text: str) -> str | float | int | None:
-    from motet.errors import ConfigError
 
     if text == "none":
         return None

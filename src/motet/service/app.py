@@ -22,7 +22,7 @@ from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import Access
 from motet.service.http.bodies import Bodies
 from motet.service.http.depends import Parts
-from motet.service.http.throttle import CheckThreads, KeyedThreads, RateLimit, ReadThreads
+from motet.service.http.throttle import CheckThreads, RateLimit, ReadThreads
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.initial_adapter import InitialAdapters
@@ -30,11 +30,8 @@ from motet.service.jobs.queue import JobQueue
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
 from motet.service.jobs.validation import Allowed
-from motet.service.rewards.agent_workers import AgentWorkers
-from motet.service.rewards.attached import AttachedWorkers
 from motet.service.rewards.grading import Grading
 from motet.service.rewards.scoring import Scoring
-from motet.service.rewards.workers import RewardWorkers
 from motet.service.routes import (
     adapters,
     completions,
@@ -63,6 +60,8 @@ from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
 from motet.service.tinker.samplers import Samplers
+from motet.service.workers.agents import AgentWorkers
+from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import HttpRewards
 
 ROUTES = (
@@ -77,51 +76,39 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 class Lifecycle:
     """Starts and stops the parts that need it, in order."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        handlers: EngineHandlers,
-        bus: EventBus,
-        queue: JobQueue,
-        enforcer: QuotaEnforcer,
-        recorder: EventRecorder,
-        workers: tuple[AttachedWorkers, ...],
-        grading: Grading,
-        ledger: Ledger,
-        leases: Leases,
-        threads: tuple[KeyedThreads, ...],
-    ) -> None:
-        self._engine, self._handlers, self._bus, self._queue = engine, handlers, bus, queue
-        self._enforcer, self._recorder, self._workers = enforcer, recorder, workers
-        self._grading, self._ledger, self._leases, self._threads = grading, ledger, leases, threads
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._watching: asyncio.Future[Any] | None = None
 
     async def open(self) -> None:
         """Start the engine, and watch over jobs and quotas."""
-        self._engine.start(self._handlers)
-        self._watching = asyncio.gather(self._queue.watch(), self._enforcer.watch(), self._leases.watch())
+        parts = self._parts
+        parts[EngineClient].start(parts[EngineHandlers])
+        self._watching = asyncio.gather(parts[JobQueue].watch(), parts[QuotaEnforcer].watch(), parts[Leases].watch())
 
     def drain(self, seconds: float) -> None:
         """Let everybody go who waits for events or for work; answers under way have so many seconds."""
-        self._bus.close()
+        self._parts[EventBus].close()
         reason = "the service is stopping; ask again when it is there"
-        asyncio.get_running_loop().call_later(seconds, self._engine.refuse, reason)
+        asyncio.get_running_loop().call_later(seconds, self._parts[EngineClient].refuse, reason)
 
     async def close(self) -> None:
         """Let jobs finish their step, and end the engine."""
+        parts = self._parts
         if self._watching is not None:
             self._watching.cancel()
-        self._recorder.close()
-        stopping = asyncio.create_task(self._engine.stop())
+        parts[EventRecorder].close()
+        stopping = asyncio.create_task(parts[EngineClient].stop())
         await asyncio.sleep(0)  # jobs are asked to stop before those that wait for a worker are sent to rest
-        for workers in self._workers:
-            workers.close()
-        self._bus.close()
+        parts[RewardWorkers].close()
+        parts[AgentWorkers].close()
+        parts[EventBus].close()
         await stopping
-        await self._grading.close()
-        await asyncio.to_thread(self._ledger.flush)
-        for threads in self._threads:
-            threads.close()
+        await parts[Grading].close()
+        await asyncio.to_thread(parts[Ledger].flush)
+        parts[CheckThreads].close()
+        parts[ReadThreads].close()
+        parts[Store].close()
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -132,7 +119,7 @@ def create_app(settings: Settings) -> FastAPI:
     """
     settings.directory.mkdir(parents=True, exist_ok=True)
     parts = _parts(settings, Store(settings.database or f"sqlite:///{settings.directory / 'motet.db'}"))
-    lifecycle, store, access, bus = parts[Lifecycle], parts[Store], parts[Access], parts[EventBus]
+    lifecycle = Lifecycle(parts)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -141,21 +128,20 @@ def create_app(settings: Settings) -> FastAPI:
             yield
         finally:
             await lifecycle.close()
-            store.close()
 
     app = FastAPI(
         title="Motet", version=importlib.metadata.version("motet"), lifespan=life, responses=ERRORS,
         summary="Submit a job, watch it learn, take its adapter home.",
     )  # fmt: skip
-    app.state.parts = parts
+    app.state.parts, app.state.lifecycle = parts, lifecycle
     handle_errors(app)
 
     def allowed(request: Request) -> bool:
-        return access.allows(request) or episodes.allows(request, parts[AgentWorkers])
+        return parts[Access].allows(request) or episodes.allows(request, parts[AgentWorkers])
 
     uploads = {"/v1/files": settings.config.max_upload_mb, "/v1/adapters": settings.config.max_adapter_mb}
     app.add_middleware(
-        Bodies, uploads=uploads, refusal=error_body, allowed=allowed, stopping=lambda: bus.closed
+        Bodies, uploads=uploads, refusal=error_body, allowed=allowed, stopping=lambda: parts[EventBus].closed
     )  # fmt: skip
     for module in ROUTES:
         app.include_router(module.router)
@@ -200,13 +186,10 @@ def _parts(settings: Settings, store: Store) -> Parts:
     samplers = Samplers(models, checkpoints, storage, engine)
     futures = Futures(models, samplers, store, bus, settings.directory / "samples")
     leases = Leases(models, futures, store)
-    lifecycle = Lifecycle(
-        engine, handlers, bus, queue, enforcer, recorder, (workers, agents), grading, ledger, leases, (checks, reads)
-    )  # fmt: skip
     return Parts(
         models, leases, checkpoints, Downloads(), samplers, futures,
         settings, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading, recorder,
-        handover, queue, submissions, checks, reads, lifecycle, FineTunings(store, storage, adapters),
+        handover, queue, submissions, checks, reads, handlers, FineTunings(store, storage, adapters),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
     )  # fmt: skip
 

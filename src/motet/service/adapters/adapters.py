@@ -80,14 +80,12 @@ class Adapters:
     def all(self, who: Principal) -> list[UploadedAdapter]:
         """A tenant's uploaded adapters, newest first."""
         query = select(UploadedAdapter).where(UploadedAdapter.tenant_id == who.tenant_id)
-        with self._store.transaction() as session:
-            return list(session.scalars(query.order_by(UploadedAdapter.created.desc(), UploadedAdapter.id)))
+        return self._store.scalars(query.order_by(UploadedAdapter.created.desc(), UploadedAdapter.id))
 
     def uploaded(self, who: Principal, name: str) -> UploadedAdapter | None:
         """An uploaded adapter by its id, or by its name among the tenant's own."""
         query = select(UploadedAdapter).where((UploadedAdapter.id == name) | (UploadedAdapter.name == name))
-        with self._store.transaction() as session:
-            candidates = list(session.scalars(query))
+        candidates = self._store.scalars(query)
         own = [one for one in candidates if one.tenant_id == who.tenant_id]
         return next(iter(own or (candidates if who.admin else [])), None)
 
@@ -180,8 +178,7 @@ class Adapters:
         query = select(Share).order_by(Share.created, Share.id)
         if not who.admin:
             query = query.where((Share.tenant_id == who.tenant_id) | Share.with_tenant.in_((who.tenant_id, ALL)))
-        with self._store.transaction() as session:
-            return list(session.scalars(query))
+        return self._store.scalars(query)
 
     def forget_shares(self, thing_id: str) -> None:
         """End all shares of something that goes away."""
@@ -190,5 +187,4 @@ class Adapters:
 
     def _shared(self, thing_id: str, who: Principal) -> bool:
         query = select(Share.id).where(Share.object == thing_id, Share.with_tenant.in_((who.tenant_id, ALL)))
-        with self._store.transaction() as session:
-            return session.scalar(query.limit(1)) is not None
+        return self._store.scalar(query.limit(1)) is not None

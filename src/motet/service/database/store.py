@@ -9,19 +9,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from alembic.util.exc import CommandError
-from sqlalchemy import Engine, create_engine, delete, event, func, select, update
+from sqlalchemy import Engine, Select, create_engine, delete, event, func, inspect, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
 from motet.errors import StoreError
-from motet.service.database.tables import AuditEntry, Event, FineTuning, Key, StoredFile, StoredJob, Tenant, new_id
+from motet.service.database.tables import (
+    AuditEntry,
+    Event,
+    FineTuning,
+    Key,
+    StoredFile,
+    StoredJob,
+    Table,
+    Tenant,
+    new_id,
+)
 from motet.service.database.tenants import Principal, Tenants
 from motet.types import JobState
 
+Value = TypeVar("Value")
 AWAY = (OperationalError, InterfaceError, NoConnection)
 """What is raised while a database is away, full, or has no connection free: the same may succeed a moment later."""
 OPEN = tuple(state.value for state in JobState if not state.final)
@@ -60,6 +71,16 @@ class Store:
         """A session that is committed at its end, or rolled back when something is raised."""
         with self._session.begin() as session:
             yield session
+
+    def scalars(self, query: Select[Value]) -> list[Value]:
+        """What a query gives, in a transaction of its own."""
+        with self.transaction() as session:
+            return list(session.scalars(query))
+
+    def scalar(self, query: Select[Value]) -> Value | None:
+        """The first thing that a query gives."""
+        with self.transaction() as session:
+            return session.scalar(query)
 
     def alive(self) -> bool:
         """Whether the database answers."""
@@ -126,8 +147,7 @@ class Store:
         if idempotency is None:
             return None
         same = select(StoredJob).where(StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key == idempotency)
-        with self.transaction() as session:
-            return session.scalar(same)
+        return self.scalar(same)
 
     def jobs(
         self, who: Principal, *, state: str | None = None, before: int | None = None, limit: int = 50
@@ -140,8 +160,7 @@ class Store:
             query = query.where(StoredJob.state == state)
         if before is not None:
             query = query.where(StoredJob.number < before)
-        with self.transaction() as session:
-            return list(session.scalars(query))
+        return self.scalars(query)
 
     def job(self, who: Principal, name: str) -> StoredJob | None:
         """A job by its id, or by its name among the tenant's own."""
@@ -160,8 +179,7 @@ class Store:
 
     def open_jobs(self) -> list[StoredJob]:
         """Jobs that have not ended, in the order they came: what a service that starts takes up again."""
-        with self.transaction() as session:
-            return list(session.scalars(select(StoredJob).where(StoredJob.state.in_(OPEN)).order_by(StoredJob.number)))
+        return self.scalars(select(StoredJob).where(StoredJob.state.in_(OPEN)).order_by(StoredJob.number))
 
     def change_job(self, job_id: str, **fields: Any) -> None:
         """Set columns of a job."""
@@ -214,13 +232,11 @@ class Store:
     def events(self, job_id: str, after: int = 0, limit: int = 500) -> Sequence[Event]:
         """Events of a job after one of them, in order."""
         query = select(Event).where(Event.job_id == job_id, Event.id > after).order_by(Event.id).limit(limit)
-        with self.transaction() as session:
-            return list(session.scalars(query))
+        return self.scalars(query)
 
     def last_event(self, job_id: str) -> Event | None:
         """The newest event of a job."""
-        with self.transaction() as session:
-            return session.scalar(select(Event).where(Event.job_id == job_id).order_by(Event.id.desc()).limit(1))
+        return self.scalar(select(Event).where(Event.job_id == job_id).order_by(Event.id.desc()).limit(1))
 
     # --- files --------------------------------------------------------------------------------------------------------------
 
@@ -234,8 +250,7 @@ class Store:
     def files(self, who: Principal) -> list[StoredFile]:
         """A tenant's files, newest first."""
         query = select(StoredFile).where(StoredFile.tenant_id == who.tenant_id).order_by(StoredFile.created.desc())
-        with self.transaction() as session:
-            return list(session.scalars(query))
+        return self.scalars(query)
 
     def file(self, who: Principal, file_id: str) -> StoredFile | None:
         """One of a tenant's files."""
@@ -280,6 +295,7 @@ def _public(url: str) -> str:
 
 
 def _migrate(engine: Engine) -> None:
+    """Make all tables in a new database, and bring those of an older release to their newest shape."""
     from alembic import command
     from alembic.config import Config
 
@@ -287,4 +303,8 @@ def _migrate(engine: Engine) -> None:
     config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
     with engine.begin() as connection:
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        if inspect(connection).has_table("alembic_version"):
+            command.upgrade(config, "head")
+        else:
+            Table.metadata.create_all(connection)
+            command.stamp(config, "head")

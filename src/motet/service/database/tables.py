@@ -1,4 +1,4 @@
-"""What the service remembers, as tables. `migrations/` brings a database to this shape."""
+"""What the service remembers, as tables. `migrations/` brings a database of an older release to this shape."""
 
 from __future__ import annotations
 

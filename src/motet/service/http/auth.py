@@ -8,7 +8,7 @@ from motet.service.database.store import AWAY
 from motet.service.database.tenants import Principal, Tenants
 from motet.service.errors import Refusal
 from motet.service.http.throttle import RateLimit
-from motet.service.rewards.agent_workers import KEY_PREFIX
+from motet.service.workers.agents import KEY_PREFIX
 
 OF_TINKER = "tml-"
 """The `tinker` package sends only keys that begin so: a key of Motet's comes after it."""

@@ -18,13 +18,13 @@ from motet.service.http.throttle import CheckThreads, ReadThreads
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
-from motet.service.rewards.agent_workers import AgentWorkers
 from motet.service.rewards.grading import Grading
-from motet.service.rewards.workers import RewardWorkers
 from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import Quotas
+from motet.service.workers.agents import AgentWorkers
+from motet.service.workers.rewards import RewardWorkers
 
 Part = TypeVar("Part")
 

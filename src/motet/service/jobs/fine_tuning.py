@@ -187,8 +187,7 @@ class FineTunings:
     def events(self, job_id: str, before: int | None, limit: int) -> list[Event]:
         """What happened to a job, newest first, before an event, at most `limit`."""
         query = select(Event).where(Event.job_id == job_id).order_by(Event.id.desc()).limit(limit)
-        with self._store.transaction() as session:
-            return list(session.scalars(query if before is None else query.where(Event.id < before)))
+        return self._store.scalars(query if before is None else query.where(Event.id < before))
 
 
 def _method(asked: FineTuningRequest) -> Reinforcement:

@@ -201,9 +201,7 @@ class JobQueue:
 
     def _waiting(self) -> list[StoredJob]:
         query = select(StoredJob).where(StoredJob.waits, StoredJob.state == JobState.QUEUED.value)
-        with self._store.transaction() as session:
-            return list(session.scalars(query.order_by(StoredJob.number)))
+        return self._store.scalars(query.order_by(StoredJob.number))
 
     def _waits(self, job_id: str) -> bool:
-        with self._store.transaction() as session:
-            return bool(session.scalar(select(StoredJob.waits).where(StoredJob.id == job_id)))
+        return bool(self._store.scalar(select(StoredJob.waits).where(StoredJob.id == job_id)))

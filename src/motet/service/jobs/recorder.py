@@ -10,9 +10,9 @@ from motet.cluster.messages import JobEvent, Usage
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import now
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
-from motet.service.rewards.attached import AttachedWorkers
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
+from motet.service.workers.attached import AttachedWorkers
 from motet.types import JobState
 
 _RETRY_SECONDS = 0.5

@@ -17,7 +17,7 @@ from motet.errors import ScorerAway
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.rewards.grading import Grading
-from motet.service.rewards.workers import RewardWorkers
+from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_elsewhere import ScoreOrReason, to_wire
 from motet.tasks.reward_http import HttpRewards
 

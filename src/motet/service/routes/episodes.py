@@ -18,10 +18,10 @@ from motet.service.errors import Refusal
 from motet.service.http.auth import bearer
 from motet.service.http.depends import AccessDep, AgentWorkersDep, Asker, NamedJob
 from motet.service.http.sampling import STREAMED
-from motet.service.rewards.agent_workers import AgentWorkers
 from motet.service.schemas import Models
 from motet.service.schemas.episodes import EpisodeLease, EpisodeLeaseRequest, EpisodeResult, EpisodeResults
 from motet.service.schemas.scoring import Counted
+from motet.service.workers.agents import AgentWorkers
 from motet.types import JobState
 
 router = APIRouter(tags=["episodes"])

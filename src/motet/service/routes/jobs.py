@@ -25,7 +25,6 @@ from motet.service.http.depends import (
 )
 from motet.service.jobs.queue import StartCondition
 from motet.service.jobs.validation import LONGEST_TEXT, read_jobs
-from motet.service.rewards import agent_workers, workers
 from motet.service.schemas import Asked, CheckedJobs, Job, Jobs, Rollouts
 from motet.service.schemas.usage import JobChange
 from motet.tasks.reward_elsewhere import MASK
@@ -66,10 +65,8 @@ class JobAnswers:
         progress = self._engine.progress.get(job_id)
         if progress is None:
             return None
-        for waiting, phase in ((self._scorers, workers.WAITS), (self._agents, agent_workers.WAITS)):
-            if waiting.waits(job_id):
-                return {**progress, "phase": phase}
-        return progress
+        waiting = [one.phase for one in (self._scorers, self._agents) if one.waits(job_id)]
+        return {**progress, "phase": waiting[0]} if waiting else progress
 
 
 Shown = Annotated[JobAnswers, Depends()]

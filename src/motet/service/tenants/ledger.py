@@ -100,8 +100,7 @@ class Ledger:
     def tokens_of(self, job_id: str) -> int:
         """Tokens that a job has sampled and trained so far, which its budget bounds."""
         query = select(func.coalesce(func.sum(_TOKENS), 0)).where(Usage.job_id == job_id)
-        with self._store.transaction() as session:
-            return int(session.scalar(query) or 0)
+        return int(self._store.scalar(query) or 0)
 
     def report(
         self, tenant_id: str | None, by: Sequence[By] = ("job",), since: str | None = None, until: str | None = None

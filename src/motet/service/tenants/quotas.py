@@ -80,8 +80,7 @@ class Quotas:
 
     def _jobs(self, tenant_id: str, *states: str) -> int:
         query = select(func.count()).where(StoredJob.tenant_id == tenant_id, StoredJob.state.in_(states))
-        with self._store.transaction() as session:
-            return int(session.scalar(query) or 0)
+        return int(self._store.scalar(query) or 0)
 
     def stored(self, tenant_id: str) -> int:
         """Bytes of a tenant's uploaded files and adapters, and of the saved versions of its jobs."""

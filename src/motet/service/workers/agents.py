@@ -22,10 +22,8 @@ from motet.agents.messages import LATE
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
-from motet.service.rewards.attached import AttachedWorkers, Gone
+from motet.service.workers.attached import AttachedWorkers, Gone
 
-WAITS = "waits for an agent worker"
-"""The phase of a job for which nobody runs agents."""
 KEY_PREFIX = "ek-"
 """Of the keys of episodes."""
 MOST_OPEN = 256
@@ -75,7 +73,7 @@ class Episode:
 class AgentWorkers(AttachedWorkers):
     """The episodes that wait for agents or have one, of all jobs. Lives in one event loop."""
 
-    kind = "episodes"
+    kind, phase = "episodes", "waits for an agent worker"
 
     def __init__(self, store: Store, bus: EventBus, lease_seconds: float) -> None:
         """`lease_seconds`: how long an episode of which nobody says anything more is its worker's."""
@@ -106,10 +104,6 @@ class AgentWorkers(AttachedWorkers):
                 del self._waiting[offer.job]
                 self._resting.discard(offer.job)
 
-    def asked(self, job_id: str) -> bool:
-        """Whether a job waits for agents."""
-        return bool(self._waiting.get(job_id))
-
     def send_away(self, job_id: str) -> None:
         """Let a job rest that waits for agents."""
         for one in self._waiting.get(job_id, ()):
@@ -119,10 +113,6 @@ class AgentWorkers(AttachedWorkers):
         """Forget a job that has ended; those that wait for its episodes are woken. From any thread."""
         self._settled.pop(job_id, None)
         self._publish(job_id)
-
-    def close(self) -> None:
-        """Let every job that waits rest; the next start asks again."""
-        self._close(list(self._waiting))
 
     # --- leases -----------------------------------------------------------------------------------------------------------
 

@@ -12,18 +12,15 @@ from motet.errors import ScorerAway
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.events import EventBus
-from motet.service.rewards.attached import AttachedWorkers, Gone
-from motet.service.rewards.units import Leased, ScoringUnits, key_of
+from motet.service.workers.attached import AttachedWorkers, Gone
+from motet.service.workers.units import Leased, ScoringUnits, key_of
 from motet.tasks.reward_elsewhere import ScoreOrReason, from_wire
-
-WAITS = "waits for a reward worker"
-"""The phase of a job for which nobody scores."""
 
 
 class RewardWorkers(AttachedWorkers):
     """What waits for workers, of all jobs. Lives in one event loop."""
 
-    kind = "scoring"
+    kind, phase = "scoring", "waits for a reward worker"
 
     def __init__(self, store: Store, bus: EventBus, lease_seconds: float) -> None:
         """`lease_seconds`: how long a worker that says nothing more keeps what it was handed."""
@@ -31,10 +28,6 @@ class RewardWorkers(AttachedWorkers):
         self.units = ScoringUnits(store)
         self._waiting: defaultdict[str, dict[str, list[asyncio.Future[list[Any]]]]] = defaultdict(dict)
         self._pruned: dict[str, int] = {}
-
-    def asked(self, job_id: str) -> bool:
-        """Whether a job waits for scores."""
-        return bool(self._waiting.get(job_id))
 
     async def ask(
         self, job: StoredJob, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
@@ -116,7 +109,3 @@ class RewardWorkers(AttachedWorkers):
             for answer in answers:
                 if not answer.done():
                     answer.set_exception(ScorerAway("nobody scores, and the job is to rest"))
-
-    def close(self) -> None:
-        """Let every job that waits rest; the next start asks again."""
-        self._close(list(self._waiting))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TypeVar
 
 from motet.service.database.store import Store
@@ -28,21 +28,21 @@ class AttachedWorkers:
 
     kind = ""
     """Names the topics on the bus."""
+    phase = ""
+    """Of a job for which nobody works."""
 
     def __init__(self, store: Store, bus: EventBus, lease_seconds: float) -> None:
         """`lease_seconds`: how long a worker that says nothing more keeps what it was handed."""
         self.lease_seconds = lease_seconds
         self._store, self._bus = store, bus
+        self._waiting: Mapping[str, Collection[object]]
+        """What waits to be done, by job."""
         self._seen: defaultdict[str, dict[str, float]] = defaultdict(dict)
         self._resting: set[str] = set()
         self._closing = False
         self._looking: asyncio.Task[None] | None = None
 
     # --- what each kind says ----------------------------------------------------------------------------------------------
-
-    def asked(self, job_id: str) -> bool:
-        """Whether a job waits for somebody's work."""
-        raise NotImplementedError
 
     def send_away(self, job_id: str) -> None:
         """Let a job rest that waits."""
@@ -52,14 +52,14 @@ class AttachedWorkers:
         """Forget a job that has ended; those that wait for work are woken. From any thread."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Let every job that waits rest; the next start asks again."""
-        raise NotImplementedError
-
     def look(self) -> None:
         """Look after what waits; called every second."""
 
     # --- what they share --------------------------------------------------------------------------------------------------
+
+    def asked(self, job_id: str) -> bool:
+        """Whether a job waits for somebody's work."""
+        return bool(self._waiting.get(job_id))
 
     def rest(self, job_id: str, wanted: bool) -> None:
         """Let a job rest as soon as nobody works for it, or no longer."""
@@ -119,10 +119,10 @@ class AttachedWorkers:
             for job_id in [job_id for job_id in self._resting if self.waits(job_id)]:
                 self.send_away(job_id)
 
-    def _close(self, jobs: list[str]) -> None:
+    def close(self) -> None:
         """Let every job that waits rest; the next start asks again."""
         self._closing = True
         if self._looking is not None:
             self._looking.cancel()
-        for job_id in jobs:
+        for job_id in list(self._waiting):
             self.send_away(job_id)

@@ -1,0 +1,96 @@
+"""What both kinds of workers do: take work of jobs from a service on lease, do it on this machine, until the jobs have ended.
+
+All connections are made from here. What a worker holds when it dies is handed to others after a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from motet.client.connection import path_of, worker_name
+from motet.errors import ServiceError
+from motet.service.schemas import Job
+from motet.service.schemas.episodes import EpisodeLease, EpisodeWork
+from motet.service.schemas.scoring import Lease, ScoringWork
+from motet.types import JobState
+
+if TYPE_CHECKING:
+    from motet.client import AsyncClient
+
+Work = TypeVar("Work", EpisodeWork, ScoringWork)
+Asked = dict[str, Any]
+Running = dict[str, asyncio.Task[None]]
+"""What is being done, by the id of the work."""
+_WAIT_SECONDS = 20.0
+_LEAVE_SECONDS = 3.0
+
+
+class LeaseWorker(ABC, Generic[Work]):
+    """Does one kind of work for some jobs. Each kind says what is loaded for a job, what is leased and what is done."""
+
+    kind: str
+    """The last part of a job's path: `scoring` or `episodes`."""
+
+    def __init__(self, client: AsyncClient, at_once: int) -> None:
+        """Nothing is asked yet; of each job `at_once` pieces of work are done at a time."""
+        self._client, self._at_once, self.name = client, at_once, worker_name()
+
+    @abstractmethod
+    async def _prepare(self, job: Job) -> None: ...
+    @abstractmethod
+    async def _lease(
+        self, path: str, wanted: Asked, running: Running
+    ) -> tuple[Lease | EpisodeLease, Sequence[Work]]: ...
+    @abstractmethod
+    async def _do(self, path: str, work: Work) -> None: ...
+    @abstractmethod
+    async def _close(self) -> None: ...
+
+    async def run(self, jobs: Sequence[str]) -> None:
+        """Work until all jobs have ended.
+
+        Raises:
+            RewardError, EnvironmentFault: what is to be called does not load, or a job asks for none.
+            ServiceError: the service refuses, or was away for too long.
+        """
+        try:
+            served = [await self._client._patiently(Job, "GET", path_of("jobs", job)) for job in jobs]
+            for job in served:
+                await self._prepare(job)
+            async with asyncio.TaskGroup() as group:
+                for job in served:
+                    group.create_task(self._serve(f"{path_of('jobs', job.id)}/{self.kind}"))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        finally:
+            await self._close()
+
+    async def _serve(self, path: str) -> None:
+        """Take work of one job, as much as may be done at once, until it has ended."""
+        running, wait = Running(), 0.0
+        try:
+            while True:
+                free = self._at_once - len(running)
+                if not free:
+                    await asyncio.wait(running.values(), timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+                wanted = {"worker": self.name, "most": free, "wait_seconds": wait if free else 0.0}
+                lease, taken = await self._lease(path, wanted, running)
+                wait = min(_WAIT_SECONDS, lease.seconds / 3)  # asking again renews what is held
+                for work in taken:
+                    if work.id not in running:
+                        running[work.id] = asyncio.create_task(self._do(path, work))
+                for key in [key for key, task in running.items() if task.done()]:
+                    running.pop(key).result()
+                if JobState(lease.state).final and not taken:
+                    return
+        finally:
+            for task in running.values():
+                task.cancel()
+            await asyncio.gather(*running.values(), return_exceptions=True)
+            with contextlib.suppress(ServiceError, TimeoutError):
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await self._client._send("DELETE", f"{path}/workers/{self.name}")
