@@ -28,9 +28,9 @@ from motet.service.events import EventBus, EventLog
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import JobQueue, StartCondition
 from motet.service.jobs.recorder import EventRecorder
-from motet.service.workers.rewards import RewardWorkers
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
+from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_asking import AskedOfService
 from motet.tasks.reward_http import Addresses, HttpRewards
 from tests.database import person
