@@ -163,7 +163,7 @@ def test_rewards_of_job_examples_load() -> None:
                     if reward.name in ELSEWHERE:
                         check(reward)
                         continue
-                    resolve(reward)
+                    resolve(reward.name, reward.args, reward.function)
                 except RewardError as error:
                     pytest.fail(f"{place}, job {job.name}: {error}")
 

@@ -6,7 +6,6 @@ import functools
 
 import pytest
 
-from motet.config import RewardConfig
 from motet.errors import RewardError
 from motet.tasks.reward_loading import resolve
 from motet.tasks.rewards import BUILTIN, last_number
@@ -94,23 +93,23 @@ def trl_tokens(completions, completion_ids):
     return [0.0]
 
 
-def config(function, **args):
-    return RewardConfig(name="mine", function=function, args=args)
+def resolved(function, **args):
+    return resolve("mine", args, function)
 
 
 def test_trl_signature_works_unchanged():
-    loaded = resolve(config(trl))
+    loaded = resolved(trl)
     assert loaded.batched
     assert loaded.call(problem("x", solution="b", level="easy"), ["a", "b"]) == [0.0, 1.0]
-    assert resolve(config(trl_chat)).call(problem(conversational=True), ["abc", ""]) == [3.0, 0.0]
+    assert resolved(trl_chat).call(problem(conversational=True), ["abc", ""]) == [3.0, 0.0]
     with pytest.raises(TypeError, match="asks for the column 'solution'; the data's columns are level"):
         loaded.call(problem("x", level="easy"), ["a"])
     with pytest.raises(RewardError, match="requires completion_ids"):
-        resolve(config(trl_tokens))
+        resolved(trl_tokens)
 
 
 def test_own_signature_with_args():
-    loaded = resolve(config(lambda problem, completion, bonus: len(completion) + bonus, bonus=2))
+    loaded = resolved(lambda problem, completion, bonus: len(completion) + bonus, bonus=2)
     assert not loaded.batched
     assert loaded.call(problem(), ["abc"]) == 5
 
@@ -119,8 +118,8 @@ def test_rewards_from_files_and_modules(tmp_path):
     (tmp_path / "neighbour.py").write_text("BONUS = 3\n")
     (tmp_path / "mine.py").write_text("from neighbour import BONUS\ndef score(problem, completion): return BONUS\n")
     path = tmp_path / "mine.py"
-    assert resolve(RewardConfig(name=f"{path}:score")).call(problem(), ["x"]) == 3
-    assert resolve(RewardConfig(name="motet.tasks.rewards:exact")).call(problem("x"), ["x"]) == 1
+    assert resolve(f"{path}:score", {}).call(problem(), ["x"]) == 3
+    assert resolve("motet.tasks.rewards:exact", {}).call(problem("x"), ["x"]) == 1
     (tmp_path / "broken.py").write_text("\nimport nothing_of_that_name\n")
     for name, message in [
         (f"{path}:skore", "has no 'skore'; did you mean 'score'"),
@@ -132,7 +131,7 @@ def test_rewards_from_files_and_modules(tmp_path):
         (f"{path}:BONUS", "is int, not a function"),
     ]:
         with pytest.raises(RewardError, match=message):
-            resolve(RewardConfig(name=name))
+            resolve(name, {})
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_rewards_from_files_and_modules(tmp_path):
 )
 def test_wrong_args_are_refused_at_load(name, args, message):
     with pytest.raises(RewardError, match=message):
-        resolve(RewardConfig(name=name, args=args))
+        resolve(name, args)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,7 @@ def test_wrong_parameters_are_refused_at_load(function, told):
         rf"reward 'mine' {told}; write def reward\(problem, completion\), or TRL's def reward\(completions, \*\*col"
     )
     with pytest.raises(RewardError, match=expected):
-        resolve(config(function))
+        resolved(function)
 
 
 def with_both_at_the_end(*, bonus, completion, problem):
@@ -193,4 +192,4 @@ def with_both_at_the_end(*, bonus, completion, problem):
     ],
 )
 def test_problem_and_completion_are_known_by_their_names(function, args, score):
-    assert resolve(config(function, **args)).call(problem(), ["a"]) == score
+    assert resolved(function, **args).call(problem(), ["a"]) == score

@@ -21,7 +21,7 @@ from motet.cluster.host import EngineHandlers, Host
 from motet.cluster.messages import FromEngine, JobEvent, Scored, ScoreRequest, Start
 from motet.config import RewardConfig
 from motet.config.service import ANY_SIZE
-from motet.hosting.server import ask_scores
+from motet.hosting.scores import AskedOfService
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.events import EventBus, EventLog
@@ -31,7 +31,6 @@ from motet.service.jobs.recorder import EventRecorder
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.service.workers.rewards import RewardWorkers
-from motet.tasks.reward_asking import AskedOfService
 from motet.tasks.reward_http import Addresses, HttpRewards
 from tests.database import person
 from tests.house import House
@@ -256,7 +255,7 @@ def test_what_is_too_long_to_be_scored_elsewhere_is_a_reason_and_the_next_is_sco
         sent.append(decode(encode(message), FromEngine))
 
     async def work() -> None:
-        scores, reward = AskedOfService(ask_scores(send)), RewardConfig(name="judge")
+        scores, reward = AskedOfService(send), RewardConfig(name="judge")
         async with asyncio.timeout(10):  # sent in spite of it, nobody would answer
             found = await scores("job", reward, {"id": 1, "metadata": {"page": "x" * LONGEST_LINE}}, ["a", "b"])
         assert len(found) == 2
@@ -265,7 +264,7 @@ def test_what_is_too_long_to_be_scored_elsewhere_is_a_reason_and_the_next_is_sco
         asking = asyncio.create_task(scores("job", reward, {"id": 2}, ["a"]))
         await until(lambda: bool(sent))
         assert isinstance(sent[0], ScoreRequest)
-        scores.hear({"key": sent[0].key, "scores": [0.5]})
+        scores.hear(Scored(sent[0].key, [0.5]))
         assert await asking == [0.5]
 
     asyncio.run(work())

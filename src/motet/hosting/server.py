@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from motet.channel import Parent
 from motet.cluster import messages as m
 from motet.config import JobConfig, RunConfig
 from motet.errors import ConfigError
-from motet.hosting.answers import Answers, Send, reason
+from motet.hosting.answers import Answers, reason
+from motet.hosting.scores import AskedOfService
 from motet.launch import Workshop, assemble, load_for, services
 from motet.preparing import identity, prepare
 from motet.runtime.job import Job
@@ -27,7 +28,6 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
 from motet.tasks.plain_json import as_json
-from motet.tasks.reward_asking import AskedOfService
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
@@ -58,7 +58,7 @@ class EngineServer:
             )
         self.base = load_for(config)
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
-        self._scores = AskedOfService(ask_scores(parent.send))
+        self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send)
         self._start = start
         shared = services(self.workshop, self.directory, None if start.own_jobs else self._rewards())
@@ -155,7 +155,7 @@ class EngineServer:
             case m.Abandon():
                 self._answers.abandon(message.key)
             case m.Scored():
-                self._scores.hear({"key": message.key, "scores": message.scores, "away": message.away})
+                self._scores.hear(message)
             case e.BeginEpisode() | e.EpisodeEnded():
                 self._episodes.hear(message)
             case e.AskEpisode():
@@ -258,20 +258,6 @@ class EngineServer:
         self._windows += 1
         self._parent.send(m.Usage(self._shared.engine_suffix, self._windows, dict(self._used)))
         self._used.clear()
-
-
-def ask_scores(send: Send) -> Callable[..., None]:
-    """What `AskedOfService` sends its messages with."""
-
-    def say(**fields: Any) -> None:
-        match fields:
-            case {"score": key}:
-                problem = as_json(fields["problem"])
-                send(m.ScoreRequest(key, fields["job"], fields["reward"], problem, fields["completions"]))
-            case {"unscore": key}:
-                send(m.CancelScore(key))
-
-    return say
 
 
 def _fault(task: asyncio.Task[None]) -> BaseException | None:

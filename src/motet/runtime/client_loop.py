@@ -204,11 +204,8 @@ class ClientLoop(Driver):
 
     async def _load(self, number: int, command: Load) -> None:
         """Another start, which is a version of its own: what is sampled from it has to be told from what was before."""
-        source, services = Path(command.directory), self.services
-        await services.on_device(
-            self.job.name,
-            lambda: services.trainer.load_adapter(self.job.name, source, optimizer=command.optimizer),
-        )
+        name, source = self.job.name, Path(command.directory)
+        await self.session.on_device(lambda trainer: trainer.load_adapter(name, source, optimizer=command.optimizer))
         self._stats, self._samples = LossStats(), 0
         await self._finish(number, Done(command.answer), None, {"train": 0.0})
 

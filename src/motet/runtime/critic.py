@@ -26,23 +26,19 @@ class Critic:
     async def open(self) -> None:
         """Take a slot, and go on from what was committed; the session opens afterwards and commits it from then on."""
         session, config = self._session, self.config
-        job, trainer, on_device = session.job, session.services.trainer, session.services.on_device
-        shape = AdapterConfig(rank=config.rank, target_modules=job.config.adapter.target_modules)
-        seed = seeds.key(job.seed, "critic") % (1 << 48)
-        await on_device(job.name, lambda: trainer.add_adapter(self._name, shape, seed, head=True))
+        shape = AdapterConfig(rank=config.rank, target_modules=session.job.config.adapter.target_modules)
+        seed = seeds.key(session.job.seed, "critic") % (1 << 48)
+        await session.on_device(lambda trainer: trainer.add_adapter(self._name, shape, seed, head=True))
         self._open = True
         if (committed := session.committed) is not None:
-            await on_device(job.name, lambda: trainer.load_adapter(self._name, _place(committed), optimizer=True))
+            await session.on_device(lambda trainer: trainer.load_adapter(self._name, _place(committed), optimizer=True))
         session.also_saved.append(self._save)
 
     async def close(self) -> None:
         """Give the slot back."""
-        session = self._session
         if self._open:
             self._open = False
-            await session.services.on_device(
-                session.job.name, lambda: session.services.trainer.remove_adapter(self._name)
-            )
+            await self._session.on_device(lambda trainer: trainer.remove_adapter(self._name))
 
     async def values(self, batch: StepBatch) -> Sequence[FloatArray]:
         """What each sampled token's place is worth, [T] of each sample."""
@@ -54,12 +50,10 @@ class Critic:
 
     async def optim_step(self, step: int) -> OptimStats:
         """Clip, step and clear the gradient."""
-        session, job = self._session, self._session.job
+        job = self._session.job
         rate = job.base_rate if self.config.lr == "auto" else self.config.lr
         settings = adamw(job.config.optimizer, rate, step, job.config.steps)
-        return await session.services.on_device(
-            job.name, lambda: session.services.trainer.optim_step(self._name, settings)
-        )
+        return await self._session.on_device(lambda trainer: trainer.optim_step(self._name, settings))
 
     def _save(self, directory: Path) -> None:
         """Write adapter, head and moments into a commit."""

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
 from motet.errors import DeviceError, MotetError, RunError
-from motet.runtime.chained import fail_chained, may_begin
 from motet.runtime.checkpoint import disk_error
 from motet.runtime.client_loop import ClientLoop
 from motet.runtime.disk_gate import DiskSpaceGate, is_full
@@ -183,7 +182,7 @@ class Pipeline:
         return JobState.QUEUED in states or (JobState.PAUSED in states and not self._stopping)
 
     def _queued(self) -> list[Claim]:
-        queued = (job for job in self.jobs.values() if job.state is JobState.QUEUED and may_begin(job))
+        queued = (job for job in self.jobs.values() if job.state is JobState.QUEUED and _may_begin(job))
         return [_claim(job) for job in queued if not self._disk_gate.blocks(job.name)]
 
     def _running(self) -> tuple[list[Claim], int]:
@@ -192,7 +191,7 @@ class Pipeline:
         return running, self._slots - sum(self.jobs[name].config.slots for name in self._preempted)
 
     def _fill_slots(self) -> None:
-        fail_chained(self.jobs.values(), _move)
+        _fail_chained(self.jobs.values())
         claims = self._queued()
         if self._stopping:
             for claim in claims:
@@ -289,6 +288,23 @@ def _move(job: Job, state: JobState, message: str = "") -> None:
         job.move(state, message)
     except RunError as error:  # a full disk: the state holds here, and the next process starts from the last commit
         job.progress.message = f"{message} ({error})" if message else str(error)
+
+
+def _may_begin(job: Job) -> bool:
+    """Whether what it goes on with is there; a job that has begun needs it no more."""
+    return job.before is None or job.before.state is JobState.SUCCEEDED or bool(job.directory.steps())
+
+
+def _fail_chained(jobs: Iterable[Job]) -> None:
+    """Fail jobs that wait for one that ended without success."""
+    for job in jobs:
+        before = job.before
+        if before is None or job.state is not JobState.QUEUED or _may_begin(job):
+            continue
+        spent = before.progress.spent
+        if spent or before.state in (JobState.FAILED, JobState.CANCELLED):
+            state = "has spent its budget" if spent else f"is {before.state}"
+            _move(job, JobState.FAILED, f"starts from job {before.name}, which {state}; resume both")
 
 
 def driver_of(job: Job) -> type[Driver]:

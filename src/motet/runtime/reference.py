@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -24,44 +24,37 @@ _AT_ONCE = 8
 """Samples that a server is asked about at a time."""
 
 
-class Reference(Protocol):
+class Reference(ABC):
     """Finds how likely something other than the policy thinks a job's samples are."""
-
-    async def open(self) -> None:
-        """Get ready."""
-        ...
-
-    async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
-        """Logprobs [T] of each sample."""
-        ...
-
-    async def close(self) -> None:
-        """Let go of what was opened."""
-        ...
-
-
-class BaseReference:
-    """The base without an adapter."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    async def open(self) -> None:
-        """Nothing to do."""
+    async def open(self) -> None:  # noqa: B027 - not every one has something to open
+        """Get ready."""
+
+    @abstractmethod
+    async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
+        """Logprobs [T] of each sample."""
+
+    async def close(self) -> None:  # noqa: B027
+        """Let go of what was opened."""
+
+
+class BaseReference(Reference):
+    """The base without an adapter."""
 
     async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
         """Logprobs [T] of each sample."""
         return await self._session.forward(segments, base=True)
 
-    async def close(self) -> None:
-        """Nothing to do."""
 
-
-class AdapterReference:
+class AdapterReference(Reference):
     """An adapter from a directory; it stands in the trainer under a name of its own and takes a slot."""
 
     def __init__(self, session: Session, directory: Path) -> None:
-        self._session, self._directory = session, directory
+        super().__init__(session)
+        self._directory = directory
         self._name = f"{session.job.name}#reference"
         self._open = False
 
@@ -71,11 +64,11 @@ class AdapterReference:
         Raises:
             AdapterError: the directory holds no adapter of this base.
         """
-        job, services, shape = self._session.job, self._session.services, shape_of(self._directory)
-        await services.on_device(job.name, lambda: services.trainer.add_adapter(self._name, shape, job.seed))
+        shape, seed = shape_of(self._directory), self._session.job.seed
+        await self._session.on_device(lambda trainer: trainer.add_adapter(self._name, shape, seed))
         self._open = True
-        await services.on_device(
-            job.name, lambda: services.trainer.load_adapter(self._name, self._directory, optimizer=False)
+        await self._session.on_device(
+            lambda trainer: trainer.load_adapter(self._name, self._directory, optimizer=False)
         )
 
     async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
@@ -84,17 +77,17 @@ class AdapterReference:
 
     async def close(self) -> None:
         """Give the slot back."""
-        job, services = self._session.job, self._session.services
         if self._open:
             self._open = False
-            await services.on_device(job.name, lambda: services.trainer.remove_adapter(self._name))
+            await self._session.on_device(lambda trainer: trainer.remove_adapter(self._name))
 
 
-class ServerReference:
+class ServerReference(Reference):
     """A model on a server."""
 
     def __init__(self, session: Session, server: ScoringServer) -> None:
-        self._session, self._server = session, server
+        super().__init__(session)
+        self._server = server
 
     async def open(self) -> None:
         """What a server answers is no function of the job alone."""

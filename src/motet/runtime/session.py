@@ -12,16 +12,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from motet.batch import AdamW, Batch, OptimStats, Segment, Trained
 from motet.errors import JobFailed
+from motet.protocols import Trainer
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import timing_record
 from motet.runtime.probe import Probe
 from motet.runtime.versions import Versions
 from motet.types import FloatArray
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,10 @@ class Session:
         """Take a slot, restore what was committed, and make the versions that may be asked for servable."""
         job, services, start = self.job, self.services, self.done.step
         adapter, state = job.config.adapter, job.directory.path / "state"
-        await services.on_device(job.name, lambda: services.trainer.add_adapter(job.name, adapter, job.seed))
+        await self.on_device(lambda trainer: trainer.add_adapter(job.name, adapter, job.seed))
         self._resident = True
         if self._resumed:
-            await services.on_device(
-                job.name, lambda: services.trainer.load_adapter(job.name, state / str(start), optimizer=True)
-            )
+            await self.on_device(lambda trainer: trainer.load_adapter(job.name, state / str(start), optimizer=True))
             for reason in self.done.inexact:
                 job.note_inexact(reason)
             if self.done.threads != services.threads:
@@ -105,9 +106,7 @@ class Session:
         else:
             if adapter.init is not None:
                 source = job.init_directory()
-                await services.on_device(
-                    job.name, lambda: services.trainer.load_adapter(job.name, source, optimizer=False)
-                )
+                await self.on_device(lambda trainer: trainer.load_adapter(job.name, source, optimizer=False))
             self.done = replace(self.done, threads=services.threads)
             await self.commit()
         job.progress.step = job.progress.first_step = start
@@ -115,10 +114,13 @@ class Session:
 
     async def close(self) -> None:
         """Give the slot back, whatever happened."""
-        name, services = self.job.name, self.services
         await self.versions.drop_all()
         if self._resident:
-            await services.on_device(name, lambda: services.trainer.remove_adapter(name))
+            await self.on_device(lambda trainer: trainer.remove_adapter(self.job.name))
+
+    async def on_device(self, call: Callable[[Trainer], Result]) -> Result:
+        """A call of the trainer in the device's turn; its time is the job's."""
+        return await self.services.on_device(self.job.name, lambda: call(self.services.trainer))
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -129,20 +131,15 @@ class Session:
 
     async def forward(self, segments: tuple[Segment, ...], *, base: bool = False) -> list[FloatArray]:
         """Logprobs of each sample; `base=True` leaves the adapter out."""
-        logprobs_of_samples: list[FloatArray] = []
-        for segment in segments:
-            batch = Batch((segment,))
-            (logprobs,) = await self.services.on_device(
-                self.job.name,
-                lambda batch=batch: self.services.trainer.forward(batch, base=base),  # type: ignore[misc]
-            )
-            logprobs_of_samples.extend(logprobs)
-        return logprobs_of_samples
+        return [logprobs for segment in segments for logprobs in await self._forward(Batch((segment,)), base)]
+
+    async def _forward(self, batch: Batch, base: bool) -> tuple[FloatArray, ...]:
+        (logprobs,) = await self.on_device(lambda trainer: trainer.forward(batch, base=base))
+        return logprobs
 
     async def optim_step(self, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient; the next version is ready to commit and publish."""
-        name, trainer = self.job.name, self.services.trainer
-        return await self.services.on_device(name, lambda: trainer.optim_step(name, adamw))
+        return await self.on_device(lambda trainer: trainer.optim_step(self.job.name, adamw))
 
     # --- what lasts --------------------------------------------------------------------------------------------------
 

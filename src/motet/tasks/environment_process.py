@@ -30,7 +30,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 from motet.errors import EnvironmentFault
 from motet.own_code import OwnCode, describe
 from motet.tasks import worker_messages as m
-from motet.tasks.worker_process import CpuLimitError, Limits, Read, Write, run, seed_random
+from motet.tasks.worker_process import Limits, Read, Write, run, seed_random
 
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
 _NOT_TOOLS = frozenset({"reset", "step", "get_reward", "close", "list_tools", "call_tool"})
@@ -179,26 +179,13 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 def answer_call(environments: Environments, limits: Limits, call: m.EpisodeCall) -> m.EpisodeReply:
     """One call of an episode, within its limits."""
     seed_random(zlib.crc32(json.dumps([call.seed, call.number]).encode()))
-    exceeded: m.Limit = ""
-    reply = m.EpisodeReply()
-    try:
-        with limits.of(call.cpu_seconds, call.memory_mb):
-            reply = environments.answer(call.episode, call.action)
-    except CpuLimitError:
-        exceeded = "cpu"
-    except MemoryError:
-        exceeded = "memory"
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # an environment may call sys.exit too
-        reply = m.EpisodeReply(error=f"{call.action.__struct_config__.tag}: {describe(error)}")
-    if limits.fired or exceeded == "cpu":
-        text = f"took more than {call.cpu_seconds:g} s of CPU time (environment field cpu_seconds)"
-        return m.EpisodeReply(error=text, exceeded="cpu")
-    if exceeded:
-        text = f"took more than {call.memory_mb} MB of memory (environment field memory_mb)"
-        return m.EpisodeReply(error=text, exceeded="memory")
-    return reply
+    reply, error, exceeded = limits.run(
+        lambda: environments.answer(call.episode, call.action), "environment", call.cpu_seconds, call.memory_mb
+    )
+    if reply is not None:
+        return reply
+    where = "" if exceeded else f"{call.action.__struct_config__.tag}: "
+    return m.EpisodeReply(error=f"{where}{error}", exceeded=exceeded)
 
 
 def serve(read: Read, write: Write) -> None:

@@ -14,7 +14,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from motet.errors import RewardError
 from motet.own_code import OwnCode
@@ -27,25 +27,6 @@ OWN = OwnCode("reward", RewardError, (*BUILTIN, SCORER))
 # What TRL passes besides columns. Tokens are not for rewards here; the trainer's state is None, as before training.
 _TRL_ONLY = ("completion_ids", "prompt_ids", "prompts_ids")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-class RewardSource(Protocol):
-    """The fields of a `RewardConfig` that say which function it is."""
-
-    @property
-    def name(self) -> str:
-        """Built-in name, `file.py:function` or `module:function`."""
-        ...
-
-    @property
-    def args(self) -> Mapping[str, Any]:
-        """Keyword arguments."""
-        ...
-
-    @property
-    def function(self) -> Any:
-        """A function object, which wins over the name."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -61,28 +42,32 @@ class LoadedReward:
     """Takes the transcript too."""
 
 
-def resolve(source: RewardSource, scorer: ScorerSpec | None = None) -> LoadedReward:
+def resolve(name: str, args: Mapping[str, Any], function: Any = None, scorer: ScorerSpec | None = None) -> LoadedReward:
     """Find the function and look at how it wants to be called.
+
+    Args:
+        name: built-in, `file.py:function` or `module:function`.
+        args: keyword arguments.
+        function: an object, which wins over the name.
+        scorer: of the data.
 
     Raises:
         RewardError: nothing has that name, it does not load, or its parameters fit neither signature.
     """
-    if source.function is not None:
-        return adapted(source.function, source.args, source.name)
-    if source.name == SCORER:
+    if function is None and name == SCORER:
         if scorer is None:
             raise RewardError("only reasoning-gym:NAME data has a scorer of its own; name a reward, such as `exact`")
-        return adapted(build_scorer(scorer), source.args, source.name)
-    if source.name in BUILTIN:
-        loaded = adapted(BUILTIN[source.name], source.args, source.name)
+        function = build_scorer(scorer)
+    elif function is None and name in BUILTIN:
+        loaded = adapted(BUILTIN[name], args, name)
         try:
-            check_args(source.name, source.args)
+            check_args(name, args)
         except Exception as error:  # a pattern that is none, a type that does not compare: whatever args may hold
-            raise RewardError(f"reward {source.name!r}: args {dict(source.args)}: {error}") from error
-        if source.name == "math":
+            raise RewardError(f"reward {name!r}: args {dict(args)}: {error}") from error
+        if name == "math":
             importlib.import_module("math_verify")  # slow to import: not on the first completion's CPU time
         return loaded
-    return adapted(OWN.find(source.name), source.args, source.name)
+    return adapted(OWN.find(name) if function is None else function, args, name)
 
 
 def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:

@@ -12,7 +12,6 @@ import pickle
 import sys
 import zlib
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
 from typing import Any
 
 from motet import wall
@@ -20,7 +19,7 @@ from motet.errors import RewardError, WallError
 from motet.own_code import describe
 from motet.tasks import worker_messages as m
 from motet.tasks.reward_loading import OWN, LoadedReward, resolve
-from motet.tasks.worker_process import CpuLimitError, Limits, Read, Write, run, seed_random
+from motet.tasks.worker_process import Limits, Read, Write, over_limit, run, seed_random
 
 _LOADING_MB = 4096
 """Address space that loading may take behind a wall."""
@@ -28,40 +27,20 @@ _SPARE_MB = 256
 """What the process itself may take between calls."""
 
 
-@dataclass(frozen=True)
-class _Source:
-    name: str
-    args: Mapping[str, Any]
-    function: Any
-
-
 def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: m.ScoreCompletions) -> m.Scores:
     """Score the completions of one request."""
     reward = rewards[request.reward]
     seed_random(zlib.crc32(json.dumps([request.problem.id, request.completions]).encode()))
-    error = ""
-    exceeded: m.Limit = ""
-    outcomes: list[Any] = []
-    try:
-        with limits.of(request.cpu_seconds, request.memory_mb):
-            outcomes = [_outcome(reward, value) for value in _raw_values(reward, request)]
-    except CpuLimitError:
-        exceeded = "cpu"
-    except MemoryError:
+    given = ("reward", request.cpu_seconds, request.memory_mb)
+
+    def call() -> list[float | BaseException | None]:
+        return [_outcome(reward, value) for value in _raw_values(reward, request)]
+
+    outcomes, error, exceeded = limits.run(call, *given)
+    if outcomes and any(isinstance(outcome, MemoryError) for outcome in outcomes):
         exceeded = "memory"
-    except KeyboardInterrupt:
-        raise
-    except BaseException as raised:  # a reward may call sys.exit too
-        error = describe(raised)
-    if limits.fired:  # also where the reward swallowed the exception and returned something
-        exceeded = "cpu"
-    if any(isinstance(outcome, MemoryError) for outcome in outcomes):
-        exceeded = "memory"
-    if exceeded == "cpu":
-        error = f"took more than {request.cpu_seconds:g} s of CPU time (reward field cpu_seconds)"
-    elif exceeded == "memory":
-        error = f"took more than {request.memory_mb} MB of memory (reward field memory_mb)"
-    if error:
+        error = over_limit(exceeded, *given)
+    if outcomes is None or error:
         outcomes = [ValueError()] * len(request.completions)
     values = [outcome if isinstance(outcome, float) else None for outcome in outcomes]
     errors = [error or _reason(outcome) if isinstance(outcome, BaseException) else "" for outcome in outcomes]
@@ -141,7 +120,7 @@ def load(request: m.LoadRewards) -> list[LoadedReward]:
     if request.walled:
         wall.enter(_LOADING_MB + request.memory_mb)
     loaded = [
-        resolve(_Source(source.name, source.args, function), request.scorer)
+        resolve(source.name, source.args, function, request.scorer)
         for source, function in zip(request.rewards, functions, strict=True)
     ]
     if any(reward.is_async for reward in loaded):

@@ -15,16 +15,19 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from motet import wall
 from motet.channel import Message, decode, encode
+from motet.own_code import describe
+from motet.tasks.worker_messages import Limit
 
 _GRACE_SECONDS = 1  # between the exception in Python and the kernel's SIGXCPU
 _AGAIN_SECONDS = 0.2  # code that swallows the exception gets it again
 
+Result = TypeVar("Result")
 Read = Callable[[Any], Any]
 """The next message, which is one of the kinds given; None where the input has ended."""
 Write = Callable[[Message], None]
@@ -35,7 +38,7 @@ class CpuLimitError(BaseException):
 
 
 class Limits:
-    """Limits of one call at a time, as a context manager that is entered for each."""
+    """Limits of one call at a time."""
 
     def __init__(self) -> None:
         self.baseline = wall.address_space()
@@ -44,10 +47,35 @@ class Limits:
         self._memory_mb = 0
         signal.signal(signal.SIGPROF, self._on_cpu_time)
 
-    def of(self, cpu_seconds: float, memory_mb: int) -> Limits:
-        """The limits of the next call, for a `with` block around it."""
+    def run(
+        self, call: Callable[[], Result], kind: str, cpu_seconds: float, memory_mb: int
+    ) -> tuple[Result | None, str, Limit]:
+        """What somebody's code gives, or why it gave nothing, and the limit that it hit.
+
+        Args:
+            call: runs it.
+            kind: `reward` or `environment`, the section of the job that has the limits.
+            cpu_seconds: the time that it may take.
+            memory_mb: the memory that it may take.
+        """
         self._cpu_seconds, self._memory_mb = cpu_seconds, memory_mb
-        return self
+        exceeded: Limit = ""
+        try:
+            with self:
+                result = call()
+            if not self.fired:  # it may have swallowed the exception and returned something
+                return result, "", ""
+        except CpuLimitError:
+            exceeded = "cpu"
+        except MemoryError:
+            exceeded = "memory"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # it may call sys.exit too
+            if not self.fired:
+                return None, describe(error), ""
+        exceeded = "cpu" if self.fired else exceeded
+        return None, over_limit(exceeded, kind, cpu_seconds, memory_mb), exceeded
 
     def __enter__(self) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -66,6 +94,13 @@ class Limits:
     def _on_cpu_time(self, *_: object) -> None:
         self.fired = True
         raise CpuLimitError
+
+
+def over_limit(exceeded: Limit, kind: str, cpu_seconds: float, memory_mb: int) -> str:
+    """What a person is told of a call that hit a limit."""
+    if exceeded == "cpu":
+        return f"took more than {cpu_seconds:g} s of CPU time ({kind} field cpu_seconds)"
+    return f"took more than {memory_mb} MB of memory ({kind} field memory_mb)"
 
 
 def _soft_limit(which: int, limit: int | None) -> None:

@@ -38,7 +38,7 @@ class Scoring:
         }
 
     async def answer(self, request: ScoreRequest) -> Scored:
-        """Scores, or why there are none; see `tasks.reward_asking`."""
+        """Scores, or why there are none; see `hosting.scores`."""
         reward, completions = RewardConfig.model_validate(request.reward), request.completions
         try:
             job = await asyncio.to_thread(self._store.job_by_id, request.job)
