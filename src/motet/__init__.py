@@ -22,22 +22,15 @@ if TYPE_CHECKING:
     from motet.verbs import Verbs
 
 _HOMES = {
-    "AdamW": "motet.batch",
-    "AsyncClient": "motet.client",
-    "Client": "motet.client",
-    "EngineConfig": "motet.config",
-    "JobConfig": "motet.config",
-    "JobResult": "motet.running",
-    "Message": "motet.types",
-    "MotetError": "motet.errors",
-    "Problem": "motet.types",
-    "Rollout": "motet.types",
-    "RunConfig": "motet.config",
-    "RunResult": "motet.running",
-    "Verbs": "motet.verbs",
-    "check": "motet.commands.check",
-    "load_jobs": "motet.jobfile",
-    "run": "motet.running",
+    "motet.batch": ("AdamW",),
+    "motet.client": ("AsyncClient", "Client"),
+    "motet.commands.check": ("check",),
+    "motet.config": ("EngineConfig", "JobConfig", "RunConfig"),
+    "motet.errors": ("MotetError",),
+    "motet.jobfile": ("load_jobs",),
+    "motet.running": ("JobResult", "RunResult", "run"),
+    "motet.types": ("Message", "Problem", "Rollout"),
+    "motet.verbs": ("Verbs",),
 }
 
 __all__ = [
@@ -65,9 +58,10 @@ def __getattr__(name: str) -> Any:
     """Import public names when they are first used, so that `import motet` is quick."""
     import importlib
 
-    if name not in _HOMES:
-        raise AttributeError(f"module 'motet' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module 'motet' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

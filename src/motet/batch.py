@@ -162,18 +162,10 @@ class LossStats:
 
     def __add__(self, other: LossStats) -> LossStats:
         """Combine two segments: sums add, maxima take the larger (a NaN stays)."""
-        return LossStats(
-            tokens=self.tokens + other.tokens,
-            loss=self.loss + other.loss,
-            entropy=self.entropy + other.entropy,
-            ratio=self.ratio + other.ratio,
-            ratio_max=float(np.maximum(self.ratio_max, other.ratio_max)),
-            clipped=self.clipped + other.clipped,
-            kl_sampler=self.kl_sampler + other.kl_sampler,
-            kl_base=self.kl_base + other.kl_base,
-            kl_base_tokens=self.kl_base_tokens + other.kl_base_tokens,
-            logprob_gap=float(np.maximum(self.logprob_gap, other.logprob_gap)),
-        )
+        figures = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        for name in ("ratio_max", "logprob_gap"):
+            figures[name] = float(np.maximum(getattr(self, name), getattr(other, name)))
+        return LossStats(**figures)
 
 
 @dataclass(frozen=True)

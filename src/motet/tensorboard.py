@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from motet.errors import MotetError, RunError
@@ -58,7 +57,7 @@ class TensorBoardExport:
     def __enter__(self) -> TensorBoardExport:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -7,7 +7,6 @@ import inspect
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
@@ -112,9 +111,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ async def _check_all(
                     table.add_row(*await _check_rows(console, job, shared))
                     continue
                 sampled, step_seconds = await _check_job(console, job, shared, rollouts)
-                table.add_row(*_row(job, sampled, step_seconds))
+                table.add_row(*_row(job, step_seconds, _figures(sampled.groups)))
                 reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
                 failed = Counter(reason for reason in reasons if reason)
                 failing += [job.name] * (failed.total() == len(reasons))
@@ -118,18 +118,15 @@ async def _check_all(
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
 
 
-def _row(job: Job, sampled: SampledStep, step_seconds: float) -> tuple[str, ...]:
-    figures = group_metrics(sampled.groups)
-    return (
-        job.name,
-        f"{len(job.data.train)} / {len(job.data.holdout)}",
-        f"{figures['reward']:.3g}",
-        f"{sum(group.has_signal for group in sampled.groups)} of {len(sampled.groups)}",
-        f"{figures['length']:.0f} tokens",
-        f"{figures['truncated']:.0%}",
-        f"≈ {step_seconds:.1f} s",
-        f"≈ {step_seconds * job.config.steps / 60:.0f} min",
-    )
+def _row(job: Job, seconds: float, figures: tuple[str, str, str, str]) -> tuple[str, ...]:
+    """Of the table; `seconds` are those of a step, and `figures` those from the reward to what was truncated."""
+    rows = f"{len(job.data.train)} / {len(job.data.holdout)}"
+    return job.name, rows, *figures, f"≈ {seconds:.1f} s", f"≈ {seconds * job.config.steps / 60:.0f} min"
+
+
+def _figures(groups: Sequence[Group]) -> tuple[str, str, str, str]:
+    figures, signal = group_metrics(groups), f"{sum(group.has_signal for group in groups)} of {len(groups)}"
+    return f"{figures['reward']:.3g}", signal, f"{figures['length']:.0f} tokens", f"{figures['truncated']:.0%}"
 
 
 async def _check_job(console: Console, job: Job, shared: Services, rollouts: int) -> tuple[SampledStep, float]:
@@ -184,16 +181,8 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
     seconds = 3 * (time.perf_counter() - started) * algorithm.rows_per_step / len(rows)
     await shared.on_device(job.name, lambda: shared.trainer.remove_adapter(job.name))
     tokens = sum(sample.n_trainable for sample in batch.samples)
-    return (
-        job.name,
-        f"{len(job.data.train)} / {len(job.data.holdout)}",
-        f"{LOG_LIKELIHOOD} {sum(float(some.sum()) for some in logprobs) / tokens:.3g}",
-        "",
-        f"{tokens / len(rows):.0f} tokens",
-        "",
-        f"≈ {seconds:.1f} s",
-        f"≈ {seconds * job.config.steps / 60:.0f} min",
-    )
+    likelihood = sum(float(some.sum()) for some in logprobs) / tokens
+    return _row(job, seconds, (f"{LOG_LIKELIHOOD} {likelihood:.3g}", "", f"{tokens / len(rows):.0f} tokens", ""))
 
 
 def _show(console: Console, job: Job, group: Group) -> None:

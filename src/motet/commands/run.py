@@ -48,7 +48,7 @@ def run_file(
     def observe(progress: Sequence[JobProgress]) -> None:
         last[:] = progress
         view.update(progress)
-        export.update()
+        export()
 
     def watch(hosts: Callable[[], Sequence[HostNow]]) -> None:
         view.watch(hosts)
@@ -109,26 +109,22 @@ def _farewell(console: Console, result: RunResult) -> int:
     return 1 if failed else 0
 
 
-class _Events:
-    """TensorBoard events, written now and then while a run goes on and once more at its end; nothing without a directory."""
-
-    def __init__(self, export: TensorBoardExport | None) -> None:
-        self._export = export
-        self._due = 0.0
-
-    def update(self) -> None:
-        if self._export is not None and time.monotonic() >= self._due:
-            self._export.update()
-            self._due = time.monotonic() + 2.0
-
-
 @contextlib.contextmanager
-def _tensorboard(run: Path, log_directory: Path | None) -> Iterator[_Events]:
+def _tensorboard(run: Path, log_directory: Path | None) -> Iterator[Callable[[], object]]:
+    """What writes TensorBoard events now and then; all are written at the end. Nothing without a directory."""
     if log_directory is None:
-        yield _Events(None)
+        yield lambda: None
         return
+    due = 0.0
+
+    def write() -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            export.update()
+            due = time.monotonic() + 2.0
+
     with TensorBoardExport(run, log_directory) as export:
         try:
-            yield _Events(export)
+            yield write
         finally:
             export.update()

@@ -77,20 +77,12 @@ class EngineConfig(Config):
         return given
 
     @model_validator(mode="after")
-    def _each_host_has_a_device(self) -> EngineConfig:
+    def _hosts_and_shards_fit(self) -> EngineConfig:
         if self.devices and len(self.devices) != self.hosts:
             raise ValueError(f"hosts is {self.hosts}, and devices has {len(self.devices)}: name one for each host")
-        return self
-
-    @model_validator(mode="after")
-    def _shards_are_unpacked(self) -> EngineConfig:
         if self.shard > 1 and self.base_format == "packed":
             raise ValueError("a base in shards cannot stay packed yet: set base_format to unpacked, or shard to 1")
-        return self
-
-    @model_validator(mode="after")
-    def _parks_what_is_whole(self) -> EngineConfig:
-        if self.resident and self.shard > 1:
+        if self.shard > 1 and self.resident:
             raise ValueError(
                 f"resident is {self.resident} and shard {self.shard}, which do not go together: set one of them to its default"
             )
@@ -98,10 +90,6 @@ class EngineConfig(Config):
             raise ValueError(
                 "resident is set and device is cpu: set parking to a directory on a disk, or nothing is saved"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _shards_lie_on_cpus(self) -> EngineConfig:
         if self.shard > 1 and self.device.startswith("cuda"):
             raise ValueError(
                 f"shard is {self.shard} and device {self.device}, but bases in shards run on CPUs alone: "

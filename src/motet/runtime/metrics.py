@@ -60,19 +60,6 @@ STEP_FIELDS: Mapping[str, str] = {
     "rows",
 }
 """Every field of metrics.jsonl."""
-TRAINED_FIELDS = (
-    "loss",
-    "entropy",
-    "ratio",
-    "ratio_max",
-    "clip_fraction",
-    "kl_sampler",
-    "kl_base",
-    "logprob_gap",
-    "grad_norm",
-    "lr",
-)
-"""What only a step with trainable tokens knows."""
 
 
 def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
@@ -153,10 +140,8 @@ def distinct(groups: Sequence[Group]) -> float:
 
 def _trained(stats: LossStats, optim: OptimStats | None) -> dict[str, float | None]:
     """What the update tells of its tokens; nothing is known where there was none, which is not the same as 0."""
-    if optim is None:
-        return dict.fromkeys(TRAINED_FIELDS)
     tokens = max(stats.tokens, 1)
-    return {
+    figures = {
         "loss": stats.loss,
         "entropy": stats.entropy / tokens,
         "ratio": stats.ratio / tokens,
@@ -165,9 +150,10 @@ def _trained(stats: LossStats, optim: OptimStats | None) -> dict[str, float | No
         "kl_sampler": stats.kl_sampler / tokens,
         "kl_base": stats.kl_base / stats.kl_base_tokens if stats.kl_base_tokens else None,
         "logprob_gap": stats.logprob_gap,
-        "grad_norm": optim.grad_norm,
-        "lr": optim.lr,
+        "grad_norm": None if optim is None else optim.grad_norm,
+        "lr": None if optim is None else optim.lr,
     }
+    return figures if optim is not None else dict.fromkeys(figures)
 
 
 def evaluation_record(evaluation: SampledStep) -> dict[str, Any]:
