@@ -86,14 +86,14 @@ def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
     A prompt is what lies before a sample's first trained token. The samples of a group follow one another, so all but the first
     leave their prompt out.
     """
-    found = [0] * len(samples)
+    shared = [0] * len(samples)
     for index in range(1, len(samples)):
         before, sample = samples[index - 1], samples[index]
         length = int(np.argmax(sample.loss_mask))
         same = length == int(np.argmax(before.loss_mask)) and length > 0
         if same and np.array_equal(before.token_ids[:length], sample.token_ids[:length]):
-            found[index] = length
-    return tuple(found)
+            shared[index] = length
+    return tuple(shared)
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,10 @@ class DeviceError(MotetError):
 class HostGone(EngineError):
     """The host that was to answer is not there, or went away meanwhile; ask again, another one may be."""
 
+    def __init__(self, reason: str = "") -> None:
+        """Without a reason it is on its way."""
+        super().__init__(reason or "the engine is starting; try again in a moment")
+
 
 class RankGone(MotetError):
     """A process that a part of the base lies on ended."""

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from motet import plain_yaml
 from motet.config import Config, EngineConfig, RunConfig
-from motet.config.cluster import ClusterConfig
+from motet.config.engine import ClusterConfig
 from motet.config.mistakes import explain, no_such_field
 from motet.config.service import ServiceConfig
 from motet.config.simulation import SimulationConfig

@@ -123,7 +123,7 @@ class EngineClient:
         """
         ready = [host for host in self.hosts if host.ready]
         if not self.ready.is_set() or not ready:
-            raise HostGone(self.failure or "the engine is starting; try again in a moment")
+            raise HostGone(self.failure)
         host = min(ready, key=lambda host: (host.asked, host.number))
         async with contextlib.aclosing(host.ask(question)) as answers:
             async for answer in answers:

@@ -122,7 +122,7 @@ class Host:
             ConfigError: it can never be answered, and why.
         """
         if not self.ready:
-            raise HostGone(self.failure or "the engine is starting; ask again soon")
+            raise HostGone(self.failure)
         key, answers = next(self._keys), asyncio.Queue[m.Answer]()
         self._open[key] = answers
         self.send(replace(question, key=key))

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from motet import budgets
 from motet.cluster.host import Launch
 from motet.cluster.messages import Start
-from motet.config.cluster import ClusterConfig
-from motet.config.engine import EngineConfig
+from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.rollout import RolloutConfig
 from motet.errors import ConfigError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from motet.config.cluster import ClusterConfig
+from motet.config.engine import ClusterConfig
 from motet.jobfile import load_jobs
 from motet.launch import Workshop
 from motet.running import RunResult, run_config

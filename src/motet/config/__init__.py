@@ -10,8 +10,7 @@ from typing import Annotated
 from pydantic import Field, field_validator, model_validator
 
 from motet.config.chain import check_chains
-from motet.config.cluster import ClusterConfig
-from motet.config.engine import EngineConfig
+from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.job import (
     GENERATED_ROWS,
     GIVEN_ROWS,

@@ -106,3 +106,13 @@ class EngineConfig(Config):
                 "a job file cannot let a base's own code run; if you trust it, leave this out and run with --trust-remote-code"
             )
         return False
+
+
+class ClusterConfig(Config):
+    """Where the processes of `engine.hosts` are."""
+
+    launcher: Literal["local", "ray"] = "local"
+    """`local` processes of this machine, or processes that Ray places on the nodes of a cluster (`pip install 'motet[ray]'`);
+    all nodes see the run directory under the same path, and each host asks Ray for `engine.threads` cores of one node."""
+    address: str = "auto"
+    """Of the Ray cluster, `HOST:PORT` of its head; `auto` is the one that runs on this machine."""

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from motet.config.cluster import ClusterConfig
-from motet.config.engine import EngineConfig
+from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.job import PRIORITIES
 from motet.config.rollout import VERSIONS_BESIDES, RolloutConfig
 from motet.section import Config, named

@@ -40,6 +40,11 @@ class Refusal(Exception):
         self.status, self.message, self.param, self.headers = status, message, param, headers
 
 
+def bad_field(field: str, reason: object) -> Refusal:
+    """Of a request one of whose fields cannot be used, and why."""
+    return Refusal(400, f"{field}: {reason}", field)
+
+
 def handle_errors(app: FastAPI) -> None:
     """Give every error one shape, with words for a person."""
 

@@ -92,13 +92,15 @@ class FakeTrainer:
         return self._logprobs(batch, base=base)
 
     def _logprobs(self, batch: Batch, *, base: bool) -> tuple[tuple[FloatArray, ...], ...]:
-        found = []
+        of_segments = []
         for segment in batch.segments:
             policy = FakePolicy(None if base else self._slot(segment.adapter).adapter)
             logprobs = [policy.logprobs(sample.token_ids, segment.temperature) for sample in segment.samples]
             masks = [sample.loss_mask for sample in segment.samples]
-            found.append(tuple(np.where(mask, some, np.float32(0)) for some, mask in zip(logprobs, masks, strict=True)))
-        return tuple(found)
+            of_segments.append(
+                tuple(np.where(mask, some, np.float32(0)) for some, mask in zip(logprobs, masks, strict=True))
+            )
+        return tuple(of_segments)
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""

@@ -74,7 +74,7 @@ class PackedPass:
         with base.routed(routing), torch.enable_grad():
             hidden_TD = self._hidden()
             try:
-                found = [
+                losses = [
                     self._segment_loss(segment, hidden_TD[start:stop], rows, head)
                     for segment, (start, stop), rows, head in zip(
                         self._batch.segments, spans, self._rows, heads, strict=True
@@ -84,8 +84,8 @@ class PackedPass:
                 self._keep_step(hidden_TD)
                 raise
             with _one_order(base.device):
-                if found:
-                    torch.autograd.backward([loss for loss, _, _ in found])
+                if losses:
+                    torch.autograd.backward([loss for loss, _, _ in losses])
                     self.in_step = True
                 else:
                     self._keep_step(hidden_TD)
@@ -96,7 +96,7 @@ class PackedPass:
             torch.cuda.synchronize(base.device)
         return tuple(
             Trained(stats, rows.scatter(logprobs_N, segment))
-            for segment, rows, (_, stats, logprobs_N) in zip(self._batch.segments, self._rows, found, strict=True)
+            for segment, rows, (_, stats, logprobs_N) in zip(self._batch.segments, self._rows, losses, strict=True)
         )
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class PackedPass:
 
         Segments with a head have values instead.
         """
-        base, spans, found = self._base, self._plan.spans, []
+        base, spans, outputs = self._base, self._plan.spans, []
         segments = [
             TrainSegment(start, stop, weights, None)
             for (start, stop), weights in zip(spans if adapters is not None else [], adapters or [], strict=True)
@@ -123,8 +123,8 @@ class PackedPass:
                     outputs_N = _values(hidden_TD[start:stop], rows, head.flat)
                 else:
                     outputs_N, _ = _head(base, hidden_TD[start:stop], rows, segment.temperature)
-                found.append(rows.scatter(outputs_N, segment))
-        return tuple(found)
+                outputs.append(rows.scatter(outputs_N, segment))
+        return tuple(outputs)
 
     def _hidden(self) -> Tensor:
         plan = self._plan
@@ -278,15 +278,15 @@ class _TrainableRows:
 
     def scatter(self, values_N: Tensor, segment: Segment) -> tuple[FloatArray, ...]:
         """Back to one array [T], or [T, K] where there are K targets, per sample; 0 where nothing is trained."""
-        flat, found, start = values_N.float().cpu().numpy(), [], 0
+        flat, arrays, start = values_N.float().cpu().numpy(), [], 0
         for sample in segment.samples:
             like = sample.token_ids if sample.targets is None else sample.targets
             whole = np.zeros(like.shape, np.float32)
             stop = start + sample.n_trainable * sample.n_targets
             whole[sample.loss_mask] = flat[start:stop].reshape(-1, *like.shape[1:])
-            found.append(whole)
+            arrays.append(whole)
             start = stop
-        return tuple(found)
+        return tuple(arrays)
 
 
 def _at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
@@ -328,11 +328,11 @@ class _HeadLogprobs(torch.autograd.Function):
             raw_NV = base.raw_logits(hidden)
             at_a_time = base.arithmetic.logit_rows
             for raw, target in zip(raw_NV.split(at_a_time), targets.split(at_a_time), strict=True):
-                found = Distribution.of(base.finish_logits(raw), [temperature])
-                logprobs.append(found.logprobs(target))
-                entropies.append(found.entropy())
+                distribution = Distribution.of(base.finish_logits(raw), [temperature])
+                logprobs.append(distribution.logprobs(target))
+                entropies.append(distribution.entropy())
                 if ctx.needs_input_grad[0]:
-                    raw.copy_(base.logits_slope(raw, found.slope(target, temperature)))
+                    raw.copy_(base.logits_slope(raw, distribution.slope(target, temperature)))
             if ctx.needs_input_grad[0]:
                 slopes.append(base.through_head(raw_NV))
         entropy_N = torch.cat(entropies)

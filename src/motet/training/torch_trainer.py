@@ -86,12 +86,12 @@ class TorchTrainer:
         """Add the gradient of each segment to its adapter; sums and logprobs of each."""
         packed = PackedPass(self.base, batch, share=self._share_prompts)
         with self._using(*(segment.adapter for segment in batch.segments)) as arenas:
-            found = packed.train(
+            trained = packed.train(
                 [Learning(arena.weights, arena.gradient_matrices, head=arena.head) for arena in arenas]
             )
             for arena in arenas:
                 arena.pending = True
-        return found
+        return trained
 
     def add_gradient(self, name: str, parts: dict[str, LoraMatrices]) -> None:
         """Add what somebody else made of a segment, unscaled, as `forward_backward` adds it."""

@@ -166,11 +166,11 @@ class Store:
         """A job by its id, or by its name among the tenant's own."""
         own = (StoredJob.tenant_id == who.tenant_id) & (StoredJob.name == name)  # an index has both
         with self.transaction() as session:
-            found = list(session.scalars(select(StoredJob).where(own | (StoredJob.id == name))))
-            if not found and who.admin:
-                found = list(session.scalars(select(StoredJob).where(StoredJob.name == name)))
-        mine = [job for job in found if job.tenant_id == who.tenant_id]
-        return next(iter(mine or (found if who.admin else [])), None)
+            candidates = list(session.scalars(select(StoredJob).where(own | (StoredJob.id == name))))
+            if not candidates and who.admin:
+                candidates = list(session.scalars(select(StoredJob).where(StoredJob.name == name)))
+        mine = [job for job in candidates if job.tenant_id == who.tenant_id]
+        return next(iter(mine or (candidates if who.admin else [])), None)
 
     def job_by_id(self, job_id: str) -> StoredJob | None:
         """A job by its id, whoever's it is."""

@@ -21,7 +21,7 @@ from motet.service.adapters.adapters import Adapters, NoModelError
 from motet.service.database.store import Store
 from motet.service.database.tables import Event, FineTuning, StoredFile, StoredJob
 from motet.service.database.tenants import Principal
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, bad_field
 from motet.service.schemas.fine_tuning import FineTuningRequest, Reinforcement
 from motet.service.storage import Storage
 from motet.tasks.dataset import load_dataset
@@ -64,10 +64,8 @@ class FineTunings:
         held_out = {problem.messages for problem in (validation.problems if validation else ())}
         rows = sum(problem.messages not in held_out for problem in training.problems)
         if rows == 0:
-            raise Refusal(
-                400,
-                "validation_file: all rows of training_file stand in it too, and none is left to train on",
-                "validation_file",
+            raise bad_field(
+                "validation_file", "all rows of training_file stand in it too, and none is left to train on"
             )
         tree: dict[str, Any] = {
             "name": f"{asked.suffix or 'ft'}-{secrets.token_hex(4)}",
@@ -96,28 +94,26 @@ class FineTunings:
         except GraderError as error:
             raise Refusal(400, str(error), error.where) from error
         except NoModelError as error:
-            raise Refusal(400, f"{where}.model: {error}", f"{where}.model") from error
+            raise bad_field(f"{where}.model", error) from error
         return grader
 
     def _rows(self, who: Principal, file_id: str, field: str, grader: Grader) -> Rows:
         """A file whose every row can be used, with the columns that the grader reads."""
         file = self._store.file(who, file_id)
         if file is None:
-            raise Refusal(400, f"{field}: there is no file {file_id!r}; upload it first", field)
+            raise bad_field(field, f"there is no file {file_id!r}; upload it first")
         path = self._storage.upload(file.id, file.filename)
         try:
             problems = load_dataset(DataConfig(source=str(path), prompt="messages", holdout=0), OF_A_JOB).train
         except DataError as error:
-            raise Refusal(400, f"{field}: {str(error).replace(str(path), file.filename)}", field) from error
+            raise bad_field(field, str(error).replace(str(path), file.filename)) from error
         read = columns(grader)
         for problem in problems:
             if missing := read - {*problem.metadata, "messages"}:
                 there = ", ".join(problem.metadata) or "none besides messages"
-                raise Refusal(
-                    400,
-                    f"{field}: {file.filename} row {problem.id + 1} has no column {min(missing)!r}, which the grader reads; "
-                    f"its columns: {there}",
-                    field,
+                where = f"{file.filename} row {problem.id + 1}"
+                raise bad_field(
+                    field, f"{where} has no column {min(missing)!r}, which the grader reads; its columns: {there}"
                 )
         return Rows(file, problems)
 
@@ -127,11 +123,10 @@ class FineTunings:
             return {}
         named = self._adapters.named(who, model)
         if named is None or self._adapters.resolve(named) is None:
-            raise Refusal(
-                400,
-                f"model: {model!r} cannot be trained here: name the base, {self._adapters.base!r}, or a version of an adapter, "
-                "as job@best",
+            base = self._adapters.base
+            raise bad_field(
                 "model",
+                f"{model!r} cannot be trained here: name the base, {base!r}, or a version of an adapter, as job@best",
             )
         if isinstance(named.thing, StoredJob):
             shape: Mapping[str, Any] = named.thing.spec["adapter"]
@@ -166,7 +161,7 @@ class FineTunings:
             query = query.where(StoredJob.tenant_id == who.tenant_id)
         last = None if after is None else self._store.job(who, after)
         if after is not None and last is None:
-            raise Refusal(400, f"after: there is no job {after!r}", "after")
+            raise bad_field("after", f"there is no job {after!r}")
         before = None if last is None else last.number
         matching: list[tuple[StoredJob, FineTuning]] = []
         while True:
@@ -193,20 +188,16 @@ class FineTunings:
 def _method(asked: FineTuningRequest) -> Reinforcement:
     example = '{"type": "reinforcement", "reinforcement": {"grader": …}}'
     if asked.hyperparameters is not None:
-        raise Refusal(
-            400,
-            "hyperparameters: give them as method.reinforcement.hyperparameters, the form that has taken their place",
-            "hyperparameters",
+        raise bad_field(
+            "hyperparameters", "give them as method.reinforcement.hyperparameters, the form that has taken their place"
         )
     if asked.method is None:
-        raise Refusal(
-            400,
-            f"method: without one, supervised fine-tuning is meant, which is not supported; give {example}",
-            "method",
+        raise bad_field(
+            "method", f"without one, supervised fine-tuning is meant, which is not supported; give {example}"
         )
     for kind in ("supervised", "dpo"):
         if asked.method.type == kind or getattr(asked.method, kind) is not None:
-            raise Refusal(400, f"method.type: {kind!r} is not supported here; give {example}", "method.type")
+            raise bad_field("method.type", f"{kind!r} is not supported here; give {example}")
     if asked.method.reinforcement is None:
         raise Refusal(400, f"method.reinforcement is missing; give {example}", "method.reinforcement")
     return asked.method.reinforcement
@@ -240,8 +231,8 @@ def _set(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _with_own(tree: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     for name in own:
         if name in _OWN and not (name == "data" and isinstance(own[name], Mapping) and "source" not in own[name]):
-            raise Refusal(400, f"motet.{name}: this comes from the other fields of the request", f"motet.{name}")
+            raise bad_field(f"motet.{name}", "this comes from the other fields of the request")
     try:
         return merge(tree, own)
     except (ConfigError, TypeError, AttributeError) as error:
-        raise Refusal(400, f"motet: {error}", "motet") from error
+        raise bad_field("motet", error) from error

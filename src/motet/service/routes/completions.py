@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from motet.cluster.messages import Tokens
 from motet.service.answers import whole
 from motet.service.database.tables import new_id
-from motet.service.errors import Refusal
+from motet.service.errors import bad_field
 from motet.service.http.depends import AdaptersDep, Asker, EngineDep, StorageDep, StoreDep
 from motet.service.http.sampling import MOST_SEQUENCES, STREAMED, ModelNamesDep, Sampled, Text, streamed, usage
 from motet.service.routes.shares import SharesDep
@@ -147,15 +147,12 @@ async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: 
     )
     questions = [replace(question, prompt=prompt) for prompt in wanted.prompts()]
     if (asked := len(questions) * question.n) > MOST_SEQUENCES:
-        raise Refusal(
-            400,
-            f"n: {len(questions)} prompts with n {question.n} are {asked} completions; a request may have {MOST_SEQUENCES}",
-            "n",
-        )
+        prompts = f"{len(questions)} prompts with n {question.n}"
+        raise bad_field("n", f"{prompts} are {asked} completions; a request may have {MOST_SEQUENCES}")
     head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": wanted.model}
     if wanted.stream:
         if len(questions) > 1:
-            raise Refusal(400, "prompt: one prompt can be streamed at a time; leave `stream` out for several", "prompt")
+            raise bad_field("prompt", "one prompt can be streamed at a time; leave `stream` out for several")
         return await streamed(engine, questions[0], head, _Texts().choice, wanted.tells_usage)
     answers = await asyncio.gather(*(whole(engine, question) for question in questions))
     choices = [

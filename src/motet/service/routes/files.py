@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse
 
 from motet.errors import LimitError, MotetError
 from motet.service.database.tables import StoredFile, new_id
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, bad_field
 from motet.service.http.depends import Asker, QuotasDep, ReadThreadsDep, SettingsDep, StorageDep, StoreDep
 from motet.service.schemas import File, FileDeleted, Files
 from motet.tasks.row_files import UPLOADED, count_rows
@@ -37,7 +37,7 @@ async def upload(
 ) -> File:
     """Upload rows; every one is read before the file is taken."""
     if purpose != PURPOSE:
-        raise Refusal(400, f"purpose: {purpose!r:.80} is not supported; files are for {PURPOSE!r}", "purpose")
+        raise bad_field("purpose", f"{purpose!r:.80} is not supported; files are for {PURPOSE!r}")
     if odd := sorted(set(await request.form()) - {"file", "purpose"}):
         raise Refusal(400, f"{odd[0]:.80}: this field is not supported", odd[0][:80])
     file_id, name = new_id("file"), (file.filename or "rows.jsonl").replace("\0", "")[-255:]
@@ -87,7 +87,7 @@ def list_files(
     if after is not None:
         ids = [one.id for one in files]
         if after not in ids:
-            raise Refusal(400, f"after: there is no file {after!r}", "after")
+            raise bad_field("after", f"there is no file {after!r}")
         files = files[ids.index(after) + 1 :]
     page = [_shown(one) for one in files[:limit]]
     first, last = (page[0].id, page[-1].id) if page else (None, None)

@@ -97,9 +97,9 @@ class RankTrainer:
             weights = self._weights(segment.adapter)
             gradients[place] = _Gradient.zeros(weights.layout, self.base)
             learning.append(Learning(weights, gradients[place].matrices, unscaled=True))
-        found: tuple[Trained, ...] = ()
+        trained: tuple[Trained, ...] = ()
         try:
-            found = packed.train(learning)
+            trained = packed.train(learning)
         except Exception as error:
             if not packed.in_step:
                 raise
@@ -107,7 +107,7 @@ class RankTrainer:
         self._agree(fault)
         for place, (name, rank) in enumerate(route):
             self._add(name, rank, gradients.get(place))
-        return found
+        return trained
 
     def score(self, batch: Batch, *, base: bool) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs of this rank's segments.
@@ -117,9 +117,9 @@ class RankTrainer:
         """
         packed, fault = self._packed(batch)
         segments = () if fault is not None else batch.segments
-        found = packed.score(None if base else [self._weights(segment.adapter) for segment in segments])
+        logprobs = packed.score(None if base else [self._weights(segment.adapter) for segment in segments])
         self._agree(fault)
-        return found
+        return logprobs
 
     def step(self, name: str, adamw: AdamW) -> OptimStats | None:
         """Step an adapter; what its owner says of it."""
