@@ -14,18 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from motet import seeds
-from motet.cluster.messages import (
-    Complete,
-    Done,
-    Examine,
-    Examined,
-    FromEngine,
-    PromptRead,
-    PromptScored,
-    Refused,
-    Tokens,
-    Unfit,
-)
+from motet.cluster import messages as m
 from motet.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
@@ -38,7 +27,7 @@ if TYPE_CHECKING:
 CACHED_VERSIONS = 8
 """Stored versions that stay loaded for people to talk to."""
 
-Send = Callable[[FromEngine], None]
+Send = Callable[[m.FromEngine], None]
 """Sends one message."""
 
 
@@ -72,20 +61,20 @@ class Answers:
         if task := self._open.pop(key, None):
             task.cancel()
 
-    async def answer(self, question: Complete) -> None:
+    async def answer(self, question: m.Complete) -> None:
         """Complete a prompt or a conversation, from the base or from a stored version."""
         key = question.key
         try:
             prompt_ids = await asyncio.to_thread(_prompt_ids, self._chat, question, self._longest)
             async with self._version(question.adapter) as ref:
                 await self._complete(question, prompt_ids, ref)
-            self._send(Done(key))
+            self._send(m.Done(key))
         except Exception as error:  # whoever asked has to hear of it
-            self._send(Refused(key, reason(error), _is_theirs(error)))
+            self._send(m.Refused(key, reason(error), _is_theirs(error)))
         finally:
             self._open.pop(key, None)
 
-    async def _complete(self, question: Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> None:
+    async def _complete(self, question: m.Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> None:
         key, given = question.key, question.stop_token_ids
         self._numbers += 1
         request = GenerateRequest(
@@ -97,7 +86,7 @@ class Answers:
             tuple(seeds.key(question.seed, "chat", index) for index in range(question.n)),
             stream=question.stream,
         )
-        self._send(PromptRead(key, len(prompt_ids)))
+        self._send(m.PromptRead(key, len(prompt_ids)))
         async with self._turn(request.job, question.tenant, question.n):
             self._scheduler.spend(request.job, len(prompt_ids))
             if question.prompt_logprobs:
@@ -105,13 +94,13 @@ class Answers:
             async for chunk in self._engine.generate(request):
                 self._scheduler.spend(request.job, len(chunk.token_ids))
                 ids = chunk.token_ids.tolist() if question.logprobs else ()
-                self._send(Tokens(key, chunk, [self._chat.completion_text([token]) for token in ids]))
+                self._send(m.Tokens(key, chunk, [self._chat.completion_text([token]) for token in ids]))
 
-    async def _scored(self, question: Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> PromptScored:
+    async def _scored(self, question: m.Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> m.PromptScored:
         logprobs = await self._engine.score(prompt_ids, ref)
         if not question.prompt_top:
-            return PromptScored(question.key, logprobs)
-        return PromptScored(
+            return m.PromptScored(question.key, logprobs)
+        return m.PromptScored(
             question.key, logprobs, *await self._engine.top_logprobs(prompt_ids, ref, question.prompt_top)
         )
 
@@ -155,7 +144,7 @@ class Answers:
             self._adapter_cache.move_to_end(directory)
             return self._adapter_cache[directory]
 
-    async def examine(self, question: Examine) -> None:
+    async def examine(self, question: m.Examine) -> None:
         """Say what an adapter is, or why it does not fit the base."""
         from motet.model.peft_io import examine
 
@@ -164,13 +153,13 @@ class Answers:
             async with self._examining:
                 adapter = await asyncio.to_thread(examine, self._base, Path(question.directory))
             shape = adapter.model_dump(mode="json", exclude={"init"})
-            self._send(Examined(key, shape["rank"], shape["alpha"], shape["target_modules"]))
-            self._send(Done(key))
+            self._send(m.Examined(key, shape["rank"], shape["alpha"], shape["target_modules"]))
+            self._send(m.Done(key))
         except AdapterError as error:
-            self._send(Unfit(key, str(error)))
-            self._send(Done(key))
+            self._send(m.Unfit(key, str(error)))
+            self._send(m.Done(key))
         except Exception as error:  # whoever asked has to hear of it
-            self._send(Refused(key, reason(error)))
+            self._send(m.Refused(key, reason(error)))
 
 
 def reason(error: Exception) -> str:
@@ -186,7 +175,7 @@ def _is_theirs(error: Exception) -> bool:
     return isinstance(error, EngineError | BaseModelError) and not isinstance(error, OF_SERVERS)
 
 
-def _prompt_ids(chat: Chat, question: Complete, longest: int) -> IntArray:
+def _prompt_ids(chat: Chat, question: m.Complete, longest: int) -> IntArray:
     """Of a conversation through the chat template, or of a prompt (text or token ids) as it is; `longest` is in characters.
 
     Raises:

@@ -19,24 +19,10 @@ from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.client import ClientLoss
 from motet.batch import AdamW, LossStats, OptimStats
 from motet.errors import AdapterError, ScorerAway
+from motet.runtime import journal as j
 from motet.runtime.checkpoint import Committed, sync_directory
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
-from motet.runtime.journal import (
-    AnyCommand,
-    AnyOutcome,
-    Done,
-    Failed,
-    ForwardBackward,
-    Gradient,
-    Journal,
-    Load,
-    Nothing,
-    OptimStep,
-    Save,
-    Tensor,
-    samples_of,
-)
 from motet.runtime.learning import LearnedStep
 from motet.runtime.metrics import trained_record
 from motet.runtime.session import FinishedStep
@@ -52,7 +38,7 @@ class ClientLoop(Driver):
 
     def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
         super().__init__(job, services, committed)
-        self._journal = Journal(job.directory.path)
+        self._journal = j.Journal(job.directory.path)
         self._next = self.session.done.position
         """The number of the next command."""
         self._journal.reveal(self._next)
@@ -92,7 +78,7 @@ class ClientLoop(Driver):
         self._rest = True
         self.job.news.set()
 
-    async def _command(self) -> AnyCommand | None:
+    async def _command(self) -> j.AnyCommand | None:
         """The next command; None where it has not come, but something else may have happened."""
         self.job.news.clear()  # before looking: nothing is missed
         command = await asyncio.to_thread(self._look)
@@ -102,32 +88,32 @@ class ClientLoop(Driver):
             self._waiting = False
         return command
 
-    def _look(self) -> AnyCommand | None:
+    def _look(self) -> j.AnyCommand | None:
         """The next command, past those that were dropped when they were done."""
         while (command := self._journal.command(self._next)) is None and self._journal.outcome(self._next) is not None:
             self._next += 1
         return command
 
-    async def _obey(self, command: AnyCommand) -> None:
+    async def _obey(self, command: j.AnyCommand) -> None:
         number = self._next
         try:
             match command:
-                case OptimStep():
+                case j.OptimStep():
                     await self._optim_step(number, command)
-                case Load():
+                case j.Load():
                     await self._load(number, command)
-                case ForwardBackward():
+                case j.ForwardBackward():
                     outcome = await self._forward_backward(command)
                     await self._answer(number, outcome, keep=not command.forward_only)
-                case Save():
+                case j.Save():
                     await self._save(number, command)
-                    await self._answer(number, Done(command.answer))
-                case Nothing():
-                    await self._answer(number, Done(command.answer))
+                    await self._answer(number, j.Done(command.answer))
+                case j.Nothing():
+                    await self._answer(number, j.Done(command.answer))
         except AdapterError as error:
-            await self._answer(number, Failed(str(error)))
+            await self._answer(number, j.Failed(str(error)))
 
-    async def _answer(self, number: int, outcome: AnyOutcome, *, keep: bool = False) -> None:
+    async def _answer(self, number: int, outcome: j.AnyOutcome, *, keep: bool = False) -> None:
         """Of a command that makes no version."""
 
         def write() -> None:
@@ -139,10 +125,10 @@ class ClientLoop(Driver):
         self._next = number + 1
         self.job.observer("command", {"number": number})
 
-    async def _forward_backward(self, command: ForwardBackward) -> AnyOutcome:
-        loss, samples = ClientLoss(command.loss, command.settings), samples_of(command.data)
+    async def _forward_backward(self, command: j.ForwardBackward) -> j.AnyOutcome:
+        loss, samples = ClientLoss(command.loss, command.settings), j.samples_of(command.data)
         if (reason := self._misfit(command)) is not None:
-            return Failed(reason)
+            return j.Failed(reason)
         batch = StepBatch(samples, 1.0)
         segments = batch.segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
         scheduler = self.services.scheduler
@@ -160,9 +146,9 @@ class ClientLoop(Driver):
         scheduler.spend(self.job.name, batch.tokens)
         self._tokens += batch.tokens
         metrics = {"loss:sum": value, "tokens:sum": float(sum(sample.n_trainable for sample in samples))}
-        return Gradient([Tensor.of(values[1:]) for values in logprobs], metrics)
+        return j.Gradient([j.Tensor.of(values[1:]) for values in logprobs], metrics)
 
-    def _misfit(self, command: ForwardBackward) -> str | None:
+    def _misfit(self, command: j.ForwardBackward) -> str | None:
         """Why data do not fit the base; None where they do."""
         positions, vocabulary = self.services.positions, self.services.vocabulary
         for index, datum in enumerate(command.data):
@@ -173,15 +159,15 @@ class ClientLoop(Driver):
                 return f"data[{index}] has {datum.length} tokens; this base has positions for {positions - 1}"
         return None
 
-    async def _optim_step(self, number: int, command: OptimStep) -> None:
+    async def _optim_step(self, number: int, command: j.OptimStep) -> None:
         started = time.monotonic()
         clip = math.inf if command.clip_norm is None else command.clip_norm
         adamw = AdamW(command.lr, command.betas, command.eps, command.weight_decay, clip)
         optim = await self.session.optim_step(adamw)
         metrics = {"grad_norm:mean": optim.grad_norm, "lr:mean": optim.lr, "skipped:sum": float(optim.skipped)}
-        await self._finish(number, Done({"metrics": metrics}), optim, {"train": time.monotonic() - started})
+        await self._finish(number, j.Done({"metrics": metrics}), optim, {"train": time.monotonic() - started})
 
-    async def _finish(self, number: int, done: Done, optim: OptimStats | None, seconds: dict[str, float]) -> None:
+    async def _finish(self, number: int, done: j.Done, optim: OptimStats | None, seconds: dict[str, float]) -> None:
         """Record and commit the next version. Its outcome is written first: what is committed is never obeyed again.
 
         The client has it when the version is there: what it asks next may be sampled from it.
@@ -202,14 +188,14 @@ class ClientLoop(Driver):
         await asyncio.to_thread(self._journal.forget, self._next)
         self.job.observer("command", {"number": number})
 
-    async def _load(self, number: int, command: Load) -> None:
+    async def _load(self, number: int, command: j.Load) -> None:
         """Another start, which is a version of its own: what is sampled from it has to be told from what was before."""
         name, source = self.job.name, Path(command.directory)
         await self.session.on_device(lambda trainer: trainer.load_adapter(name, source, optimizer=command.optimizer))
         self._stats, self._samples = LossStats(), 0
-        await self._finish(number, Done(command.answer), None, {"train": 0.0})
+        await self._finish(number, j.Done(command.answer), None, {"train": 0.0})
 
-    async def _save(self, number: int, command: Save) -> None:
+    async def _save(self, number: int, command: j.Save) -> None:
         trainer, name = self.services.trainer, self.job.name
         final = self.job.directory.path / "checkpoints" / command.place
 

@@ -29,22 +29,7 @@ from motet.service.http.depends import (
     SubmissionsDep,
 )
 from motet.service.rewards.grading import Graded
-from motet.service.schemas.fine_tuning import (
-    Checkpoint,
-    Checkpoints,
-    FineTuningError,
-    FineTuningEvent,
-    FineTuningEvents,
-    FineTuningJob,
-    FineTuningJobs,
-    FineTuningRequest,
-    GraderAsked,
-    GraderErrors,
-    GraderMetadata,
-    GraderResult,
-    GraderRun,
-    GraderValid,
-)
+from motet.service.schemas import fine_tuning as s
 from motet.tasks.graders.shapes import Multi, judges
 from motet.types import JobState
 
@@ -72,7 +57,7 @@ class FineTuningAnswers:
     def __init__(self, engine: EngineDep, storage: StorageDep) -> None:
         self._engine, self._storage = engine, storage
 
-    def __call__(self, made: Made) -> FineTuningJob:
+    def __call__(self, made: Made) -> s.FineTuningJob:
         """The answer for one job."""
         job, asked = made[0], made[1].request
         state, progress = JobState(job.state), self._engine.progress.get(job.id)
@@ -84,7 +69,7 @@ class FineTuningAnswers:
         directory = self._storage.job(job.id)
         if state.final and directory.versions() and (committed := directory.newest()) is not None:
             tokens = committed.tokens_trained
-        return FineTuningJob(
+        return s.FineTuningJob(
             id=job.id,
             created_at=int(job.created),
             finished_at=None if job.ended is None else int(job.ended),
@@ -93,7 +78,7 @@ class FineTuningAnswers:
             fine_tuned_model=f"{job.name}@best" if state is JobState.SUCCEEDED else None,
             organization_id=job.tenant_id,
             status=job.state,
-            error=FineTuningError(code="job_failed", message=job.message) if state is JobState.FAILED else None,
+            error=s.FineTuningError(code="job_failed", message=job.message) if state is JobState.FAILED else None,
             training_file=asked["training_file"],
             validation_file=asked.get("validation_file"),
             hyperparameters=common,
@@ -120,13 +105,13 @@ async def create(
     fine_tunings: FineTuningsDep,
     threads: ReadThreadsDep,
     shown: Shown,
-    asked: FineTuningRequest,
+    asked: s.FineTuningRequest,
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
-) -> FineTuningJob:
+) -> s.FineTuningJob:
     """Make a job. What is not supported is refused with the field's name."""
     body: dict[str, Any] = await request.json()
 
-    def make() -> FineTuningJob:
+    def make() -> s.FineTuningJob:
         tree = fine_tunings.job_of(who, asked)
         try:
             job = submissions.submit(who, tree, idempotency_key)
@@ -147,7 +132,7 @@ def list_jobs(
     shown: Shown,
     after: Annotated[str | None, Query(max_length=100, description="The last id of the page before.")] = None,
     limit: Limit = 20,
-) -> FineTuningJobs:
+) -> s.FineTuningJobs:
     """Jobs that were made here, newest first. `metadata[k]=v` leaves those with this value."""
     wanted = {
         name.removeprefix("metadata[").removesuffix("]"): value
@@ -155,11 +140,11 @@ def list_jobs(
         if name.startswith("metadata[")
     }
     page = fine_tunings.page(who, after, limit + 1, wanted)
-    return FineTuningJobs(data=[shown(one) for one in page[:limit]], has_more=len(page) > limit)
+    return s.FineTuningJobs(data=[shown(one) for one in page[:limit]], has_more=len(page) > limit)
 
 
 @router.get("/jobs/{job}")
-def retrieve(shown: Shown, made: NamedMade) -> FineTuningJob:
+def retrieve(shown: Shown, made: NamedMade) -> s.FineTuningJob:
     """One job."""
     return shown(made)
 
@@ -167,7 +152,7 @@ def retrieve(shown: Shown, made: NamedMade) -> FineTuningJob:
 @router.post("/jobs/{job}/{word}")
 def steer(
     who: Asker, store: StoreDep, submissions: SubmissionsDep, shown: Shown, made: NamedMade, word: Action
-) -> FineTuningJob:
+) -> s.FineTuningJob:
     """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
     job, asked = made
     try:
@@ -184,11 +169,11 @@ def events(
     made: NamedMade,
     after: Annotated[str | None, Query(pattern=rf"^{_EVENT}\d{{1,15}}$")] = None,
     limit: Limit = 20,
-) -> FineTuningEvents:
+) -> s.FineTuningEvents:
     """What happened to a job, newest first."""
     before = None if after is None else int(after.removeprefix(_EVENT))
     entries = fine_tunings.events(made[0].id, before, limit + 1)
-    return FineTuningEvents(data=[_event(made[0], one) for one in entries[:limit]], has_more=len(entries) > limit)
+    return s.FineTuningEvents(data=[_event(made[0], one) for one in entries[:limit]], has_more=len(entries) > limit)
 
 
 @router.get("/jobs/{job}/checkpoints")
@@ -197,7 +182,7 @@ def checkpoints(
     made: NamedMade,
     after: Annotated[str | None, Query(pattern=rf"^{_CHECKPOINT}[0-9a-f]{{1,40}}-\d{{1,9}}$")] = None,
     limit: Limit = 10,
-) -> Checkpoints:
+) -> s.Checkpoints:
     """The versions of the adapter that are kept, newest first."""
     job = made[0]
     before = None if after is None else int(after.rpartition("-")[2])
@@ -207,20 +192,20 @@ def checkpoints(
     lines = [] if committed is None else directory.read_metrics(committed)
     data = [_checkpoint(directory.version(number), job, number, lines) for number in numbers[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
-    return Checkpoints(data=data, has_more=len(numbers) > limit, first_id=first, last_id=last)
+    return s.Checkpoints(data=data, has_more=len(numbers) > limit, first_id=first, last_id=last)
 
 
 @router.post("/alpha/graders/validate")
-def validate(who: Asker, fine_tunings: FineTuningsDep, asked: GraderAsked) -> GraderValid:
+def validate(who: Asker, fine_tunings: FineTuningsDep, asked: s.GraderAsked) -> s.GraderValid:
     """Whether a grader can be used here; it is refused with the field otherwise."""
     fine_tunings.checked_grader(who, asked.grader)
-    return GraderValid(grader=asked.grader)
+    return s.GraderValid(grader=asked.grader)
 
 
 @router.post("/alpha/graders/run")
 async def run(
-    who: Asker, fine_tunings: FineTuningsDep, quotas: QuotasDep, grading: GradingDep, asked: GraderRun
-) -> GraderResult:
+    who: Asker, fine_tunings: FineTuningsDep, quotas: QuotasDep, grading: GradingDep, asked: s.GraderRun
+) -> s.GraderResult:
     """Score one sample, as a job would."""
     grader = await asyncio.to_thread(fine_tunings.checked_grader, who, asked.grader)
     if judges(grader):
@@ -228,9 +213,9 @@ async def run(
     started = time.monotonic()
     (graded,) = await grading.grade(who, grader, asked.item or {}, [asked.model_sample])
     models = [judge.model for judge in judges(grader)]
-    return GraderResult(
+    return s.GraderResult(
         reward=graded.reward or 0.0,
-        metadata=GraderMetadata(
+        metadata=s.GraderMetadata(
             name=grader.name,
             type=grader.type,
             errors=_errors(graded),
@@ -244,7 +229,7 @@ async def run(
     )
 
 
-def _event(job: StoredJob, entry: Event) -> FineTuningEvent:
+def _event(job: StoredJob, entry: Event) -> s.FineTuningEvent:
     data = entry.data
     if entry.kind == "step":
         held_out = (data.get("eval") or {}).get("reward")
@@ -263,7 +248,7 @@ def _event(job: StoredJob, entry: Event) -> FineTuningEvent:
         reason = str(data.get("message") or "")
         message = f"The job is {data['state']}{f': {reason}' if reason else ''}"
         level = "error" if data["state"] == JobState.FAILED.value else "info"
-    return FineTuningEvent.model_validate(
+    return s.FineTuningEvent.model_validate(
         {
             "id": f"{_EVENT}{entry.id}", "created_at": int(entry.time), "level": level, "message": message,
             "type": "metrics" if entry.kind == "step" else "message", "data": data,
@@ -271,7 +256,7 @@ def _event(job: StoredJob, entry: Event) -> FineTuningEvent:
     )  # fmt: skip
 
 
-def _checkpoint(path: Path, job: StoredJob, number: int, lines: list[dict[str, Any]]) -> Checkpoint:
+def _checkpoint(path: Path, job: StoredJob, number: int, lines: list[dict[str, Any]]) -> s.Checkpoint:
     trained: dict[str, Any] = next((line for line in lines if line["step"] == number - 1 and "loss" in line), {})
     evaluated: dict[str, Any] = next(
         (line["eval"] for line in lines if line["step"] == number and line.get("eval")), {}
@@ -286,7 +271,7 @@ def _checkpoint(path: Path, job: StoredJob, number: int, lines: list[dict[str, A
         created = int(path.stat().st_mtime)
     except FileNotFoundError:  # it was the oldest, and has just gone
         created = int(job.created)
-    return Checkpoint(
+    return s.Checkpoint(
         id=f"{_CHECKPOINT}{job.id.removeprefix('job-')}-{number}",
         created_at=created,
         fine_tuned_model_checkpoint=f"{job.name}@{number}",
@@ -296,8 +281,8 @@ def _checkpoint(path: Path, job: StoredJob, number: int, lines: list[dict[str, A
     )
 
 
-def _errors(graded: Graded) -> GraderErrors:
-    return GraderErrors(
+def _errors(graded: Graded) -> s.GraderErrors:
+    return s.GraderErrors(
         formula_parse_error="formula" in graded.faults,
         sample_parse_error="sample" in graded.faults,
         invalid_variable_error="variable" in graded.faults,
