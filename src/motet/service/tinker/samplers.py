@@ -191,4 +191,5 @@ def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
         stop_token_ids=ids,
         prompt_logprobs=bool(wanted.prompt_logprobs or wanted.topk_prompt_logprobs),
         prompt_top=wanted.topk_prompt_logprobs,
+        within_room=given.max_tokens is None,
     )
