@@ -42,6 +42,29 @@ def method(grader: Json = GRADER, **hyperparameters: Any) -> Any:
     return {"type": "reinforcement", "reinforcement": {"grader": grader, "hyperparameters": hyperparameters}}
 
 
+def pairs(*words: str) -> bytes:
+    """A file of preferences, as OpenAI has them."""
+    made = []
+    for word in words:
+        better, worse = "".join(sorted(word)), f"{word}?"
+        outputs = {
+            name: [{"role": "assistant", "content": said}]
+            for name, said in (("preferred_output", better), ("non_preferred_output", worse))
+        }
+        asked = {"messages": [{"role": "user", "content": f"Sort the letters of {word}."}], "tools": []}
+        made.append(json.dumps({"input": asked, **outputs}))
+    return "\n".join(made).encode()
+
+
+def answered(*words: str) -> bytes:
+    """A file of conversations."""
+    made = []
+    for word in words:
+        said = (("user", f"Sort the letters of {word}."), ("assistant", "".join(sorted(word))))
+        made.append(json.dumps({"messages": [{"role": role, "content": content} for role, content in said]}))
+    return "\n".join(made).encode()
+
+
 def client_of(url: str, key: str = "none") -> openai.OpenAI:
     """The stock client."""
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)

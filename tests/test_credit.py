@@ -12,6 +12,7 @@ import pytest
 from motet.algorithms import Grpo, Ppo
 from motet.algorithms.advantages import ADVANTAGES, AdvantageKind, advantages
 from motet.algorithms.credit import placed, returns_to_go, turn_advantages
+from motet.algorithms.critic import CriticConfig
 from motet.errors import ConfigError
 from motet.jobfile import parse_jobs
 from motet.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn
@@ -100,11 +101,22 @@ def test_the_gradient_is_exact_where_the_policy_decides_when_to_stop():
     np.testing.assert_allclose(estimate, true / 2, rtol=1e-12)
 
 
+def test_a_critic_hears_of_a_reward_with_the_token_that_it_came_with():
+    """The last turn of a branch also has what later branches were given; of a whole episode every branch ends with all."""
+    one = rollout([1.0, None, 2.0], 4.0, ["..ss.s", "...sss"])
+    for credit, expected in (
+        ("return_to_go", [[0, 0, 0, 1, 0, 6], [0, 0, 0, 0, 0, 6]]),
+        ("episode", [[0, 0, 0, 0, 0, 7], [0, 0, 0, 0, 0, 7]]),
+    ):
+        made = Ppo(critic=CriticConfig(), credit=credit).batch([group(one, rollout([0.0]))], 8)
+        assert [sample.advantages.tolist() for sample in made.samples] == [*expected, [0, 0, 0]]
+
+
 def test_what_cannot_be_credited_by_turns_is_refused():
     with pytest.raises(ValueError, match="discount is of rewards of turns"):
         Grpo(discount=0.9)
-    with pytest.raises(ValueError, match="a critic finds the advantage"):
-        Ppo(critic={}, credit="return_to_go")
+    with pytest.raises(ValueError, match=r"set critic\.gamma"):
+        Ppo(critic={}, credit="return_to_go", discount=0.9)
     with pytest.raises(ConfigError, match="the teacher judges each token"):
         parse_jobs(
             "base: small\njobs:\n- {name: j, data: toy:add, algorithm: {type: distill, teacher: base, credit: return_to_go}}"

@@ -51,7 +51,9 @@ def test_what_the_model_read_is_skipped() -> None:
     (sample, other) = Ppo(critic=CriticConfig()).batch([group(rollout(1.0, 3), rollout(0.0, 3))], 8).samples
     ids, mask = np.arange(8, dtype=np.int32), np.array([0, 0, 1, 1, 0, 0, 1, 0], np.bool_)
     nothing = np.zeros(8, np.float32)
-    two_turns = replace(sample, token_ids=ids, loss_mask=mask, logprobs=nothing, advantages=mask.astype(np.float32))
+    two_turns = replace(
+        sample, token_ids=ids, loss_mask=mask, logprobs=nothing, advantages=np.eye(8, dtype=np.float32)[6]
+    )
     values = np.array([9, 9, 0.25, 0.5, 9, 9, 0.75, 9], np.float32)
     batch = replace(Ppo().batch([], 8), samples=(two_turns, other))
     credit = credited(batch, [values, np.zeros(other.n_tokens, np.float32)], CriticConfig(lam=0, gamma=1))

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.house import House
-from tests.openai_requests import GRADER, JUDGE, PYTHON, WORDS, client_of, method, rows, uploaded
+from tests.openai_requests import GRADER, JUDGE, PYTHON, WORDS, answered, client_of, method, pairs, rows, uploaded
 from tests.service_run import Json, tiny
 
 
@@ -90,6 +90,34 @@ def test_hyperparameters_become_fields_of_the_job(house: House, client: openai.O
     assert (spec["steps"], spec["algorithm"]["group_size"], spec["data"]["holdout"]) == (50, 8, 0)
 
 
+def test_answers_and_preferences_become_jobs_that_learn_from_rows(house: House, client: openai.OpenAI) -> None:
+    """As the package's users have them: `messages` that end with an answer, and OpenAI's form of pairs."""
+    training, validation = uploaded(client, pairs(*WORDS)), uploaded(client, pairs("LAMP", "DCBA"))
+    job = client.fine_tuning.jobs.create(
+        model="small",
+        training_file=training,
+        validation_file=validation,
+        method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.3, "n_epochs": 2, "batch_size": 4}}},
+    )
+    spec = house.ask("GET", f"/v1/jobs/{job.id}").json()["spec"]
+    assert (spec["algorithm"]["type"], spec["algorithm"]["beta"], spec["algorithm"]["rows_per_step"]) == ("dpo", 0.3, 4)
+    assert (spec["steps"], spec["data"]["eval_source"], spec["data"]["holdout"]) == (4, validation, 2)
+    assert spec["rewards"] == []
+    assert job.method is not None
+    assert job.method.type == "dpo"
+    assert job.method.dpo is not None
+    assert job.method.dpo.hyperparameters is not None
+    assert (job.method.dpo.hyperparameters.beta, job.method.dpo.hyperparameters.n_epochs) == (0.3, 2)
+    taught = client.fine_tuning.jobs.create(model="small", training_file=uploaded(client, answered(*WORDS)))
+    spec = house.ask("GET", f"/v1/jobs/{taught.id}").json()["spec"]
+    assert (spec["algorithm"]["type"], spec["algorithm"]["rows_per_step"], spec["steps"]) == ("sft", 16, 50)
+    assert taught.method is not None
+    assert taught.method.type == "supervised"
+    same = pairs("LAMP").replace(b'"LAMP?"', b'"ALMP"')
+    with pytest.raises(openai.BadRequestError, match="row 1: chosen and rejected are the same"):
+        client.fine_tuning.jobs.create(model="small", training_file=uploaded(client, same), method={"type": "dpo"})
+
+
 def test_jobs_are_listed_page_by_page_and_only_ones_own(house: House, client: openai.OpenAI) -> None:
     client.fine_tuning.jobs.create(model="small", training_file=uploaded(client, rows(*WORDS)), method=method())
     with client_of(str(house.http.base_url).rstrip("/"), house.keys["theirs"]) as client:
@@ -135,9 +163,10 @@ def test_the_same_request_again_is_the_same_job(house: House, client: openai.Ope
         ({"model": "nobody@best"}, "model", "'small'"),
         ({"training_file": "file-nowhere"}, "training_file", "upload"),
         ({"validation_file": "file-nowhere"}, "validation_file", "upload"),
-        ({"method": None}, "method", "supervised"),
-        ({"method": {"type": "supervised"}}, "method.type", "'supervised'"),
-        ({"method": {"type": "dpo", "dpo": {}}}, "method.type", "'dpo'"),
+        ({"method": None}, "training_file", "row 1 has no answer to learn"),
+        ({"method": {"type": "dpo", "dpo": {}}}, "training_file", "row 1 has no chosen"),
+        ({"method": {**method(), "dpo": {}}}, "method.dpo", "leave one"),
+        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 3}}}}, "method.dpo.hyperparameters.beta", "less"),
         ({"method": {"type": "reinforcement"}}, "method.reinforcement", "missing"),
         ({"method": method(PYTHON)}, "method.reinforcement.grader.type", "sandbox"),
         ({"method": method({**GRADER, "operation": "is"})}, "method.reinforcement.grader.operation", "'eq'"),
@@ -146,7 +175,7 @@ def test_the_same_request_again_is_the_same_job(house: House, client: openai.Ope
         ({"method": method(reasoning_effort="high")}, "method.reinforcement.hyperparameters.reasoning_effort", "default"),
         ({"method": method(n_epochs=0)}, "method.reinforcement.hyperparameters.n_epochs", "greater"),
         ({"method": method(rounds=1)}, "method.reinforcement.hyperparameters.rounds", "rounds"),
-        ({"hyperparameters": {"n_epochs": 1}}, "hyperparameters", "method.reinforcement"),
+        ({"hyperparameters": {"n_epochs": 1}}, "hyperparameters", "method.supervised"),
         ({"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]}, "integrations", "integrations"),
         ({"suffix": "a/b"}, "suffix", "suffix"),
         ({"seed": -1}, "seed", "seed"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from peft import PeftModel
 
 import motet
@@ -25,6 +29,7 @@ from tests import tiny_models as tiny
 from tests.fake_run import metrics, weights
 from tests.run_directory import records
 from tests.segments import gradient, make_trainer
+from tests.waiting import wait_until
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -165,6 +170,22 @@ def test_a_real_base_learns_what_was_liked_better(tmp_path: Path) -> None:
     margins = {name: records(tmp_path / name, "further")[0]["margin"] for name in compared}
     assert margins["start"] == margins["named"] == 0.0
     assert margins["base"] > 0.5
+
+
+def test_thumbs_go_on_to_the_same_bytes_after_kill_9(tmp_path: Path) -> None:
+    thumbs = [{"prompt": f"Say {i}", "completion": f"Well, {i}.", "label": i % 2 == 0} for i in range(24)]
+    job = dpo("a", data={"source": "thumbs.jsonl", "holdout": 4}, algorithm={"type": "kto", "rows_per_step": 6})
+    (tmp_path / "thumbs.jsonl").write_text("\n".join(map(json.dumps, thumbs)))
+    (tmp_path / "jobs.yaml").write_text(yaml.safe_dump({"base": "small", "jobs": [job]}))
+    command = [sys.executable, "-m", "motet", "run", str(tmp_path / "jobs.yaml"), "--set", f"run={tmp_path / 'parts'}"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
+        wait_until((tmp_path / "parts" / "a" / "versions" / "v2").exists, 90.0)
+        running.kill()
+    assert not (tmp_path / "parts" / "a" / "versions" / "v4").exists()
+    subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([*command[:-1], f"run={tmp_path / 'whole'}"], cwd=tmp_path, stdout=subprocess.DEVNULL, check=True)
+    for found in (metrics, lambda path, name: weights(path, name, 4)):
+        assert found(tmp_path / "whole", "a") == found(tmp_path / "parts", "a")
 
 
 def test_one_that_is_paused_goes_on_to_the_same_bytes(tmp_path: Path) -> None:

@@ -115,11 +115,16 @@ PAIRS = (
         "chosen": [{"role": "user", "content": "Sky?"}, {"role": "assistant", "content": "Blue."}],
         "rejected": [{"role": "user", "content": "Sky?"}, {"role": "assistant", "content": "Green."}],
     },
+    {  # OpenAI's
+        "input": {"messages": [{"role": "user", "content": "Sky?"}], "tools": [], "parallel_tool_calls": True},
+        "preferred_output": [{"role": "assistant", "content": "Blue."}],
+        "non_preferred_output": [{"role": "assistant", "content": "Green."}],
+    },
 )
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_pairs_in_every_form_of_trl(pair: dict[str, Any]) -> None:
+def test_pairs_in_every_form_of_trl_and_openai(pair: dict[str, Any]) -> None:
     chat, row = examples([pair], "pair")
     texts = [chat.tokenizer.decode(example.token_ids) for example in row.examples]
     before = "<|im_start|>user\nSky?<|im_end|>\n<|im_start|>assistant\n"

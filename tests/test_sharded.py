@@ -188,6 +188,11 @@ def test_a_segment_that_fails_on_one_rank_leaves_all_ranks_in_step(
                 trainer.remove_adapter(name)
 
 
+def test_a_critic_is_refused_by_name(pair: tuple[TorchTrainer, ShardedTrainer]) -> None:
+    with pytest.raises(AdapterError, match=r"set engine\.shard to 1, or leave algorithm\.critic out"):
+        pair[1].add_adapter("a", SHAPES["a"], 0, head=True)
+
+
 def test_a_loss_that_has_no_name_is_refused(pair: tuple[TorchTrainer, ShardedTrainer]) -> None:
     class Mine(Reinforce):
         pass

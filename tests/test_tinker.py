@@ -80,6 +80,7 @@ def test_samples_stop_where_they_are_told_and_follow_their_model(service: Servic
     assert len(found["at_text"][0][0]) <= 4
     first, other = found["warm"]
     assert first != other, "each sample has a random number of its own"
+    assert found["filled"] == [4, "length"], "without max_tokens a sample ends with the room of the base, 1024"
     assert found["before"][1:] == found["base"][1:]
     assert found["after"][1:] == found["now"] != found["before"][1:]
     assert found["suffix"] == [None] * 6 + found["base"][6:]

@@ -111,6 +111,38 @@ def test_preferences_from_json_lines(service: Service, tmp_path: Path) -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
+def small_words(tmp_path: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Recipes that bring their data along or read them from a file, each with sizes that take a minute."""
+    steps = ("max_steps=1", "save_every=0")
+    alone = ("lora_rank=8",)
+    tools = f"toolalpaca_data_path={tmp_path / 'tools'}"
+    return {
+        "guess_number": ("multiplayer_rl.guess_number.train", ("group_size=2", "batch_size=2", "max_tokens=8", *steps)),
+        "shorter": ("preference.shorter.train", ("group_size=2", "batch_size=2", "max_tokens=8", "max_steps=1")),
+        "prompt_distillation": (
+            "prompt_distillation.train",
+            (f"file_path={tmp_path / 'sums.jsonl'}", "batch_size=8", "max_length=128", *steps, *alone),
+        ),
+        "sdft": (
+            "sdft.train",
+            ("dataset=toolalpaca", tools, "groups_per_batch=2", "max_tokens=8", "topk=5", *steps, *alone),
+        ),
+    }
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["guess_number", "shorter", "prompt_distillation", "sdft"])
+def test_other_recipes_run_as_they_come(service: Service, tmp_path: Path, name: str) -> None:
+    conversations(tmp_path / "sums.jsonl")
+    rows = "{'prompt': [f'What is {i} + 1?' for i in range(20)], 'golden_response': [[str(i + 1)] for i in range(20)]}"
+    made = f"import datasets; datasets.Dataset.from_dict({rows}).save_to_disk({str(tmp_path / 'tools')!r})"
+    subprocess.run([tinker_python(), "-c", made], check=True, capture_output=True)
+    program, words = small_words(tmp_path)[name]
+    model = (f"model_name={SMALL_BASE}", "renderer_name=qwen3_instruct", "eval_every=0", f"log_path={tmp_path / 'log'}")
+    found = Recipe(service, tmp_path / "log", ("-m", f"tinker_cookbook.recipes.{program}"), *model, *words).done()
+    assert found
+
+
 WORDS = ("group_size=4", "groups_per_batch=8", "learning_rate=1e-3", "save_every=4", "max_steps=12")
 
 

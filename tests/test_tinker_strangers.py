@@ -18,6 +18,8 @@ from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
 from motet.service.settings import Settings
+from motet.service.tenants.ledger import Ledger
+from motet.service.tenants.quotas import Quotas
 from motet.service.tinker import runs, sampling, startup, training
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.models import Models
@@ -176,7 +178,7 @@ def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
     who, other = (house.store.tenants.who(house.keys[key]) for key in ("ours", "theirs"))
     assert who is not None
     assert other is not None
-    parts = (house.part(Models), house.part(Samplers), house.part(Store), house.part(EventBus))
+    parts = (house.part(Models), house.part(Samplers), house.part(Quotas), house.part(Store), house.part(EventBus))
     fresh = Futures(*parts, house.part(Settings).directory / "samples")
 
     async def asked() -> Any:
@@ -187,7 +189,42 @@ def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
         return found
 
     found = asyncio.run_coroutine_threadsafe(asked(), house.app.state.loop).result(20)
-    assert (found["type"], found["queue_state"]) == ("try_again", "active")
+    assert (found["queue_state"], found["queue_state_reason"]) == ("paused_capacity", "the engine is starting")
+    house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
+
+
+def test_a_client_is_told_what_it_waits_for(house: House) -> None:
+    who = house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    model, loop = made(house), house.app.state.loop
+
+    def told(request_id: str) -> tuple[str, str]:
+        waiting = house.part(Futures).wait(who, request_id, 0.0)
+        answer = asyncio.run_coroutine_threadsafe(waiting, loop).result(20)
+        assert isinstance(answer, dict)
+        return answer["queue_state"], answer["queue_state_reason"]
+
+    state, reason = told(f"{model}/0")
+    assert (state, "slot" in reason) == ("paused_capacity", True)
+    job = house.ask("GET", f"/v1/jobs/{job_of(model)}").json()["id"]
+    house.recorder.record(job, "state", {"state": "paused", "message": "paused by hand"})
+    assert told(f"{model}/0") == ("paused_rate_limit", "paused by hand")
+
+    limits = f"/v1/tenants/{who.tenant}/limits"
+    house.part(Ledger).count_completion(who.tenant_id, 2, 3)
+    house.part(Ledger).flush()
+    house.ask("PUT", limits, "admin", json={"tokens_per_day": 5})
+    sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}}
+    name = house.ask("POST", f"{PREFIX}/asample", json=sample).json()["request_id"]
+    state, reason = told(name)
+    assert (state, "5 tokens of this tenant for this day are spent" in reason) == ("paused_rate_limit", True)
+    plain = house.ask("POST", "/v1/completions", json={"model": "small", "prompt": "a"})
+    assert plain.status_code == 429
+    assert 1 <= int(plain.headers["retry-after"]) <= 86_400
+    house.ask("PUT", limits, "admin", json={})
+    assert told(name) == ("paused_capacity", "the engine is starting")
+    unready = house.ask("POST", "/v1/completions", json={"model": "small", "prompt": "a"})
+    assert (unready.status_code, unready.headers["retry-after"]) == (503, "1")
     house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
 
 

@@ -245,9 +245,12 @@ def samples(service: Any) -> Found:
         include_prompt_logprobs=True, prompt_logprobs_last_n=2,
     ).result()  # fmt: skip
     warm = sample(base, stop=[], temperature=1.0, seed=5)
+    nearly = text((TOKENS * 200)[:1020])
+    filled = base.sample(prompt=nearly, num_samples=1, sampling_params=types.SamplingParams(stop=[])).result()
     return {
         "free": free, "third": third, "at_token": sample(base, stop=[third]), "at_text": sample(base, stop=[texts[-3:]]),
         "texts": texts, "before": list(before), "after": list(after), "now": logprobs_of(now)[0], "warm": warm,
+        "filled": [len(filled.sequences[0].tokens), filled.sequences[0].stop_reason],
         "suffix": list(suffix.prompt_logprobs), "base": list(base.compute_logprobs(text(TOKENS)).result()),
     }  # fmt: skip
 

@@ -136,10 +136,10 @@ class StoreError(MotetError):
 class LimitError(MotetError):
     """A limit of the service does not allow something; the message names the limit, its use, and who can change it."""
 
-    def __init__(self, message: str, status: int) -> None:
-        """`status` is HTTP's: 403 for what will not fit later either, 429 for what may."""
+    def __init__(self, message: str, status: int, seconds: int | None = None) -> None:
+        """`status` is HTTP's: 403 for what will not fit later either, 429 for what may, in so many seconds if known."""
         super().__init__(message)
-        self.status = status
+        self.status, self.seconds = status, seconds
 
 
 class ServiceError(MotetError):

@@ -16,12 +16,39 @@ from motet.types import Branch, FloatArray, Group, Rollout
 
 def returns_to_go(rollout: Rollout, discount: float) -> Rewards:
     """G_k = Σ_{j ≥ k} discount^(j − k) · r_j of each turn [K]; what no turn was given came with the last one."""
-    rewards = [turn.reward or 0.0 for turn in rollout.turns]
-    rewards[-1] += rollout.reward - math.fsum(turn.reward or 0.0 for turn in rollout.turns)
+    rewards = _rewards(rollout)
     returns_K, later = np.zeros(len(rewards)), 0.0
     for turn in reversed(range(len(rewards))):
         returns_K[turn] = later = rewards[turn] + discount * later
     return returns_K
+
+
+def _rewards(rollout: Rollout) -> list[float]:
+    rewards = [turn.reward or 0.0 for turn in rollout.turns]
+    rewards[-1] += rollout.reward - math.fsum(rewards)
+    return rewards
+
+
+def rewards_at_ends(rollout: Rollout, *, of_turns: bool) -> list[FloatArray]:
+    """Rewards on the token that each came with, [T] of each branch, as a critic wants them.
+
+    Args:
+        rollout: one with a reward.
+        of_turns: what each turn was given, on its last token; with the last turn of a branch comes what was given later, in
+            other branches. Otherwise the whole reward, on the last token of each branch.
+    """
+    given, to_go, turn, tokens = _rewards(rollout), returns_to_go(rollout, 1.0), 0, []
+    for branch in rollout.branches:
+        rewards_T = np.zeros(len(branch.token_ids), np.float32)
+        ends = [last - 1 for _, last in stretches(branch)]
+        for end in ends:
+            if of_turns:
+                rewards_T[end] = to_go[turn] if end == ends[-1] else given[turn]
+            elif end == ends[-1]:
+                rewards_T[end] = rollout.reward
+            turn += 1
+        tokens.append(rewards_T)
+    return tokens
 
 
 def turn_advantages(groups: Sequence[Group], kind: AdvantageKind, discount: float) -> list[list[Rewards]]:

@@ -86,15 +86,14 @@ def credited(batch: StepBatch, values: Sequence[FloatArray], config: CriticConfi
     """Advantages for the policy, standardised over the step's tokens, and returns for the critic.
 
     Args:
-        batch: samples whose advantages are their rewards; one is given with the last sampled token.
+        batch: samples whose advantages are their rewards, each on the token that it was given with.
         values: the critic's, [T] of each.
         config: γ and λ.
     """
     advantages, olds = [], []
     for sample, values_T in zip(batch.samples, values, strict=True):
         values_N = values_T[sample.loss_mask].astype(np.float64)
-        rewards_N = np.zeros_like(values_N)
-        rewards_N[-1] = sample.advantages[sample.loss_mask][-1]
+        rewards_N = sample.advantages[sample.loss_mask].astype(np.float64)
         advantages.append(generalised_advantages(rewards_N, values_N, config.gamma, config.lam))
         olds.append(values_N)
     together, before = np.concatenate(advantages), np.concatenate(olds)

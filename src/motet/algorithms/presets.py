@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from motet.algorithms.advantages import AdvantageKind, Reduction
+from motet.algorithms.credit import rewards_at_ends
 from motet.algorithms.critic import CriticConfig
 from motet.algorithms.policy_gradient import LossName, OfTokens, PolicyGradient
 from motet.types import Group
@@ -78,9 +79,9 @@ class Ppo(PolicyGradient):
     """A critic, which finds the advantage of each token; `{}` is one as the defaults have it."""
 
     @model_validator(mode="after")
-    def _one_gives_credit(self) -> Ppo:
-        if self.critic is not None and self.credit != "episode":
-            raise ValueError("credit: a critic finds the advantage of each token; leave one of them out")
+    def _one_discounts(self) -> Ppo:
+        if self.critic is not None and self.discount != 1:
+            raise ValueError("discount: with a critic every token discounts; set critic.gamma instead")
         return self
 
     @property
@@ -96,4 +97,5 @@ class Ppo(PolicyGradient):
         """With a critic the rewards, of which it makes advantages."""
         if self.critic is None:
             return super().advantages(groups, max_tokens)
-        return [[rollout.reward for rollout in group.scored] for group in groups]
+        of_turns = self.credit == "return_to_go"
+        return [[rewards_at_ends(rollout, of_turns=of_turns) for rollout in group.scored] for group in groups]

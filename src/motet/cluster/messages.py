@@ -132,6 +132,8 @@ class Complete(Message, frozen=True):
     """Whether `PromptScored` is wanted too."""
     prompt_top: int = 0
     """How many of the likeliest tokens of each place are wanted with it."""
+    within_room: bool = False
+    """Whether `max_tokens` ends with the room of the model; otherwise more is refused."""
     key: int = 0
 
 

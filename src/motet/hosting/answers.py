@@ -48,6 +48,7 @@ class Answers:
         """Answers that wait or are given, by account."""
         self._caching = asyncio.Lock()
         self._examining = asyncio.Lock()  # one at a time: each is half a gigabyte or so
+        self._positions = info.max_positions
         self._longest = info.max_positions * max(map(len, info.tokenizer.get_vocab()))
         """Characters that as many of the longest tokens have as a prompt may have tokens."""
         self._numbers = 0
@@ -77,12 +78,15 @@ class Answers:
     async def _complete(self, question: m.Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> None:
         key, given = question.key, question.stop_token_ids
         self._numbers += 1
+        sampling = replace(question.sampling, stop_token_ids=self._stops if given is None else tuple(given))
+        if question.within_room:
+            sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._positions - len(prompt_ids))))
         request = GenerateRequest(
             f"answer/{self._numbers}",
             f"{COMPLETIONS}{question.tenant}",
             prompt_ids,
             ref,
-            replace(question.sampling, stop_token_ids=self._stops if given is None else tuple(given)),
+            sampling,
             tuple(seeds.key(question.seed, "chat", index) for index in range(question.n)),
             stream=question.stream,
         )

@@ -184,7 +184,7 @@ def _parts(settings: Settings, store: Store) -> Parts:
     models = Models(settings, store, storage, submissions, quotas, engine)
     checkpoints = Checkpoints(models)
     samplers = Samplers(models, checkpoints, storage, engine)
-    futures = Futures(models, samplers, store, bus, settings.directory / "samples")
+    futures = Futures(models, samplers, quotas, store, bus, settings.directory / "samples")
     leases = Leases(models, futures, store)
     return Parts(
         models, leases, checkpoints, Downloads(), samplers, futures,

@@ -30,6 +30,10 @@ _BAD_REQUESTS = ("/v1/chat/", "/v1/completions", "/v1/fine_tuning/", _TINKER)
 """Paths where a request that does not fit is a 400, as users of the packages know it whose protocol it is."""
 
 
+_SOON = {"Retry-After": "1"}
+"""Of what comes back by itself: the engine, the database."""
+
+
 class Refusal(Exception):
     """An answer that is not a success."""
 
@@ -70,15 +74,18 @@ def _answer(request: Request, error: Exception) -> JSONResponse:
             return error_body(422, f"the database cannot keep this: {error.orig}")
         case _ if isinstance(error, AWAY):
             _log.error("the database does not answer: %s", getattr(error, "orig", error))
-            return error_body(503, "the database does not answer; try again in a moment")
+            return error_body(503, "the database does not answer; try again in a moment", headers=_SOON)
         case LimitError():
-            return error_body(error.status, str(error))
+            after = {} if error.seconds is None else {"Retry-After": str(error.seconds)}
+            return error_body(error.status, str(error), headers=after)
         case ConfigError() | DataError() | RewardError():
             return error_body(400, str(error))
         case StoreError():
             return error_body(400 if request.url.path.startswith(_TINKER) else 409, str(error))
+        case EngineError():
+            return error_body(503, str(error), headers=_SOON)
         case MotetError():
-            return error_body(503 if isinstance(error, EngineError) else 500, str(error))
+            return error_body(500, str(error))
     return error_body(500, f"{type(error).__name__}; this is a fault of Motet, its log has the whole story")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from motet import seeds
 from motet.config import DataConfig
 from motet.errors import DataError
-from motet.tasks.messages import messages_of, without_prompt
+from motet.tasks.messages import messages_of, plain_preference, without_prompt
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.row_files import Bounds, Row
@@ -170,6 +170,7 @@ def _problem(config: DataConfig, row: Row, index: int) -> Problem:
     if config.template is not None:
         value = _filled(config.template, row, where)
     else:
+        row = plain_preference(row)
         prompt_column = _column(row, config.prompt, PROMPT_COLUMNS, "prompt", where)
         value, row = without_prompt(row) if prompt_column is None else (row[prompt_column], row)
         if not value and prompt_column is None:

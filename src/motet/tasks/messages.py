@@ -10,6 +10,7 @@ from motet.errors import DataError
 from motet.types import Message, ToolCall
 
 ROLES = ("system", "user", "assistant", "tool")
+_OPENAI_PAIR = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 
 
 def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
@@ -30,6 +31,17 @@ def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: the prompt ({column}) must be text or a list of messages, got {value!r:.80}")
     return tuple(_message(item, where, column) for item in value)
+
+
+def plain_preference(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of preferences in TRL's form, where it has OpenAI's: `input`, `preferred_output` and `non_preferred_output`."""
+    asked = row.get("input")
+    if not isinstance(asked, dict) or not {"preferred_output", "non_preferred_output"} <= row.keys():
+        return row
+    others = {name: value for name, value in row.items() if name not in ("input", *_OPENAI_PAIR)}
+    tools = {"tools": asked["tools"]} if asked.get("tools") else {}
+    pair = {name: row[theirs] for theirs, name in _OPENAI_PAIR.items()}
+    return {"prompt": asked.get("messages"), **pair, **tools, **others}
 
 
 def without_prompt(row: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -44,17 +44,22 @@ def longest_row(problems: Sequence[Problem], kind: str, chat: Chat, source: str)
 
 def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
     """All of the assistant's turns of a conversation."""
-    messages = (*problem.messages, *_answer(problem, where))
+    messages = (*problem.messages, *answer_of(problem, where))
     first = next(at for at, message in enumerate(messages) if message.role == "assistant")
     return Row((_learned(chat.conversation(messages, first, _tools(problem, where)), where),))
 
 
 def _last_answer(problem: Problem, chat: Chat, where: str) -> Row:
     """What lies after the prompt."""
-    return Row((_example(problem, _answer(problem, where), chat, where),))
+    return Row((_example(problem, answer_of(problem, where), chat, where),))
 
 
-def _answer(problem: Problem, where: str) -> Continuation:
+def answer_of(problem: Problem, where: str) -> Continuation:
+    """What a row's prompt is answered with.
+
+    Raises:
+        DataError: with nothing.
+    """
     if problem.continuation:
         return problem.continuation
     if "completion" in problem.metadata:
@@ -67,12 +72,21 @@ def _answer(problem: Problem, where: str) -> Continuation:
     return (Message("assistant", problem.answer),)
 
 
-def _pair(problem: Problem, chat: Chat, where: str) -> Row:
-    """`chosen` and `rejected`, in this order."""
+def pair_of(problem: Problem, where: str) -> tuple[Continuation, Continuation]:
+    """What was liked better, and the other.
+
+    Raises:
+        DataError: the row has not both, or they are the same.
+    """
     chosen, rejected = (_continuation(problem, name, where) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise DataError(f"{where}: chosen and rejected are the same; leave such rows out, there is nothing to prefer")
-    return Row(tuple(_example(problem, one, chat, where) for one in (chosen, rejected)))
+    return chosen, rejected
+
+
+def _pair(problem: Problem, chat: Chat, where: str) -> Row:
+    """`chosen` and `rejected`, in this order."""
+    return Row(tuple(_example(problem, one, chat, where) for one in pair_of(problem, where)))
 
 
 def _thumb(problem: Problem, chat: Chat, where: str) -> Row:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
-from motet.config import DataConfig, JobConfig
+from motet.config import DataConfig
 from motet.errors import ConfigError, DataError, GraderError
 from motet.jobfile import merge
 from motet.service.adapters.adapters import Adapters, NoModelError
@@ -22,17 +22,33 @@ from motet.service.database.store import Store
 from motet.service.database.tables import Event, FineTuning, StoredFile, StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, bad_field
-from motet.service.schemas.fine_tuning import FineTuningRequest, Reinforcement
+from motet.service.schemas.fine_tuning import (
+    Dpo,
+    DpoHyperparameters,
+    FineTuningRequest,
+    Hyperparameters,
+    Method,
+    Reinforcement,
+    ReinforcementHyperparameters,
+    Supervised,
+)
 from motet.service.storage import Storage
 from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import Grader, columns, judges, parse
 from motet.tasks.problems import Problems
 from motet.tasks.row_files import OF_A_JOB
+from motet.tasks.rows import answer_of, pair_of
+from motet.types import Problem
 
 GRADER = "method.reinforcement.grader"
 _OWN = ("name", "data", "reward", "rewards", "seed", "steps")
-_GROUP = 8
+_GROUP, _BATCH = 8, 16
+"""What `auto` is."""
+_ALGORITHMS: Mapping[type, str] = {Supervised: "sft", Dpo: "dpo"}
 _CHUNK = 200
+
+RowCheck = Callable[[Problem, str], object]
+"""Raises `DataError` where a row, which is called so, is not what is learned from."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +72,16 @@ class FineTunings:
             Refusal: what of it is wrong or not supported, and which field.
         """
         method = _method(asked)
-        grader = self.checked_grader(who, method.grader, GRADER)
-        training = self._rows(who, asked.training_file, "training_file", grader)
+        check: RowCheck = answer_of if isinstance(method, Supervised) else pair_of
+        reward: dict[str, Any] = {}
+        if isinstance(method, Reinforcement):
+            grader = self.checked_grader(who, method.grader, GRADER)
+            check = _has_columns(grader)
+            reward = {"reward": {"name": "judge" if judges(grader) else "grader", "args": method.grader}}
+        training = self._rows(who, asked.training_file, "training_file", check)
         validation = None
         if asked.validation_file is not None:
-            validation = self._rows(who, asked.validation_file, "validation_file", grader)
+            validation = self._rows(who, asked.validation_file, "validation_file", check)
         held_out = {problem.messages for problem in (validation.problems if validation else ())}
         rows = sum(problem.messages not in held_out for problem in training.problems)
         if rows == 0:
@@ -71,11 +92,11 @@ class FineTunings:
             "name": f"{asked.suffix or 'ft'}-{secrets.token_hex(4)}",
             "data": {
                 "source": training.file.id,
-                "prompt": "messages",
+                **({} if check is pair_of else {"prompt": "messages"}),
                 "holdout": 0 if validation is None else validation.file.rows,
                 **({} if validation is None else {"eval_source": validation.file.id}),
             },
-            "reward": {"name": "judge" if judges(grader) else "grader", "args": method.grader},
+            **reward,
             "adapter": self._start(who, asked.model),
             **({} if asked.seed is None else {"seed": asked.seed}),
         }
@@ -97,24 +118,19 @@ class FineTunings:
             raise bad_field(f"{where}.model", error) from error
         return grader
 
-    def _rows(self, who: Principal, file_id: str, field: str, grader: Grader) -> Rows:
-        """A file whose every row can be used, with the columns that the grader reads."""
+    def _rows(self, who: Principal, file_id: str, field: str, check: RowCheck) -> Rows:
+        """A file whose every row can be used."""
         file = self._store.file(who, file_id)
         if file is None:
             raise bad_field(field, f"there is no file {file_id!r}; upload it first")
         path = self._storage.upload(file.id, file.filename)
+        prompt = None if check is pair_of else "messages"
         try:
-            problems = load_dataset(DataConfig(source=str(path), prompt="messages", holdout=0), OF_A_JOB).train
+            problems = load_dataset(DataConfig(source=str(path), prompt=prompt, holdout=0), OF_A_JOB).train
+            for problem in problems:
+                check(problem, f"{file.filename} row {problem.id + 1}")
         except DataError as error:
             raise bad_field(field, str(error).replace(str(path), file.filename)) from error
-        read = columns(grader)
-        for problem in problems:
-            if missing := read - {*problem.metadata, "messages"}:
-                there = ", ".join(problem.metadata) or "none besides messages"
-                where = f"{file.filename} row {problem.id + 1}"
-                raise bad_field(
-                    field, f"{where} has no column {min(missing)!r}, which the grader reads; its columns: {there}"
-                )
         return Rows(file, problems)
 
     def _start(self, who: Principal, model: str) -> dict[str, Any]:
@@ -185,39 +201,52 @@ class FineTunings:
         return self._store.scalars(query if before is None else query.where(Event.id < before))
 
 
-def _method(asked: FineTuningRequest) -> Reinforcement:
-    example = '{"type": "reinforcement", "reinforcement": {"grader": …}}'
+def _has_columns(grader: Grader) -> RowCheck:
+    read = columns(grader)
+
+    def check(problem: Problem, where: str) -> None:
+        if missing := read - {*problem.metadata, "messages"}:
+            there = ", ".join(problem.metadata) or "none besides messages"
+            raise DataError(f"{where} has no column {min(missing)!r}, which the grader reads; its columns: {there}")
+
+    return check
+
+
+def _method(asked: FineTuningRequest) -> Reinforcement | Supervised | Dpo:
     if asked.hyperparameters is not None:
         raise bad_field(
-            "hyperparameters", "give them as method.reinforcement.hyperparameters, the form that has taken their place"
+            "hyperparameters", "give them in method, as method.supervised.hyperparameters, the form that has taken their place"
         )
-    if asked.method is None:
-        raise bad_field(
-            "method", f"without one, supervised fine-tuning is meant, which is not supported; give {example}"
-        )
-    for kind in ("supervised", "dpo"):
-        if asked.method.type == kind or getattr(asked.method, kind) is not None:
-            raise bad_field("method.type", f"{kind!r} is not supported here; give {example}")
-    if asked.method.reinforcement is None:
-        raise Refusal(400, f"method.reinforcement is missing; give {example}", "method.reinforcement")
-    return asked.method.reinforcement
+    method = asked.method or Method(type="supervised")
+    for other in {"reinforcement", "supervised", "dpo"} - {method.type}:
+        if getattr(method, other) is not None:
+            raise bad_field(f"method.{other}", f"the type is {method.type!r}; leave one of the two out")
+    match method.type:
+        case "supervised":
+            return method.supervised or Supervised()
+        case "dpo":
+            return method.dpo or Dpo()
+    if method.reinforcement is None:
+        example = '{"type": "reinforcement", "reinforcement": {"grader": …}}'
+        raise bad_field("method.reinforcement", f"it is missing; give {example}")
+    return method.reinforcement
 
 
-def _hyperparameters(method: Reinforcement, rows: int) -> dict[str, Any]:
-    given = method.hyperparameters
-    if given is None:
-        return {}
-    batch = given.batch_size or JobConfig.model_fields["algorithm"].default.groups_per_step
+def _hyperparameters(method: Reinforcement | Supervised | Dpo, rows: int) -> dict[str, Any]:
+    given = method.hyperparameters or Hyperparameters()
+    algorithm: dict[str, Any] = {"type": _ALGORITHMS.get(type(method)), "rows_per_step": given.batch_size}
     fields: dict[str, Any] = {
-        "steps": None if given.n_epochs is None else math.ceil(given.n_epochs * rows / batch),
-        "algorithm": {
-            "groups_per_step": given.batch_size,
-            "group_size": given.compute_multiplier and max(2, round(_GROUP * given.compute_multiplier)),
-        },
+        "steps": given.n_epochs and math.ceil(given.n_epochs * rows / (given.batch_size or _BATCH)),
         "optimizer": {"lr_multiplier": given.learning_rate_multiplier},
-        "eval": {"every": given.eval_interval, "n": given.eval_samples},
     }
-    return dict(_set(fields))
+    match given:
+        case DpoHyperparameters():
+            algorithm["beta"] = given.beta
+        case ReinforcementHyperparameters():
+            group_size = given.compute_multiplier and max(2, round(_GROUP * given.compute_multiplier))
+            algorithm = {"groups_per_step": given.batch_size, "group_size": group_size}
+            fields["eval"] = {"every": given.eval_interval, "n": given.eval_samples}
+    return dict(_set({**fields, "algorithm": algorithm}))
 
 
 def _set(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,8 +63,10 @@ class FineTuningAnswers:
         job, asked = made[0], made[1].request
         state, progress = JobState(job.state), self._engine.progress.get(job.id)
         left = None if progress is None else progress["seconds_left"]
-        method = asked["method"]
-        given = {name: value for name, value in (method["reinforcement"].get("hyperparameters") or {}).items() if value}
+        method = asked.get("method") or {"type": "supervised"}
+        kind = method["type"]
+        own = method.get(kind) or {}
+        given = {name: value for name, value in (own.get("hyperparameters") or {}).items() if value}
         common = {name: given.get(name, "auto") for name in ("n_epochs", "batch_size", "learning_rate_multiplier")}
         tokens = None
         directory = self._storage.job(job.id)
@@ -82,10 +85,7 @@ class FineTuningAnswers:
             training_file=asked["training_file"],
             validation_file=asked.get("validation_file"),
             hyperparameters=common,
-            method={
-                "type": "reinforcement",
-                "reinforcement": {**method["reinforcement"], "hyperparameters": {**common, **given}},
-            },
+            method={"type": kind, kind: {**own, "hyperparameters": {**common, **given}}},
             trained_tokens=tokens,
             seed=JobConfig.model_validate(job.spec).effective_seed,
             suffix=asked.get("suffix"),
@@ -232,18 +232,18 @@ async def run(
 def _event(job: StoredJob, entry: Event) -> s.FineTuningEvent:
     data = entry.data
     if entry.kind == "step":
-        held_out = (data.get("eval") or {}).get("reward")
-        done = int(data["step"]) + ("loss" in data)
-        words = [f"training reward {data['reward']:.3f}"] if data.get("reward") is not None else []
-        words += [] if held_out is None else [f"validation reward {held_out:.3f}"]
+        done, figures = int(data["step"]) + ("loss" in data), _figures(data, data.get("eval") or {})
+        name = (
+            "loss" if figures["train_mean_reward"] is None and figures["valid_mean_reward"] is None else "mean_reward"
+        )
+        plain = name.removeprefix("mean_")
+        words = [
+            f"{when} {plain} {figures[f'{part}_{name}']:.3f}"
+            for part, when in (("train", "training"), ("valid", "validation"))
+            if figures[f"{part}_{name}"] is not None
+        ]
         message, level = f"Step {done}/{job.steps}: {', '.join(words) or 'done'}", "info"
-        data = {
-            "step": done,
-            "total_steps": job.steps,
-            "train_mean_reward": data.get("reward"),
-            "valid_mean_reward": held_out,
-            "metrics": data,
-        }
+        data = {"step": done, "total_steps": job.steps, **figures, "metrics": data}
     else:
         reason = str(data.get("message") or "")
         message = f"The job is {data['state']}{f': {reason}' if reason else ''}"
@@ -256,17 +256,21 @@ def _event(job: StoredJob, entry: Event) -> s.FineTuningEvent:
     )  # fmt: skip
 
 
+def _figures(trained: Mapping[str, Any], evaluated: Mapping[str, Any]) -> dict[str, float | None]:
+    return {
+        "train_loss": trained.get("loss"),
+        "valid_loss": evaluated.get("loss", evaluated.get("nll")),
+        "train_mean_reward": trained.get("reward"),
+        "valid_mean_reward": evaluated.get("reward"),
+    }
+
+
 def _checkpoint(path: Path, job: StoredJob, number: int, lines: list[dict[str, Any]]) -> s.Checkpoint:
     trained: dict[str, Any] = next((line for line in lines if line["step"] == number - 1 and "loss" in line), {})
     evaluated: dict[str, Any] = next(
         (line["eval"] for line in lines if line["step"] == number and line.get("eval")), {}
     )
-    metrics = {
-        "step": float(number),
-        "train_loss": trained.get("loss"),
-        "train_mean_reward": trained.get("reward"),
-        "valid_mean_reward": evaluated.get("reward"),
-    }
+    metrics = {"step": float(number), **_figures(trained, evaluated)}
     try:
         created = int(path.stat().st_mtime)
     except FileNotFoundError:  # it was the oldest, and has just gone

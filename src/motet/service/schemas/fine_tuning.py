@@ -34,9 +34,14 @@ class Hyperparameters(Asked):
     n_epochs: Whole = None
     """Passes over the training file: the job has n_epochs · rows / batch_size steps, rounded up; 50 steps unless set."""
     batch_size: Whole = None
-    """Problems of a step: `algorithm.groups_per_step`."""
+    """Problems of a step, `algorithm.groups_per_step`, or rows, `algorithm.rows_per_step`."""
     learning_rate_multiplier: Factor = None
     """Factor on the learning rate: `optimizer.lr_multiplier`."""
+
+
+class ReinforcementHyperparameters(Hyperparameters):
+    """How to train by reinforcement."""
+
     compute_multiplier: Factor = None
     """Factor on the answers that are sampled for each problem: 8 times this is `algorithm.group_size`."""
     eval_interval: Whole = None
@@ -52,17 +57,35 @@ class Reinforcement(Asked):
 
     grader: Table
     """string_check, text_similarity, score_model, label_model or multi."""
+    hyperparameters: ReinforcementHyperparameters | None = None
+
+
+class Supervised(Asked):
+    """Supervised fine-tuning."""
+
     hyperparameters: Hyperparameters | None = None
 
 
+class DpoHyperparameters(Hyperparameters):
+    """How to train on preferences."""
+
+    beta: Annotated[Annotated[float, Field(gt=0, le=2)] | None, BeforeValidator(_auto)] = None
+    """The larger, the closer the policy stays to where it began: `algorithm.beta`, 0.1 unless set."""
+
+
+class Dpo(Asked):
+    """Direct preference optimisation."""
+
+    hyperparameters: DpoHyperparameters | None = None
+
+
 class Method(Asked):
-    """How to fine-tune."""
+    """How to fine-tune: `type`, and the field of that name."""
 
     type: Literal["reinforcement", "supervised", "dpo"]
-    """`reinforcement`; the others are refused."""
     reinforcement: Reinforcement | None = None
-    supervised: Anything = None
-    dpo: Anything = None
+    supervised: Supervised | None = None
+    dpo: Dpo | None = None
 
 
 class FineTuningRequest(Asked):
@@ -71,9 +94,10 @@ class FineTuningRequest(Asked):
     model: str = Field(max_length=300)
     """The base, or a version of an adapter to go on from, as chat completions name it."""
     training_file: str = Field(max_length=100)
-    """A file of rows `{"messages": […], …}`; the other columns are a grader's `item`."""
+    """A file of rows: `{"messages": […], …}`, whose other columns are a grader's `item`; of preferences for `dpo`."""
     validation_file: str | None = Field(None, max_length=100)
     method: Method | None = None
+    """Supervised unless set."""
     suffix: str | None = Field(None, min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """The job's name begins with it."""
     seed: int | None = Field(None, ge=0, lt=2**48)
@@ -144,7 +168,8 @@ class FineTuningEvent(Answer):
     message: str
     type: Literal["message", "metrics"]
     data: dict[str, Any]
-    """Of `metrics`: `step`, `total_steps`, `train_mean_reward`, `valid_mean_reward`; `metrics` is the line of metrics.jsonl."""
+    """Of `metrics`: `step`, `total_steps`, `train_loss`, `valid_loss`, of a job with rewards `train_mean_reward`,
+    `valid_mean_reward`; `metrics` is the line of metrics.jsonl."""
 
 
 class FineTuningEvents(Answer):
@@ -166,7 +191,7 @@ class Checkpoint(Answer):
     fine_tuning_job_id: str
     step_number: int
     metrics: dict[str, float | None]
-    """`step`, `train_loss`, `train_mean_reward`, and `valid_mean_reward` where this version was evaluated."""
+    """`step`, `train_loss`, `train_mean_reward`, and where this version was evaluated `valid_loss` or `valid_mean_reward`."""
 
 
 class Checkpoints(Answer):

@@ -13,13 +13,14 @@ from motet.config import JobConfig
 from motet.config.service import LimitsConfig
 from motet.errors import LimitError
 from motet.service.database.store import OPEN, Store
-from motet.service.database.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter
+from motet.service.database.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter, now
 from motet.service.schemas.usage import TenantInfo
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.types import JobState
 
 _MB = 2**20
+_DAY = 86_400
 ASK = "an admin raises it with motet tenants limit"
 
 
@@ -170,7 +171,8 @@ class Quotas:
         """Let completions be asked for."""
         most = self.of(tenant_id).tokens_per_day
         if most is not None and self._ledger.tokens_today().get(tenant_id, 0) >= most:
-            raise LimitError(f"{spent(most)}; new ones come at 00:00 UTC, or {ASK} --tokens-per-day", 429)
+            left = int(_DAY - now() % _DAY) + 1
+            raise LimitError(f"{spent(most)}; new ones come at 00:00 UTC, or {ASK} --tokens-per-day", 429, left)
 
 
 def spent(most: int) -> str:

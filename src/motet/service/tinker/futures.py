@@ -10,19 +10,21 @@ import asyncio
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from motet.errors import ConfigError, EngineError
+from motet.errors import ConfigError, EngineError, LimitError
 from motet.runtime.journal import Done, Failed, Gradient
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
 from motet.service.events import EventBus, within
+from motet.service.tenants.quotas import Quotas
 from motet.service.tinker.models import Models
 from motet.service.tinker.requests import Sample
 from motet.service.tinker.samplers import Samplers
@@ -32,11 +34,14 @@ from motet.types import JobState
 POLL_SECONDS = 25.0
 """How long a question waits; clients give up after 45 s and ask again."""
 _KEPT_SECONDS = 900.0
+_HELD = "samples that are held back"
+"""A topic of those who wait for the end of the service at most."""
 MOST_OPEN = 1024
 """Samples of one tenant that are under way or were not fetched yet."""
 
 Answer = bytes | dict[str, Any]
 """A binary message, or JSON."""
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 _NAME = re.compile(r"sample-[0-9a-f]{24}")
@@ -50,22 +55,28 @@ class _Asked(msgspec.Struct, frozen=True):
 @dataclass
 class _Sample:
     tenant_id: str
-    task: asyncio.Task[bytes]
-    done: float | None = None
-    fetched: bool = field(default=False)
+    wanted: Sample
+    task: asyncio.Task[bytes] | None = None
+    """None while its tenant's limits hold it back."""
+    since: float | None = field(default_factory=time.monotonic)
+    """When it ended; of one that is held back, when it was asked for last. None while it is under way."""
+    fetched: bool = False
 
 
 class Futures:
     """All answers that are waited for."""
 
-    def __init__(self, models: Models, samplers: Samplers, store: Store, bus: EventBus, asked: Path) -> None:
+    def __init__(
+        self, models: Models, samplers: Samplers, quotas: Quotas, store: Store, bus: EventBus, asked: Path
+    ) -> None:
         """`asked` is the directory of what samples were asked."""
         self._models, self._samplers, self._store, self._bus = models, samplers, store, bus
+        self._quotas = quotas
         self._asked = asked
         self._samples: dict[str, _Sample] = {}
 
-    def begin(self, who: Principal, wanted: Sample) -> str:
-        """Begin a sample; gives the id of its future.
+    async def begin(self, who: Principal, wanted: Sample) -> str:
+        """Begin a sample, now or once its tenant may; gives the id of its future.
 
         Raises:
             Refusal: too many of this tenant's are open.
@@ -79,19 +90,21 @@ class Futures:
         self._asked.mkdir(exist_ok=True)
         draft.write_bytes(msgspec.json.encode(kept))
         draft.rename(self._asked / name)
-        self._begin(who, name, wanted)
+        sample = self._samples[name] = _Sample(who.tenant_id, wanted)
+        await self._started(who, sample)
         return name
 
-    def _begin(self, who: Principal, name: str, wanted: Sample) -> _Sample:
-        sample = self._samples[name] = _Sample(who.tenant_id, asyncio.create_task(self._samplers.sample(who, wanted)))
-
-        def ended(task: asyncio.Task[bytes]) -> None:
-            sample.done = time.monotonic()
-            if not task.cancelled():
-                task.exception()  # whoever fetches it hears of it
-
-        sample.task.add_done_callback(ended)
-        return sample
+    async def _started(self, who: Principal, sample: _Sample) -> str:
+        """Let a sample begin, if its tenant may; gives the reason where it may not."""
+        try:
+            await asyncio.to_thread(self._quotas.check_tokens, who.tenant_id)
+        except LimitError as error:
+            sample.since = time.monotonic()
+            return str(error)
+        if sample.task is None:
+            sample.since, sample.task = None, asyncio.create_task(self._samplers.sample(who, sample.wanted))
+            sample.task.add_done_callback(_ended_at(sample))
+        return ""
 
     def open(self, who: Principal) -> int:
         """Samples of a tenant that are under way or were not fetched yet."""
@@ -101,7 +114,8 @@ class Futures:
         """Nobody waits for a sample any more."""
         sample = self._samples.get(request_id)
         if sample is not None and sample.tenant_id == who.tenant_id:
-            sample.task.cancel()
+            if sample.task is not None:
+                sample.task.cancel()
             self._forget(request_id)
 
     async def wait(self, who: Principal, request_id: str, seconds: float = POLL_SECONDS) -> Answer:
@@ -137,16 +151,22 @@ class Futures:
                 return {"error": _ended(now), "category": "server"}
             left = until - time.monotonic()
             if left <= 0 or self._bus.closed:
-                return _try_again(request_id, now)
+                return _of_job(request_id, now)
             await within(changed, left)
 
     async def _sample(self, who: Principal, request_id: str, seconds: float) -> Answer:
         sample = self._samples.get(request_id) or self._once_more(who, request_id)
         if sample is None or sample.tenant_id != who.tenant_id:
             raise Refusal(410, f"there is no request {request_id!r} any more; sample again")
+        if sample.task is None and (held := await self._started(who, sample)):
+            if not self._bus.closed:
+                await within(self._bus.next(_HELD), seconds)
+            return _try_again(request_id, "paused_rate_limit", held)
+        assert sample.task is not None
         await asyncio.wait([sample.task], timeout=0 if self._bus.closed else seconds)
         if not sample.task.done():
-            return {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            reason = self._samplers.waits
+            return _try_again(request_id, "paused_capacity" if reason else "active", reason)
         sample.fetched = True
         try:
             return sample.task.result()
@@ -157,7 +177,7 @@ class Futures:
 
     def _forget_old(self) -> None:
         now = time.monotonic()
-        old = [name for name, one in self._samples.items() if one.done is not None and now - one.done > _KEPT_SECONDS]
+        old = [name for name, one in self._samples.items() if one.since is not None and now - one.since > _KEPT_SECONDS]
         for name in old:
             self._forget(name)
 
@@ -166,11 +186,14 @@ class Futures:
         (self._asked / name).unlink(missing_ok=True)
 
     def _once_more(self, who: Principal, name: str) -> _Sample | None:
-        """Begin a sample that a process before this one was asked."""
+        """A sample that a process before this one was asked, to begin again."""
         if not _NAME.fullmatch(name) or not (self._asked / name).is_file():
             return None
         kept = msgspec.json.decode((self._asked / name).read_bytes(), type=_Asked)
-        return self._begin(who, name, Sample.model_validate(kept.body)) if kept.tenant_id == who.tenant_id else None
+        if kept.tenant_id != who.tenant_id:
+            return None
+        self._samples[name] = _Sample(who.tenant_id, Sample.model_validate(kept.body))
+        return self._samples[name]
 
     def clear(self) -> None:
         """Files of samples that nobody came back for."""
@@ -183,10 +206,25 @@ def _ended(job: StoredJob | None) -> str:
     return "the model is gone" if job is None else f"the model has {job.state}: {job.message or 'its client finished'}"
 
 
-def _try_again(request_id: str, job: StoredJob) -> dict[str, Any]:
-    state, reason = "active", job.message
+def _of_job(request_id: str, job: StoredJob) -> dict[str, Any]:
+    """That a command of a model is not done yet, and what it waits for."""
     if job.state == JobState.QUEUED.value:
-        state, reason = "paused_capacity", job.message or "all adapter slots are taken; it begins when one is free"
-    elif job.state == JobState.PAUSED.value:
-        state, reason = "paused_rate_limit", job.message or "the model is paused"
-    return {"type": "try_again", "request_id": request_id, "queue_state": state, "queue_state_reason": reason}
+        reason = job.message or "all adapter slots are taken; it begins when one is free"
+        return _try_again(request_id, "paused_capacity", reason)
+    if job.state == JobState.PAUSED.value:
+        return _try_again(request_id, "paused_rate_limit", job.message or "the model is paused")
+    return _try_again(request_id, "active", job.message)
+
+
+def _try_again(request_id: str, state: QueueState, reason: str | None) -> dict[str, Any]:
+    """What the package shows its user, once a minute, where the state is not `active`."""
+    return {"type": "try_again", "request_id": request_id, "queue_state": state, "queue_state_reason": reason or None}
+
+
+def _ended_at(sample: _Sample) -> Callable[[asyncio.Task[bytes]], None]:
+    def ended(task: asyncio.Task[bytes]) -> None:
+        sample.since = time.monotonic()
+        if not task.cancelled():
+            task.exception()  # whoever fetches it hears of it
+
+    return ended

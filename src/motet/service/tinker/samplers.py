@@ -61,6 +61,11 @@ class Samplers:
     def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, engine: EngineClient) -> None:
         self._models, self._checkpoints, self._storage, self._engine = models, checkpoints, storage, engine
 
+    @property
+    def waits(self) -> str:
+        """What samples wait for; empty where they are sampled."""
+        return "" if self._engine.ready.is_set() else "the engine is starting"
+
     def find(self, who: Principal, name: str) -> Sampler:
         """What an id means to somebody.
 
@@ -186,4 +191,5 @@ def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
         stop_token_ids=ids,
         prompt_logprobs=bool(wanted.prompt_logprobs or wanted.topk_prompt_logprobs),
         prompt_top=wanted.topk_prompt_logprobs,
+        within_room=given.max_tokens is None,
     )

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from motet.service.errors import Refusal
-from motet.service.http.depends import Asker, QuotasDep
+from motet.service.http.depends import Asker
 from motet.service.tinker.models import SESSION
 from motet.service.tinker.parts import FuturesDep, ModelsDep, SamplersDep, new_router
 from motet.service.tinker.requests import CreateSampling, Sample
@@ -40,9 +40,7 @@ def sampler(who: Asker, models: ModelsDep, samplers: SamplersDep, name: str) -> 
 
 
 @router.post("/asample")
-async def asample(
-    who: Asker, quotas: QuotasDep, samplers: SamplersDep, futures: FuturesDep, wanted: Sample
-) -> dict[str, Any]:
+async def asample(who: Asker, samplers: SamplersDep, futures: FuturesDep, wanted: Sample) -> dict[str, Any]:
     """Begin to complete a prompt."""
     length = sum(len(chunk.tokens) for chunk in wanted.prompt.chunks)
     if not length:
@@ -51,7 +49,6 @@ async def asample(
         wanted.prompt_logprobs and wanted.prompt_logprobs_last_n < length
     ):
         raise Refusal(400, "prompt_logprobs_last_n: ask for prompt_logprobs, and for fewer than the prompt has")
-    await asyncio.to_thread(quotas.check_tokens, who.tenant_id)
     await asyncio.to_thread(samplers.of, who, wanted)
-    name = futures.begin(who, samplers.seeded(wanted))
+    name = await futures.begin(who, samplers.seeded(wanted))
     return {"request_id": name, "sample_sequence_ids": [f"{name}-{index}" for index in range(wanted.num_samples)]}
