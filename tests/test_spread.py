@@ -163,11 +163,11 @@ def test_requests_survive_the_way() -> None:
     sampling = SamplingParams(0.1 + 0.2, 7, ("\n\n", "ende€"), (3, 4), 0.9, 5, 0.01)
     seeds = (0, 2**64 - 1, 2**53 + 1)
     prompt = np.array([1, 2**31 - 1], np.int32)
-    whole = GenerateRequest("r/1", "jöb", prompt, AdapterRef("x.y", 3), sampling, seeds, stream=True)
+    whole = GenerateRequest("r/1", "jöb", prompt, AdapterRef("x.y", 3), sampling, seeds, stream=True, episodes=("j/0", "j/1", "é"))
     for value in (sampling, whole):
         assert_no_field_is_at_its_default(value)
     assert_equal(through(Generate(1, whole), ToSampler).request, whole)
-    plain = dataclasses.replace(whole, adapter=None, sampling=SamplingParams(), stream=False)
+    plain = dataclasses.replace(whole, adapter=None, sampling=SamplingParams(), stream=False, episodes=())
     assert_equal(through(Generate(1, plain), ToSampler).request, plain)
 
 

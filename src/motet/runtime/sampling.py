@@ -271,6 +271,7 @@ class JobSampler:
             sampling=purpose.sampling,
             renew=purpose.renew,
             can_stop=purpose.can_stop,
+            turns=job.config.environment.name != "single",
         )
         return _Task(problem, position, step, generation)
 
@@ -320,7 +321,9 @@ class JobSampler:
             try:
                 seed = seeds.key(purpose.seed, purpose.name, task.step, task.position, problem.id)
                 judged = bool(job.config.rewards)
-                context = GroupContext(problem, job.chat, purpose.n, generate, score, seed, judged, purpose.sampling)
+                context = GroupContext(
+                    problem, job.chat, purpose.n, generate, score, seed, judged, purpose.sampling, generation.release
+                )
                 task.rollouts = await self._environment(context)
             except EngineError as error:
                 task.rollouts = tuple(_failed(problem, index, str(error)) for index in range(purpose.n))
@@ -329,6 +332,8 @@ class JobSampler:
                 return None
             finally:
                 await ended(calls)
+                for index in range(purpose.n):
+                    await generation.release(index)
         if purpose.name == "train":
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts
