@@ -12,6 +12,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 import motet
+from tests.run_decoder import assert_all_is_back, collected_late, decoders
 
 HOSTILE = """
 import asyncio, os, random, signal, subprocess, sys, time
@@ -20,7 +21,7 @@ import openai
 stock = openai.AsyncOpenAI(api_key="none", max_retries=0)
 KINDS = ("plain", "twice", "again", "parallel", "raises", "hangs", "stuck", "killed", "late", "leaves early")
 
-async def run(problem, base_url, api_key, seed):
+async def run(problem, base_url, api_key, seed, deadline):
     client = stock.with_options(base_url=base_url, api_key=api_key)
     async def ask(text, retry=0):
         said = await client.chat.completions.create(
@@ -50,7 +51,7 @@ async def run(problem, base_url, api_key, seed):
     if kind == "hangs":
         await asyncio.sleep(3600)
     if kind == "stuck":
-        await asyncio.to_thread(time.sleep, 20)
+        await asyncio.to_thread(time.sleep, deadline - time.time() + 14)
     if kind == "killed":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         child.kill()
@@ -100,7 +101,7 @@ def test_hostile_episodes_cost_themselves_alone_and_leave_nothing(tmp_path: Path
     (tmp_path / "agent.py").write_text(HOSTILE)
     hostile = {
         "name": "hostile", "data": {"source": "toy:add", "holdout": 0},
-        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 6.0}, "sampling": {"max_tokens": 4},
+        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 6.0 if episodes < 100 else 60.0}, "sampling": {"max_tokens": 4},
         "algorithm": {"group_size": 8, "groups_per_step": episodes // 8, "max_failed_fraction": 1.0}, "steps": 2,
     }  # fmt: skip
     neighbour = {
@@ -109,7 +110,11 @@ def test_hostile_episodes_cost_themselves_alone_and_leave_nothing(tmp_path: Path
     }  # fmt: skip
     run(tmp_path / "alone", neighbour)
     before = in_use()
-    done = run(tmp_path / "together", neighbour, hostile)
+    with collected_late():
+        done = run(tmp_path / "together", neighbour, hostile)
+        (decoder,) = decoders()
+        assert_all_is_back(decoder)
+        del decoder
     after = in_use()
     assert {name: job.message for name, job in done.jobs.items() if job.state != "succeeded"} == {}
     assert bytes_of(tmp_path / "together", "neighbour", 2) == bytes_of(tmp_path / "alone", "neighbour", 2)
