@@ -1,4 +1,4 @@
-"""Episodes of several turns: what an agent's address costs, what keeping KV saves, what a tree of branches would save in training.
+"""Episodes of several turns: what an agent's address costs, what keeping KV saves, how much a tree of branches would.
 
     .venv/bin/python -m bench.agents                      # tables for docs/benchmarks.md; a few minutes
     .venv/bin/python -m bench.agents --base smollm2       # on a model of ordinary size
@@ -84,7 +84,9 @@ async def no_score(rollouts: Sequence[Rollout]) -> list[Scored]:
     return [Scored(0.0, {}) for _ in rollouts]
 
 
-def own_time_of_turns(base: LoraModel, make: Callable[[Device, int], EmbeddedEngine], episodes: int, turns: int) -> list[float]:
+def own_time_of_turns(
+    base: LoraModel, make: Callable[[Device, int], EmbeddedEngine], episodes: int, turns: int
+) -> list[float]:
     """Seconds of each turn beside the engine's own, of so many episodes at once."""
     device = Device()
     try:
@@ -148,7 +150,13 @@ def play(make: Callable[[Device, int], EmbeddedEngine], kept: int, episodes: int
             for turn in range(turns):
                 history = np.concatenate([history, words[index, turn]])
                 asked = GenerateRequest(
-                    f"{index}/{turn}", "bench", history, None, SamplingParams(max_tokens=NEW), (index,), episodes=(f"e{index}",)
+                    f"{index}/{turn}",
+                    "bench",
+                    history,
+                    None,
+                    SamplingParams(max_tokens=NEW),
+                    (index,),
+                    episodes=(f"e{index}",),
                 )
                 async for chunk in engine.generate(asked):
                     history = np.concatenate([history, chunk.token_ids])
@@ -200,11 +208,17 @@ def main() -> None:
         pairs.append((play(make, 1 << 30, options.episodes, options.turns, options.said), without))
     seconds = [kept.seconds / without.seconds for kept, without in pairs]
     computed = pairs[0][0].computed / pairs[0][1].computed
-    print(f"\n{options.episodes} episodes of {options.turns} turns, {options.said} tokens read and {NEW} sampled in each:")
-    print(f"with KV kept {statistics.median(seconds):.2f} of the time ({min(seconds):.2f} to {max(seconds):.2f}, ", end="")
+    print(
+        f"\n{options.episodes} episodes of {options.turns} turns, {options.said} tokens read and {NEW} sampled in each:"
+    )
+    print(
+        f"with KV kept {statistics.median(seconds):.2f} of the time ({min(seconds):.2f} to {max(seconds):.2f}, ", end=""
+    )
     print(f"{options.repeats} pairs), {computed:.2f} of the prompt tokens computed")
     whole, tree = tree_tokens(longest // 2, 4, longest // 2, 8)
-    print(f"\n8 rollouts of 4 branches that share half of their tokens: training computes {whole} rows, a tree would {tree}")
+    print(
+        f"\n8 rollouts of 4 branches that share half of their tokens: training computes {whole} rows, a tree would {tree}"
+    )
 
 
 if __name__ == "__main__":

@@ -101,7 +101,8 @@ def test_hostile_episodes_cost_themselves_alone_and_leave_nothing(tmp_path: Path
     (tmp_path / "agent.py").write_text(HOSTILE)
     hostile = {
         "name": "hostile", "data": {"source": "toy:add", "holdout": 0},
-        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 6.0 if episodes < 100 else 60.0}, "sampling": {"max_tokens": 4},
+        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 6.0 if episodes < 100 else 60.0},
+        "sampling": {"max_tokens": 4},
         "algorithm": {"group_size": 8, "groups_per_step": episodes // 8, "max_failed_fraction": 1.0}, "steps": 2,
     }  # fmt: skip
     neighbour = {

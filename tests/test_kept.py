@@ -22,6 +22,9 @@ from motet.model.lora import AdapterWeights
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sequences import Prompt, Sequence
+from motet.runtime.generation import Generation
+from motet.runtime.versions import Versions
+from motet.tasks.chat import Chat
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from tests import tiny_models as tiny
 from tests.run_decoder import assert_all_is_back, collected_late, decoders
@@ -88,7 +91,9 @@ class Stage:
                 self.decoder.tick()
             for turn, chunks in asked:
                 assert all(chunk.finish_reason is FinishReason.LENGTH for chunk in chunks), [c.error for c in chunks]
-                found += [(one.token_ids.tolist(), one.logprobs.tobytes()) for one in sorted(chunks, key=lambda c: c.index)]
+                found += [
+                    (one.token_ids.tolist(), one.logprobs.tobytes()) for one in sorted(chunks, key=lambda c: c.index)
+                ]
                 first = next(chunk for chunk in chunks if chunk.index == 0)
                 self.histories[turn.episode] = np.concatenate([self.histories[turn.episode], first.token_ids])
         return found
@@ -221,6 +226,44 @@ def test_the_engine_lets_go_when_an_episode_or_a_version_ends():
         device.close()
 
 
+def test_a_generation_names_its_episodes_and_lets_go_of_them() -> None:
+    device, base = Device(), tiny.base("llama")
+    engine = EmbeddedEngine(base, device, max_rows=4, kv_tokens=1024, prefill_tokens=64, kept_tokens=512)
+    versions = Versions("a", "a.run.0", engine, FixedSync(engine))
+    prompt, params = tiny.tokens(30).numpy().astype(np.int32), SamplingParams(max_tokens=4)
+    chat = Chat(base.info.tokenizer, chat_template=False)
+
+    async def scene() -> None:
+        await versions.publish(0)
+        await versions.announce(0, 0)
+        single = Generation("a", "a/train/0/0", engine, versions, chat, params, renew=False, can_stop=False)
+        await single.complete(prompt, {0: 5}, 0, 0)
+        assert len(engine.decoder.kept) == 0, "an episode of one turn has no use for it"
+        generation = replace(single, drafts={}, turns=True)
+        await generation.complete(prompt, {0: 5, 1: 6}, 0, 0)
+        assert [one.episode for one in engine.decoder.kept._kept] == ["a/train/0/0/0", "a/train/0/0/1"]
+        for index in (0, 1):
+            await generation.release(index)
+        for _ in range(2):
+            await device.run(lambda: None)
+        assert_all_is_back(engine.decoder)
+
+    try:
+        asyncio.run(scene())
+    finally:
+        device.close()
+
+
+class FixedSync:
+    """Publishes the same weights as every version."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    async def publish(self, name: str, ref: AdapterRef) -> None:
+        self._engine.install(ref, weights("llama", "float32"))
+
+
 GUESSING = """
 class Guessing:
     def reset(self, **row):
@@ -242,9 +285,9 @@ def test_a_job_of_several_turns_has_the_same_bytes_and_leaves_no_block(tmp_path:
         "algorithm": {"group_size": 3, "groups_per_step": 2},
     }  # fmt: skip
     base, found, computed = load("small", EngineConfig(dtype="float32")), [], []
-    for name, settings in {"kept": {"kept_kv": 1.0}, "nothing": {"kept_kv": 0.0}, "tight": {"kv_tokens": 480}}.items():
+    for name, engine in {"kept": {"kept_kv": 1.0}, "nothing": {"kept_kv": 0.0}, "tight": {"kv_tokens": 480}}.items():
         with collected_late():
-            result = run(base, tmp_path / name, [job], samplers=0, **settings)
+            result = run(base, tmp_path / name, [job], samplers=0, **engine)
             (decoder,) = decoders()
             assert_all_is_back(decoder)
             computed.append(decoder.prefilled_tokens)

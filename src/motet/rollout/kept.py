@@ -127,9 +127,7 @@ class KeptSequences:
     def _only_here(self, but: Kept | None) -> int:
         """Blocks that would be free without any kept sequence but this one."""
         needed = set() if but is None else set(but.blocks)
-        return sum(
-            self._cache.references(block) == count for block, count in self._held.items() if block not in needed
-        )
+        return sum(self._cache.references(block) == count for block, count in self._held.items() if block not in needed)
 
     def _drop(self, one: Kept) -> None:
         del self._kept[one]
