@@ -166,6 +166,15 @@ def test_nothing_waits_and_nothing_is_preempted_for_what_is_kept(base):
     stage.end()
 
 
+def test_a_sequence_that_grows_takes_what_is_kept_before_it_preempts():
+    stage = Stage(BASES[0], 12, 12)
+    stage.play([Turn(0, 27)])
+    stage.play([Turn(2, 22, answers=14), Turn(3, 22, answers=14)])
+    assert stage.decoder.preemptions == 0
+    assert [one.episode for one in stage.decoder.kept._kept] == ["e2", "e3"]
+    stage.end()
+
+
 def test_the_least_recently_used_goes_first_and_the_bound_holds():
     stage = Stage(BASES[0], kept=9)
     stage.play([Turn(0, 18)], [Turn(1, 18)], [Turn(2, 18)], [Turn(0, 1, answers=1)], [Turn(3, 18)])
