@@ -87,8 +87,11 @@ class Stage:
         found: Outcome = []
         for turns in rounds:
             asked = [self.ask(turn) for turn in turns]
-            while not self.decoder.idle:
+            for _ in range(500):
                 self.decoder.tick()
+                if self.decoder.idle:
+                    break
+            assert self.decoder.idle, "the decoder makes progress"
             for turn, chunks in asked:
                 assert all(chunk.finish_reason is FinishReason.LENGTH for chunk in chunks), [c.error for c in chunks]
                 found += [

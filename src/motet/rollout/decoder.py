@@ -171,9 +171,9 @@ class Decoder:
         n_new = n_blocks - known // self.cache.block_size
         if kept is not None and not self.kept.make_room(n_new + more, 1, but=kept):
             kept, known, n_new = None, 0, n_blocks
-        if (budget is not None and len(token_ids) - known > budget) or not self.kept.make_room(
-            n_new + more, 1, but=kept
-        ):
+        if budget is not None and len(token_ids) - known > budget:
+            return None
+        if not self.kept.make_room(n_new + more, 1, but=kept):
             return None
         if kept is not None:
             prompt.blocks, prompt.slot = self.kept.go_on(kept, known, n_blocks)
