@@ -179,10 +179,11 @@ def test_a_sequence_that_grows_takes_what_is_kept_before_it_preempts():
 
 
 def test_the_least_recently_used_goes_first_and_the_bound_holds():
-    stage = Stage(BASES[0], kept=9)
-    stage.play([Turn(0, 18)], [Turn(1, 18)], [Turn(2, 18)], [Turn(0, 1, answers=1)], [Turn(3, 18)])
-    assert [one.episode for one in stage.decoder.kept._kept] == ["e2", "e0", "e3"], "of three blocks each"
-    assert stage.decoder.cache.n_blocks - stage.decoder.cache.n_free <= 9
+    stage = Stage(BASES[0], kept=12)
+    stage.play([Turn(0, 18)], [Turn(1, 18)], [Turn(2, 18)], [Turn(0, 1, forgets=8, answers=1)], [Turn(3, 18)])
+    episodes = [one.episode for one in stage.decoder.kept._kept]
+    assert episodes == ["e2", "e0", "e0", "e3"], "three blocks each, two of the last but one, which shares one"
+    assert stage.decoder.cache.n_blocks - stage.decoder.cache.n_free <= 12
     stage.end()
 
 
