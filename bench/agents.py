@@ -84,22 +84,22 @@ async def no_score(rollouts: Sequence[Rollout]) -> list[Scored]:
     return [Scored(0.0, {}) for _ in rollouts]
 
 
-def own_time_of_turns(
+def time_of_turns(
     base: LoraModel, make: Callable[[Device, int], EmbeddedEngine], episodes: int, turns: int
-) -> list[float]:
-    """Seconds of each turn beside the engine's own, of so many episodes at once."""
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of turns beside the engine's own, and the engine's own, of so many episodes at once; each sorted."""
     device = Device()
     try:
         times = EngineTimes(make(device, 1 << 16))
         with tempfile.TemporaryDirectory() as place:
             asyncio.run(_run_agents(base, times, Path(place), episodes, turns))
-            found: list[float] = []
+            beside: list[float] = []
             context = _context(base, times, episodes)
             for index in range(episodes):
                 seed = _seed(context, index)
                 took = json.loads((Path(place) / f"{seed}.json").read_text())
-                found += [whole - own for whole, own in zip(took, times.seconds[index], strict=True)]
-        return found
+                beside += [1000 * (whole - own) for whole, own in zip(took, times.seconds[index], strict=True)]
+        return sorted(beside), sorted(1000 * one for took in times.seconds.values() for one in took)
     finally:
         device.close()
 
@@ -197,11 +197,13 @@ def main() -> None:
         )  # fmt: skip
 
     print(f"{base.info.name}, {base.info.dtype}, one thread\n")
-    print("| episodes at once | turns | beside the engine's own time, ms: p50 | p99 |\n|---|---|---|---|")
+    print("| episodes at once | turns | the engine, ms: p50 | p99 | beside it: p50 | p99 | ratio of the p50 |")
+    print("|---|---|---|---|---|---|---|")
     for episodes in (1, options.most):
-        took = sorted(1000 * one for one in own_time_of_turns(base, make, episodes, options.turns))
-        p99 = took[min(len(took) - 1, round(0.99 * len(took)))]
-        print(f"| {episodes} | {len(took)} | {statistics.median(took):.1f} | {p99:.1f} |", flush=True)
+        beside, own = time_of_turns(base, make, episodes, options.turns)
+        middle, top = len(own) // 2, min(len(own) - 1, round(0.99 * len(own)))
+        figures = f"{own[middle]:.0f} | {own[top]:.0f} | {beside[middle]:.0f} | {beside[top]:.0f}"
+        print(f"| {episodes} | {len(own)} | {figures} | {beside[middle] / own[middle]:.2f} |", flush=True)
     pairs = []
     for _ in range(options.repeats):
         without = play(make, 0, options.episodes, options.turns, options.said)

@@ -150,36 +150,16 @@ class Decoder:
                 break
             if prompt.logits is None:
                 spare = 1 if inputs or self._running else 0
-                new = self._open(prompt, reserved + spare, budget if inputs else None)
-                if new is None:
+                known = self.kept.begin(prompt, reserved + spare, budget if inputs else None)
+                if known is None:
                     break
-                inputs.append(new)
-                budget -= len(new.token_ids)
+                token_ids = prompt.request.prompt_ids[known:].tolist()
+                inputs.append(NewTokens(prompt.weights, token_ids, known, prompt.blocks, prompt.slot))
+                budget -= len(token_ids)
                 opened.append(prompt)
             rows -= len(prompt.waiting)
             reserved += len(prompt.waiting)
         return opened
-
-    def _open(self, prompt: Prompt, more: int, budget: int | None) -> NewTokens | None:
-        """Blocks for a prompt, those of a kept sequence that it goes on from first; None where it has to wait.
-
-        Beside its own blocks so many `more` are left free; `budget` is the most tokens to compute.
-        """
-        token_ids = prompt.request.prompt_ids.tolist()
-        kept, known = self.kept.find(prompt)
-        n_blocks = -(-len(token_ids) // self.cache.block_size)
-        n_new = n_blocks - known // self.cache.block_size
-        if kept is not None and not self.kept.make_room(n_new + more, 1, but=kept):
-            kept, known, n_new = None, 0, n_blocks
-        if budget is not None and len(token_ids) - known > budget:
-            return None
-        if not self.kept.make_room(n_new + more, 1, but=kept):
-            return None
-        if kept is not None:
-            prompt.blocks, prompt.slot = self.kept.go_on(kept, known, n_blocks)
-        else:
-            prompt.blocks, prompt.slot = self.cache.take(n_blocks), self.cache.states.take()
-        return NewTokens(prompt.weights, token_ids[known:], known, prompt.blocks, prompt.slot)
 
     def _fork(self) -> list[Sequence]:
         """Start completions of prefilled prompts and sample their first tokens."""

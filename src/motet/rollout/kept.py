@@ -61,7 +61,28 @@ class KeptSequences:
         while len(self._held) > self._most:
             self._drop(next(iter(self._kept)))
 
-    def find(self, prompt: Prompt) -> tuple[Kept | None, int]:
+    def begin(self, prompt: Prompt, more: int, budget: int | None) -> int | None:
+        """Give a prompt its blocks and a slot; so many of its tokens are there already. None where it has to wait.
+
+        Beside its own blocks so many `more` are left free; `budget` is the most tokens to compute.
+        """
+        kept, known = self._find(prompt)
+        n_tokens = len(prompt.request.prompt_ids)
+        n_blocks = -(-n_tokens // self._cache.block_size)
+        n_new = n_blocks - known // self._cache.block_size
+        if kept is not None and not self.make_room(n_new + more, 1, but=kept):
+            kept, known, n_new = None, 0, n_blocks
+        if budget is not None and n_tokens - known > budget:
+            return None
+        if not self.make_room(n_new + more, 1, but=kept):
+            return None
+        prompt.blocks = [] if kept is None else self._beginning(kept, known)
+        prompt.blocks += self._cache.take(n_blocks - len(prompt.blocks))
+        states = self._cache.states
+        prompt.slot = states.copy(kept.slot) if kept is not None and self._stateful else states.take()
+        return known
+
+    def _find(self, prompt: Prompt) -> tuple[Kept | None, int]:
         """What a prompt goes on from, and how many of its tokens that has; sequences of other versions are let go."""
         request = prompt.request
         best, most = None, 0
@@ -78,18 +99,11 @@ class KeptSequences:
             self._kept[best] = self._kept.pop(best)
         return best, most
 
-    def go_on(self, one: Kept, known: int, n_blocks: int) -> tuple[list[int], int]:
-        """Blocks and a slot for a sequence of so many blocks that begins with the first `known` tokens of a kept one.
-
-        The caller has made room. Full blocks are shared, and one that is filled in part is copied.
-        """
-        cache = self._cache
-        n_full, rest = divmod(known, cache.block_size)
-        cache.share(one.blocks[:n_full])
-        blocks = one.blocks[:n_full] + ([cache.copy(one.blocks[n_full])] if rest else [])
-        return blocks + cache.take(n_blocks - len(blocks)), (
-            cache.states.copy(one.slot) if self._stateful else cache.states.take()
-        )
+    def _beginning(self, one: Kept, known: int) -> list[int]:
+        """Blocks with the first `known` tokens of a sequence: full ones are shared, one that is filled in part is copied."""
+        n_full, rest = divmod(known, self._cache.block_size)
+        self._cache.share(one.blocks[:n_full])
+        return one.blocks[:n_full] + ([self._cache.copy(one.blocks[n_full])] if rest else [])
 
     def make_room(self, n_blocks: int, n_slots: int = 0, *, but: Kept | None = None) -> bool:
         """Whether so many blocks and slots are free, once sequences other than `but` have given way.

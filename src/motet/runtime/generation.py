@@ -181,9 +181,9 @@ class Generation:
             episodes=tuple(map(self._episode, drafts)) if self.turns else (),
         )
 
-    async def release(self, index: int) -> None:
-        """An episode has no further turn."""
-        if self.turns:
+    async def release(self, *indices: int) -> None:
+        """These episodes have no further turn."""
+        for index in indices if self.turns else ():
             await self.engine.abort(self._episode(index))
 
     def _episode(self, index: int) -> str:

@@ -204,12 +204,8 @@ class JobSampler:
         cost, started = _Cost(), time.monotonic()
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(
-                        self._sample(self._task(problem, position, step, purpose), version, purpose, cost)
-                    )
-                    for position, problem in enumerate(problems, first)
-                ]
+                wanted = [self._task(problem, place, step, purpose) for place, problem in enumerate(problems, first)]
+                running = [tasks.create_task(self._sample(task, version, purpose, cost)) for task in wanted]
         await self._versions.collect()
         groups = [
             Group(problem, step, version, task.result() or ()) for problem, task in zip(problems, running, strict=True)
@@ -332,8 +328,7 @@ class JobSampler:
                 return None
             finally:
                 await ended(calls)
-                for index in range(purpose.n):
-                    await generation.release(index)
+                await generation.release(*range(purpose.n))
         if purpose.name == "train":
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts
