@@ -105,9 +105,11 @@ def test_hostile_episodes_of_a_service_go_on_elsewhere_when_their_worker_is_kill
         assert len(lines) == 200
         assert_fair(lines)
         after = [in_use(one) for one in watched]
-        for one, other in zip(after, before, strict=True):
-            assert one["children"] == other["children"]
-            assert one["descriptors"] <= other["descriptors"] + 8, (before, after)
+        for now, then in zip(after, before, strict=True):
+            assert now["children"] == then["children"]
+            assert now["connections"] <= then["connections"]
+            # a pool of connections to the database may have grown: those are files
+            assert now["descriptors"] - now["files"] <= then["descriptors"] - then["files"], (before, after)
 
 
 ERRATIC = """
