@@ -399,17 +399,23 @@ def group(tmp_path: Path, name: str, n: int = 2, says: Says = lambda index, *_: 
     """The rollouts of a group, and of another one by the same runner."""
     (tmp_path / "agents.py").write_text(AGENTS)
     config = EnvironmentConfig(name=f"{tmp_path}/agents.py:{name}", **fields)
+    released: list[int] = []
+
+    async def release(index: int) -> None:
+        released.append(index)
 
     async def main() -> Any:
         runner = AgentRunner("job", config, tmp_path / "log")
         try:
             await runner.open()
-            context = GroupContext(PROBLEM, CHAT, n, Script(says), none_scored, judged=False)
+            context = GroupContext(PROBLEM, CHAT, n, Script(says), none_scored, judged=False, release=release)
             return await runner.run_group(context), await runner.run_group(context), runner.clock_limited
         finally:
             await runner.close()
 
-    return asyncio.run(main())
+    found = asyncio.run(main())
+    assert sorted(released) == sorted([*range(n)] * 2), "each episode says when it has ended"
+    return found
 
 
 def test_an_agent_returns_a_number_or_rewards_of_its_calls(tmp_path):

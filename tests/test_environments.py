@@ -136,17 +136,22 @@ def played(
     """The rollouts of one group."""
     config = EnvironmentConfig(name=f"{file}:{name}", **fields)
     script = Script(says)
+    released: list[int] = []
+
+    async def release(index: int) -> None:
+        released.append(index)
 
     async def main() -> tuple[tuple[Rollout, ...], EnvironmentWorkers]:
         workers = EnvironmentWorkers(config, file.parent / "log", n_workers)
         try:
             await workers.open()
-            stage = GroupContext(PROBLEM, chat, n, script, score or no_score, seed=5, judged=score is not None)
+            stage = GroupContext(PROBLEM, chat, n, script, score or no_score, 5, score is not None, release=release)
             return await workers.run_group(stage), workers
         finally:
             await workers.close()
 
     rollouts, workers = asyncio.run(main())
+    assert sorted(released) == list(range(n)), "each episode says when it has ended"
     return rollouts, script, workers
 
 

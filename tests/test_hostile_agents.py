@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections import Counter
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,61 +12,9 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 import motet
-
-HOSTILE = """
-import asyncio, os, random, signal, subprocess, sys, time
-import openai
-
-stock = openai.AsyncOpenAI(api_key="none", max_retries=0)
-KINDS = ("plain", "twice", "again", "parallel", "raises", "hangs", "stuck", "killed", "late", "leaves early")
-
-async def run(problem, base_url, api_key, seed):
-    client = stock.with_options(base_url=base_url, api_key=api_key)
-    async def ask(text, retry=0):
-        said = await client.chat.completions.create(
-            model="m", messages=[{"role": "user", "content": text}], extra_headers={"x-stainless-retry-count": str(retry)})
-        return said.id, said.usage.prompt_tokens
-    kind = KINDS[seed % len(KINDS)]
-    if kind == "twice":
-        first, second = await asyncio.gather(ask("hi"), ask("hi"))
-        assert first != second
-        return 2.0
-    if kind == "again":
-        answers = [await ask("hi"), await ask("hi", 1), await ask("hi", 2)]
-        assert len(set(answers)) == 1, answers
-        return 3.0
-    if kind == "parallel":
-        answers = await asyncio.gather(*(ask("A " * (n + 1)) for n in reversed(range(4))))
-        read = [tokens for _, tokens in answers]
-        assert sorted(set(read), reverse=True) == read, read  # each has the answer to its own question
-        return 4.0
-    if kind == "leaves early":
-        task = asyncio.create_task(ask("hi"))
-        await asyncio.sleep(0.01)
-        return 5.0
-    await ask("hi")
-    if kind == "raises":
-        raise RuntimeError("no luck")
-    if kind == "hangs":
-        await asyncio.sleep(3600)
-    if kind == "stuck":
-        await asyncio.to_thread(time.sleep, 20)
-    if kind == "killed":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        child.kill()
-        child.wait()
-        raise RuntimeError("its helper was killed")
-    if kind == "late":
-        try:
-            await asyncio.sleep(3600)
-        except asyncio.CancelledError:
-            try:
-                await ask("is it too late?")
-            except openai.APIError:
-                return 6.0
-            return 7.0
-    return 1.0
-"""
+from tests.hostile_agent import HOSTILE, assert_fair, in_use
+from tests.run_decoder import assert_all_is_back, collected_late, decoders
+from tests.service_run import serving, tiny
 
 
 def run(directory: Path, *jobs: dict[str, Any]) -> Any:
@@ -82,25 +30,13 @@ def rollouts(directory: Path, job: str, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / job / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
 
 
-def in_use() -> dict[str, Any]:
-    """What this process holds that others could be left without."""
-    gc.collect()
-    me = psutil.Process()
-    connections = [one for one in me.net_connections() if one.status != psutil.CONN_NONE]
-    return {
-        "files": len(me.open_files()),
-        "descriptors": me.num_fds(),
-        "connections": len(connections),
-        "children": sorted(child.pid for child in me.children(recursive=True)),
-    }
-
-
 @pytest.mark.parametrize("episodes", [24, pytest.param(200, marks=pytest.mark.soak)])
 def test_hostile_episodes_cost_themselves_alone_and_leave_nothing(tmp_path: Path, episodes: int) -> None:
     (tmp_path / "agent.py").write_text(HOSTILE)
     hostile = {
         "name": "hostile", "data": {"source": "toy:add", "holdout": 0},
-        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 6.0}, "sampling": {"max_tokens": 4},
+        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 6.0 if episodes < 100 else 60.0},
+        "sampling": {"max_tokens": 4},
         "algorithm": {"group_size": 8, "groups_per_step": episodes // 8, "max_failed_fraction": 1.0}, "steps": 2,
     }  # fmt: skip
     neighbour = {
@@ -109,7 +45,11 @@ def test_hostile_episodes_cost_themselves_alone_and_leave_nothing(tmp_path: Path
     }  # fmt: skip
     run(tmp_path / "alone", neighbour)
     before = in_use()
-    done = run(tmp_path / "together", neighbour, hostile)
+    with collected_late():
+        done = run(tmp_path / "together", neighbour, hostile)
+        (decoder,) = decoders()
+        assert_all_is_back(decoder)
+        del decoder
     after = in_use()
     assert {name: job.message for name, job in done.jobs.items() if job.state != "succeeded"} == {}
     assert bytes_of(tmp_path / "together", "neighbour", 2) == bytes_of(tmp_path / "alone", "neighbour", 2)
@@ -117,17 +57,59 @@ def test_hostile_episodes_cost_themselves_alone_and_leave_nothing(tmp_path: Path
     assert after == before
     lines = [line for step in range(2) for line in rollouts(tmp_path / "together", "hostile", step)]
     assert len(lines) == 2 * episodes
-    turns = {(line["reward"], len(line["turns"])) for line in lines if not line["error"]}
-    assert turns <= {(1.0, 1), (2.0, 2), (3.0, 1), (4.0, 4)}, "each counted once, and nothing after its end"
-    assert len(turns) == 4
-    errors = Counter(line["error"].rpartition(" (")[0] or line["error"] for line in lines if line["error"])
-    told = " ".join(errors)
-    for reason in ("no luck", "did not return in time", "its helper was killed"):
-        assert reason in told, errors
-    assert set(errors) <= {
-        "the agent RuntimeError: no luck", "the agent RuntimeError: its helper was killed", "the agent did not return in time",
-        "the agent never called the model",
-    }, errors  # fmt: skip
+    assert_fair(lines)
+
+
+@pytest.mark.soak
+def test_hostile_episodes_of_a_service_go_on_elsewhere_when_their_worker_is_killed(tmp_path: Path) -> None:
+    """Two hundred at once on two workers, of which one dies in the middle."""
+    (tmp_path / "agent.py").write_text(HOSTILE)
+    (tmp_path / "serve.yaml").write_text("engine: {samplers: 0, threads: 1}\nlease_seconds: 10\n")
+    hostile = {
+        "name": "hostile", "data": {"source": "toy:add", "holdout": 0}, "sampling": {"max_tokens": 4}, "steps": 1,
+        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 60.0},
+        "algorithm": {"group_size": 8, "groups_per_step": 25, "max_failed_fraction": 1.0},
+    }  # fmt: skip
+    (tmp_path / "jobs.yaml").write_text(json.dumps({"base": "small", "jobs": [hostile]}))
+    with serving(tmp_path / "served", "--config", str(tmp_path / "serve.yaml")) as service:
+        assert service.process is not None
+        service.submit(tiny("alone", seed=7))
+        service.ended("alone")
+        watched = [psutil.Process(service.process.pid), service.engine()]
+        before = [in_use(one) for one in watched]
+        marks = tmp_path / "marks"
+        marks.mkdir()
+
+        def begun() -> int:
+            return sum(one.stat().st_size for one in marks.iterdir())
+
+        environment = {**service.environment(), "MARKS": str(marks)}
+        command = [sys.executable, "-m", "motet", "agent", str(tmp_path / "jobs.yaml"), "--concurrency", "128"]
+        workers = []
+        try:
+            workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+            service.until(lambda: begun() >= 64)
+            workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+            service.until(lambda: begun() >= 160)
+            service.submit(tiny("neighbour", seed=7))
+            workers[0].kill()
+            service.ended("neighbour")
+            service.ended("hostile")
+            workers[1].wait(60)
+        finally:
+            for one in workers:
+                one.kill()
+                one.wait()
+        assert service.weights("neighbour") == service.weights("alone")
+        lines = service.ask("GET", "/v1/jobs/hostile/rollouts?step=0&limit=500")["data"]
+        assert len(lines) == 200
+        assert_fair(lines)
+        after = [in_use(one) for one in watched]
+        for now, then in zip(after, before, strict=True):
+            assert now["children"] == then["children"]
+            assert now["connections"] <= then["connections"]
+            # a pool of connections to the database may have grown: those are files
+            assert now["descriptors"] - now["files"] <= then["descriptors"] - then["files"], (before, after)
 
 
 ERRATIC = """

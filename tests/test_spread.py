@@ -163,11 +163,12 @@ def test_requests_survive_the_way() -> None:
     sampling = SamplingParams(0.1 + 0.2, 7, ("\n\n", "ende€"), (3, 4), 0.9, 5, 0.01)
     seeds = (0, 2**64 - 1, 2**53 + 1)
     prompt = np.array([1, 2**31 - 1], np.int32)
-    whole = GenerateRequest("r/1", "jöb", prompt, AdapterRef("x.y", 3), sampling, seeds, stream=True)
+    ref, episodes = AdapterRef("x.y", 3), ("j/0", "j/1", "é")
+    whole = GenerateRequest("r/1", "jöb", prompt, ref, sampling, seeds, stream=True, episodes=episodes)
     for value in (sampling, whole):
         assert_no_field_is_at_its_default(value)
     assert_equal(through(Generate(1, whole), ToSampler).request, whole)
-    plain = dataclasses.replace(whole, adapter=None, sampling=SamplingParams(), stream=False)
+    plain = dataclasses.replace(whole, adapter=None, sampling=SamplingParams(), stream=False, episodes=())
     assert_equal(through(Generate(1, plain), ToSampler).request, plain)
 
 
@@ -684,6 +685,22 @@ def test_a_place_that_is_not_ready_is_left_out() -> None:
     engine._open[0]["a"] = 9
     engine._open[2]["a"] = 5
     assert engine._choose(ask("a", 4)) == 2
+
+
+def test_an_episode_returns_to_where_it_was_while_there_is_a_row() -> None:
+    engine = places(2, rows=4)
+    first, second = (dataclasses.replace(ask("a", 1), episodes=(name,)) for name in ("e0", "e1"))
+
+    async def run() -> None:
+        assert [await engine._turn(one) for one in (first, second)] == [0, 1]
+        engine._open[1].clear()
+        assert [await engine._turn(one) for one in (first, first, first)] == [0, 0, 0]
+        assert await engine._turn(first) == 1, "its rows are taken"
+        await engine.abort("e1")
+        await engine.abort("e0")
+        assert not engine._kept
+
+    asyncio.run(run())
 
 
 def test_a_request_waits_for_a_free_row_wherever_it_comes_first() -> None:

@@ -302,12 +302,10 @@ def build(
     memory = int(free_memory(base.device) * config.kv_memory_fraction) // (1 + n_samplers)
     rows = budgets.rows_with_states(rows, base.info.state_bytes, memory)
     memory -= (rows + 1) * base.info.state_bytes
-    limits = {
-        "max_rows": rows,
-        "kv_tokens": config.kv_tokens
-        or budgets.kv_tokens(needs, rows, config.block_size, base.info.kv_bytes_per_token, memory),
-        "prefill_tokens": config.prefill_tokens,
-    }
+    kv_tokens = config.kv_tokens
+    kv_tokens = kv_tokens or budgets.kv_tokens(needs, rows, config.block_size, base.info.kv_bytes_per_token, memory)
+    limits = {"max_rows": rows, "kv_tokens": kv_tokens, "prefill_tokens": config.prefill_tokens}
+    limits["kept_tokens"] = int(kv_tokens * config.kept_kv)
     spread: SpreadEngine | None = None
     tick_threads = 1 if n_samplers or base.info.n_parameters < SMALL_MODEL else threads
 

@@ -55,7 +55,10 @@ class RolloutEngine(Protocol):
         ...
 
     async def abort(self, name: str) -> None:
-        """End one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
+        """End one request, or every request of a job; open completions finish with `abort` and keep their tokens.
+
+        By the name of an episode nothing is ended, and what was kept for its next turn is let go.
+        """
         ...
 
 

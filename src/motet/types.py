@@ -182,6 +182,8 @@ class GenerateRequest:
     """One 64-bit key per completion; the random number of position p is a function of (key, p) alone."""
     stream: bool = False
     """Deliver tokens as they come; otherwise each completion comes as one chunk."""
+    episodes: tuple[str, ...] = ()
+    """For each seed the episode that goes on after it: an engine may keep what it has computed for the episode's next turn."""
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,9 @@ class AgentsElsewhere:
 
         problem, seed = as_json(problem_as_given(context.problem)), begin().seed
         offer = m.OfferEpisode(0, self._job, problem, config.args, seed, config.wall_seconds)
-        episode, ended = await self._episodes.run(offer, begin)
+        try:
+            episode, ended = await self._episodes.run(offer, begin)
+        finally:
+            await context.release(index)
         self.clock_limited = self.clock_limited or ended.late
         return rewarded(episode, ended.reward, ended.rewards, ended.error and f"the agent {ended.error}")

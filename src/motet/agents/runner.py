@@ -48,9 +48,12 @@ class AgentRunner:
         except EnvironmentFault as error:  # it loaded before
             return Rollout(context.problem, index, (), (), error=str(error))
         episode = AgentEpisode(context, index, self._job, self._config.max_turns, self._config.wall_seconds)
-        with self._gateway.serving(episode) as (base_url, key):
-            returned = await self._processes.run(
-                process, context.problem, base_url, key, episode.deadline, episode.seed
-            )
+        try:
+            with self._gateway.serving(episode) as (base_url, key):
+                returned = await self._processes.run(
+                    process, context.problem, base_url, key, episode.deadline, episode.seed
+                )
+        finally:
+            await context.release(index)
         self.clock_limited = self.clock_limited or returned.late
         return rewarded(episode, returned.reward, returned.rewards, returned.error and f"the agent {returned.error}")

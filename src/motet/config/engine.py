@@ -45,6 +45,9 @@ class EngineConfig(Config):
     kv_memory_fraction."""
     kv_memory_fraction: float = Field(0.3, gt=0, lt=1)
     """Share of free memory that the KV cache may take."""
+    kept_kv: float = Field(0.5, ge=0, le=1)
+    """Most of the KV cache that may stay with [episodes between two turns](agents.md#between-turns), so that the next turn
+    reads only what is new. All else comes first, and no byte depends on it; 0 keeps nothing."""
     block_size: int = Field(64, ge=16, le=10**5)
     """Tokens of a KV block; attention adds blocks in a fixed order, so results depend on it, for all jobs alike."""
     prefill_tokens: int = Field(2048, ge=64, le=10**7)

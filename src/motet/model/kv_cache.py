@@ -57,6 +57,10 @@ class KVCache:
         """Blocks that can be handed out."""
         return len(self._free)
 
+    def references(self, block: int) -> int:
+        """How many hold a block."""
+        return self._references[block]
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values, of the layers that have written so far."""

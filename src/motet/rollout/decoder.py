@@ -15,6 +15,7 @@ import torch
 
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
+from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import ModelRunner, NewTokens
 from motet.rollout.sequences import Prompt, Sequence
 from motet.types import FinishReason
@@ -23,13 +24,19 @@ from motet.types import FinishReason
 class Decoder:
     """Sequences of any mix of adapters and versions on one base and one KV cache."""
 
-    def __init__(self, base: LoraModel, cache: KVCache, *, max_rows: int, prefill_tokens: int) -> None:
+    def __init__(
+        self, base: LoraModel, cache: KVCache, *, max_rows: int, prefill_tokens: int, kept_blocks: int = 0
+    ) -> None:
+        """Between the turns of episodes at most `kept_blocks` stay with their sequences; 0 keeps none."""
         self.cache = cache
+        self.kept = KeptSequences(cache, kept_blocks, stateful=bool(base.stateful))
         self.runner = ModelRunner(base, cache)
         self.max_rows = max_rows
         self.prefill_tokens = prefill_tokens
         self.prefills = 0
         """Prompts prefilled so far; preempted sequences count again."""
+        self.prefilled_tokens = 0
+        """Tokens of these that were computed; those that were kept are not."""
         self.preemptions = 0
         self.sampled: Counter[str] = Counter()
         """Tokens by job since somebody took the count away."""
@@ -52,7 +59,11 @@ class Decoder:
         self._waiting.append(prompt)
 
     def abort(self, matches: set[str]) -> None:
-        """End the open completions of these requests (ids, or names of jobs); they keep their tokens."""
+        """End the open completions of these requests (ids, or names of jobs); they keep their tokens.
+
+        What was kept of these episodes is let go.
+        """
+        self.kept.forget(matches)
         for prompt in [prompt for prompt in self._waiting if _named(prompt, matches)]:
             self._waiting.remove(prompt)
             self._release_prompt(prompt)
@@ -74,6 +85,7 @@ class Decoder:
             self._give_back(item)
         for prompt in self._waiting:
             self._release_prompt(prompt)
+        self.kept.clear()
         self._waiting.clear()
         self._preempted.clear()
         self._running.clear()
@@ -105,7 +117,7 @@ class Decoder:
         while self._preempted and self._rows_left(len(resumed)):
             sequence = self._preempted[0]
             n_blocks = -(-sequence.length // self.cache.block_size)
-            if n_blocks > self.cache.n_free or (inputs and sequence.length > budget):
+            if (inputs and sequence.length > budget) or not self.kept.make_room(n_blocks, 1):
                 break
             self._preempted.popleft()
             sequence.blocks, sequence.slot = self.cache.take(n_blocks), self.cache.states.take()
@@ -119,6 +131,7 @@ class Decoder:
         if inputs:
             logits_NV = self.runner.logits(inputs)
             self.prefills += len(inputs)
+            self.prefilled_tokens += sum(len(new.token_ids) for new in inputs)
             for offset, prompt in enumerate(opened):
                 prompt.logits = logits_NV[len(resumed) + offset : len(resumed) + offset + 1].clone()
             self.runner.sample(resumed, logits_NV[: len(resumed)])
@@ -135,16 +148,14 @@ class Decoder:
         for prompt in self._waiting:
             if rows <= 0:
                 break
-            n_tokens = len(prompt.request.prompt_ids)
-            n_blocks = -(-n_tokens // self.cache.block_size)
             if prompt.logits is None:
                 spare = 1 if inputs or self._running else 0
-                if n_blocks + reserved + spare > self.cache.n_free or (inputs and n_tokens > budget):
+                known = self.kept.begin(prompt, reserved + spare, budget if inputs else None)
+                if known is None:
                     break
-                prompt.blocks, prompt.slot = self.cache.take(n_blocks), self.cache.states.take()
-                token_ids = prompt.request.prompt_ids.tolist()
-                inputs.append(NewTokens(prompt.weights, token_ids, 0, prompt.blocks, prompt.slot))
-                budget -= n_tokens
+                token_ids = prompt.request.prompt_ids[known:].tolist()
+                inputs.append(NewTokens(prompt.weights, token_ids, known, prompt.blocks, prompt.slot))
+                budget -= len(token_ids)
                 opened.append(prompt)
             rows -= len(prompt.waiting)
             reserved += len(prompt.waiting)
@@ -181,8 +192,8 @@ class Decoder:
         """
         n_full, rest = divmod(len(prompt.request.prompt_ids), self.cache.block_size)
         last = len(prompt.waiting) == 1
-        take_over = bool(rest) and (last or (alone and not self.cache.n_free))
-        if rest and not take_over and not self.cache.n_free:
+        take_over = bool(rest) and (last or (alone and not self.kept.make_room(1)))
+        if not self.kept.make_room(1 if rest and not take_over else 0, 1):
             return None
         sequence = prompt.waiting.pop(0)
         self.cache.share(prompt.blocks[:n_full])
@@ -215,11 +226,11 @@ class Decoder:
             if position // self.cache.block_size < len(sequence.blocks):
                 kept.append(sequence)
                 continue
-            while not self.cache.n_free and queue:
+            while not self.kept.make_room(1) and queue:
                 self._preempt(queue.pop())
-            if not self.cache.n_free:
+            if not self.kept.make_room(1):
                 self._reclaim_prompts()
-            if self.cache.n_free:
+            if self.kept.make_room(1):
                 sequence.blocks.extend(self.cache.take(1))
                 kept.append(sequence)
             else:
@@ -249,6 +260,8 @@ class Decoder:
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish = reason
+        if sequence.prompt.request.episodes and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.kept.keep(sequence)
         self._give_back(sequence)
         sequence.prompt.emit(sequence.chunk(self.runner.text))
 

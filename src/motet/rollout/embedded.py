@@ -41,9 +41,13 @@ class EmbeddedEngine:
         max_rows: int,
         kv_tokens: int,
         prefill_tokens: int,
+        kept_tokens: int = 0,
         share: float = 1.0,
     ) -> None:
-        """`share` is what a second of decoding here counts for, where other processes sample too."""
+        """Of the cache's tokens at most `kept_tokens` may be those of episodes between two turns.
+
+        `share` is what a second of decoding here counts for, where other processes sample too.
+        """
         self.base = base
         self.cache = KVCache(
             max(1, kv_tokens // base.block_size),
@@ -52,7 +56,13 @@ class EmbeddedEngine:
             clean=base.attention.reads_past_end,
             slots=max_rows + 1,
         )
-        self.decoder = Decoder(base, self.cache, max_rows=max_rows, prefill_tokens=prefill_tokens)
+        self.decoder = Decoder(
+            base,
+            self.cache,
+            max_rows=max_rows,
+            prefill_tokens=prefill_tokens,
+            kept_blocks=kept_tokens // base.block_size,
+        )
         self._grammars = Grammars(base.info)
         self._device = device
         self._share = share
@@ -94,7 +104,11 @@ class EmbeddedEngine:
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Let go of a version; running requests keep their own pointer to it."""
         if self._versions.pop(ref, None) is not None:
-            await self._device.run(self.decoder.runner.stacks.forget, light=True)
+            await self._device.run(lambda: self._forget(ref), light=True)
+
+    def _forget(self, ref: AdapterRef) -> None:
+        self.decoder.runner.stacks.forget()
+        self.decoder.kept.forget_version(ref)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
@@ -124,7 +138,7 @@ class EmbeddedEngine:
                 await self.abort(request.id)
 
     async def abort(self, name: str) -> None:
-        """End one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
+        """End one request, or every request of a job; or let go of what is kept of an episode."""
         self._aborts.add(name)
         self._device.wake()
 

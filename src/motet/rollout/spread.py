@@ -39,6 +39,8 @@ class SpreadEngine:
         self._open: tuple[Counter[str], ...] = tuple(Counter() for _ in range(1 + len(links)))
         """Completions under way in each place, by adapter."""
         self._waiting: deque[_Waiting] = deque()
+        self._kept: dict[str, int] = {}
+        """Where each episode had its last turn, which may be kept there."""
         for link in links:
             link.on_ready = self._start_waiting_soon
 
@@ -100,6 +102,7 @@ class SpreadEngine:
                 continue
             sampler = self._choose(waiting.request)
             self._open[sampler][_adapter(waiting.request)] += len(waiting.request.seeds)
+            self._kept.update(dict.fromkeys(waiting.request.episodes, sampler))
             waiting.turn.set_result(sampler)
 
     def _start_waiting_soon(self) -> None:
@@ -119,7 +122,11 @@ class SpreadEngine:
         except DeviceError:
             if request.stream:  # some of its tokens may be out already
                 raise
-        rest = replace(request, seeds=tuple(request.seeds[index] for index in left))
+        rest = replace(
+            request,
+            seeds=tuple(request.seeds[index] for index in left),
+            episodes=tuple(request.episodes[index] for index in left if request.episodes),
+        )
         async for chunk in self.here.generate(rest):
             yield replace(chunk, index=left[chunk.index])
 
@@ -127,11 +134,13 @@ class SpreadEngine:
         return [sampler for sampler in self._samplers() if self._open[sampler].total() < self.here.capacity]
 
     def _choose(self, request: GenerateRequest) -> int:
-        """Of the places with a free row the one with the fewest open completions.
+        """Of the places with a free row the one where the episode was before, or the one with the fewest open completions.
 
         Near a tie it is one that has the adapter's weights at hand already.
         """
         samplers = self._with_free_rows()
+        if (before := self._kept.get(request.episodes[0]) if request.episodes else None) in samplers:
+            return before
         loads = {sampler: self._open[sampler].total() for sampler in samplers}
         least = min(loads.values())
         adapter = _adapter(request)
@@ -161,7 +170,8 @@ class SpreadEngine:
             link.unload(ref)
 
     async def abort(self, name: str) -> None:
-        """End one request, or every request of a job."""
+        """End one request, or every request of a job; or let go of what is kept of an episode."""
+        self._kept.pop(name, None)
         for waiting in [one for one in self._waiting if name in (one.request.id, one.request.job)]:
             self._waiting.remove(waiting)
             if not waiting.turn.done():

@@ -97,6 +97,8 @@ class Generation:
     """Whether completions under way go on under a newer version as soon as there is one."""
     can_stop: bool
     """Whether the group may be put aside."""
+    turns: bool = False
+    """Whether its episodes may have several, so that an engine does well to keep what it has computed."""
     drafts: dict[tuple[int, int], Draft] = field(default_factory=dict)
     """By turn and index; those that are whole are not sampled again."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -176,7 +178,16 @@ class Generation:
                 seeds.key(keys[index], "continued", len(so_far)) if so_far else keys[index] for index in drafts
             ),
             stream=self.renew or self.can_stop,
+            episodes=tuple(map(self._episode, drafts)) if self.turns else (),
         )
+
+    async def release(self, *indices: int) -> None:
+        """These episodes have no further turn."""
+        for index in indices if self.turns else ():
+            await self.engine.abort(self._episode(index))
+
+    def _episode(self, index: int) -> str:
+        return f"{self.name}/{index}"
 
     async def _read(self, request: GenerateRequest, drafts: list[Draft]) -> None:
         for draft in drafts:

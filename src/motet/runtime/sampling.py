@@ -204,12 +204,8 @@ class JobSampler:
         cost, started = _Cost(), time.monotonic()
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(
-                        self._sample(self._task(problem, position, step, purpose), version, purpose, cost)
-                    )
-                    for position, problem in enumerate(problems, first)
-                ]
+                wanted = [self._task(problem, place, step, purpose) for place, problem in enumerate(problems, first)]
+                running = [tasks.create_task(self._sample(task, version, purpose, cost)) for task in wanted]
         await self._versions.collect()
         groups = [
             Group(problem, step, version, task.result() or ()) for problem, task in zip(problems, running, strict=True)
@@ -271,6 +267,7 @@ class JobSampler:
             sampling=purpose.sampling,
             renew=purpose.renew,
             can_stop=purpose.can_stop,
+            turns=job.config.environment.name != "single",
         )
         return _Task(problem, position, step, generation)
 
@@ -320,7 +317,9 @@ class JobSampler:
             try:
                 seed = seeds.key(purpose.seed, purpose.name, task.step, task.position, problem.id)
                 judged = bool(job.config.rewards)
-                context = GroupContext(problem, job.chat, purpose.n, generate, score, seed, judged, purpose.sampling)
+                context = GroupContext(
+                    problem, job.chat, purpose.n, generate, score, seed, judged, purpose.sampling, generation.release
+                )
                 task.rollouts = await self._environment(context)
             except EngineError as error:
                 task.rollouts = tuple(_failed(problem, index, str(error)) for index in range(purpose.n))
@@ -329,6 +328,7 @@ class JobSampler:
                 return None
             finally:
                 await ended(calls)
+                await generation.release(*range(purpose.n))
         if purpose.name == "train":
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts

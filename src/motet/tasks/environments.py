@@ -84,7 +84,7 @@ class EnvironmentWorkers:
             opened = await asyncio.gather(*(_open(self, context, index, one) for index, one in enumerate(episodes)))
             first = await _first_turns(self, context, opened)
             played = (
-                _run_episode(self, context, rollout, first.get(rollout.index), episodes[rollout.index])
+                _run_to_end(self, context, rollout, first.get(rollout.index), episodes[rollout.index])
                 for rollout in opened
             )
             rollouts = list(await asyncio.gather(*played))
@@ -192,6 +192,20 @@ async def _first_turns(
         for prompt, indices, chunks in zip(prompts, together.values(), chunks_of_groups, strict=True)
         for index, chunk in zip(indices, chunks, strict=True)
     }
+
+
+async def _run_to_end(
+    workers: EnvironmentWorkers,
+    context: GroupContext,
+    rollout: Rollout,
+    first: tuple[IntArray, Chunk] | None,
+    episode: Episode,
+) -> Rollout:
+    """A rollout whose engine keeps nothing of it any more."""
+    try:
+        return await _run_episode(workers, context, rollout, first, episode)
+    finally:
+        await context.release(rollout.index)
 
 
 async def _run_episode(

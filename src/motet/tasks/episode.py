@@ -32,6 +32,13 @@ ScoreRollouts = Callable[[Sequence[Rollout]], Awaitable[list[Scored]]]
 """One result for each rollout, in order."""
 
 
+Release = Callable[[int], Awaitable[None]]
+
+
+async def _nothing_kept(_: int) -> None:
+    """There is nothing to let go of."""
+
+
 @dataclass(frozen=True)
 class GroupContext:
     """What an environment makes the rollouts of one group with."""
@@ -47,6 +54,8 @@ class GroupContext:
     """Whether the job has rewards."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How the job samples."""
+    release: Release = _nothing_kept
+    """Told the index of each rollout that has no further turn, as soon as that is so."""
 
 
 Environment = Callable[[GroupContext], Awaitable[tuple[Rollout, ...]]]

@@ -1,0 +1,33 @@
+"""The decoder of a run that is over, as the run left it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+from motet.rollout.decoder import Decoder
+
+
+@contextlib.contextmanager
+def collected_late() -> Iterator[None]:
+    """What runs within leave behind stays until the end."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def decoders() -> list[Decoder]:
+    """All that are in memory."""
+    return [one for one in gc.get_objects() if type(one) is Decoder]
+
+
+def assert_all_is_back(decoder: Decoder) -> None:
+    """Whether no block and no slot is held by anybody, and nobody waits."""
+    cache = decoder.cache
+    assert decoder.idle
+    assert len(decoder.kept) == 0
+    assert (cache.n_free, cache.states.n_free) == (cache.n_blocks, cache.states.n_slots)
