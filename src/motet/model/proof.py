@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from motet.model.mixers import in_plain_torch
 from motet.model.peft_io import refused_by_peft
 from motet.model.routers import Routers
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.model.row_tiles import cut_mlps
 from motet.model.shards import Shards
 
 LENGTHS = (9, 22)
@@ -40,6 +42,8 @@ _CROWD = 128
 """Rows of the largest pass that is tried: many libraries take another kernel for so many."""
 _CROWD_TILES = 8
 """The same in tiles, where there are such."""
+_TILE = 12
+"""Rows of the tiles in which MLPs are tried."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Largest difference of logits, as a share of the largest logit."""
 
@@ -87,6 +91,7 @@ def prove(
         base.compute_with(base.arithmetic)  # of the fused weights too
         if pack and shards is None:
             base.reorder_weights()
+        cut_mlps(base)
         _limit_to_window(base, {call.layer: call.window for call in calls})
         with base.routed(NoAdapters()):
             _check_exactness(base, sequences)
@@ -298,6 +303,8 @@ def _check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
     alone = all(torch.equal(one, other) for one, other in zip(solo, packed, strict=True)) and _crowd_agrees(
         base, sequences
     )
+    if not _tiles_agree(base, sequences):
+        base.compute_with(replace(base.arithmetic, long_rows=sys.maxsize))
     decoded, cache = _decoded_logits(base, sequences[1])
     base.revise(kv_bytes_per_token=max(1, cache.bytes_per_token), state_bytes=cache.states.bytes_per_slot)
     what = _known_to_differ(base)
@@ -345,6 +352,21 @@ def _crowd_agrees(base: LoraModel, sequences: list[Tensor]) -> bool:
     crowd = sequences * -(-rows // sum(LENGTHS))
     few, many = _packed_hidden(base, sequences)[0], _packed_hidden(base, crowd)[0]
     return all(torch.equal(few[place % len(few)], states) for place, states in enumerate(many))
+
+
+@torch.no_grad()
+def _tiles_agree(base: LoraModel, sequences: list[Tensor]) -> bool:
+    """Whether hidden states stay the same where MLPs take a few rows at a time."""
+    whole, rows = base.arithmetic, max(_TILE, base.arithmetic.rows)
+    crowd = sequences * -(-2 * rows // sum(LENGTHS))
+    together = _packed_hidden(base, crowd)[0]
+    base.arithmetic = replace(whole, long_rows=rows, mlp_rows=rows)
+    base.context.routing = TrainerRouting([], base.device, base.products, backward=False)
+    try:
+        in_tiles = _packed_hidden(base, crowd)[0]
+    finally:
+        base.arithmetic, base.context.routing = whole, NoAdapters()
+    return all(torch.equal(one, other) for one, other in zip(together, in_tiles, strict=True))
 
 
 def _gap(left_TV: Tensor, right_TV: Tensor, token_ids_T: Tensor) -> float:
