@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tests.segments import REINFORCE, gradient, make_samples, make_segment, make
 LONG, TILE = 96, 32
 
 
+@functools.cache
 def in_tiles(name: str, dtype: str = "float32") -> LoraModel:
     base = tiny.load(name, dtype)
     base.compute_with(dataclasses.replace(base.arithmetic, long_rows=LONG, mlp_rows=TILE))
@@ -94,5 +96,3 @@ def test_what_an_mlp_keeps_grows_with_the_tile() -> None:
 
     row = base.info.hidden_size * 4
     assert most(2048) - most(1024) <= 4 * 1024 * row
-
-

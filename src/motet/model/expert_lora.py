@@ -18,6 +18,7 @@ from torch import Tensor
 
 from motet.model.arithmetic import ROWS, round_up
 from motet.model.lora import ExpertRun, LoraContext
+from motet.model.packed import PackedExperts
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,21 @@ class ExpertProjection:
     path: str
     """Of the parameter that holds the weights of all experts."""
     number: int
-    weight: Tensor  # [N, K], or [K, N] where it is transposed
+    weights: Tensor | PackedExperts  # [E, N, K], or [E, K, N] where they are transposed
     bias: Tensor | None  # [N]
     transposed: bool
 
+    def _weight(self) -> Tensor:
+        weight = self.weights[self.number]
+        return weight.t() if self.transposed else weight
+
     def base(self, rows_MK: Tensor) -> Tensor:
         """The frozen product, [M, N]."""
-        return F.linear(rows_MK, self.weight.t() if self.transposed else self.weight, self.bias)
+        return F.linear(rows_MK, self._weight(), self.bias)
 
     def back(self, grad_MN: Tensor) -> Tensor:
         """From a gradient with respect to the product to one with respect to its rows, [M, K]."""
-        return grad_MN @ (self.weight.t() if self.transposed else self.weight)
+        return grad_MN @ self._weight()
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,10 @@ def project(
         for share in shares
         if share.run < len(runs) and projection.path in runs[share.run].weights.matrices
     ]
-    if not own:
+    if not own and isinstance(projection.weights, Tensor):
         return projection.base(rows_MK)
-    said: Tensor = _Adapted.apply(rows_MK, own[0][0].anchor, projection, own)  # type: ignore[no-untyped-call]
+    anchor = own[0][0].anchor if own else None
+    said: Tensor = _Adapted.apply(rows_MK, anchor, projection, own)  # type: ignore[no-untyped-call]
     return said
 
 

@@ -78,11 +78,10 @@ def adaptable_experts(model: nn.Module) -> dict[str, tuple[int, int, int]]:
     shapes = {}
     for path, module in model.named_modules():
         if isinstance(getattr(module, "at", None), ExpertsAt):
-            for name, parameter in module.named_parameters(recurse=False):
-                if name in (_up(module), "down_proj"):
-                    n_experts, *sizes = parameter.shape
-                    n_in, n_out = sizes if module.is_transposed else reversed(sizes)
-                    shapes[f"{path}.{name}"] = (n_experts, n_in, n_out)
+            for name in (_up(module), "down_proj"):
+                n_experts, *sizes = getattr(module, name).shape
+                n_in, n_out = sizes if module.is_transposed else reversed(sizes)
+                shapes[f"{path}.{name}"] = (n_experts, n_in, n_out)
     return shapes
 
 
@@ -165,6 +164,5 @@ def _expert(experts: Any, own: _ExpertRows, rows_MD: Tensor) -> Tensor:
 def _product(experts: Any, own: _ExpertRows, rows_MK: Tensor, name: str) -> Tensor:
     at: ExpertsAt = experts.at
     bias = getattr(experts, f"{name}_bias")[own.number] if experts.has_bias else None
-    weight = getattr(experts, name)[own.number]
-    projection = ExpertProjection(f"{at.path}.{name}", own.number, weight, bias, experts.is_transposed)
+    projection = ExpertProjection(f"{at.path}.{name}", own.number, getattr(experts, name), bias, experts.is_transposed)
     return project(at.context, projection, rows_MK, own.shares)
