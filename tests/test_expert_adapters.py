@@ -124,7 +124,8 @@ def test_gradients_are_those_of_autograd(rank: int, transposed: bool) -> None:
         [ExpertRun(0, 1, one, layout.matrices(sum_), 2.0, anchor) for one, sum_ in zip(made, sums, strict=True)]
     )
     weight, bias = random(n_out, n_in), random(n_out)
-    projection = ExpertProjection(path, 1, weight.t().contiguous() if transposed else weight, bias, transposed)
+    weights = torch.stack([weight.t().contiguous() if transposed else weight] * n_experts)
+    projection = ExpertProjection(path, 1, weights, bias, transposed)
     rows, slope = random(28, n_in).requires_grad_(), random(28, n_out)
     shares = (ExpertShare(0, 0, 12), ExpertShare(1, 12, 16), ExpertShare(2, 16, 28))
     said = project(context, projection, rows, shares)
