@@ -1,7 +1,7 @@
 """Train an adapter on one long sequence: seconds and peak memory of each step.
 
-    python -m bench.long_sequences --base smollm2 --length 8192 --steps 2
-    python -m bench.long_sequences --base smollm2 --length 4096 --steps 1 --keep    # without engine.recompute
+python -m bench.long_sequences --base smollm2 --length 8192 --steps 2
+python -m bench.long_sequences --base smollm2 --length 4096 --steps 1 --keep    # without engine.recompute
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def main() -> None:
     base = load_base(asked.base, dtype=asked.dtype)
     trainer = TorchTrainer(base, slots=1, recompute=not asked.keep)
     trainer.add_adapter("a", AdapterConfig(rank=16, alpha=32.0), seed=0)
-    print(f"{base.info.name} in {base.info.dtype}, exact: {base.info.exact}; {peak_gib():.2f} GiB once loaded", flush=True)
+    print(
+        f"{base.info.name} in {base.info.dtype}, exact: {base.info.exact}; {peak_gib():.2f} GiB once loaded", flush=True
+    )
     one = sample(asked.length, base.info.vocab_size)
     for step in range(asked.steps):
         started = time.perf_counter(), time.process_time()
-        (trained,) = trainer.forward_backward(
-            Batch((Segment("a", (one,), Supervised(), float(one.n_trainable), 1.0),))
-        )
+        (trained,) = trainer.forward_backward(Batch((Segment("a", (one,), Supervised(), float(one.n_trainable), 1.0),)))
         stats = trainer.optim_step("a", AdamW(1e-3))
         wall, busy = time.perf_counter() - started[0], time.process_time() - started[1]
         print(

@@ -14,6 +14,7 @@ from motet.model.arithmetic import Arithmetic
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.training.memory import PassMemory, pass_memory
 from tests import tiny_models as tiny
 from tests.live_memory import LiveMemory
 from tests.segments import REINFORCE, gradient, make_samples, make_segment, make_trainer
@@ -96,3 +97,21 @@ def test_what_an_mlp_keeps_grows_with_the_tile() -> None:
 
     row = base.info.hidden_size * 4
     assert most(2048) - most(1024) <= 4 * 1024 * row
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_estimate_of_memory_is_near_what_a_pass_takes(recompute: bool) -> None:
+    for base in (tiny.base("llama"), in_tiles("llama")):
+        trainer = make_trainer(base, "a", recompute=recompute)
+        memory = pass_memory(base, recompute=recompute)
+        with LiveMemory() as live:
+            trainer.forward_backward(Batch((long_segment(length=600),)))
+        assert 0.5 < memory.of(600) / live.most < 2
+
+
+def test_what_fits_is_the_longest_that_the_estimate_allows() -> None:
+    memory = PassMemory(whole=1000, tiled=100, long_rows=8192, heads=2, tile=5000)
+    for room in (0, 999, 1010, 500_000, 80_000_000, 100_000_000):
+        longest = memory.longest(room)
+        assert longest == 0 or memory.of(longest) <= room
+        assert memory.of(longest + 1) > room or longest == memory.long_rows
