@@ -116,6 +116,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen2_moe": ("Qwen2MoeConfig", {"num_experts": 4, "shared_expert_intermediate_size": 48, **_MOE}),
     "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 16, "head_dim": 16, **_MOE, "num_experts_per_tok": 4}),
+    "qwen3_moe_wide": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "hidden_size": 512, "head_dim": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 1024},
+    ),
     "deepseek_v3": (
         "DeepseekV3Config",
         {**_ROUTED, **_LATENT},

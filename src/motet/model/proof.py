@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, round_up
 from motet.model.attention import INSTEAD, LayerCall, Span
-from motet.model.experts import are_computed_here
+from motet.model.experts import are_computed_here, rows_agree
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
@@ -31,6 +31,7 @@ from motet.model.routers import Routers
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.row_tiles import cut_mlps
 from motet.model.shards import Shards
+from motet.model_info import EXPERTS
 
 LENGTHS = (9, 22)
 _RANK = 4
@@ -328,7 +329,7 @@ def _known_to_differ(base: LoraModel) -> str:
     if base.has_experts and not are_computed_here(base.model):
         return "an expert's products have as many rows as choose it"
     if base.device.type != "cuda":
-        return "an expert's long sums are cut by the number of rows" if _long_experts(base) else ""
+        return "" if _experts_agree(base) else "an expert's rows differ by how many choose it"
     if not base.arithmetic.tile:
         return "fast arithmetic"
     if not base.attention.fixed_shapes:
@@ -340,9 +341,14 @@ def _known_to_differ(base: LoraModel) -> str:
     return ""
 
 
-def _long_experts(base: LoraModel) -> bool:
-    """Whether products of experts should be made in tiles, which they are not."""
-    return any(base.arithmetic.tile_of(max(n_in, n_out)) for _, n_in, n_out in base.experts.values())
+def _experts_agree(base: LoraModel) -> bool:
+    """The rows of the proof choose experts as they like; here few and many choose one, with an adapter and without."""
+    if not base.experts:
+        return True
+    layout = base.adapter_layout(EXPERTS, _RANK)
+    flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)) * 0.1
+    adapter = AdapterWeights.from_masters(layout, 1.0, flat, base.dtype)
+    return all(rows_agree(base.model, _CROWD, weights) for weights in (None, adapter))
 
 
 @torch.no_grad()
