@@ -258,7 +258,7 @@ def test_long_sums_of_experts_are_multiplied_in_tiles() -> None:
     together = run_steps(trainer, [Batch(tuple(make_segment(name) for name in "ba"))], steps=1)
     alone = run_steps(make_trainer(base, "a"), [Batch((make_segment("a"),))], steps=1)
     assert alone["a"] == together["a"]
-    sizes = []
+    sizes: list[int] = []
     count = Arithmetic(tile=64, long_sum=256)
     projection = ExpertProjection("up", 1, torch.randn(2, 40, 300), torch.randn(40), False, count)
     with Products(sizes):

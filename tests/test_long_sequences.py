@@ -93,7 +93,7 @@ def test_what_an_mlp_keeps_grows_with_the_tile() -> None:
         routing = TrainerRouting([segment], base.device, base.products, backward=True)
         with base.routed(routing), LiveMemory() as memory:
             mlp(x).sum().backward()
-        return memory.most
+        return int(memory.most)
 
     row = base.info.hidden_size * 4
     assert most(2048) - most(1024) <= 4 * 1024 * row
@@ -115,3 +115,18 @@ def test_what_fits_is_the_longest_that_the_estimate_allows() -> None:
         longest = memory.longest(room)
         assert longest == 0 or memory.of(longest) <= room
         assert memory.of(longest + 1) > room or longest == memory.long_rows
+
+
+@pytest.mark.soak
+def test_a_sequence_of_32k_tokens_is_trained_in_a_bounded_memory() -> None:
+    """Of a base one layer deep, with the tiles that jobs have; kept scores are 64 MiB of it."""
+    base = tiny.load("llama_long")
+    trainer = make_trainer(base, "a", recompute=True)
+    estimate = pass_memory(base, recompute=True).of(32768)
+    with LiveMemory() as live:
+        (trained,) = trainer.forward_backward(Batch((long_segment(length=32768),)))
+    assert np.isfinite(trained.stats.loss)
+    assert float(gradient(trainer, "a").abs().max()) > 0
+    print(f"32,768 tokens: {live.most / 2**20:.0f} MiB at most, {estimate / 2**20:.0f} MiB estimated")
+    assert live.most < 256 * 2**20
+    assert 0.5 < estimate / live.most < 2

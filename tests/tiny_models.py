@@ -67,6 +67,17 @@ _TOWER = {
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_long": (
+        "LlamaConfig",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 256,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 32768,
+        },
+    ),
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 24}),

@@ -190,16 +190,16 @@ class Checkpoint:
         quantised = _quantisation(config)
         if not quantised:
             raise BaseModelError(f"base {self.source!r} is not quantised, so nothing can stay packed; {_UNPACK}")
-        forms = {"fp8": _float8, "mxfp4": _mxfp4, _NF4: _nf4}.get(str(self.method))
+        form_of = {"fp8": _float8, "mxfp4": _mxfp4, _NF4: _nf4}.get(str(self.method))
         del config.quantization_config
         model = _empty(config)
-        found = None if forms is None else forms(model, quantised)
-        if found is None:
+        forms = None if form_of is None else form_of(model, quantised)
+        if forms is None:
             raise BaseModelError(
                 f"base {self.source!r} is quantised ({self.method}), and what can stay packed are GGUF files, fp8 with scales "
                 f"for blocks, MXFP4, and nf4 of bitsandbytes; {_UNPACK}, or give the base that it was made from"
             )
-        return _Layers(model, found)
+        return _Layers(model, forms)
 
 
 def _quantisation(config: Any) -> dict[str, Any]:
