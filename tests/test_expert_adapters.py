@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.batch import Batch
 from motet.config import AdapterConfig, EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.errors import AdapterError
 from motet.launch import open_base
+from motet.model.arithmetic import Arithmetic
 from motet.model.expert_lora import ExpertProjection, ExpertShare, project, room
+from motet.model.experts import rows_agree
 from motet.model.lora import AdapterWeights, ExpertRun, LoraContext, NoAdapters, make_layout
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import examine, file_views
@@ -124,7 +128,8 @@ def test_gradients_are_those_of_autograd(rank: int, transposed: bool) -> None:
         [ExpertRun(0, 1, one, layout.matrices(sum_), 2.0, anchor) for one, sum_ in zip(made, sums, strict=True)]
     )
     weight, bias = random(n_out, n_in), random(n_out)
-    projection = ExpertProjection(path, 1, weight.t().contiguous() if transposed else weight, bias, transposed)
+    weights = torch.stack([weight.t().contiguous() if transposed else weight] * n_experts)
+    projection = ExpertProjection(path, 1, weights, bias, transposed)
     rows, slope = random(28, n_in).requires_grad_(), random(28, n_out)
     shares = (ExpertShare(0, 0, 12), ExpertShare(1, 12, 16), ExpertShare(2, 16, 28))
     said = project(context, projection, rows, shares)
@@ -243,3 +248,43 @@ def test_a_base_that_servers_sample_has_no_adapters_on_experts(tmp_path: Path) -
         info = open_base(config, directory, stack).info
     with pytest.raises(AdapterError, match=r"Motet samples itself \(rollout.engine: embedded\); leave it out"):
         info.adapted(["all-linear", "experts"])
+
+
+def test_long_sums_of_experts_are_multiplied_in_tiles() -> None:
+    """In bfloat16, where units for matrices cut them by the number of rows: that of a tile is always the same."""
+    base = tiny.base("qwen3_moe_wide", "bfloat16")
+    assert base.info.exact, base.info.inexact
+    trainer = make_trainer(base, "ab")
+    together = run_steps(trainer, [Batch(tuple(make_segment(name) for name in "ba"))], steps=1)
+    alone = run_steps(make_trainer(base, "a"), [Batch((make_segment("a"),))], steps=1)
+    assert alone["a"] == together["a"]
+    sizes: list[int] = []
+    count = Arithmetic(tile=64, long_sum=256)
+    projection = ExpertProjection("up", 1, torch.randn(2, 40, 300), torch.randn(40), False, count)
+    with Products(sizes):
+        projection.base(torch.randn(70, 300))
+        projection.product(torch.randn(3, 300), torch.randn(300, 8))
+    assert sizes == [64, 64, 64]
+
+
+class Products(TorchDispatchMode):
+    """Notes the rows of every product."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self._sizes = sizes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.mm:
+            self._sizes.append(args[0].shape[0])
+        return func(*args, **kwargs or {})
+
+
+def test_a_mixture_whose_rows_depend_on_how_many_choose_an_expert_is_not_exact() -> None:
+    """The rows of the proof may never do so: it makes them."""
+    base = tiny.load(NAME)
+    assert rows_agree(base.model, 128, None)
+    experts = next(module for module in base.model.modules() if hasattr(module, "at"))
+    stock = experts._apply_gate
+    experts._apply_gate = lambda rows: stock(rows) * (1 + 1e-3 * (len(rows) > 8))
+    assert not rows_agree(base.model, 128, None)

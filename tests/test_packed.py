@@ -23,7 +23,8 @@ from motet.model.checkpoint import Checkpoint
 from motet.model.load import load_base
 from motet.model.lora import NoAdapters
 from motet.model.lora_model import LoraModel
-from motet.model.packed import Float8Blocks, GgufBlocks, PackedLinear, PackedWeight
+from motet.model.packed import PackedLinear, PackedWeight
+from motet.model.packed_forms import Float8Blocks, GgufBlocks
 from motet.running import run_config
 from tests import tiny_models as tiny
 from tests.gguf_files import write_tiny

@@ -67,6 +67,17 @@ _TOWER = {
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_long": (
+        "LlamaConfig",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 256,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 32768,
+        },
+    ),
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 24}),
@@ -116,6 +127,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen2_moe": ("Qwen2MoeConfig", {"num_experts": 4, "shared_expert_intermediate_size": 48, **_MOE}),
     "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 16, "head_dim": 16, **_MOE, "num_experts_per_tok": 4}),
+    "qwen3_moe_wide": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "hidden_size": 512, "head_dim": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 1024},
+    ),
     "deepseek_v3": (
         "DeepseekV3Config",
         {**_ROUTED, **_LATENT},

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +32,10 @@ from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
 from motet.tasks.rows import row_of
 from motet.types import Group
+
+if TYPE_CHECKING:
+    from motet.model.lora_model import LoraModel
+    from motet.training.sharded.base import ShardedBase
 
 PROBLEMS = 4
 """Problems sampled per job."""
@@ -77,6 +81,7 @@ def _check(config: RunConfig, rollouts: int) -> bool:
             shared = services(workshop, directory)
             jobs = [job for job, _ in prepared]
             Interrupt().run(lambda: _check_all(console, jobs, workshop, shared, rollouts, failing))
+            console.print(_longest(base, config.engine))
         finally:
             workshop.close()
             directory.close()
@@ -84,6 +89,23 @@ def _check(config: RunConfig, rollouts: int) -> bool:
     held = f"KV cache: {workshop.kv_tokens:,} tokens · " if workshop.kv_tokens else ""
     console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
     return not failing
+
+
+def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
+    """How long a sequence can be trained in the memory that is free now."""
+    from motet.model.checkpoint import free_memory
+    from motet.model.lora_model import LoraModel
+    from motet.training.memory import pass_memory
+
+    if not isinstance(base, LoraModel):
+        return "longest sequence that can be trained: not estimated for a base in shards"
+    free, most = free_memory(base.device), base.info.max_positions
+    fits = {kind: min(most, pass_memory(base, recompute=kind).longest(free)) for kind in (False, True)}
+    other = "" if engine.recompute or fits[False] >= most else f", with engine.recompute {fits[True]:,}"
+    return (
+        f"longest sequence that can be trained: about {fits[engine.recompute]:,} tokens{other}, of the {most:,} that the base "
+        f"has positions for, in {free / 2**30:.1f} GiB that are free"
+    )
 
 
 async def _check_all(

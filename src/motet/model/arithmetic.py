@@ -68,6 +68,10 @@ class Arithmetic:
     """Sums of fewer numbers take all rows at once."""
     logit_rows: int = 8
     """Rows of logits that are worked on at a time; on a CPU few enough for its caches."""
+    long_rows: int = 8192
+    """Segments of more rows go through MLPs in tiles, and gradients of adapters there are added up tile by tile."""
+    mlp_rows: int = 1024
+    """Rows of such a tile, counted from the segment's first."""
     attention: Literal["torch", "triton"] = "torch"
     """The attention backend."""
     products: Literal["padded", "grouped"] = "padded"

@@ -1,4 +1,4 @@
-"""The files of a base: read as numbers, or left as they are packed (GGUF files, and fp8 with scales for blocks).
+"""The files of a base: read as numbers, or left as they are packed (GGUF files, fp8 with scales for blocks, MXFP4, nf4).
 
 transformers makes the model and fills it; what is said here is which layers keep their weights in which form.
 """
@@ -6,7 +6,8 @@ transformers makes the model and fills it; what is said here is which layers kee
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from motet import budgets
 from motet.errors import BaseModelError
 from motet.model.experts import has_experts
-from motet.model.packed import BaseFormat, Float8Blocks, Form, GgufBlocks, PackedLinear
+from motet.model.packed import BaseFormat, PackedExperts, PackedLinear, unpack
+from motet.model.packed_forms import Float8Blocks, Form, GgufBlocks, Mxfp4Blocks, Nf4Blocks
 from motet.model.text_only import without_towers
 
 _METHOD = "motet"
 _UNPACK = "set engine.base_format: unpacked"
 _EXPANDED = ("fp8", "mxfp4")
 """Methods whose weights transformers reads as numbers."""
+_NF4 = "bitsandbytes"
+"""Whose weights are read here: the package has kernels that a CPU may lack."""
 _ROOM = 3
 """A base is unpacked where memory is free for so many times its numbers: a second copy, adapters and caches come too."""
 _ROTATED: dict[str, tuple[str, ...]] = {"llama": ("q_proj", "k_proj"), "qwen2": (), "qwen3": ()}
@@ -60,11 +66,51 @@ class _PackedLayers(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
         config: Any = self.quantization_config
         for path, form in config.forms.items():
-            model.set_submodule(path, PackedLinear(model.get_submodule(path), form, config.dtype))
+            parent, _, leaf = path.rpartition(".")
+            place = model.get_submodule(parent)
+            layer = getattr(place, leaf)
+            delattr(place, leaf)
+            if isinstance(layer, nn.Linear):
+                setattr(place, leaf, PackedLinear(layer, form, config.dtype))
+            else:
+                setattr(place, leaf, PackedExperts(tuple(layer.shape), form, config.dtype, layer.device))
         return model
+
+    def get_weight_conversions(self) -> list[Any]:
+        config: Any = self.quantization_config
+        kinds = {type(form) for form in config.forms.values()}
+        return [*(_mxfp4_names() if Mxfp4Blocks in kinds else ()), *(_nf4_names() if Nf4Blocks in kinds else ())]
 
     def is_serializable(self) -> bool:
         return False
+
+
+def _mxfp4_names() -> list[Any]:
+    """A projection's tensors lie in a module of their own here."""
+    return [
+        WeightRenaming(f"experts.{projection}_{part}", f"experts.{projection}.{part}")
+        for projection in ("gate_up_proj", "down_proj")
+        for part in ("blocks", "scales")
+    ]
+
+
+def _nf4_names() -> list[Any]:
+    """Names of parameters have no dots here; and one number stands among others in a JSON text that is stored as bytes."""
+    parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    offset = WeightConverter("weight.quant_state.bitsandbytes__nf4", "nested_offset", [_Offset()])
+    return [*(WeightRenaming(f"weight.{part}", part) for part in parts), offset]
+
+
+class _Offset(ConversionOps):
+    """Reads what bitsandbytes adds to the scales of scales, and refuses forms that are not read here."""
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        ((stored,),) = input_dict.values()
+        state = json.loads(bytes(stored.to(torch.uint8).tolist()))
+        sizes = state["blocksize"], state.get("nested_blocksize", 256)
+        if sizes != (64, 256):
+            raise BaseModelError(f"its nf4 blocks have {sizes} numbers and scales, and Motet reads those of (64, 256)")
+        return {"nested_offset": torch.tensor([state.get("nested_offset", 0.0)])}
 
 
 @dataclass(frozen=True)
@@ -103,6 +149,12 @@ class Checkpoint:
             files = {"gguf_file": self.gguf, "quantization_config": GgufConfig(dequantize=True)}
             return _loaded(AutoModelForCausalLM, self.source, dtype, {**options, **files})
         kind = without_towers(self.config) or AutoModelForCausalLM
+        if self.method == _NF4:
+            model, report = self.packed(dtype, options)
+            unpack(model)
+            model.is_quantized = False
+            del model.config.quantization_config
+            return model, report
         if self.method not in _EXPANDED:
             return _loaded(kind, self.source, dtype, options)
         config = copy.deepcopy(self.config)
@@ -123,17 +175,31 @@ class Checkpoint:
         layers = self._layers()
         source: str | None = self.source
         options = {**options, "config": layers.model.config, "quantization_config": _Packed(layers.forms, dtype)}
+        if has_experts(layers.model):
+            options["experts_implementation"] = "eager"  # the stock pass of the proof reads experts one by one
         if isinstance(layers, _GgufLayers):
             options, source = {**options, "state_dict": layers.tensors(dtype)}, None
         model, report = _loaded(type(layers.model), source, dtype, options)
         model.config.name_or_path = self.source
         return model, report
 
-    def _layers(self) -> _GgufLayers | _Float8Layers:
+    def _layers(self) -> _Layers:
         config = copy.deepcopy(self.config)
         if self.gguf is not None:
             return _GgufLayers(Path(self.source) / self.gguf, config)
-        return _Float8Layers(self.source, config)
+        quantised = _quantisation(config)
+        if not quantised:
+            raise BaseModelError(f"base {self.source!r} is not quantised, so nothing can stay packed; {_UNPACK}")
+        form_of = {"fp8": _float8, "mxfp4": _mxfp4, _NF4: _nf4}.get(str(self.method))
+        del config.quantization_config
+        model = _empty(config)
+        forms = None if form_of is None else form_of(model, quantised)
+        if forms is None:
+            raise BaseModelError(
+                f"base {self.source!r} is quantised ({self.method}), and what can stay packed are GGUF files, fp8 with scales "
+                f"for blocks, MXFP4, and nf4 of bitsandbytes; {_UNPACK}, or give the base that it was made from"
+            )
+        return _Layers(model, forms)
 
 
 def _quantisation(config: Any) -> dict[str, Any]:
@@ -153,7 +219,15 @@ def _empty(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
 
 
-class _GgufLayers:
+@dataclass
+class _Layers:
+    """A model without weights, which forgets that it is quantised, and what stays packed of it, by path."""
+
+    model: Any
+    forms: dict[str, Form]
+
+
+class _GgufLayers(_Layers):
     """The layers of a GGUF file by the names that the model has for them."""
 
     def __init__(self, path: Path, config: Any) -> None:
@@ -167,8 +241,8 @@ class _GgufLayers:
         kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
         stored = {one.name: one for one in reader.tensors}
-        self.model, self._rotated = _empty(config), _ROTATED[architecture]
-        self._stored, self.forms = {}, dict[str, Form]()
+        super().__init__(_empty(config), {})
+        self._stored, self._rotated = {}, _ROTATED[architecture]
         for name, _ in self.model.named_parameters():
             path_of, _, leaf = name.rpartition(".")
             tensor = stored.get(f"{names.get_name(path_of)}.{leaf}")
@@ -199,26 +273,38 @@ class _GgufLayers:
         return halves.flatten(0, 2).contiguous()
 
 
-class _Float8Layers:
-    """The layers of a checkpoint in fp8; `config` forgets that it is quantised."""
+def _float8(model: Any, quantised: Mapping[str, Any]) -> dict[str, Form] | None:
+    block = quantised.get("weight_block_size")
+    if not block:
+        return None
+    if has_experts(model):
+        raise BaseModelError(f"a base in fp8 that has experts cannot stay packed yet; {_UNPACK}")
+    left_out = [*(quantised.get("modules_to_not_convert") or ()), "lm_head"]
+    return {
+        path: Float8Blocks(tuple(block)) for path, _ in _linears(model) if not any(part in path for part in left_out)
+    }
 
-    def __init__(self, source: str, config: Any) -> None:
-        quantised = _quantisation(config)
-        block, method = quantised.get("weight_block_size"), quantised.get("quant_method")
-        if not quantised:
-            raise BaseModelError(f"base {source!r} is not quantised, so nothing can stay packed; {_UNPACK}")
-        if method != "fp8" or not block:
-            raise BaseModelError(
-                f"base {source!r} is quantised ({method}), and what can stay packed are GGUF files and fp8 with scales for "
-                f"blocks; {_UNPACK}, or give the base that it was made from"
-            )
-        del config.quantization_config
-        self.model = _empty(config)
-        if has_experts(self.model):
-            raise BaseModelError(f"base {source!r} has experts, which cannot stay packed yet; {_UNPACK}")
-        left_out = [*(quantised.get("modules_to_not_convert") or ()), "lm_head"]
-        self.forms: dict[str, Form] = {
-            path: Float8Blocks(tuple(block))
-            for path, module in self.model.named_modules()
-            if isinstance(module, nn.Linear) and not any(part in path for part in left_out)
-        }
+
+def _mxfp4(model: Any, quantised: Mapping[str, Any]) -> dict[str, Form] | None:
+    """Of gpt-oss experts alone are packed."""
+    return {
+        path: Mxfp4Blocks()
+        for path, _ in model.named_parameters()
+        if path.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    }
+
+
+def _nf4(model: Any, quantised: Mapping[str, Any]) -> dict[str, Form] | None:
+    if not quantised.get("load_in_4bit") or quantised.get("bnb_4bit_quant_type") != "nf4" or has_experts(model):
+        return None
+    nested = bool(quantised.get("bnb_4bit_use_double_quant"))
+    left_out = quantised.get("llm_int8_skip_modules") or ["lm_head"]
+    return {
+        path: Nf4Blocks(linear.in_features, nested)
+        for path, linear in _linears(model)
+        if should_convert_module(path, left_out)
+    }
+
+
+def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
+    return ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear))

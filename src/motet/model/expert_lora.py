@@ -9,15 +9,17 @@ Legend: T packed rows, K inputs, N outputs, R rank, W padded rank, M padded rows
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.model.arithmetic import ROWS, round_up
+from motet.model.arithmetic import ROWS, Arithmetic, round_up
+from motet.model.frozen_weight import by_tiles
 from motet.model.lora import ExpertRun, LoraContext
+from motet.model.packed import PackedExperts
 
 
 @dataclass(frozen=True)
@@ -27,17 +29,38 @@ class ExpertProjection:
     path: str
     """Of the parameter that holds the weights of all experts."""
     number: int
-    weight: Tensor  # [N, K], or [K, N] where it is transposed
+    weights: Tensor | PackedExperts  # [E, N, K], or [E, K, N] where they are transposed
     bias: Tensor | None  # [N]
     transposed: bool
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
+
+    def _weight(self) -> Tensor:
+        weight = self.weights[self.number]
+        return weight.t() if self.transposed else weight
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether some of its sums are too long for products of any number of rows."""
+        return any(self.arithmetic.tile_of(size) for size in self.weights.shape[1:])
 
     def base(self, rows_MK: Tensor) -> Tensor:
         """The frozen product, [M, N]."""
-        return F.linear(rows_MK, self.weight.t() if self.transposed else self.weight, self.bias)
+        tile = self.arithmetic.tile_of(rows_MK.shape[1])
+        if not tile:
+            return F.linear(rows_MK, self._weight(), self.bias)
+        product_MN = self.product(rows_MK, self._weight().t())
+        return product_MN if self.bias is None else product_MN.add_(self.bias)
 
     def back(self, grad_MN: Tensor) -> Tensor:
         """From a gradient with respect to the product to one with respect to its rows, [M, K]."""
-        return grad_MN @ (self.weight.t() if self.transposed else self.weight)
+        return self.product(grad_MN, self._weight())
+
+    def product(self, left_MK: Tensor, right_KN: Tensor) -> Tensor:
+        """Rows times a matrix, [M, N], in tiles where the sums are long."""
+        tile = self.arithmetic.tile_of(left_MK.shape[1])
+        if not tile:
+            return left_MK @ right_KN
+        return by_tiles(left_MK, tile, right_KN.shape[1], lambda rows, out: torch.mm(rows, right_KN, out=out))
 
 
 @dataclass(frozen=True)
@@ -75,9 +98,10 @@ def project(
         for share in shares
         if share.run < len(runs) and projection.path in runs[share.run].weights.matrices
     ]
-    if not own:
+    if not own and isinstance(projection.weights, Tensor) and not projection.in_tiles:
         return projection.base(rows_MK)
-    said: Tensor = _Adapted.apply(rows_MK, own[0][0].anchor, projection, own)  # type: ignore[no-untyped-call]
+    anchor = own[0][0].anchor if own else None
+    said: Tensor = _Adapted.apply(rows_MK, anchor, projection, own)  # type: ignore[no-untyped-call]
     return said
 
 
@@ -97,7 +121,7 @@ class _Adapted(torch.autograd.Function):
         inners = []
         for run, share in own:
             matrices, number = run.weights.matrices[projection.path], projection.number
-            inner_MW = torch.mm(rows_MK[share.first : share.last], matrices.a[number])
+            inner_MW = projection.product(rows_MK[share.first : share.last], matrices.a[number])
             b_RN = matrices.bs[0][1][number]
             y_MN[share.first : share.last].addmm_(inner_MW[:, : len(b_RN)], b_RN)
             inners.append(inner_MW)
@@ -125,7 +149,7 @@ def _backward(
     b_RN = run.weights.matrices[projection.path].bs[0][1][number]
     rank = len(b_RN)
     back_NR = b_RN.t() if rank > 1 else F.pad(b_RN.t(), (0, ROWS - 1))  # a product with a vector is no GEMM
-    grad_inner_MW = F.pad(torch.mm(grad_MN, back_NR)[:, :rank], (0, inner_MW.shape[1] - rank))
+    grad_inner_MW = F.pad(projection.product(grad_MN, back_NR)[:, :rank], (0, inner_MW.shape[1] - rank))
     if run.gradients is not None:
         sums = run.gradients[projection.path]
         sums.bs[0][1][number].add_(torch.mm(inner_MW[:, :rank].t(), grad_MN))

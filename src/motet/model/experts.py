@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from motet.model.arithmetic import ROWS, least_rows
 from motet.model.expert_lora import ExpertProjection, ExpertShare, project, room, runs_of_rows
-from motet.model.lora import LoraContext
+from motet.model.lora import AdapterWeights, ExpertRun, LoraContext, NoAdapters
 
 NAME = "motet"
 """Under which the function is registered with transformers' `ExpertsInterface`."""
@@ -78,11 +78,10 @@ def adaptable_experts(model: nn.Module) -> dict[str, tuple[int, int, int]]:
     shapes = {}
     for path, module in model.named_modules():
         if isinstance(getattr(module, "at", None), ExpertsAt):
-            for name, parameter in module.named_parameters(recurse=False):
-                if name in (_up(module), "down_proj"):
-                    n_experts, *sizes = parameter.shape
-                    n_in, n_out = sizes if module.is_transposed else reversed(sizes)
-                    shapes[f"{path}.{name}"] = (n_experts, n_in, n_out)
+            for name in (_up(module), "down_proj"):
+                n_experts, *sizes = getattr(module, name).shape
+                n_in, n_out = sizes if module.is_transposed else reversed(sizes)
+                shapes[f"{path}.{name}"] = (n_experts, n_in, n_out)
     return shapes
 
 
@@ -90,6 +89,40 @@ def are_computed_here(model: nn.Module) -> bool:
     """Whether all of a model's experts are."""
     experts = [module for path, module in model.named_modules() if path.rsplit(".", 1)[-1] == "experts"]
     return all(map(_is_computed_here, experts))
+
+
+@torch.no_grad()
+def rows_agree(model: nn.Module, n_rows: int, weights: AdapterWeights | None) -> bool:
+    """Whether one to five rows that choose an expert have the bits that they have among many who all choose it."""
+    tried: set[tuple[torch.Size, ...]] = set()
+    generator = torch.Generator().manual_seed(0)
+    for module in model.modules():
+        at: Any = getattr(module, "at", None)
+        if not isinstance(at, ExpertsAt):
+            continue
+        experts: Any = module
+        up, down = getattr(experts, _up(experts)), experts.down_proj
+        if (shapes := (up.shape, down.shape)) in tried:
+            continue
+        tried.add(shapes)
+        width = up.shape[1] if experts.is_transposed else up.shape[2]
+        rows_TD = torch.randn(n_rows, width, generator=generator).to(up.dtype)
+        whole = _on_one_expert(experts, rows_TD, weights)
+        if not all(torch.equal(_on_one_expert(experts, rows_TD[:n], weights), whole[:n]) for n in range(1, 6)):
+            return False
+    return True
+
+
+def _on_one_expert(experts: Any, rows_TD: Tensor, weights: AdapterWeights | None) -> Tensor:
+    """What the last expert alone says of rows."""
+    context, chosen = experts.at.context, torch.full((len(rows_TD), 1), experts.down_proj.shape[0] - 1)
+    routing, context.routing = context.routing, NoAdapters()
+    try:
+        if weights is not None:
+            context.routing.expert_runs = (ExpertRun(0, len(rows_TD), weights),)
+        return motet_experts(experts, rows_TD, chosen, rows_TD.new_ones(len(rows_TD), 1))
+    finally:
+        context.routing = routing
 
 
 def _is_computed_here(module: Any) -> bool:
@@ -165,6 +198,7 @@ def _expert(experts: Any, own: _ExpertRows, rows_MD: Tensor) -> Tensor:
 def _product(experts: Any, own: _ExpertRows, rows_MK: Tensor, name: str) -> Tensor:
     at: ExpertsAt = experts.at
     bias = getattr(experts, f"{name}_bias")[own.number] if experts.has_bias else None
-    weight = getattr(experts, name)[own.number]
-    projection = ExpertProjection(f"{at.path}.{name}", own.number, weight, bias, experts.is_transposed)
+    projection = ExpertProjection(
+        f"{at.path}.{name}", own.number, getattr(experts, name), bias, experts.is_transposed, at.context.arithmetic
+    )
     return project(at.context, projection, rows_MK, own.shares)

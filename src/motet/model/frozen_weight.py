@@ -66,14 +66,14 @@ class FrozenWeight(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x [..., K] → x Wᵀ + b [..., N]; a gradient comes from `back` alone."""
         if self.tile:
-            return _by_tiles(x, self.tile, self.shape[0], self._tile_product())
+            return by_tiles(x, self.tile, self.shape[0], self._tile_product())
         return self._with_enough_rows(x, self._product)
 
     def back(self, grad: Tensor) -> Tensor:
         """From a gradient with respect to the product [..., N] to one with respect to x [..., K]."""
         if self._tile_back:
             weight_NK = self.dense()
-            return _by_tiles(grad, self._tile_back, self.shape[1], lambda rows, out: torch.mm(rows, weight_NK, out=out))
+            return by_tiles(grad, self._tile_back, self.shape[1], lambda rows, out: torch.mm(rows, weight_NK, out=out))
         return self._with_enough_rows(grad, lambda rows: torch.matmul(rows, self.dense()))
 
     def _product(self, x: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class FrozenWeight(nn.Module):
         return True
 
 
-def _by_tiles(x: Tensor, tile: int, n_outputs: int, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def by_tiles(x: Tensor, tile: int, n_outputs: int, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Multiply x [..., K] a tile of rows at a time → [..., N]; rows that lie apart are copied, the last tile is filled up."""
     rows_TK = x.detach().reshape(-1, x.shape[-1]).contiguous()
     n_rows = len(rows_TK)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from motet import seeds
-from motet.model.arithmetic import ROWS, least_rows, round_up
+from motet.model.arithmetic import ROWS, Arithmetic, least_rows, round_up
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.packed import PackedLinear, frozen_weight, joint_weight
 
@@ -300,6 +300,7 @@ class LoraContext:
     """The routing of the forward pass under way; owned by the base model, seen by its linear layers."""
 
     def __init__(self) -> None:
+        self.arithmetic = Arithmetic()
         self.routing: Routing = NoAdapters()
         self.joint: tuple[FusedLinears, Tensor, tuple[Tensor, ...]] | None = None
         """The latest joint product and what it was made of, until the last layer has taken its part."""

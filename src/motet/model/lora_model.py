@@ -83,7 +83,7 @@ class LoraModel:
 
     def compute_with(self, arithmetic: Arithmetic) -> None:
         """Choose the backends of an arithmetic, for every pass from now on."""
-        self.arithmetic = arithmetic
+        self.arithmetic = self.context.arithmetic = arithmetic
         self.products = products_backend(arithmetic, self.device, self.dtype)
         self.read_keys_in_blocks(self.block_size)
         for weight in self._frozen_weights():

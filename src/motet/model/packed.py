@@ -3,78 +3,25 @@
 For each product their numbers are written out into a matrix that is let go afterwards, a slice of rows at a time, each by
 itself; the product is the one that unpacked weights have. So a packed base gives the bits of the same base unpacked.
 
-Legend: K inputs, N outputs of a product.
+Legend: E experts, K inputs, N outputs of a product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from motet.model.frozen_weight import FrozenWeight
+from motet.model.packed_forms import Form
 
 BaseFormat = Literal["auto", "unpacked", "packed"]
 
 _SLICE = 1 << 20
 """Numbers that are written out at a time: what is made on the way takes several times their memory."""
-
-
-class Form(Protocol):
-    """How numbers are packed into tensors."""
-
-    def tensors(self, n_out: int, n_in: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The shape and type of each tensor of a weight [N, K], by the name that a checkpoint gives it."""
-        ...
-
-    def numbers(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
-        """Some rows of the weight, in fp32."""
-        ...
-
-
-@dataclass(frozen=True)
-class GgufBlocks:
-    """Blocks of one of ggml's types: a row is so many of them."""
-
-    ggml_type: int
-
-    def tensors(self, n_out: int, n_in: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """One row of bytes for each output."""
-        from transformers.integrations.gguf.dequant import row_bytes
-
-        return {"weight": ((n_out, row_bytes(self.ggml_type, n_in)), torch.uint8)}
-
-    def numbers(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
-        """As transformers unpacks them."""
-        from transformers.integrations.gguf.dequant import dequantize
-
-        chosen = tensors["weight"][rows]
-        numbers: Tensor = dequantize(chosen, self.ggml_type, torch.float32)
-        return numbers.view(len(chosen), -1)
-
-
-@dataclass(frozen=True)
-class Float8Blocks:
-    """Numbers of eight bits, and a scale for every block of rows and columns."""
-
-    block: tuple[int, int]
-
-    def tensors(self, n_out: int, n_in: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The numbers, and their scales; blocks at the edges may be smaller."""
-        scales = (-(-n_out // self.block[0]), -(-n_in // self.block[1]))
-        return {"weight": ((n_out, n_in), torch.float8_e4m3fn), "weight_scale_inv": (scales, torch.float32)}
-
-    def numbers(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
-        """Each number times the scale of its block."""
-        numbers_NK = tensors["weight"][rows].float()
-        n, k = numbers_NK.shape
-        at = torch.arange(rows.start, rows.start + n, device=numbers_NK.device) // self.block[0]
-        scales = tensors["weight_scale_inv"][at].repeat_interleave(self.block[1], dim=1)
-        return numbers_NK * scales[:, :k]
 
 
 class PackedLinear(nn.Module):
@@ -105,6 +52,32 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, as the layer that it stands for does."""
         return F.linear(x, _written([self]), self.bias)
+
+
+class PackedExperts(nn.Module):
+    """The weights of one projection of a layer's experts as a checkpoint packed them; read like a tensor [E, K, N]."""
+
+    def __init__(self, shape: tuple[int, int, int], form: Form, dtype: torch.dtype, device: torch.device) -> None:
+        """In the place of a parameter of that shape which has not been loaded."""
+        super().__init__()
+        self.shape, self.form, self.dtype = torch.Size(shape), form, dtype
+        n_experts, n_in, n_out = shape
+        tensors = form.tensors(n_out, n_in)
+        self._names = tuple(tensors)
+        for name, (size, kind) in tensors.items():
+            empty = torch.empty(n_experts, *size, dtype=kind, device=device)
+            self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+    def __getitem__(self, number: int | Tensor) -> Tensor:
+        """The weight of one expert [K, N], written out anew."""
+        tensors = {name: getattr(self, name)[number] for name in self._names}
+        _, n_in, n_out = self.shape
+        out_KN = torch.empty(n_in, n_out, dtype=self.dtype, device=next(iter(tensors.values())).device)
+        step = max(1, _SLICE // n_in)
+        for start in range(0, n_out, step):
+            rows = slice(start, min(start + step, n_out))
+            out_KN[:, rows] = self.form.numbers(tensors, rows).t()
+        return out_KN
 
 
 class PackedWeight(FrozenWeight):
@@ -155,8 +128,22 @@ def joint_weight(weights: Sequence[FrozenWeight]) -> FrozenWeight:
     return FrozenWeight(torch.cat([one.dense().detach() for one in weights]), torch.cat(biases) if biases else None)
 
 
+@torch.no_grad()
+def unpack(model: nn.Module) -> None:
+    """Put linear layers in the place of packed ones, for good."""
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, PackedLinear):
+            linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            linear.weight = nn.Parameter(_written([layer]), requires_grad=False)
+            linear.register_parameter("bias", layer.bias)
+            model.set_submodule(path, linear)
+
+
 def n_hidden(model: nn.Module) -> int:
     """Numbers of a model that its parameters do not count, because several of them lie in one."""
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    stored = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-    return sum(layer.in_features * layer.out_features for layer in layers) - stored
+    sizes = {
+        module: module.in_features * module.out_features if isinstance(module, PackedLinear) else module.shape.numel()
+        for module in model.modules()
+        if isinstance(module, PackedLinear | PackedExperts)
+    }
+    return sum(sizes.values()) - sum(parameter.numel() for module in sizes for parameter in module.parameters())

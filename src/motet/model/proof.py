@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, round_up
 from motet.model.attention import INSTEAD, LayerCall, Span
-from motet.model.experts import are_computed_here
+from motet.model.experts import are_computed_here, rows_agree
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
@@ -28,7 +29,9 @@ from motet.model.mixers import in_plain_torch
 from motet.model.peft_io import refused_by_peft
 from motet.model.routers import Routers
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.model.row_tiles import cut_mlps
 from motet.model.shards import Shards
+from motet.model_info import EXPERTS
 
 LENGTHS = (9, 22)
 _RANK = 4
@@ -40,6 +43,8 @@ _CROWD = 128
 """Rows of the largest pass that is tried: many libraries take another kernel for so many."""
 _CROWD_TILES = 8
 """The same in tiles, where there are such."""
+_TILE = 12
+"""Rows of the tiles in which MLPs are tried."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Largest difference of logits, as a share of the largest logit."""
 
@@ -87,6 +92,7 @@ def prove(
         base.compute_with(base.arithmetic)  # of the fused weights too
         if pack and shards is None:
             base.reorder_weights()
+        cut_mlps(base)
         _limit_to_window(base, {call.layer: call.window for call in calls})
         with base.routed(NoAdapters()):
             _check_exactness(base, sequences)
@@ -298,6 +304,8 @@ def _check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
     alone = all(torch.equal(one, other) for one, other in zip(solo, packed, strict=True)) and _crowd_agrees(
         base, sequences
     )
+    if not _tiles_agree(base, sequences):
+        base.compute_with(replace(base.arithmetic, long_rows=sys.maxsize))
     decoded, cache = _decoded_logits(base, sequences[1])
     base.revise(kv_bytes_per_token=max(1, cache.bytes_per_token), state_bytes=cache.states.bytes_per_slot)
     what = _known_to_differ(base)
@@ -321,7 +329,7 @@ def _known_to_differ(base: LoraModel) -> str:
     if base.has_experts and not are_computed_here(base.model):
         return "an expert's products have as many rows as choose it"
     if base.device.type != "cuda":
-        return "an expert's long sums are cut by the number of rows" if _long_experts(base) else ""
+        return "" if _experts_agree(base) else "an expert's rows differ by how many choose it"
     if not base.arithmetic.tile:
         return "fast arithmetic"
     if not base.attention.fixed_shapes:
@@ -333,9 +341,14 @@ def _known_to_differ(base: LoraModel) -> str:
     return ""
 
 
-def _long_experts(base: LoraModel) -> bool:
-    """Whether products of experts should be made in tiles, which they are not."""
-    return any(base.arithmetic.tile_of(max(n_in, n_out)) for _, n_in, n_out in base.experts.values())
+def _experts_agree(base: LoraModel) -> bool:
+    """The rows of the proof choose experts as they like; here few and many choose one, with an adapter and without."""
+    if not base.experts:
+        return True
+    layout = base.adapter_layout(EXPERTS, _RANK)
+    flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)) * 0.1
+    adapter = AdapterWeights.from_masters(layout, 1.0, flat, base.dtype)
+    return all(rows_agree(base.model, _CROWD, weights) for weights in (None, adapter))
 
 
 @torch.no_grad()
@@ -345,6 +358,21 @@ def _crowd_agrees(base: LoraModel, sequences: list[Tensor]) -> bool:
     crowd = sequences * -(-rows // sum(LENGTHS))
     few, many = _packed_hidden(base, sequences)[0], _packed_hidden(base, crowd)[0]
     return all(torch.equal(few[place % len(few)], states) for place, states in enumerate(many))
+
+
+@torch.no_grad()
+def _tiles_agree(base: LoraModel, sequences: list[Tensor]) -> bool:
+    """Whether hidden states stay the same where MLPs take a few rows at a time."""
+    whole, rows = base.arithmetic, max(_TILE, base.arithmetic.rows)
+    crowd = sequences * -(-2 * rows // sum(LENGTHS))
+    together = _packed_hidden(base, crowd)[0]
+    base.arithmetic = replace(whole, long_rows=rows, mlp_rows=rows)
+    base.context.routing = TrainerRouting([], base.device, base.products, backward=False)
+    try:
+        in_tiles = _packed_hidden(base, crowd)[0]
+    finally:
+        base.arithmetic, base.context.routing = whole, NoAdapters()
+    return all(torch.equal(one, other) for one, other in zip(together, in_tiles, strict=True))
 
 
 def _gap(left_TV: Tensor, right_TV: Tensor, token_ids_T: Tensor) -> float:

@@ -223,18 +223,24 @@ class TrainerRouting:
         backward: bool,
     ) -> None:
         """Segments in the order of their rows, each with a multiple of `Arithmetic.rows`."""
+        self.segments = tuple(segments)
+        self._device, self._products, self._backward = device, products, backward
         linear = [segment for segment in segments if segment.weights.layout.fused]
         self.trained = [_Trained.of(members, device, products) for members in _alike(linear, products.least_fill)]
-        self._anchor = torch.zeros((), device=device, requires_grad=backward)
+        self.anchor = torch.zeros((), device=device, requires_grad=backward)
         self.expert_runs = [
-            ExpertRun(each.start, each.stop, each.weights, each.gradients, each.scaling, self._anchor)
+            ExpertRun(each.start, each.stop, each.weights, each.gradients, each.scaling, self.anchor)
             for each in segments
             if each.weights.layout.experts
         ]
 
+    def alike(self, segments: Sequence[TrainSegment]) -> TrainerRouting:
+        """The routing of other rows in the same pass."""
+        return TrainerRouting(segments, self._device, self._products, backward=self._backward)
+
     def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply base and adapters of fused layers to x [1, T, K] → [1, T, N] each."""
-        outputs: tuple[Tensor, ...] = _TrainedLinears.apply(x, self._anchor, fused, self)  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = _TrainedLinears.apply(x, self.anchor, fused, self)  # type: ignore[no-untyped-call]
         return outputs
 
 

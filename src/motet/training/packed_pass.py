@@ -323,8 +323,10 @@ class _HeadLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float, base: LoraModel
     ) -> tuple[Tensor, Tensor]:
-        logprobs, entropies, slopes = [], [], []
-        for hidden, targets in zip(hidden_ND.split(HEAD_ROWS), target_N.split(HEAD_ROWS), strict=True):
+        logprobs, entropies = [], []
+        slope_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else hidden_ND
+        chunks = (each.split(HEAD_ROWS) for each in (hidden_ND, target_N, slope_ND))
+        for hidden, targets, slope in zip(*chunks, strict=True):
             raw_NV = base.raw_logits(hidden)
             at_a_time = base.arithmetic.logit_rows
             for raw, target in zip(raw_NV.split(at_a_time), targets.split(at_a_time), strict=True):
@@ -334,13 +336,16 @@ class _HeadLogprobs(torch.autograd.Function):
                 if ctx.needs_input_grad[0]:
                     raw.copy_(base.logits_slope(raw, distribution.slope(target, temperature)))
             if ctx.needs_input_grad[0]:
-                slopes.append(base.through_head(raw_NV))
+                slope.copy_(base.through_head(raw_NV))
         entropy_N = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy_N)
-        ctx.save_for_backward(*slopes)
+        ctx.save_for_backward(slope_ND)
         return torch.cat(logprobs), entropy_N
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        slope_ND = torch.cat(ctx.saved_tensors)
-        return (slope_ND.float() * grad_N[:, None]).to(slope_ND.dtype), None, None, None
+        (slope_ND,) = ctx.saved_tensors
+        grad_ND = torch.empty_like(slope_ND)
+        for grad, slope, scale in zip(*(each.split(HEAD_ROWS) for each in (grad_ND, slope_ND, grad_N)), strict=True):
+            grad.copy_(slope.float() * scale[:, None])
+        return grad_ND, None, None, None

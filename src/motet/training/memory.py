@@ -1,0 +1,114 @@
+"""How long a sequence can be trained: what a pass keeps of each row, measured on a few, and what comes and goes beside it.
+
+Legend: T rows of a sequence.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet.model.attention.torch_attention import KEPT_SCORES
+from motet.model.lora import AdapterWeights
+from motet.model.lora_model import LoraModel
+from motet.model.routing import TrainerRouting, TrainSegment
+
+_ROWS = 64
+"""Of the pass that is looked at."""
+_RANK = 8
+_MOST = 1 << 30
+_SCORES = 4
+"""Copies in fp32 of the scores of a block of keys that attention's backward pass has at a time."""
+_SUMS = 4
+"""Copies of the last hidden states that the head makes: those that are learned, their slopes and gradients."""
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Bytes that training one sequence takes, beside weights and adapters."""
+
+    whole: int
+    """For each row of a sequence whose MLPs take all rows at once."""
+    tiled: int
+    """For each row of one that is longer than `long_rows`."""
+    long_rows: int
+    heads: int
+    tile: int
+    """Of an MLP."""
+
+    def of(self, n_tokens: int) -> int:
+        """Of a sequence of so many tokens; within half and twice of what it comes to."""
+        scores = 4 * min(KEPT_SCORES, self.heads * n_tokens**2 // 2)
+        if n_tokens <= self.long_rows:
+            return scores + n_tokens * self.whole
+        return scores + self.tile + n_tokens * self.tiled
+
+    def longest(self, n_bytes: int) -> int:
+        """Tokens of the longest sequence that so many bytes are enough for."""
+        whole, tiled = range(1, self.long_rows + 1), range(self.long_rows + 1, _MOST)
+        in_tiles = bisect.bisect_right(tiled, n_bytes, key=self.of)
+        return self.long_rows + in_tiles if in_tiles else bisect.bisect_right(whole, n_bytes, key=self.of)
+
+
+def pass_memory(base: LoraModel, *, recompute: bool) -> PassMemory:
+    """Look at a pass of a few rows, forth alone."""
+    arithmetic = base.arithmetic
+    rows = max(_ROWS, arithmetic.rows)
+    whole = _for_each_row(base, rows, recompute)
+    base.arithmetic = replace(arithmetic, long_rows=0, mlp_rows=rows)
+    try:
+        tiled = _for_each_row(base, rows, recompute)
+    finally:
+        base.arithmetic = arithmetic
+    tile = min(arithmetic.mlp_rows, arithmetic.long_rows) * max(0, whole - tiled)
+    heads = int(base.model.config.get_text_config().num_attention_heads)
+    return PassMemory(whole, min(whole, tiled), arithmetic.long_rows, heads, tile)
+
+
+def _for_each_row(base: LoraModel, rows: int, recompute: bool) -> int:
+    config, size = base.model.config.get_text_config(), base.dtype.itemsize
+    kept, layers = _kept(base, rows) / rows, int(config.num_hidden_layers)
+    scores = _SCORES * 4 * base.block_size * int(config.num_attention_heads)
+    widest = 0
+    if base.arithmetic.long_rows:  # in tiles what comes and goes is a tile's
+        widest = 2 * max(fused.frozen.shape[0] for fused in (layer.fused for layer in base.linears.values()))
+    passing = scores + size * (widest + _SUMS * base.info.hidden_size)
+    held = kept / layers + size * layers * base.info.hidden_size if recompute else kept
+    return int(held + passing)
+
+
+def _kept(base: LoraModel, rows: int) -> int:
+    """Bytes that a pass keeps for its backward pass, the base's weights apart."""
+    layout = base.adapter_layout("all-linear", _RANK)
+    weights = AdapterWeights.from_masters(layout, 1.0, torch.zeros(layout.size, device=base.device), base.dtype)
+    segment = TrainSegment(0, rows, weights, layout.matrices(torch.zeros(layout.size, device=base.device)))
+    routing = TrainerRouting([segment], base.device, base.products, backward=True)
+    weights_held = {each.untyped_storage().data_ptr() for each in (weights.flat, *base.model.parameters())}
+    sizes: dict[int, int] = {}
+    held: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in weights_held:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            held.append(tensor)  # or its place would be given to another
+        return tensor
+
+    training = [module for module in base.model.modules() if module.training]
+    for module in training:
+        module.training = False  # layers that are computed again keep nothing that is seen here
+    places = torch.arange(rows, device=base.device)
+    try:
+        with base.routed(routing), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, _same):
+            base.hidden(places % base.info.vocab_size, places, base.attention.packed([rows]))
+    finally:
+        for module in training:
+            module.training = True
+    return sum(sizes.values())
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
