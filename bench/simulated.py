@@ -1,6 +1,7 @@
-"""A run on two hosts beside what `motet simulate` says of it: `python -m bench.simulated [STEPS]`.
+"""Runs on two hosts beside what `motet simulate` says of them: `python -m bench.simulated [STEPS] [PAIRS]`.
 
-Costs are measured with one job alone on each host, before the run and after it: one job samples few rows, the other many.
+A run whose costs are measured and one that is foretold from them take turns, so that whatever else the machine does meets both
+alike. Costs are those of one job alone on each host: one samples few rows, the other many.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -19,16 +21,39 @@ from typing import Any
 from motet.config.simulation import SimulationConfig
 from motet.simulation.outcome import simulate
 
-HOSTS, JOBS, ROWS = 2, 8, 8
+HOSTS, JOBS, ROWS, EVALUATION = 2, 8, 8, 16
 GROUPS = 4
 FEW, MANY = 4, 12
 """Groups of a step of the two jobs by which costs are measured: as one job samples in the run, and as three do."""
 
 
-def run(directory: Path, groups: Sequence[int], steps: int) -> list[list[dict[str, Any]]]:
-    """Run jobs with so many groups a step on hosts of one thread; the timings of each, step by step."""
+@dataclass(frozen=True)
+class Measured:
+    """A job of a run."""
+
+    came: float
+    """When its host took it up."""
+    steps: list[dict[str, Any]]
+    """The timings of each step."""
+    last: float
+    """When its last line was written."""
+
+    @property
+    def opened(self) -> float:
+        """When it began to sample."""
+        seconds = self.steps[0]["seconds"]
+        return float(self.steps[0]["time"] - seconds["sample"] - seconds["train"])
+
+
+def run(directory: Path, groups: Sequence[int], steps: int, holdout: int) -> list[Measured]:
+    """Run jobs with so many groups a step on hosts of one thread."""
     jobs = [
-        {"name": f"job-{n}", "data": "toy:reverse", "reward": "exact", "algorithm": {"groups_per_step": count}}
+        {
+            "name": f"job-{n}",
+            "data": {"source": "toy:reverse", "holdout": holdout},
+            "reward": "exact",
+            "algorithm": {"groups_per_step": count},
+        }
         for n, count in enumerate(groups)
     ]
     tree = {
@@ -50,73 +75,80 @@ def run(directory: Path, groups: Sequence[int], steps: int) -> list[list[dict[st
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
-    lines = [(directory / "run" / str(job["name"]) / "timings.jsonl").read_text().splitlines() for job in jobs]
-    return [[json.loads(line) for line in job] for job in lines]
+    return [_measured(directory / "run" / str(job["name"]), steps) for job in jobs]
 
 
-def begun(job: Sequence[dict[str, Any]]) -> float:
-    """When a job's first step began."""
-    return float(job[0]["time"]) - float(job[0]["seconds"]["sample"]) - float(job[0]["seconds"]["train"])
+def _measured(job: Path, steps: int) -> Measured:
+    lines = [json.loads(line) for line in (job / "timings.jsonl").read_text().splitlines()]
+    return Measured((job / "job.yaml").stat().st_mtime, lines[:steps], float(lines[-1]["time"]))
 
 
-def costs(steps: int) -> tuple[dict[str, float], float]:
-    """What one host takes for what, and the tokens of a completion."""
+def costs(steps: int) -> tuple[dict[str, float], float, float]:
+    """What one host takes for what, the tokens of a completion, and those that are trained for it."""
     with tempfile.TemporaryDirectory() as directory:
-        jobs = run(Path(directory), (FEW, MANY), steps)
-    token_seconds, trained, published, lengths = [], [], [], []
-    for job, groups in zip(jobs, (FEW, MANY), strict=True):
-        rows = groups * ROWS
-        length = mean(step["tokens_sampled"] for step in job) / rows
-        token_seconds.append(median(step["seconds"]["sample"] for step in job[1:]) / length)
-        trained.append(rows * (1 + length) / median(step["seconds"]["train"] for step in job[1:]))
-        published += [
-            later["time"] - before["time"] - later["seconds"]["sample"] - later["seconds"]["train"]
-            for before, later in pairwise(job)
-        ]
-        lengths.append(length)
-    row_seconds = max(0.0, (token_seconds[1] - token_seconds[0]) / ((MANY - FEW) * ROWS))
-    alone = token_seconds[0] - row_seconds * (FEW * ROWS - 1)
-    return {
-        "token_seconds": max(alone, 1e-6),
-        "row_seconds": row_seconds,
-        "train_tokens_per_second": mean(trained),
-        "publish_seconds": median(published),
-    }, mean(lengths)
+        jobs = run(Path(directory), (FEW, MANY), steps, 0)
+    rows = [groups * ROWS for groups in (FEW, MANY)]
+    length = sum(step["tokens_sampled"] for job in jobs for step in job.steps) / (sum(rows) * steps)
+    each = [median(step["seconds"]["sample"] for step in job.steps) / length for job in jobs]
+    row_seconds = max(0.0, (each[1] - each[0]) / (rows[1] - rows[0]))
+    trained = [step["tokens_trained"] for job in jobs for step in job.steps]
+    seconds = sum(step["seconds"]["train"] for job in jobs for step in job.steps)
+    between = [
+        later["time"] - before["time"] - later["seconds"]["sample"] - later["seconds"]["train"]
+        for job in jobs
+        for before, later in pairwise(job.steps)
+    ]
+    return (
+        {
+            "token_seconds": max(each[0] - row_seconds * (rows[0] - 1), 1e-6),
+            "row_seconds": row_seconds,
+            "train_tokens_per_second": sum(trained) / seconds,
+            "publish_seconds": median(between),
+            "open_seconds": mean(job.opened - job.came for job in jobs),
+        },
+        length,
+        sum(trained) / (sum(rows) * steps),
+    )
 
 
-def main() -> None:
-    """Print a table."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 8
-    before, length = costs(steps)
-    with tempfile.TemporaryDirectory() as directory:
-        jobs = run(Path(directory), [GROUPS] * JOBS, steps)
-        load = os.getloadavg()[0]
-    after, later = costs(steps)
-    both = {name: (before[name] + after[name]) / 2 for name in before}
+def foretold(measured: tuple[dict[str, float], float, float], steps: int) -> float:
+    """Seconds that the simulation says for the run."""
+    host, length, trained = measured
+    completion = max(1, round(length))
     config = {
-        "hosts": {"count": HOSTS, "slots": JOBS, "rows": 256, "costs": both},
+        "hosts": {"count": HOSTS, "slots": JOBS, "rows": 256, "costs": host},
         "jobs": [
             {
                 "count": JOBS,
                 "steps": [steps, steps],
                 "groups_per_step": GROUPS,
                 "group_size": ROWS,
-                "prompt_tokens": [1, 1],
-                "completion_tokens": [round((length + later) / 2)] * 2,
+                "prompt_tokens": [max(1, round(trained - completion))] * 2,
+                "completion_tokens": [completion] * 2,
+                "evaluation": EVALUATION,
             }
         ],
     }
-    said = simulate(SimulationConfig.model_validate(config))
-    seconds = max(job[-1]["time"] for job in jobs) - min(map(begun, jobs)) + both["publish_seconds"]
-    print("costs before:", {name: float(f"{cost:.3g}") for name, cost in before.items()})
-    print("costs after:", {name: float(f"{cost:.3g}") for name, cost in after.items()})
-    print(f"\n{os.cpu_count()} cores, load {load:.1f}\n\n| | run | simulation | off by |\n|---|---|---|---|")
-    rows = {
-        "seconds": (seconds, 3600 * said.hours),
-        "steps an hour": (3600 * JOBS * steps / seconds, said.steps_per_hour),
-    }
-    for name, (real, thought) in rows.items():
-        print(f"| {name} | {real:,.0f} | {thought:,.0f} | {thought / real - 1:+.0%} |")
+    return 3600 * simulate(SimulationConfig.model_validate(config)).hours
+
+
+def main() -> None:
+    """Print a table."""
+    steps, pairs = (int(given) for given in (sys.argv[1:] + ["8", "3"][len(sys.argv) - 1 :])[:2])
+    print("| pair | run | simulation | off by | load |\n|---|---|---|---|---|", flush=True)
+    off = []
+    before = costs(steps)
+    for pair in range(pairs):
+        with tempfile.TemporaryDirectory() as directory:
+            jobs = run(Path(directory), [GROUPS] * JOBS, steps, EVALUATION)
+        after, load = costs(steps), os.getloadavg()[0]
+        real = max(job.last for job in jobs) - min(job.came for job in jobs)
+        thought = mean(foretold(measured, steps) for measured in (before, after))
+        off.append(thought / real - 1)
+        print(f"| {pair + 1} | {real:.1f} s | {thought:.1f} s | {off[-1]:+.0%} | {load:.1f} |", flush=True)
+        before = after
+    print(f"\n{os.cpu_count()} cores; in the middle off by {median(off):+.0%}; the last costs:")
+    print({name: float(f"{cost:.3g}") for name, cost in before[0].items()})
 
 
 if __name__ == "__main__":

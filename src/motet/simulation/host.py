@@ -33,6 +33,9 @@ class SimulatedJob:
     """Of a group."""
     prompt: int
     completion: int
+    evaluation: int = 0
+    """Completions of one."""
+    evaluate_every: int = 0
     done: int = 0
     first: float | None = None
     """When it got its first slot."""
@@ -40,6 +43,12 @@ class SimulatedJob:
     starts: int = 0
     published: list[float] = field(default_factory=list)
     """Seconds from each step to its version."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the version that it has now is evaluated."""
+        every = self.evaluate_every
+        return self.evaluation > 0 and (self.done in (0, self.steps) or (every > 0 and self.done % every == 0))
 
     @property
     def tokens_of_step(self) -> int:
@@ -143,7 +152,7 @@ class SimulatedHost:
         self.scheduler = FairScheduler(self.settings.rows)
         self.turns = SlotTurns(f"{self.number}", now)
         self._device = SimulatedDevice(self.settings.costs)
-        self._trainer, self._publisher = asyncio.Lock(), asyncio.Lock()
+        self._trainer, self._publisher, self._opener = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._active, self._since = 0, 0.0
 
     @property
@@ -164,13 +173,26 @@ class SimulatedHost:
         waiting = tuple(claim for claim in stay if claim.job not in self.running)
         return HostLoad(self.number, self.settings.slots, running, waiting, tuple(self.coming.values()))
 
+    async def open(self) -> None:
+        """Have a job ready to sample; a host does that for one job at a time."""
+        async with self._opener:
+            await asyncio.sleep(self.settings.costs.open_seconds)
+
     async def sample(self, job: SimulatedJob) -> None:
-        """One group."""
-        async with self.scheduler.permit(job.claim.job, job.rows):
+        """What the next step trains on, and the evaluation of the version that it begins from."""
+        groups = [job.rows] * job.groups if job.done < job.steps else []
+        held_out = [1] * job.evaluation if job.evaluates else []
+        async with asyncio.TaskGroup() as tasks:
+            for rows in (*held_out, *groups):
+                tasks.create_task(self._complete(job, rows))
+
+    async def _complete(self, job: SimulatedJob, rows: int) -> None:
+        """Completions of one problem."""
+        async with self.scheduler.permit(job.claim.job, rows):
             self._work(+1)
             try:
-                await self._device.sample(job.completion, job.rows)
-                self.scheduler.spend(job.claim.job, job.rows * (job.prompt + job.completion))
+                await self._device.sample(job.completion, rows)
+                self.scheduler.spend(job.claim.job, rows * (job.prompt + job.completion))
             finally:
                 self._work(-1)
 
