@@ -1,7 +1,8 @@
 """Runs on two hosts beside what `motet simulate` says of them: `python -m bench.simulated [STEPS] [PAIRS]`.
 
-A run whose costs are measured and one that is foretold from them take turns, so that whatever else the machine does meets both
-alike. Costs are those of one job alone on each host: one samples few rows, the other many.
+Runs whose costs are measured and one that is foretold from them take turns, so that whatever else the machine does meets all of
+them alike. Costs are those of one job alone on each host, of which one samples few rows and the other many; by how much jobs
+slow each other down is what makes the simulation of two jobs on each host right. Then four jobs on each are foretold.
 """
 
 from __future__ import annotations
@@ -83,53 +84,78 @@ def _measured(job: Path, steps: int) -> Measured:
     return Measured((job / "job.yaml").stat().st_mtime, lines[:steps], float(lines[-1]["time"]))
 
 
-def costs(steps: int) -> tuple[dict[str, float], float, float]:
-    """What one host takes for what, the tokens of a completion, and those that are trained for it."""
-    with tempfile.TemporaryDirectory() as directory:
-        jobs = run(Path(directory), (FEW, MANY), steps, 0)
-    rows = [groups * ROWS for groups in (FEW, MANY)]
+Costs = dict[str, float]
+Lengths = tuple[int, int]
+"""Tokens of a completion, and those that are trained beside it."""
+
+
+def costs(steps: int) -> tuple[Costs, Lengths]:
+    """What one host takes for what."""
+    few, many = measured((FEW, MANY), steps)
+    jobs, rows = (few, many), [groups * ROWS for groups in (FEW, MANY)]
     length = sum(step["tokens_sampled"] for job in jobs for step in job.steps) / (sum(rows) * steps)
-    each = [median(step["seconds"]["sample"] for step in job.steps) / length for job in jobs]
-    row_seconds = max(0.0, (each[1] - each[0]) / (rows[1] - rows[0]))
-    trained = [step["tokens_trained"] for job in jobs for step in job.steps]
-    seconds = sum(step["seconds"]["train"] for job in jobs for step in job.steps)
+    trained = [mean(step["tokens_trained"] for step in job.steps) for job in jobs]
+    sampling, training = (
+        [median(step["seconds"][what] for step in job.steps[1:]) for job in jobs] for what in ("sample", "train")
+    )
+    row_seconds = max(0.0, (sampling[1] - sampling[0]) / length / (rows[1] - rows[0]))
+    for_token = max(1e-6, (training[1] - training[0]) / (trained[1] - trained[0]))
     between = [
         later["time"] - before["time"] - later["seconds"]["sample"] - later["seconds"]["train"]
         for job in jobs
         for before, later in pairwise(job.steps)
     ]
-    return (
-        {
-            "token_seconds": max(each[0] - row_seconds * (rows[0] - 1), 1e-6),
-            "row_seconds": row_seconds,
-            "train_tokens_per_second": sum(trained) / seconds,
-            "publish_seconds": median(between),
-            "open_seconds": mean(job.opened - job.came for job in jobs),
-        },
-        length,
-        sum(trained) / (sum(rows) * steps),
-    )
-
-
-def foretold(measured: tuple[dict[str, float], float, float], steps: int) -> float:
-    """Seconds that the simulation says for the run."""
-    host, length, trained = measured
+    first = [
+        job.steps[0]["time"] - job.came - sampled - learned
+        for job, sampled, learned in zip(jobs, sampling, training, strict=True)
+    ]
+    found = {
+        "token_seconds": max(sampling[0] / length - row_seconds * (rows[0] - 1), 1e-6),
+        "row_seconds": row_seconds,
+        "train_tokens_per_second": 1 / for_token,
+        "train_seconds": max(0.0, training[0] - trained[0] * for_token),
+        "publish_seconds": median(between),
+        "open_seconds": mean(first),
+    }
     completion = max(1, round(length))
+    lengths = completion, max(1, round(sum(trained) / sum(rows)) - completion)
+    two = measured([GROUPS] * 2 * HOSTS, steps)
+    least, most = 0.0, found["token_seconds"]
+    for _ in range(12):  # what makes the simulation of two jobs on each host take as long as they do
+        found["job_seconds"] = (least + most) / 2
+        longer = foretold(found, lengths, len(two), steps, 0) > whole(two)
+        least, most = (least, found["job_seconds"]) if longer else (found["job_seconds"], most)
+    return found, lengths
+
+
+def measured(groups: Sequence[int], steps: int, holdout: int = 0) -> list[Measured]:
+    """A run in a directory that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as directory:
+        return run(Path(directory), groups, steps, holdout)
+
+
+def whole(jobs: Sequence[Measured]) -> float:
+    """Seconds from the first job that was taken up to the last line."""
+    return max(job.last for job in jobs) - min(job.came for job in jobs)
+
+
+def foretold(host: Costs, lengths: Lengths, jobs: int, steps: int, evaluation: int) -> float:
+    """Seconds that the simulation says for a run."""
     config = {
         "hosts": {"count": HOSTS, "slots": JOBS, "rows": 256, "costs": host},
         "jobs": [
             {
-                "count": JOBS,
+                "count": jobs,
                 "steps": [steps, steps],
                 "groups_per_step": GROUPS,
                 "group_size": ROWS,
-                "prompt_tokens": [max(1, round(trained - completion))] * 2,
-                "completion_tokens": [completion] * 2,
-                "evaluation": EVALUATION,
+                "prompt_tokens": [lengths[1]] * 2,
+                "completion_tokens": [lengths[0]] * 2,
+                "evaluation": evaluation,
             }
         ],
     }
-    return 3600 * simulate(SimulationConfig.model_validate(config)).hours
+    return 3600 * simulate(SimulationConfig.model_validate(config)).hours - host["publish_seconds"]
 
 
 def main() -> None:
@@ -139,16 +165,14 @@ def main() -> None:
     off = []
     before = costs(steps)
     for pair in range(pairs):
-        with tempfile.TemporaryDirectory() as directory:
-            jobs = run(Path(directory), [GROUPS] * JOBS, steps, EVALUATION)
-        after, load = costs(steps), os.getloadavg()[0]
-        real = max(job.last for job in jobs) - min(job.came for job in jobs)
-        thought = mean(foretold(measured, steps) for measured in (before, after))
+        real, load = whole(measured([GROUPS] * JOBS, steps, EVALUATION)), os.getloadavg()[0]
+        after = costs(steps)
+        thought = mean(foretold(*found, JOBS, steps, EVALUATION) for found in (before, after))
         off.append(thought / real - 1)
         print(f"| {pair + 1} | {real:.1f} s | {thought:.1f} s | {off[-1]:+.0%} | {load:.1f} |", flush=True)
+        print({name: float(f"{cost:.3g}") for name, cost in after[0].items()}, file=sys.stderr, flush=True)
         before = after
-    print(f"\n{os.cpu_count()} cores; in the middle off by {median(off):+.0%}; the last costs:")
-    print({name: float(f"{cost:.3g}") for name, cost in before[0].items()})
+    print(f"\n{os.cpu_count()} cores; in the middle off by {median(off):+.0%}")
 
 
 if __name__ == "__main__":

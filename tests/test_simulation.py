@@ -130,7 +130,7 @@ def test_a_late_completion_slows_those_that_are_there() -> None:
 
         async def sample(after: float) -> None:
             await asyncio.sleep(after)
-            await device.sample(100, 8)
+            await device.sample("job", 100, 8)
             ended.append(now())
 
         await asyncio.gather(sample(0.0), sample(50 * 0.017))

@@ -14,8 +14,12 @@ class HostCosts(Config):
     """Between two tokens of a completion when it samples alone."""
     row_seconds: float = Field(0.0, ge=0)
     """By which each further completion makes that longer."""
+    job_seconds: float = Field(0.0, ge=0)
+    """By which each further job that samples makes it longer: one more adapter in the batch, and what is done beside."""
     train_tokens_per_second: float = Field(gt=0)
     """Tokens that it trains on, prompts included."""
+    train_seconds: float = Field(0.0, ge=0)
+    """Of each step's training, whatever its tokens."""
     publish_seconds: float = Field(0.0, ge=0)
     """From a step to its version answering: commit, transfer, load and probe."""
     open_seconds: float = Field(0.0, ge=0)

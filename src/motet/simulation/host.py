@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from motet.cluster.placement import HostLoad
@@ -64,23 +65,24 @@ class SimulatedDevice:
 
     def __init__(self, costs: HostCosts) -> None:
         self._costs = costs
-        self._rows, self._training = 0, False
+        self._rows, self._training = Counter[str](), False
+        """Completions of each job."""
         self._tokens, self._at = 0.0, now()
         """Tokens that a completion would have had that was there from the beginning, and when that was so."""
         self._sampling: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def sample(self, tokens: int, rows: int) -> None:
+    async def sample(self, job: str, tokens: int, rows: int) -> None:
         """Sample so many tokens of so many completions each."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._go_on(rows)
+        self._go_on(job, rows)
         heapq.heappush(self._sampling, (self._tokens + tokens, next(self._order), done))
         self._set_timer()
         try:
             await done
         finally:
-            self._go_on(-rows)
+            self._go_on(job, -rows)
             self._set_timer()
 
     async def train(self, tokens: int) -> None:
@@ -89,7 +91,7 @@ class SimulatedDevice:
         self._training = True
         self._set_timer()
         try:
-            await asyncio.sleep(tokens / self._costs.train_tokens_per_second)
+            await asyncio.sleep(self._costs.train_seconds + tokens / self._costs.train_tokens_per_second)
         finally:
             self._go_on()
             self._training = False
@@ -100,13 +102,17 @@ class SimulatedDevice:
         """Between two tokens; infinite while it trains."""
         if self._training and not self._costs.own_sampler:
             return math.inf
-        return self._costs.token_seconds + self._costs.row_seconds * max(0, self._rows - 1)
+        costs, others = self._costs, max(0, len(self._rows) - 1)
+        return costs.token_seconds + costs.row_seconds * max(0, self._rows.total() - 1) + costs.job_seconds * others
 
-    def _go_on(self, rows: int = 0) -> None:
+    def _go_on(self, job: str = "", rows: int = 0) -> None:
         """Count what was sampled until now, and so many rows more from now on."""
         self._tokens += (now() - self._at) / self._token_seconds
         self._at = now()
-        self._rows += rows
+        if rows:
+            self._rows[job] += rows
+            if not self._rows[job]:
+                del self._rows[job]
 
     def _set_timer(self) -> None:
         while self._sampling and self._sampling[0][2].done():  # whoever waited was cancelled
@@ -191,7 +197,7 @@ class SimulatedHost:
         async with self.scheduler.permit(job.claim.job, rows):
             self._work(+1)
             try:
-                await self._device.sample(job.completion, rows)
+                await self._device.sample(job.claim.job, job.completion, rows)
                 self.scheduler.spend(job.claim.job, rows * (job.prompt + job.completion))
             finally:
                 self._work(-1)
