@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 
 import pytest
 
-from motet.batch import Batch
+from motet.algorithms.packing import Standing
+from motet.batch import Batch, Trained
 from motet.config import AdapterConfig, EngineConfig
+from motet.device import Device
 from motet.jobfile import validate
 from motet.running import run_config
+from motet.runtime.learner import Learner
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
 from tests.adapter_files import run_alone, weights_of
@@ -81,6 +85,33 @@ def test_one_is_saved_while_others_come_and_go(tmp_path: Path) -> None:
     assert not failed
     first = {file.name: file.read_bytes() for file in (tmp_path / "0").iterdir()}
     assert all({file.name: file.read_bytes() for file in (tmp_path / f"{n}").iterdir()} == first for n in range(20))
+
+
+def test_what_comes_next_is_brought_in_while_another_trains() -> None:
+    """The device finds all that it trains there, except at the first batch, and never waits for what others park."""
+    trainer, device = trainer_with(2, None), Device()
+    missing: list[str] = []
+
+    class Watched(TorchTrainer):
+        def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
+            missing.extend(one.adapter for one in batch.segments if self._arena(one.adapter).parked)
+            return super().forward_backward(batch)
+
+    trainer.__class__ = Watched
+
+    async def run() -> None:
+        learner = Learner(trainer, device, 1, lambda job: Standing())  # a budget of one token: each trains apart
+        for _ in range(3):
+            await asyncio.gather(
+                *(learner.train(name, (make_segment(name),)) for name in "ab"),
+                *(asyncio.to_thread(trainer.optim_step, name, ADAMW) for name in "ab"),
+            )
+            trainer.bring_in(["c", "gone"])
+            assert not trainer._arena("c").parked
+
+    asyncio.run(run())
+    device.close()
+    assert missing == []
 
 
 def test_a_full_disk_costs_memory_and_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
