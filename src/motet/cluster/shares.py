@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 EVEN_SECONDS = 10.0
@@ -37,7 +37,7 @@ class ClusterShares:
             there: tenants that have jobs.
             shares: of tenants; those that are not named have 1.
         """
-        since: Counter[str] = Counter()
+        since: defaultdict[str, float] = defaultdict(float)
         for host, tokens in used.items():
             before = self._seen.get(host, {})
             for tenant, now in tokens.items():
@@ -50,7 +50,7 @@ class ClusterShares:
             if tenant in self._had
         }
         least, most = min(had.values(), default=0.0), max(had.values(), default=0.0)
-        each = since.total() / sum(shares.get(tenant, 1.0) for tenant in there) if there else 0.0
+        each = sum(since.values()) / sum(shares.get(tenant, 1.0) for tenant in there) if there else 0.0
         self._recent = max(each, 0.9 * self._recent)
         limit = _LOOKS * self._recent
         self._had = {tenant: max(had.get(tenant, least), most - limit) for tenant in there}

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import heapq
 import math
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -126,7 +126,7 @@ class FairScheduler:
         self._shares: dict[str, float] = {}
         self._factors: Mapping[str, float] = {}
         """By how much shares grow here."""
-        self.used: Counter[str] = Counter()
+        self.used: defaultdict[str, float] = defaultdict(float)
         """Tokens by tenant, each divided by the weight of its job."""
         self._waiting = Least()
         """Tenants with a job that waits for a turn."""
