@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 _GATHER_SECONDS = 60.0
 """Seconds that jobs wait for the last host to be ready when the first one is."""
 _RETRY_SECONDS = 2.0
+_OPEN = (JobState.QUEUED, JobState.RUNNING)
 
 
 @dataclass
@@ -57,8 +58,7 @@ class EngineClient:
         ]
         self._handlers: EngineHandlers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._placing: asyncio.Task[None] | None = None
-        self._sharing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._placed: dict[str, _Placed] = {}
         self._rules: dict[str, Rule] = {}
         self._asked: set[str] = set()
@@ -95,8 +95,7 @@ class EngineClient:
         self._handlers, self._loop = handlers, asyncio.get_running_loop()
         for host in self.hosts:
             host.start(handlers, self._hear)
-        self._placing = asyncio.create_task(self._keep_placed(handlers))
-        self._sharing = asyncio.create_task(self._share()) if len(self.hosts) > 1 else None
+        self._tasks = [asyncio.create_task(self._keep_placed(handlers)), asyncio.create_task(self._share())]
 
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the processes."""
@@ -110,9 +109,8 @@ class EngineClient:
         await asyncio.gather(*(host.kill() for host in self.hosts))
 
     def _end_tasks(self) -> None:
-        for task in (self._placing, self._sharing):
-            if task is not None:
-                task.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     def refuse(self, reason: str) -> None:
         """Give up the questions that are open."""
@@ -213,11 +211,9 @@ class EngineClient:
     async def _share(self) -> None:
         """Let tenants have their shares over all hosts, not on each alone."""
         account = ClusterShares()
-        while True:
+        while len(self.hosts) > 1:
             await asyncio.sleep(EVEN_SECONDS)
-            there = {
-                job.claim.tenant for job in self._placed.values() if job.state in (JobState.QUEUED, JobState.RUNNING)
-            }
+            there = {job.claim.tenant for job in self._placed.values() if job.state in _OPEN}
             used = {host.number: host.used for host in self.hosts if host.ready}
             factors = account.look(used, there, {tenant: rule.share for tenant, rule in self._rules.items()})
             for host in self.hosts if len(factors) > 1 else ():
