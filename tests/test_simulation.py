@@ -186,7 +186,7 @@ def test_ten_thousand_jobs_on_a_thousand_hosts(base: str) -> None:
     assert found.contended >= 0.9
     assert found.arriving >= 0.9
     assert found.utilisation >= 0.75
-    assert found.fairness <= 1.1
+    assert found.fairness <= 1.15
     assert found.publish < 1
 
 
