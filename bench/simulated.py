@@ -1,6 +1,8 @@
-"""A run on two hosts beside what `motet simulate` says of it: `python -m bench.simulated [STEPS]`.
+"""Runs on two hosts beside what `motet simulate` says of them: `python -m bench.simulated [STEPS] [PAIRS]`.
 
-Costs are measured with one job alone on each host, before the run and after it: one job samples few rows, the other many.
+Runs whose costs are measured and one that is foretold from them take turns, so that whatever else the machine does meets all of
+them alike. Costs are those of one job alone on each host, of which one samples few rows and the other many; by how much jobs
+slow each other down is what makes the simulation of two jobs on each host right. Then four jobs on each are foretold.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -19,16 +22,39 @@ from typing import Any
 from motet.config.simulation import SimulationConfig
 from motet.simulation.outcome import simulate
 
-HOSTS, JOBS, ROWS = 2, 8, 8
+HOSTS, JOBS, ROWS, EVALUATION = 2, 8, 8, 16
 GROUPS = 4
 FEW, MANY = 4, 12
 """Groups of a step of the two jobs by which costs are measured: as one job samples in the run, and as three do."""
 
 
-def run(directory: Path, groups: Sequence[int], steps: int) -> list[list[dict[str, Any]]]:
-    """Run jobs with so many groups a step on hosts of one thread; the timings of each, step by step."""
+@dataclass(frozen=True)
+class Measured:
+    """A job of a run."""
+
+    came: float
+    """When its host took it up."""
+    steps: list[dict[str, Any]]
+    """The timings of each step."""
+    last: float
+    """When its last line was written."""
+
+    @property
+    def opened(self) -> float:
+        """When it began to sample."""
+        seconds = self.steps[0]["seconds"]
+        return float(self.steps[0]["time"] - seconds["sample"] - seconds["train"])
+
+
+def run(directory: Path, groups: Sequence[int], steps: int, holdout: int) -> list[Measured]:
+    """Run jobs with so many groups a step on hosts of one thread."""
     jobs = [
-        {"name": f"job-{n}", "data": "toy:reverse", "reward": "exact", "algorithm": {"groups_per_step": count}}
+        {
+            "name": f"job-{n}",
+            "data": {"source": "toy:reverse", "holdout": holdout},
+            "reward": "exact",
+            "algorithm": {"groups_per_step": count},
+        }
         for n, count in enumerate(groups)
     ]
     tree = {
@@ -50,73 +76,103 @@ def run(directory: Path, groups: Sequence[int], steps: int) -> list[list[dict[st
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
-    lines = [(directory / "run" / str(job["name"]) / "timings.jsonl").read_text().splitlines() for job in jobs]
-    return [[json.loads(line) for line in job] for job in lines]
+    return [_measured(directory / "run" / str(job["name"]), steps) for job in jobs]
 
 
-def begun(job: Sequence[dict[str, Any]]) -> float:
-    """When a job's first step began."""
-    return float(job[0]["time"]) - float(job[0]["seconds"]["sample"]) - float(job[0]["seconds"]["train"])
+def _measured(job: Path, steps: int) -> Measured:
+    lines = [json.loads(line) for line in (job / "timings.jsonl").read_text().splitlines()]
+    return Measured((job / "job.yaml").stat().st_mtime, lines[:steps], float(lines[-1]["time"]))
 
 
-def costs(steps: int) -> tuple[dict[str, float], float]:
-    """What one host takes for what, and the tokens of a completion."""
-    with tempfile.TemporaryDirectory() as directory:
-        jobs = run(Path(directory), (FEW, MANY), steps)
-    token_seconds, trained, published, lengths = [], [], [], []
-    for job, groups in zip(jobs, (FEW, MANY), strict=True):
-        rows = groups * ROWS
-        length = mean(step["tokens_sampled"] for step in job) / rows
-        token_seconds.append(median(step["seconds"]["sample"] for step in job[1:]) / length)
-        trained.append(rows * (1 + length) / median(step["seconds"]["train"] for step in job[1:]))
-        published += [
-            later["time"] - before["time"] - later["seconds"]["sample"] - later["seconds"]["train"]
-            for before, later in pairwise(job)
-        ]
-        lengths.append(length)
-    row_seconds = max(0.0, (token_seconds[1] - token_seconds[0]) / ((MANY - FEW) * ROWS))
-    alone = token_seconds[0] - row_seconds * (FEW * ROWS - 1)
-    return {
-        "token_seconds": max(alone, 1e-6),
+Costs = dict[str, float]
+Lengths = tuple[int, int]
+"""Tokens of a completion, and those that are trained beside it."""
+
+
+def costs(steps: int) -> tuple[Costs, Lengths]:
+    """What one host takes for what."""
+    few, many = measured((FEW, MANY), steps)
+    jobs, rows = (few, many), [groups * ROWS for groups in (FEW, MANY)]
+    length = sum(step["tokens_sampled"] for job in jobs for step in job.steps) / (sum(rows) * steps)
+    trained = [mean(step["tokens_trained"] for step in job.steps) for job in jobs]
+    sampling, training = (
+        [median(step["seconds"][what] for step in job.steps[1:]) for job in jobs] for what in ("sample", "train")
+    )
+    row_seconds = max(0.0, (sampling[1] - sampling[0]) / length / (rows[1] - rows[0]))
+    for_token = max(1e-6, (training[1] - training[0]) / (trained[1] - trained[0]))
+    between = [
+        later["time"] - before["time"] - later["seconds"]["sample"] - later["seconds"]["train"]
+        for job in jobs
+        for before, later in pairwise(job.steps)
+    ]
+    first = [
+        job.steps[0]["time"] - job.came - sampled - learned
+        for job, sampled, learned in zip(jobs, sampling, training, strict=True)
+    ]
+    found = {
+        "token_seconds": max(sampling[0] / length - row_seconds * (rows[0] - 1), 1e-6),
         "row_seconds": row_seconds,
-        "train_tokens_per_second": mean(trained),
-        "publish_seconds": median(published),
-    }, mean(lengths)
+        "train_tokens_per_second": 1 / for_token,
+        "train_seconds": max(0.0, training[0] - trained[0] * for_token),
+        "publish_seconds": median(between),
+        "open_seconds": mean(first),
+    }
+    completion = max(1, round(length))
+    lengths = completion, max(1, round(sum(trained) / sum(rows)) - completion)
+    two = measured([GROUPS] * 2 * HOSTS, steps)
+    least, most = 0.0, found["token_seconds"]
+    for _ in range(12):  # what makes the simulation of two jobs on each host take as long as they do
+        found["job_seconds"] = (least + most) / 2
+        longer = foretold(found, lengths, len(two), steps, 0) > whole(two)
+        least, most = (least, found["job_seconds"]) if longer else (found["job_seconds"], most)
+    return found, lengths
+
+
+def measured(groups: Sequence[int], steps: int, holdout: int = 0) -> list[Measured]:
+    """A run in a directory that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as directory:
+        return run(Path(directory), groups, steps, holdout)
+
+
+def whole(jobs: Sequence[Measured]) -> float:
+    """Seconds from the first job that was taken up to the last line."""
+    return max(job.last for job in jobs) - min(job.came for job in jobs)
+
+
+def foretold(host: Costs, lengths: Lengths, jobs: int, steps: int, evaluation: int) -> float:
+    """Seconds that the simulation says for a run."""
+    config = {
+        "hosts": {"count": HOSTS, "slots": JOBS, "rows": 256, "costs": host},
+        "jobs": [
+            {
+                "count": jobs,
+                "steps": [steps, steps],
+                "groups_per_step": GROUPS,
+                "group_size": ROWS,
+                "prompt_tokens": [lengths[1]] * 2,
+                "completion_tokens": [lengths[0]] * 2,
+                "evaluation": evaluation,
+            }
+        ],
+    }
+    return 3600 * simulate(SimulationConfig.model_validate(config)).hours - host["publish_seconds"]
 
 
 def main() -> None:
     """Print a table."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 8
-    before, length = costs(steps)
-    with tempfile.TemporaryDirectory() as directory:
-        jobs = run(Path(directory), [GROUPS] * JOBS, steps)
-        load = os.getloadavg()[0]
-    after, later = costs(steps)
-    both = {name: (before[name] + after[name]) / 2 for name in before}
-    config = {
-        "hosts": {"count": HOSTS, "slots": JOBS, "rows": 256, "costs": both},
-        "jobs": [
-            {
-                "count": JOBS,
-                "steps": [steps, steps],
-                "groups_per_step": GROUPS,
-                "group_size": ROWS,
-                "prompt_tokens": [1, 1],
-                "completion_tokens": [round((length + later) / 2)] * 2,
-            }
-        ],
-    }
-    said = simulate(SimulationConfig.model_validate(config))
-    seconds = max(job[-1]["time"] for job in jobs) - min(map(begun, jobs)) + both["publish_seconds"]
-    print("costs before:", {name: float(f"{cost:.3g}") for name, cost in before.items()})
-    print("costs after:", {name: float(f"{cost:.3g}") for name, cost in after.items()})
-    print(f"\n{os.cpu_count()} cores, load {load:.1f}\n\n| | run | simulation | off by |\n|---|---|---|---|")
-    rows = {
-        "seconds": (seconds, 3600 * said.hours),
-        "steps an hour": (3600 * JOBS * steps / seconds, said.steps_per_hour),
-    }
-    for name, (real, thought) in rows.items():
-        print(f"| {name} | {real:,.0f} | {thought:,.0f} | {thought / real - 1:+.0%} |")
+    steps, pairs = (int(given) for given in (sys.argv[1:] + ["8", "3"][len(sys.argv) - 1 :])[:2])
+    print("| pair | run | simulation | off by | load |\n|---|---|---|---|---|", flush=True)
+    off = []
+    before = costs(steps)
+    for pair in range(pairs):
+        real, load = whole(measured([GROUPS] * JOBS, steps, EVALUATION)), os.getloadavg()[0]
+        after = costs(steps)
+        thought = mean(foretold(*found, JOBS, steps, EVALUATION) for found in (before, after))
+        off.append(thought / real - 1)
+        print(f"| {pair + 1} | {real:.1f} s | {thought:.1f} s | {off[-1]:+.0%} | {load:.1f} |", flush=True)
+        print({name: float(f"{cost:.3g}") for name, cost in after[0].items()}, file=sys.stderr, flush=True)
+        before = after
+    print(f"\n{os.cpu_count()} cores; in the middle off by {median(off):+.0%}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from motet import budgets
 from motet.cluster.messages import Start
-from motet.cluster.placement import HostLoad, moved, placed
+from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.starts import engine_of_host, launcher, starts
 from motet.config import ClusterConfig, EngineConfig, RolloutConfig
 from motet.config.service import ANY_SIZE
@@ -52,6 +52,30 @@ def test_a_tenant_has_no_more_jobs_out_than_may_run(drawn: Drawn, limit: int) ->
     out = sum(host.tenants["ann"] for host in hosts)
     assert (placed(Claim("new", "ann"), hosts, rules) is None) == (len(hosts) > 1 and out >= limit)
     assert placed(Claim("new", "ben"), hosts, rules) is not None
+
+
+def test_free_slots_come_first_and_then_the_fastest_for_its_jobs() -> None:
+    jobs = [Claim(f"{number}") for number in range(8)]
+    fast, slow = HostLoad(0, 4, tuple(jobs[:2]), speed=1.0), HostLoad(1, 4, tuple(jobs[2:4]), speed=0.5)
+    assert placed(Claim("new"), [slow, fast], {}) == 0
+    assert placed(Claim("new"), [slow, replace(fast, running=tuple(jobs[:4]))], {}) == 1  # though it is as full
+    critics = replace(fast, running=(Claim("critic", slots=3),))  # three adapters, so one slot is free
+    assert placed(Claim("new", slots=2), [slow, critics], {}) == 1
+    assert moved([HostLoad(0, 4, tuple(jobs[:4])), HostLoad(1, 4, speed=0.5)]) == ("3", 0, 1)
+    assert moved([HostLoad(0, 4, tuple(jobs[:3])), HostLoad(1, 4, tuple(jobs[3:4]), speed=0.5)]) is None
+    assert (
+        moved([HostLoad(0, 4, tuple(jobs[:4]), speed=0.25), HostLoad(1, 2, tuple(jobs[4:6]))]) is None
+    )  # no slot there
+
+
+@given(st.lists(st.floats(100, 10_000), min_size=1, max_size=6))
+def test_speeds_that_are_near_each_other_count_as_alike(measured: list[float]) -> None:
+    found = speeds(dict(enumerate(measured)))
+    assert max(found.values()) == 1.0
+    for number, one in enumerate(measured):
+        assert found[number] / 1.5 < one / max(measured) < found[number] * 1.5
+    assert speeds({0: 0.0, 1: 500.0}) == {0: 1.0, 1: 1.0}
+    assert speeds({}) == {}
 
 
 def test_no_host_takes_no_job() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 
 import pytest
 
-from motet.batch import Batch
+from motet.algorithms.packing import Standing
+from motet.batch import Batch, Trained
 from motet.config import AdapterConfig, EngineConfig
+from motet.device import Device
 from motet.jobfile import validate
 from motet.running import run_config
+from motet.runtime.learner import Learner
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
 from tests.adapter_files import run_alone, weights_of
@@ -20,8 +24,8 @@ from tests.small_disk import small_disk
 NAMES = "abc"
 
 
-def trainer_with(resident: int, parking: Path | None) -> TorchTrainer:
-    trainer = TorchTrainer(tiny.base("llama"), slots=8, resident=resident, parking=parking)
+def trainer_with(resident: int, parking: Path | None, kind: type[TorchTrainer] = TorchTrainer) -> TorchTrainer:
+    trainer = kind(tiny.base("llama"), slots=8, resident=resident, parking=parking)
     for name in NAMES:
         rank, alpha, _ = SHAPES[name]
         trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), seed=ord(name), head=name == "c")
@@ -81,6 +85,32 @@ def test_one_is_saved_while_others_come_and_go(tmp_path: Path) -> None:
     assert not failed
     first = {file.name: file.read_bytes() for file in (tmp_path / "0").iterdir()}
     assert all({file.name: file.read_bytes() for file in (tmp_path / f"{n}").iterdir()} == first for n in range(20))
+
+
+def test_what_is_to_be_trained_is_brought_in_before_the_devices_turn() -> None:
+    missing: list[str] = []
+
+    class Watched(TorchTrainer):
+        def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
+            missing.extend(one.adapter for one in batch.segments if self._arena(one.adapter).parked)
+            return super().forward_backward(batch)
+
+    trainer, device = trainer_with(2, None, Watched), Device()
+
+    async def run() -> None:
+        learner = Learner(trainer, device, 1, lambda job: Standing())  # a budget of one token: each trains apart
+        for _ in range(3):
+            await asyncio.gather(
+                *(learner.train(name, (make_segment(name),)) for name in "ab"),
+                *(asyncio.to_thread(trainer.optim_step, name, ADAMW) for name in "ab"),
+            )
+            trainer.bring_in(["c", "gone"])
+            assert not trainer._arena("c").parked
+            assert trainer._arena("a").parked or trainer._arena("b").parked
+
+    asyncio.run(run())
+    device.close()
+    assert missing == []
 
 
 def test_a_full_disk_costs_memory_and_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

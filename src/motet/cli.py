@@ -308,6 +308,12 @@ def simulate(
 )
 def node_agent(
     server: Annotated[str, typer.Argument(help="URL of the vLLM or SGLang on this node.", show_default=False)],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="After `--`: what starts that server, if the agent is to start and end it.", show_default=False
+        ),
+    ] = None,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Which of the two it is.")] = "vllm",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8430,
@@ -321,7 +327,7 @@ def node_agent(
     """Receive versions for the server on this node, so that it shares no file system with the run (`rollout.agents`)."""
     from motet.commands.node_agent import listen
 
-    listen(server, engine, host=host, port=port, directory=directory, key_env=key_env)
+    listen(server, engine, host=host, port=port, directory=directory, key_env=key_env, command=command or ())
 
 
 for part in (jobs, sharing, usage, scoring, agents, keys):

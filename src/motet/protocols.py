@@ -5,9 +5,9 @@ An implementation is complete when it fits without a branch in `runtime/`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from motet.batch import AdamW, Batch, OptimStats, Trained
 from motet.config import AdapterConfig
@@ -95,6 +95,20 @@ class Trainer(Protocol):
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""
+        ...
+
+
+@runtime_checkable
+class Parking(Protocol):
+    """A trainer that may have adapters elsewhere than on the device."""
+
+    @property
+    def parks(self) -> bool:
+        """Whether it has."""
+        ...
+
+    def bring_in(self, names: Sequence[str]) -> None:
+        """Have adapters on the device before they are trained; names that are gone are left out. May run beside the device."""
         ...
 
 

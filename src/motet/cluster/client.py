@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any
 
 from motet.cluster import messages as m
 from motet.cluster.host import Engine, EngineHandlers, Host, Launch
-from motet.cluster.placement import HostLoad, moved, placed
+from motet.cluster.placement import HostLoad, moved, placed, speeds
+from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.errors import EngineError, HostGone
 from motet.runtime.slots import FREE, Claim, Rule
 from motet.types import JobState
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 _GATHER_SECONDS = 60.0
 """Seconds that jobs wait for the last host to be ready when the first one is."""
 _RETRY_SECONDS = 2.0
+_OPEN = (JobState.QUEUED, JobState.RUNNING)
 
 
 @dataclass
@@ -56,7 +58,7 @@ class EngineClient:
         ]
         self._handlers: EngineHandlers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._placing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._placed: dict[str, _Placed] = {}
         self._rules: dict[str, Rule] = {}
         self._asked: set[str] = set()
@@ -93,20 +95,22 @@ class EngineClient:
         self._handlers, self._loop = handlers, asyncio.get_running_loop()
         for host in self.hosts:
             host.start(handlers, self._hear)
-        self._placing = asyncio.create_task(self._keep_placed(handlers))
+        self._tasks = [asyncio.create_task(self._keep_placed(handlers)), asyncio.create_task(self._share())]
 
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the processes."""
-        if self._placing is not None:
-            self._placing.cancel()
+        self._end_tasks()
         await asyncio.gather(*(host.stop() for host in self.hosts))
         self._handling.shutdown(wait=False)
 
     async def kill(self) -> None:
         """End the processes at once, where `stop` has not; what was committed stays."""
-        if self._placing is not None:
-            self._placing.cancel()
+        self._end_tasks()
         await asyncio.gather(*(host.kill() for host in self.hosts))
+
+    def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     def refuse(self, reason: str) -> None:
         """Give up the questions that are open."""
@@ -204,6 +208,17 @@ class EngineClient:
             if state.final:
                 del self._placed[event.job]
 
+    async def _share(self) -> None:
+        """Let tenants have their shares over all hosts, not on each alone."""
+        account = ClusterShares()
+        while len(self.hosts) > 1:
+            await asyncio.sleep(EVEN_SECONDS)
+            there = {job.claim.tenant for job in self._placed.values() if job.state in _OPEN}
+            used = {host.number: host.used for host in self.hosts if host.ready}
+            factors = account.look(used, there, {tenant: rule.share for tenant, rule in self._rules.items()})
+            for host in self.hosts if len(factors) > 1 else ():
+                host.send(m.EvenOut(factors))
+
     # --- which host has which job -----------------------------------------------------------------------------------------
 
     async def _keep_placed(self, handlers: EngineHandlers) -> None:
@@ -255,7 +270,7 @@ class EngineClient:
         rules[message.tenant] = message.rule
         if name in self._placed or not self._settled:
             return
-        claim, runs = Claim(name, message.tenant), message.wanted == "run"
+        claim, runs = Claim(name, message.tenant, slots=message.slots), message.wanted == "run"
         number = placed(claim, list(loads.values()), rules if runs else {})
         if number is None:
             self._unplaced = True
@@ -273,18 +288,22 @@ class EngineClient:
             self._placed[move.job].host.send(m.ReleaseJob(move.job))
 
     def _loads(self) -> dict[int, HostLoad]:
-        """Of the hosts that are there; jobs that are paused, and not by a rule that is lifted by itself, want no slot."""
-        running, waiting, coming = ({host.number: list[Claim]() for host in self.hosts} for _ in range(3))
-        for job in self._placed.values():
-            held = job.state is JobState.PAUSED and self._rules.get(job.claim.tenant, FREE).hold
-            if job.to is not None:
-                coming[(job.to if job.to.ready else job.host).number].append(job.claim)
-            elif job.state is JobState.RUNNING:
-                running[job.host.number].append(job.claim)
-            elif job.state is JobState.QUEUED or held:
-                waiting[job.host.number].append(job.claim)
-        return {
-            n: HostLoad(n, host.slots, tuple(running[n]), tuple(waiting[n]), tuple(coming[n]))
-            for n, host in enumerate(self.hosts)
-            if host.ready
-        }
+        return _loads([host for host in self.hosts if host.ready], self._placed.values(), self._rules)
+
+
+def _loads(hosts: Sequence[Host], jobs: Iterable[_Placed], rules: Mapping[str, Rule]) -> dict[int, HostLoad]:
+    """Of the hosts that are there; jobs that are paused, and not by a rule that is lifted by itself, want no slot."""
+    running, waiting, coming = ({host.number: list[Claim]() for host in hosts} for _ in range(3))
+    for job in jobs:
+        held = job.state is JobState.PAUSED and rules.get(job.claim.tenant, FREE).hold
+        if job.to is not None:
+            whose, there = coming, job.to if job.to.ready else job.host
+        else:
+            whose, there = running if job.state is JobState.RUNNING else waiting, job.host
+        if there.ready and (job.to is not None or held or job.state in (JobState.RUNNING, JobState.QUEUED)):
+            whose[there.number].append(job.claim)
+    fast = speeds({host.number: host.tokens_per_second for host in hosts})
+    return {
+        n: HostLoad(n, host.slots, tuple(running[n]), tuple(waiting[n]), tuple(coming[n]), fast[n])
+        for n, host in ((host.number, host) for host in hosts)
+    }

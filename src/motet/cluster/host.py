@@ -91,6 +91,10 @@ class Host:
         """Why it is not there, for a person."""
         self.progress: dict[str, dict[str, Any]] = {}
         self.device: dict[str, float] = {}
+        self.used: dict[str, float] = {}
+        """Tokens by tenant since its start, each divided by the weight of its job."""
+        self.tokens_per_second = 0.0
+        """As it measured them at its start."""
         self.starts = 0
 
     def adopt(self, engine: Engine) -> None:
@@ -218,7 +222,7 @@ class Host:
             self._engine = None
         self.ready = False
         self._stopped.set()
-        self.progress = {}
+        self.progress, self.used = {}, {}
         for task in [*self._scoring.values(), *self._episodes.values()]:  # the next process asks again
             task.cancel()
         self.refuse("the engine ended while it answered; try again in a moment")
@@ -232,6 +236,7 @@ class Host:
                 for note in message.notes:
                     _log.warning("%s", note)
                 self.failure, self._ready_since = "", time.monotonic()
+                self.tokens_per_second = message.tokens_per_second
                 self.ready = True
                 self._heard(self, message)
             case m.Failed():
@@ -240,7 +245,7 @@ class Host:
             case m.Stopped():
                 self._stopped.set()
             case m.Progress():
-                self.progress, self.device = message.jobs, message.device
+                self.progress, self.device, self.used = message.jobs, message.device, message.used
             case m.ScoreRequest():
                 self._begin(self._scoring, message.key, handlers.score(message))
             case m.CancelScore():

@@ -65,6 +65,8 @@ class AddJob(Message, frozen=True):
     """The first step whose event is to be sent again."""
     tenant: str
     rule: Rule
+    slots: int = 1
+    """How many adapters the job has."""
 
 
 class SteerJob(Message, frozen=True):
@@ -105,6 +107,12 @@ class SetRule(Message, frozen=True):
 
     tenant: str
     rule: Rule
+
+
+class EvenOut(Message, frozen=True):
+    """By how much the shares of tenants grow here, because others have had more over all hosts."""
+
+    factors: dict[str, float]
 
 
 class Complete(Message, frozen=True):
@@ -162,7 +170,7 @@ class Scored(Message, frozen=True):
 
 Question = Complete | Examine | AskEpisode
 ToEngine = (
-    Start | Stop | AddJob | SteerJob | ChangeJob | ReleaseJob | ForgetJob | Nudge | SetRule
+    Start | Stop | AddJob | SteerJob | ChangeJob | ReleaseJob | ForgetJob | Nudge | SetRule | EvenOut
     | Complete | Examine | Abandon | Scored | AskEpisode | BeginEpisode | EpisodeEnded
 )  # fmt: skip
 
@@ -174,6 +182,8 @@ class Ready(Message, frozen=True):
 
     notes: list[str]
     """Such as why results depend on more than the seed."""
+    tokens_per_second: float = 0.0
+    """That it reads of one prompt; 0 where that is not known."""
 
 
 class Failed(Message, frozen=True):
@@ -191,6 +201,8 @@ class Progress(Message, frozen=True):
 
     jobs: dict[str, dict[str, Any]]
     device: dict[str, float]
+    used: dict[str, float] = {}
+    """Tokens by tenant since the start, each divided by the weight of its job."""
 
 
 class JobEvent(Message, frozen=True):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from motet.runtime.slots import FREE, Claim, Rule
+from motet.runtime.slots import FREE, Claim, Rule, taken
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class HostLoad:
 
     coming: tuple[Claim, ...] = ()
     """Jobs that another host was asked to let go, so that they come here."""
+    speed: float = 1.0
+    """Beside other hosts' (`speeds`)."""
 
     @cached_property
     def jobs(self) -> tuple[Claim, ...]:
@@ -32,8 +35,16 @@ class HostLoad:
 
     @cached_property
     def fullness(self) -> float:
-        """Jobs for each slot."""
-        return len(self.jobs) / self.slots
+        """Slots that jobs have or want for each that there is; one host that is twice as fast as another counts twice."""
+        return self.fullness_with(0)
+
+    def fullness_with(self, more: int) -> float:
+        """The same with so many slots more taken, or fewer."""
+        return (taken(self.jobs) + more) / (self.slots * self.speed)
+
+    def has_slots(self, claim: Claim) -> bool:
+        """Whether a job need not wait for one."""
+        return taken(self.jobs) + claim.slots <= self.slots
 
     @cached_property
     def tenants(self) -> Counter[str]:
@@ -52,31 +63,47 @@ class Move(NamedTuple):
 def placed(claim: Claim, hosts: Sequence[HostLoad], rules: Mapping[str, Rule]) -> int | None:
     """The host that a job goes to; None while no host is there, or while its tenant has as many jobs out as may run.
 
-    The emptiest host for its slots; of those that are as empty, the one with the fewest jobs of the tenant, so that tenants
-    compete on each host as they do over all of them. One host is given all jobs: it keeps the tenant's limit itself.
+    Of the hosts with free slots, or of all where none has any, the emptiest for its slots and speed; of those that are as
+    empty, the one with the fewest jobs of the tenant, so that tenants compete on each host as they do over all of them. One
+    host is given all jobs: it keeps the tenant's limit itself.
     """
     limit = rules.get(claim.tenant, FREE).running
     if len(hosts) > 1 and limit is not None and sum(host.tenants[claim.tenant] for host in hosts) >= limit:
         return None
-    least = min((host.fullness for host in hosts), default=0.0)
-    emptiest = (host for host in hosts if host.fullness == least)
+    able = [host for host in hosts if host.has_slots(claim)] or hosts
+    least = min((host.fullness for host in able), default=0.0)
+    emptiest = (host for host in able if host.fullness == least)
     return min(((host.tenants[claim.tenant], host.host) for host in emptiest), default=(0, None))[1]
+
+
+def speeds(tokens_per_second: Mapping[int, float]) -> dict[int, float]:
+    """Speeds of hosts beside the fastest one's, in powers of two: what is nearer to each other is noise, and counts as alike.
+
+    Args:
+        tokens_per_second: as each host measured it at its start; 0 is as fast as the fastest.
+    """
+    fastest = max(tokens_per_second.values(), default=0.0)
+    return {host: 2.0 ** round(math.log2(one / fastest)) if one else 1.0 for host, one in tokens_per_second.items()}
 
 
 def moved(hosts: Sequence[HostLoad]) -> Move | None:
     """The job that leaves the fullest host, so that the emptiest can have it; None where hosts are as even as they can be.
 
-    One that waits, which costs nothing, before one that runs; of the tenant that the other host has fewest of; the last.
+    One that waits, which costs nothing, before one that runs; of the tenant that the other host has fewest of; the last. One
+    that runs goes only where a slot is free.
     """
     if len(hosts) < 2:
         return None
     most, least = max(host.fullness for host in hosts), min(host.fullness for host in hosts)
     fullest = min((host for host in hosts if host.fullness == most), key=lambda host: host.host)
     emptiest = min((host for host in hosts if host.fullness == least), key=lambda host: host.host)
-    if (len(emptiest.jobs) + 1) / emptiest.slots > (len(fullest.jobs) - 1) / fullest.slots:
-        return None
-    able = list(reversed(fullest.waiting or fullest.running))
-    if not able:  # all that count there are still on their way
+    able = [
+        claim
+        for claim in reversed(fullest.waiting or fullest.running)
+        if emptiest.fullness_with(claim.slots) <= fullest.fullness_with(-claim.slots)
+        and (fullest.waiting or emptiest.has_slots(claim))
+    ]
+    if not able:  # or all that count there are still on their way
         return None
     last = max(able, key=lambda claim: fullest.tenants[claim.tenant] - emptiest.tenants[claim.tenant])
     return Move(last.job, fullest.host, emptiest.host)

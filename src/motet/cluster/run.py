@@ -180,7 +180,7 @@ class HostedRun:
     @staticmethod
     def _message(job: HostedJob) -> m.AddJob:
         tree = job.config.model_dump(mode="json")
-        return m.AddJob(tree, "run", max(job.lines, default=-1) + 1, "", FREE)
+        return m.AddJob(tree, "run", max(job.lines, default=-1) + 1, "", FREE, job.config.slots)
 
 
 class NoticesTo(logging.Handler):

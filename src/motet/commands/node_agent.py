@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+from collections.abc import Sequence
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -13,8 +15,17 @@ from motet.rollout.dialects import DIALECTS
 from motet.servers import MEMORY
 
 
-def listen(server: str, engine: str, *, host: str, port: int, directory: Path | None, key_env: str | None) -> None:
-    """Serve until a signal; what it wrote stays, because the server may read it again.
+def listen(
+    server: str,
+    engine: str,
+    *,
+    host: str,
+    port: int,
+    directory: Path | None,
+    key_env: str | None,
+    command: Sequence[str] = (),
+) -> None:
+    """Serve until a signal; what it wrote stays, because the server may read it again. `command` starts the server.
 
     Raises:
         ConfigError: the settings are not safe, or something is not installed.
@@ -24,16 +35,23 @@ def listen(server: str, engine: str, *, host: str, port: int, directory: Path | 
     import uvicorn
 
     from motet.rollout.node_agent import NodeAgent
+    from motet.rollout.node_server import NodeServer
 
     key = None if key_env is None else os.environ.get(key_env)
     if key_env is not None and not key:
         raise ConfigError(f"--key-env names {key_env}, which is not set in the environment")
     if key is None and not _of_this_machine(host):
         raise ConfigError(f"whoever reaches {host} could replace adapters: give --key-env, or listen on 127.0.0.1")
+    if command and shutil.which(command[0]) is None:
+        raise ConfigError(f"{command[0]}, which is to start the server, is not found; give its path")
     listening = socket.create_server((host, port))
     host, port = listening.getsockname()[:2]
     place = directory or (MEMORY if MEMORY.is_dir() else Path.cwd()) / f"motet-node-agent-{port}"
-    agent = NodeAgent(server.rstrip("/"), DIALECTS[engine], place.expanduser().resolve(), key)
+    log = Path(f"motet-node-agent-{port}.log").resolve()
+    kept = NodeServer(command, log) if command else None
+    agent = NodeAgent(server.rstrip("/"), DIALECTS[engine], place.expanduser().resolve(), key, kept)
+    if kept is not None:
+        print(f"The server is started, and started again when it dies or hangs; it writes to {log}", flush=True)
     print(f"Versions that are sent to http://{host}:{port} are written to {place} and loaded into {server}", flush=True)
     uvicorn.Server(uvicorn.Config(agent.app(), log_level="warning")).run([listening])
 

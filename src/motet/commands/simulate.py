@@ -40,6 +40,7 @@ def _figures(outcome: Outcome, *, priced: bool) -> list[tuple[str, str]]:
     figures = [
         ("until the last job has ended", f"{outcome.hours:,.2f} h"),
         ("utilisation of hosts", f"{outcome.utilisation:.1%}"),
+        ("the same from the first job to the last that came", _known(f"{outcome.arriving:.1%}", outcome.arriving)),
         ("the same while every tenant had jobs enough", _known(f"{outcome.contended:.1%}", outcome.contended)),
         ("wait for a first slot, median and 99 %", f"{median}, {late}"),
         ("steps an hour", f"{outcome.steps_per_hour:,.0f}"),

@@ -14,10 +14,16 @@ class HostCosts(Config):
     """Between two tokens of a completion when it samples alone."""
     row_seconds: float = Field(0.0, ge=0)
     """By which each further completion makes that longer."""
+    job_seconds: float = Field(0.0, ge=0)
+    """By which each further job that samples makes it longer: one more adapter in the batch, and what is done beside."""
     train_tokens_per_second: float = Field(gt=0)
     """Tokens that it trains on, prompts included."""
+    train_seconds: float = Field(0.0, ge=0)
+    """Of each step's training, whatever its tokens."""
     publish_seconds: float = Field(0.0, ge=0)
     """From a step to its version answering: commit, transfer, load and probe."""
+    open_seconds: float = Field(0.0, ge=0)
+    """From a job's slot to its first completions, also where it goes on: adapter, rewards, commit, publish."""
     start_seconds: float = Field(60.0, ge=0)
     """Until a host that died is back."""
     own_sampler: bool = False
@@ -52,6 +58,10 @@ class JobsConfig(Config):
     prompt_tokens: tuple[int, int] = (128, 128)
     completion_tokens: tuple[int, int] = (256, 256)
     """Of one completion."""
+    evaluation: int = Field(0, ge=0)
+    """Completions of an evaluation: with the first step, after the last one, and as `evaluate_every` says."""
+    evaluate_every: int = Field(0, ge=0)
+    """Steps between evaluations."""
     failing: float = Field(0.0, ge=0, le=1)
     """The part of them that fails somewhere on its way."""
 

@@ -9,6 +9,8 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from motet.agents import episode_messages as e
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.budgets import Need
@@ -37,6 +39,7 @@ from motet.types import JobState
 
 USUAL = Need(512, 512)
 """What the KV cache is sized for: jobs come later, and nobody knows their lengths yet."""
+_SPEED_TOKENS = 64
 _LOOK_SECONDS = 0.5
 _USAGE_SECONDS = 2.0
 """Between two messages about who used the device."""
@@ -104,7 +107,7 @@ class EngineServer:
             running, watching = asyncio.create_task(self.pipeline.run()), asyncio.create_task(self._watch())
             for task in (running, watching):  # without them this process is of no use: a new one takes over
                 task.add_done_callback(lambda task: messages.put_nowait(None) if _fault(task) else None)
-            self._parent.send(m.Ready(self.workshop.notes))
+            self._parent.send(m.Ready(self.workshop.notes, await self._tokens_per_second()))
             while (message := await messages.get()) is not None:
                 if isinstance(message, m.Stop):
                     self.pipeline.stop()
@@ -118,6 +121,18 @@ class EngineServer:
             await self._shared.rewards.close()
         if faults:
             raise faults[0]
+
+    async def _tokens_per_second(self) -> float:
+        """How fast this host reads a prompt, the best of three times, for whoever has others to compare; 0 where servers do."""
+        if self._start.host is None or self.workshop.servers is not None:
+            return 0.0
+        ids = np.arange(_SPEED_TOKENS, dtype=np.int32) % self.base.info.vocab_size
+        seconds = []
+        for _ in range(3):
+            begun = time.perf_counter()
+            await self.workshop.engine.score(ids, None)
+            seconds.append(time.perf_counter() - begun)
+        return _SPEED_TOKENS / min(seconds)
 
     async def _stopped(self, running: asyncio.Task[None]) -> None:
         """Say when every job has saved."""
@@ -138,6 +153,8 @@ class EngineServer:
                 self._steer(message.job, message.action)
             case m.SetRule():
                 self.pipeline.rule(message.tenant, message.rule)
+            case m.EvenOut():
+                self._shared.scheduler.even_out(message.factors)
             case m.ChangeJob():
                 self._change(message)
             case m.Nudge():
@@ -247,7 +264,9 @@ class EngineServer:
             busy = self.workshop.device.busy
             self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
             jobs = {job.name: as_json(_progress(job.progress)) for job in running}
-            self._parent.send(m.Progress(jobs, {"decode": busy.decode, "train": busy.train}))
+            self._parent.send(
+                m.Progress(jobs, {"decode": busy.decode, "train": busy.train}, dict(self._shared.scheduler.used))
+            )
 
     def _measure(self, every: float) -> None:
         """Read the meter, and send what was used where the last time is so long ago, in seconds."""

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from motet.errors import EngineError
 from motet.rollout.dialects import Dialect, HttpRequest
+from motet.rollout.node_server import NodeServer
 from motet.rollout.shipping import AWAY, DIGEST, unpack
 from motet.rollout.version_files import VersionFiles
 
@@ -31,7 +32,9 @@ _SECONDS = 600.0
 class NodeAgent:
     """Versions on one node, and the server that reads them there."""
 
-    def __init__(self, server: str, dialect: Dialect, directory: Path, key: str | None) -> None:
+    def __init__(
+        self, server: str, dialect: Dialect, directory: Path, key: str | None, kept: NodeServer | None = None
+    ) -> None:
         """Nothing is written before the app starts.
 
         Args:
@@ -39,8 +42,9 @@ class NodeAgent:
             dialect: how it is spoken to.
             directory: for versions, and nothing else: memory such as below /dev/shm.
             key: what requests have to bring, and the server is brought; None asks for none.
+            kept: the server's process, where the agent starts and ends it.
         """
-        self._dialect, self._directory, self._key = dialect, directory, key
+        self._dialect, self._directory, self._key, self._kept = dialect, directory, key, kept
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._server = httpx2.AsyncClient(
             base_url=server, headers=headers, timeout=httpx2.Timeout(_SECONDS, connect=5.0), trust_env=False
@@ -64,8 +68,17 @@ class NodeAgent:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._files = VersionFiles(self._directory, keep=await self._served())
-        yield
+        async with contextlib.nullcontext() if self._kept is None else self._kept.running(self._healthy):
+            yield
         await self._server.aclose()
+
+    async def _healthy(self) -> bool:
+        """Whether the server answers."""
+        try:
+            answer = await self._server.get("/health", timeout=self._dialect.health_seconds)
+        except (httpx2.HTTPError, OSError):
+            return False
+        return answer.status_code == 200
 
     async def _served(self) -> Callable[[str], bool]:
         """Which versions of an earlier start stay: those that the server may read again; all, where it does not say."""
@@ -96,6 +109,8 @@ class NodeAgent:
         return guarded
 
     async def _health(self, request: Request) -> Response:
+        if self._kept is not None and self._kept.failure:
+            return _refused(503, f"the server beside this agent is not there: {self._kept.failure}")
         return Response()
 
     async def _list(self, name: str, request: Request) -> Response:

@@ -16,7 +16,7 @@ from motet.algorithms.packing import Standing, Waiting, merge
 from motet.batch import Batch, Segment, Trained
 from motet.device import Device
 from motet.errors import DeviceError
-from motet.protocols import Trainer
+from motet.protocols import Parking, Trainer
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,7 @@ class Learner:
         self._waiting: list[_Entry] = []
         self._running: asyncio.Task[None] | None = None
         self._apart = False
+        self._parking = trainer if isinstance(trainer, Parking) and trainer.parks else None
 
     async def train(self, job: str, segments: tuple[Segment, ...]) -> tuple[Trained, ...]:
         """Add the gradients of a job's segments, in their order, and return what each was trained with."""
@@ -57,15 +58,26 @@ class Learner:
     async def _drain(self) -> None:
         while self._waiting:
             chosen = self._choose()
+            self._waiting = [entry for entry in self._waiting if entry not in chosen]
             batch = Batch(tuple(entry.segment for entry in chosen))
             try:
-                results = await self._device.run(lambda batch=batch: self._timed(batch))  # type: ignore[misc]
+                await self._bring_in(chosen)  # the device samples meanwhile
+                ahead = asyncio.create_task(self._bring_in(self._choose() if self._parking and self._waiting else []))
+                try:
+                    results = await self._device.run(lambda batch=batch: self._timed(batch))  # type: ignore[misc]
+                finally:
+                    await ahead
             except Exception as error:  # whoever waits for these segments has to know
                 self._fail(chosen, error)
                 continue
             for entry, trained in zip(chosen, results, strict=True):
                 if not entry.done.done():
                     entry.done.set_result(trained)
+
+    async def _bring_in(self, entries: list[_Entry]) -> None:
+        """Have what the device is about to train there, where adapters may be elsewhere."""
+        if self._parking is not None and entries:
+            await asyncio.to_thread(self._parking.bring_in, sorted({entry.segment.adapter for entry in entries}))
 
     def _fail(self, chosen: list[_Entry], error: Exception) -> None:
         """A batch of one job fails that job. Of several, nobody knows whose fault it was: from now on, each trains apart."""
@@ -82,7 +94,6 @@ class Learner:
         chosen = [self._waiting[index] for index in merge(waiting, self._budget)]
         if self._apart:
             chosen = [entry for entry in chosen if entry.job == chosen[0].job]
-        self._waiting = [entry for entry in self._waiting if entry not in chosen]
         return chosen
 
     def _timed(self, batch: Batch) -> tuple[Trained, ...]:

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import heapq
 import math
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from motet.algorithms.packing import Standing
@@ -124,6 +124,10 @@ class FairScheduler:
         self._accounts: dict[str, Account] = {}
         self._tenants: dict[str, TenantAccount] = {}
         self._shares: dict[str, float] = {}
+        self._factors: Mapping[str, float] = {}
+        """By how much shares grow here."""
+        self.used: defaultdict[str, float] = defaultdict(float)
+        """Tokens by tenant, each divided by the weight of its job."""
         self._waiting = Least()
         """Tenants with a job that waits for a turn."""
         self._level = 0.0
@@ -133,7 +137,7 @@ class FairScheduler:
         """Open an account for a job; of its tenant too, where that has none."""
         self._accounts[job] = Account(tenant, weight)
         if tenant not in self._tenants:
-            self._tenants[tenant] = TenantAccount(self._shares.get(tenant, 1.0))
+            self._tenants[tenant] = TenantAccount(self._share_here(tenant))
         self._tenants[tenant].jobs += 1
 
     def leave(self, job: str) -> None:
@@ -151,7 +155,20 @@ class FairScheduler:
     def share(self, tenant: str, share: float) -> None:
         """Set a tenant's share, now and for jobs to come; what it has had stays as much per share."""
         self._shares[tenant] = share
+        self._share_again(tenant)
+
+    def even_out(self, factors: Mapping[str, float]) -> None:
+        """Let shares of tenants grow by so much here, from now on, because others have had more elsewhere."""
+        self._factors = factors
+        for tenant in self._tenants:
+            self._share_again(tenant)
+
+    def _share_here(self, tenant: str) -> float:
+        return self._shares.get(tenant, 1.0) * self._factors.get(tenant, 1.0)
+
+    def _share_again(self, tenant: str) -> None:
         if (account := self._tenants.get(tenant)) is not None:
+            share = self._share_here(tenant)
             account.consumed *= share / account.share
             account.share = share
             self._waiting.add(tenant, account.had)  # it may have fallen by a rounding
@@ -172,6 +189,7 @@ class FairScheduler:
         """Charge tokens to a job and its tenant."""
         if (account := self._accounts.get(job)) is not None:
             account.consumed += tokens
+            self.used[account.tenant] += tokens / account.weight
             self._tenants[account.tenant].consumed += tokens / account.weight
 
     def standing(self, job: str) -> Standing:

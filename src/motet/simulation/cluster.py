@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from motet.cluster.placement import moved, placed
+from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.config.simulation import JobsConfig, SimulationConfig
 from motet.runtime.slot_turns import LOOK_SECONDS
 from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share
@@ -28,11 +29,13 @@ class Simulation:
         self._loads = {host.number: host.load for host in self.hosts}
         self._changed: set[SimulatedHost] = set()
         """Hosts that are about to look at their slots."""
-        self._open = len(self.jobs)
+        self._open = self._to_come = len(self.jobs)
         self._done = asyncio.Event()
         self.used: Counter[str] = Counter()
         """Tokens trained by tenant."""
         self.contended = Contended()
+        self.arriving: list[tuple[float, float]] = []
+        """The clock, and the seconds in which hosts had been busy, when the first job and the last one came."""
         self.curve: list[tuple[float, int, int]] = []
         """Hours, jobs that have a slot, jobs that wait for one."""
         self._rules = {jobs.tenant: Rule(share=jobs.share) for jobs in config.jobs}
@@ -41,9 +44,9 @@ class Simulation:
         """Seconds until every job has ended."""
         arriving = [asyncio.create_task(self._arrive(job)) for job in self.jobs]
         living = [asyncio.create_task(self._live(host)) for host in self.hosts]
-        watching = asyncio.create_task(self._watch())
+        watching = [asyncio.create_task(self._watch()), asyncio.create_task(self._share())]
         await self._done.wait()
-        others = [*living, watching]
+        others = [*living, *watching]
         for task in others:
             task.cancel()
         await asyncio.gather(*arriving, *others, return_exceptions=True)
@@ -51,7 +54,15 @@ class Simulation:
 
     async def _arrive(self, job: SimulatedJob) -> None:
         await asyncio.sleep(job.arrives)
+        self._to_come -= 1
+        if not self.arriving or not self._to_come:
+            self.arriving.append((now(), self._busy))
         self._place(job)
+
+    @property
+    def _busy(self) -> float:
+        """Seconds in which hosts have sampled or trained."""
+        return sum(host.busy_seconds for host in self.hosts)
 
     def _place(self, job: SimulatedJob) -> None:
         number = placed(job.claim, list(self._loads.values()), {})
@@ -100,12 +111,15 @@ class Simulation:
         job.first = now() if job.first is None else job.first
         host.scheduler.join(name, 1.0, job.claim.tenant)
         try:
+            await host.open()
             while job.done < job.steps and job.done != job.fails_at and not self._goes(host, name):
-                await asyncio.gather(*(host.sample(job) for _ in range(job.groups)))
+                await host.sample(job)
                 await host.train(job)
                 await host.publish(job)
                 job.done += 1
                 self.used[job.claim.tenant] += job.tokens_of_step
+            if job.done == job.steps:  # its last version is evaluated
+                await host.sample(job)
         except asyncio.CancelledError:  # the host died: what was committed stays
             host.scheduler.leave(name)
             return
@@ -191,16 +205,30 @@ class Simulation:
         for job in jobs:
             self._place(job)
 
+    async def _share(self) -> None:
+        """Let tenants have their shares over all hosts, as `EngineClient` does."""
+        account, shares = ClusterShares(), {tenant: rule.share for tenant, rule in self._rules.items()}
+        while len(self.hosts) > 1 and len(shares) > 1:
+            await asyncio.sleep(EVEN_SECONDS)
+            used = {host.number: host.scheduler.used for host in self.hosts}
+            factors = account.look(used, self._come().keys(), shares)
+            for host in self.hosts:
+                host.scheduler.even_out(factors)
+
+    def _come(self) -> Counter[str]:
+        """Jobs that have come and not ended, by tenant."""
+        return Counter(job.claim.tenant for job in self.jobs if job.arrives <= now() and job.ended is None)
+
     async def _watch(self) -> None:
         """A point of the curve now and then, and twice as seldom when there are many."""
         seconds, enough, before = 10.0, False, (0.0, 0.0, Counter[str]())
         while True:
             running = sum(len(host.running) for host in self.hosts)
-            come = Counter(job.claim.tenant for job in self.jobs if job.arrives <= now() and job.ended is None)
+            come = self._come()
             self.curve.append((now() / HOUR, running, come.total() - running))
             if len(self.curve) > 400:
                 self.curve, seconds = self.curve[::2], 2 * seconds
-            after = now(), sum(host.busy_seconds for host in self.hosts), self.used.copy()
+            after = now(), self._busy, self.used.copy()
             if enough:
                 self.contended.add(before, after)
             enough, before = self._enough(come), after
@@ -245,6 +273,8 @@ def _drawn(jobs: JobsConfig, dice: random.Random) -> list[SimulatedJob]:
                 rows=jobs.group_size,
                 prompt=dice.randint(*jobs.prompt_tokens),
                 completion=dice.randint(*jobs.completion_tokens),
+                evaluation=jobs.evaluation,
+                evaluate_every=jobs.evaluate_every,
             )
         )
     return drawn

@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from motet.cluster.placement import HostLoad
@@ -33,6 +34,9 @@ class SimulatedJob:
     """Of a group."""
     prompt: int
     completion: int
+    evaluation: int = 0
+    """Completions of one."""
+    evaluate_every: int = 0
     done: int = 0
     first: float | None = None
     """When it got its first slot."""
@@ -40,6 +44,12 @@ class SimulatedJob:
     starts: int = 0
     published: list[float] = field(default_factory=list)
     """Seconds from each step to its version."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the version that it has now is evaluated."""
+        every = self.evaluate_every
+        return self.evaluation > 0 and (self.done in (0, self.steps) or (every > 0 and self.done % every == 0))
 
     @property
     def tokens_of_step(self) -> int:
@@ -55,23 +65,24 @@ class SimulatedDevice:
 
     def __init__(self, costs: HostCosts) -> None:
         self._costs = costs
-        self._rows, self._training = 0, False
+        self._rows, self._training = Counter[str](), False
+        """Completions of each job."""
         self._tokens, self._at = 0.0, now()
         """Tokens that a completion would have had that was there from the beginning, and when that was so."""
         self._sampling: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def sample(self, tokens: int, rows: int) -> None:
+    async def sample(self, job: str, tokens: int, rows: int) -> None:
         """Sample so many tokens of so many completions each."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._go_on(rows)
+        self._go_on(job, rows)
         heapq.heappush(self._sampling, (self._tokens + tokens, next(self._order), done))
         self._set_timer()
         try:
             await done
         finally:
-            self._go_on(-rows)
+            self._go_on(job, -rows)
             self._set_timer()
 
     async def train(self, tokens: int) -> None:
@@ -80,7 +91,7 @@ class SimulatedDevice:
         self._training = True
         self._set_timer()
         try:
-            await asyncio.sleep(tokens / self._costs.train_tokens_per_second)
+            await asyncio.sleep(self._costs.train_seconds + tokens / self._costs.train_tokens_per_second)
         finally:
             self._go_on()
             self._training = False
@@ -91,13 +102,17 @@ class SimulatedDevice:
         """Between two tokens; infinite while it trains."""
         if self._training and not self._costs.own_sampler:
             return math.inf
-        return self._costs.token_seconds + self._costs.row_seconds * max(0, self._rows - 1)
+        costs, others = self._costs, max(0, len(self._rows) - 1)
+        return costs.token_seconds + costs.row_seconds * max(0, self._rows.total() - 1) + costs.job_seconds * others
 
-    def _go_on(self, rows: int = 0) -> None:
+    def _go_on(self, job: str = "", rows: int = 0) -> None:
         """Count what was sampled until now, and so many rows more from now on."""
         self._tokens += (now() - self._at) / self._token_seconds
         self._at = now()
-        self._rows += rows
+        if rows:
+            self._rows[job] += rows
+            if not self._rows[job]:
+                del self._rows[job]
 
     def _set_timer(self) -> None:
         while self._sampling and self._sampling[0][2].done():  # whoever waited was cancelled
@@ -143,7 +158,7 @@ class SimulatedHost:
         self.scheduler = FairScheduler(self.settings.rows)
         self.turns = SlotTurns(f"{self.number}", now)
         self._device = SimulatedDevice(self.settings.costs)
-        self._trainer, self._publisher = asyncio.Lock(), asyncio.Lock()
+        self._trainer, self._publisher, self._opener = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._active, self._since = 0, 0.0
 
     @property
@@ -164,13 +179,26 @@ class SimulatedHost:
         waiting = tuple(claim for claim in stay if claim.job not in self.running)
         return HostLoad(self.number, self.settings.slots, running, waiting, tuple(self.coming.values()))
 
+    async def open(self) -> None:
+        """Have a job ready to sample; a host does that for one job at a time."""
+        async with self._opener:
+            await asyncio.sleep(self.settings.costs.open_seconds)
+
     async def sample(self, job: SimulatedJob) -> None:
-        """One group."""
-        async with self.scheduler.permit(job.claim.job, job.rows):
+        """What the next step trains on, and the evaluation of the version that it begins from."""
+        groups = [job.rows] * job.groups if job.done < job.steps else []
+        held_out = [1] * job.evaluation if job.evaluates else []
+        async with asyncio.TaskGroup() as tasks:
+            for rows in (*held_out, *groups):
+                tasks.create_task(self._complete(job, rows))
+
+    async def _complete(self, job: SimulatedJob, rows: int) -> None:
+        """Completions of one problem."""
+        async with self.scheduler.permit(job.claim.job, rows):
             self._work(+1)
             try:
-                await self._device.sample(job.completion, job.rows)
-                self.scheduler.spend(job.claim.job, job.rows * (job.prompt + job.completion))
+                await self._device.sample(job.claim.job, job.completion, rows)
+                self.scheduler.spend(job.claim.job, rows * (job.prompt + job.completion))
             finally:
                 self._work(-1)
 

@@ -18,6 +18,8 @@ class Outcome:
     hours: float
     utilisation: float
     """The part of their time in which hosts sampled or trained."""
+    arriving: float
+    """The same from the first job that came to the last one; NaN where all came at once."""
     contended: float
     """The same while every tenant had jobs for its part of all slots; NaN where that was never so."""
     wait: tuple[float, float]
@@ -48,7 +50,8 @@ def simulate(config: SimulationConfig) -> Outcome:
         return simulation, await simulation.run()
 
     ended, seconds = under_virtual_clock(run())
-    contended = ended.contended
+    contended, (first, last) = ended.contended, (ended.arriving[0], ended.arriving[-1])
+    arriving = (last[0] - first[0]) * len(ended.hosts)
     shares = {jobs.tenant: jobs.share for jobs in config.jobs}
     had = [contended.used[tenant] / share for tenant, share in shares.items()]
     waits = [job.first - job.arrives for job in ended.jobs if job.first is not None]
@@ -56,6 +59,7 @@ def simulate(config: SimulationConfig) -> Outcome:
     return Outcome(
         hours=seconds / HOUR,
         utilisation=sum(host.busy for host in ended.hosts) / (seconds * len(ended.hosts)),
+        arriving=(last[1] - first[1]) / arriving if arriving else math.nan,
         contended=contended.busy / (contended.seconds * len(ended.hosts)) if contended.seconds else math.nan,
         wait=(_part(waits, 0.5), _part(waits, 0.99)),
         steps_per_hour=HOUR * steps / seconds,

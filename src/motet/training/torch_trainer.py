@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -135,6 +135,16 @@ class TorchTrainer:
             arena.load_head(directory)
             if optimizer:
                 arena.load_optimizer(directory)
+
+    @property
+    def parks(self) -> bool:
+        """Whether not all adapters have all that they are trained with on the device."""
+        return self._residence.room > 0
+
+    def bring_in(self, names: Sequence[str]) -> None:
+        """Have adapters whole on the device before they are trained; may run beside the device."""
+        with _no_openmp_team():
+            self._residence.bring_in(names)
 
     def _shape(self, name: str) -> AdapterConfig:
         self._arena(name)

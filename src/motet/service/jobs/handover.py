@@ -68,9 +68,10 @@ class Handover:
             MotetError, OSError, ValueError: it cannot be taken up as it stands (`UNFIT`).
         """
         self._initial.keep(job)
-        tree = self.tree(Principal.member_of(job.tenant_id), JobConfig.model_validate(job.spec), job.id)
+        config = JobConfig.model_validate(job.spec)
+        tree = self.tree(Principal.member_of(job.tenant_id), config, job.id)
         first_step = self._log.first_missing_step(job.id)
-        return AddJob(tree, job.wanted, first_step, job.tenant_id, self._enforcer.rule_with_job(job))
+        return AddJob(tree, job.wanted, first_step, job.tenant_id, self._enforcer.rule_with_job(job), config.slots)
 
     def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
         """The job under its engine-side name, with paths for what it names.
