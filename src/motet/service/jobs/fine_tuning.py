@@ -215,7 +215,8 @@ def _has_columns(grader: Grader) -> RowCheck:
 def _method(asked: FineTuningRequest) -> Reinforcement | Supervised | Dpo:
     if asked.hyperparameters is not None:
         raise bad_field(
-            "hyperparameters", "give them in method, as method.supervised.hyperparameters, the form that has taken their place"
+            "hyperparameters",
+            "give them in method, as method.supervised.hyperparameters, the form that has taken their place",
         )
     method = asked.method or Method(type="supervised")
     for other in {"reinforcement", "supervised", "dpo"} - {method.type}:
