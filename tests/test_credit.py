@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from motet.algorithms import Grpo, Ppo
 from motet.algorithms.advantages import ADVANTAGES, AdvantageKind, advantages
-from motet.algorithms.credit import placed, returns_to_go, turn_advantages
+from motet.algorithms.credit import placed, returns_to_go, rewards_at_ends, turn_advantages
 from motet.algorithms.critic import CriticConfig
 from motet.errors import ConfigError
 from motet.jobfile import parse_jobs
@@ -110,6 +111,13 @@ def test_a_critic_hears_of_a_reward_with_the_token_that_it_came_with():
     ):
         made = Ppo(critic=CriticConfig(), credit=credit).batch([group(one, rollout([0.0]))], 8)
         assert [sample.advantages.tolist() for sample in made.samples] == [*expected, [0, 0, 0]]
+
+
+def test_what_a_turn_that_is_not_trained_brought_counts_with_the_trained_one_before_it():
+    one = rollout([0.5, 1.0, 0.25, 2.0], 0.0, ["..ss..s"])
+    turns = tuple(replace(turn, trained=number % 2 == 1) for number, turn in enumerate(one.turns))
+    [rewards_T] = rewards_at_ends(replace(one, turns=turns), of_turns=True)
+    assert rewards_T.tolist() == [0, 0, 0, 1.75, 0, 0, 2]
 
 
 def test_what_cannot_be_credited_by_turns_is_refused():

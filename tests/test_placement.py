@@ -70,11 +70,12 @@ def test_free_slots_come_first_and_then_the_fastest_for_its_jobs() -> None:
 
 @given(st.lists(st.floats(100, 10_000), min_size=1, max_size=6))
 def test_speeds_that_are_near_each_other_count_as_alike(measured: list[float]) -> None:
-    found = speeds(dict(enumerate(measured)))
-    assert max(found.values()) == 1.0
+    relative = speeds({number: (f"device {number}", one) for number, one in enumerate(measured)})
+    assert max(relative.values()) == 1.0
     for number, one in enumerate(measured):
-        assert found[number] / 1.5 < one / max(measured) < found[number] * 1.5
-    assert speeds({0: 0.0, 1: 500.0}) == {0: 1.0, 1: 1.0}
+        assert relative[number] / 1.5 < one / max(measured) < relative[number] * 1.5
+    assert speeds({0: ("cpu", 0.0), 1: ("card", 500.0)}) == {0: 1.0, 1: 1.0}
+    assert speeds({0: ("card", 500.0), 1: ("card", 100.0), 2: ("cpu", 100.0)}) == {0: 1.0, 1: 1.0, 2: 0.25}
     assert speeds({}) == {}
 
 

@@ -107,6 +107,8 @@ def test_what_is_to_be_trained_is_brought_in_before_the_devices_turn() -> None:
             trainer.bring_in(["c", "gone"])
             assert not trainer._arena("c").parked
             assert trainer._arena("a").parked or trainer._arena("b").parked
+            trainer.bring_in(["a"], ["b", "c"])
+            assert trainer._arena("a").parked or trainer._arena("b").parked, "there is no room beside those"
 
     asyncio.run(run())
     device.close()

@@ -119,6 +119,7 @@ PAIRS = (
         "input": {"messages": [{"role": "user", "content": "Sky?"}], "tools": [], "parallel_tool_calls": True},
         "preferred_output": [{"role": "assistant", "content": "Blue."}],
         "non_preferred_output": [{"role": "assistant", "content": "Green."}],
+        "chosen": "a column of their own",
     },
 )
 

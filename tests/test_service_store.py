@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,6 +90,13 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         assert context.get_current_revision() == "0001"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
     engine.dispose()
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_several_services_may_begin_on_the_same_empty_database(url: str) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        for store in list(pool.map(Store, [url] * 6)):
+            store.close()
 
 
 def test_a_start_that_was_cut_off_is_taken_up(tmp_path: Path) -> None:

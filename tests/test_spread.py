@@ -160,7 +160,7 @@ def assert_equal(ours: Any, theirs: Any) -> None:
 
 
 def test_requests_survive_the_way() -> None:
-    sampling = SamplingParams(0.1 + 0.2, 7, ("\n\n", "ende€"), (3, 4), 0.9, 5, 0.01)
+    sampling = SamplingParams(0.1 + 0.2, 7, ("\n\n", "ende€"), (3, 4), 0.9, 5, 0.01, 'start: "ü"')
     seeds = (0, 2**64 - 1, 2**53 + 1)
     prompt = np.array([1, 2**31 - 1], np.int32)
     ref, episodes = AdapterRef("x.y", 3), ("j/0", "j/1", "é")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from motet.device import Device
 from motet.errors import EngineError, EpisodeRefusal
 from motet.model.load import load_base
 from motet.rollout.embedded import EmbeddedEngine
+from motet.rollout.grammars import Grammar
 from motet.tasks.chat import stop_token_ids
 from motet.tasks.episode import GroupContext
 from motet.types import Chunk, FinishReason, GenerateRequest, Message, Problem, SamplingParams
@@ -50,9 +52,13 @@ def request(engine: EmbeddedEngine, name: str, grammar: str = "", n: int = 1) ->
     return GenerateRequest(name, "job", np.array(ids, np.int32), None, sampling, tuple(range(n)))
 
 
+async def chunks_of(engine: EmbeddedEngine, request: GenerateRequest) -> list[Chunk]:
+    return [chunk async for chunk in engine.generate(request)]
+
+
 def completed(engine: EmbeddedEngine, *requests: GenerateRequest) -> list[list[Chunk]]:
     async def one(request: GenerateRequest) -> list[Chunk]:
-        return sorted([chunk async for chunk in engine.generate(request)], key=lambda chunk: chunk.index)
+        return sorted(await chunks_of(engine, request), key=lambda chunk: chunk.index)
 
     async def main() -> list[list[Chunk]]:
         return await asyncio.gather(*map(one, requests))
@@ -91,6 +97,36 @@ def test_a_grammar_that_this_base_cannot_keep_to_is_refused_before_it_is_drawn(e
         completed(engine, request(engine, "wrong", 'start: %json {"type": "objekt"}'))
 
 
+def test_an_answer_that_meets_the_limits_of_its_grammar_is_no_good_one(engine):
+    hard = {"type": "json_schema", "schema": {"type": "string", "pattern": "^(.*a.{20,40}b.*){6}$"}}
+    [[chunk]] = completed(engine, request(engine, "hard", grammar_of(hard, tools=False)))
+    assert chunk.finish_reason is not FinishReason.STOP, chunk
+
+
+def test_a_grammar_that_takes_long_ends_its_answer():
+    class Slow:
+        def compute_bitmask(self) -> bytes:
+            until = time.thread_time() + 0.3
+            while time.thread_time() < until:
+                pass
+            return bytes(8)
+
+    grammar = Grammar(Slow(), 64)
+    grammar.allowed()
+    assert "make it simpler" in grammar.take(1)
+
+
+def test_a_request_that_is_aborted_while_its_grammar_is_made_ready_is_not_begun(engine):
+    async def main() -> list[Chunk]:
+        asked = request(engine, "left", grammar_of(FORMAT, tools=True), 2)
+        reading = asyncio.create_task(chunks_of(engine, asked))
+        await asyncio.sleep(0)
+        await engine.abort("left")
+        return await reading
+
+    assert [chunk.finish_reason for chunk in asyncio.run(main())] == [FinishReason.ABORT] * 2
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -100,6 +136,9 @@ def test_a_grammar_that_this_base_cannot_keep_to_is_refused_before_it_is_drawn(e
         ({"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}, "Invalid type: objekt"),
         ({"type": "json_schema", "schema": {"$ref": "http://x/y"}}, "Resource 'http://x/y' is not present"),
         ({"type": "json_schema", "schema": {"type": "string", "pattern": "("}}, "unclosed group"),
+        ("json_object", "response_format must be an object with a `type`, not 'json_object'"),
+        ({"type": "json_schema", "json_schema": "x"}, "must have a `schema`, an object, not 'x'"),
+        ({"type": "json_schema", "schema": {"enum": ["x" * 20_000]}}, "characters; 16000 are the most"),
     ],
 )
 def test_a_schema_that_cannot_be_kept_to_is_refused_with_what_is_wrong_with_it(asked, message):

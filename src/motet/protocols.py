@@ -107,8 +107,11 @@ class Parking(Protocol):
         """Whether it has."""
         ...
 
-    def bring_in(self, names: Sequence[str]) -> None:
-        """Have adapters on the device before they are trained; names that are gone are left out. May run beside the device."""
+    def bring_in(self, names: Sequence[str], beside: Sequence[str] = ()) -> None:
+        """Have adapters on the device before they are trained; names that are gone are left out. May run beside the device.
+
+        None comes where there is no room for it beside those that are about to be used.
+        """
         ...
 
 

@@ -276,8 +276,8 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Whether any turn ran into `max_tokens`."""
-        return any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
+        """Whether any turn that is trained ran into `max_tokens`."""
+        return any(turn.trained and turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
 
 
 @dataclass(frozen=True)

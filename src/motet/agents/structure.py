@@ -9,6 +9,8 @@ from motet.errors import EpisodeRefusal
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write JSON, so that no answer is spent on spaces."""
+_LONGEST = 16_000
+"""What a schema costs for each token grows faster than its length."""
 
 
 def grammar_of(asked: Any, *, tools: bool) -> str:
@@ -19,12 +21,17 @@ def grammar_of(asked: Any, *, tools: bool) -> str:
     Raises:
         EpisodeRefusal: it cannot be kept to; says why.
     """
-    if asked is None or (kind := asked.get("type")) == "text":
+    if asked is None:
+        return ""
+    if not isinstance(asked, dict):
+        raise EpisodeRefusal(f"response_format must be an object with a `type`, not {asked!r:.80}")
+    if (kind := asked.get("type")) == "text":
         return ""
     if kind == "json_object":
         schema: Any = {"type": "object"}
     elif kind == "json_schema":
-        schema = (asked.get("json_schema") or asked).get("schema")
+        holder = asked.get("json_schema", asked)
+        schema = holder.get("schema") if isinstance(holder, dict) else holder
     else:
         raise EpisodeRefusal(
             f"response_format: type {kind!r} is not known here; it is text, json_object or json_schema"
@@ -38,6 +45,8 @@ def grammar_of(asked: Any, *, tools: bool) -> str:
             "response_format needs llguidance, which is not installed: pip install 'motet[serve]'"
         ) from error
     answer = json.dumps({"x-guidance": _SPACES, **schema})
+    if len(answer) > _LONGEST:
+        raise EpisodeRefusal(f"response_format: the schema has {len(answer)} characters; {_LONGEST} are the most")
     grammar: str = LLMatcher.grammar_from_lark(
         f'start: answer | CALL\nanswer: %json {answer}\nCALL: "<tool_call>" /(.|\\n)*/'
         if tools

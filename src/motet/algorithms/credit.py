@@ -29,6 +29,20 @@ def _rewards(rollout: Rollout) -> list[float]:
     return rewards
 
 
+def _of_trained_turns(rollout: Rollout) -> list[float]:
+    """What a turn brought that is not trained counts with the trained one before it, or with the first."""
+    given, before = [], 0.0
+    for turn, reward in zip(rollout.turns, _rewards(rollout), strict=True):
+        if turn.trained:
+            given.append(reward + before)
+            before = 0.0
+        elif given:
+            given[-1] += reward
+        else:
+            before += reward
+    return given
+
+
 def rewards_at_ends(rollout: Rollout, *, of_turns: bool) -> list[FloatArray]:
     """Rewards on the token that each came with, [T] of each branch, as a critic wants them.
 
@@ -37,7 +51,8 @@ def rewards_at_ends(rollout: Rollout, *, of_turns: bool) -> list[FloatArray]:
         of_turns: what each turn was given, on its last token; with the last turn of a branch comes what was given later, in
             other branches. Otherwise the whole reward, on the last token of each branch.
     """
-    given, to_go, turn, tokens = _rewards(rollout), returns_to_go(rollout, 1.0), 0, []
+    given = _of_trained_turns(rollout)
+    to_go, turn, tokens = np.cumsum(given[::-1])[::-1], 0, []
     for branch in rollout.branches:
         rewards_T = np.zeros(len(branch.token_ids), np.float32)
         ends = [last - 1 for _, last in stretches(branch)]

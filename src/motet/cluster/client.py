@@ -210,14 +210,15 @@ class EngineClient:
 
     async def _share(self) -> None:
         """Let tenants have their shares over all hosts, not on each alone."""
-        account = ClusterShares()
+        account, shared = ClusterShares(), False
         while len(self.hosts) > 1:
             await asyncio.sleep(EVEN_SECONDS)
             there = {job.claim.tenant for job in self._placed.values() if job.state in _OPEN}
             used = {host.number: host.used for host in self.hosts if host.ready}
             factors = account.look(used, there, {tenant: rule.share for tenant, rule in self._rules.items()})
-            for host in self.hosts if len(factors) > 1 else ():
+            for host in self.hosts if len(factors) > 1 or shared else ():
                 host.send(m.EvenOut(factors))
+            shared = len(factors) > 1
 
     # --- which host has which job -----------------------------------------------------------------------------------------
 
@@ -302,7 +303,7 @@ def _loads(hosts: Sequence[Host], jobs: Iterable[_Placed], rules: Mapping[str, R
             whose, there = running if job.state is JobState.RUNNING else waiting, job.host
         if there.ready and (job.to is not None or held or job.state in (JobState.RUNNING, JobState.QUEUED)):
             whose[there.number].append(job.claim)
-    fast = speeds({host.number: host.tokens_per_second for host in hosts})
+    fast = speeds({host.number: host.speed for host in hosts})
     return {
         n: HostLoad(n, host.slots, tuple(running[n]), tuple(waiting[n]), tuple(coming[n]), fast[n])
         for n, host in ((host.number, host) for host in hosts)

@@ -93,8 +93,8 @@ class Host:
         self.device: dict[str, float] = {}
         self.used: dict[str, float] = {}
         """Tokens by tenant since its start, each divided by the weight of its job."""
-        self.tokens_per_second = 0.0
-        """As it measured them at its start."""
+        self.speed = ("", 0.0)
+        """Its device, and tokens a second as it measured them at its start."""
         self.starts = 0
 
     def adopt(self, engine: Engine) -> None:
@@ -236,7 +236,7 @@ class Host:
                 for note in message.notes:
                     _log.warning("%s", note)
                 self.failure, self._ready_since = "", time.monotonic()
-                self.tokens_per_second = message.tokens_per_second
+                self.speed = (message.device, message.tokens_per_second)
                 self.ready = True
                 self._heard(self, message)
             case m.Failed():

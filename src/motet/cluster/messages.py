@@ -184,6 +184,8 @@ class Ready(Message, frozen=True):
     """Such as why results depend on more than the seed."""
     tokens_per_second: float = 0.0
     """That it reads of one prompt; 0 where that is not known."""
+    device: str = ""
+    """What it computes with: hosts with the same are as fast as each other, whatever kept one of them busy meanwhile."""
 
 
 class Failed(Message, frozen=True):

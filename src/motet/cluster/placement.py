@@ -76,14 +76,19 @@ def placed(claim: Claim, hosts: Sequence[HostLoad], rules: Mapping[str, Rule]) -
     return min(((host.tenants[claim.tenant], host.host) for host in emptiest), default=(0, None))[1]
 
 
-def speeds(tokens_per_second: Mapping[int, float]) -> dict[int, float]:
+def speeds(measured: Mapping[int, tuple[str, float]]) -> dict[int, float]:
     """Speeds of hosts beside the fastest one's, in powers of two: what is nearer to each other is noise, and counts as alike.
 
     Args:
-        tokens_per_second: as each host measured it at its start; 0 is as fast as the fastest.
+        measured: each host's device and its tokens a second, of which those on the same device have the best; 0 is as fast as
+            the fastest.
     """
-    fastest = max(tokens_per_second.values(), default=0.0)
-    return {host: 2.0 ** round(math.log2(one / fastest)) if one else 1.0 for host, one in tokens_per_second.items()}
+    best: dict[str, float] = {}
+    for device, one in measured.values():
+        best[device] = max(one, best.get(device, 0.0))
+    fastest = max(best.values(), default=0.0)
+    alike = {device: 2.0 ** round(math.log2(one / fastest)) if one else 1.0 for device, one in best.items()}
+    return {host: alike[device] for host, (device, _) in measured.items()}
 
 
 def moved(hosts: Sequence[HostLoad]) -> Move | None:

@@ -135,7 +135,6 @@ def set_limits(
 
 
 def _limit(name: str, text: str) -> str | float | int | None:
-
     if text == "none":
         return None
     if name == "priority":

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from motet import budgets
 from motet.agents import episode_messages as e
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
-from motet.budgets import Need
 from motet.channel import Parent
 from motet.cluster import messages as m
 from motet.config import JobConfig, RunConfig
@@ -37,7 +37,7 @@ from motet.tasks.reward_walls import Walls
 from motet.tasks.row_files import OF_A_JOB
 from motet.types import JobState
 
-USUAL = Need(512, 512)
+USUAL = budgets.Need(512, 512)
 """What the KV cache is sized for: jobs come later, and nobody knows their lengths yet."""
 _SPEED_TOKENS = 64
 _LOOK_SECONDS = 0.5
@@ -107,7 +107,11 @@ class EngineServer:
             running, watching = asyncio.create_task(self.pipeline.run()), asyncio.create_task(self._watch())
             for task in (running, watching):  # without them this process is of no use: a new one takes over
                 task.add_done_callback(lambda task: messages.put_nowait(None) if _fault(task) else None)
-            self._parent.send(m.Ready(self.workshop.notes, await self._tokens_per_second()))
+            info, threads = self.base.info, self._config.engine.threads
+            device = (
+                f"{info.processor}, {threads or budgets.cores()} threads" if info.device == "cpu" else info.processor
+            )
+            self._parent.send(m.Ready(self.workshop.notes, await self._tokens_per_second(), device))
             while (message := await messages.get()) is not None:
                 if isinstance(message, m.Stop):
                     self.pipeline.stop()

@@ -27,7 +27,7 @@ from motet.protocols import RolloutEngine, Trainer
 from motet.rollout.decoder import Decoder
 from motet.rollout.grammars import Grammars
 from motet.rollout.sequences import Prompt, Sequence
-from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
+from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray, TopTokens
 
 
 class EmbeddedEngine:
@@ -64,6 +64,8 @@ class EmbeddedEngine:
             kept_blocks=kept_tokens // base.block_size,
         )
         self._grammars = Grammars(base.info)
+        self._preparing: dict[str, str] = {}
+        """Requests whose grammars are made ready, and whose they are; those that are aborted meanwhile are gone."""
         self._device = device
         self._share = share
         self._versions: dict[AdapterRef, AdapterWeights] = {}
@@ -119,7 +121,16 @@ class EmbeddedEngine:
         prompt = Prompt(request, weights, lambda item: _deliver(loop, chunks, item))
         prompt.waiting = [Sequence(prompt, index, key) for index, key in enumerate(request.seeds)]
         if request.sampling.grammar:
-            grammar = await asyncio.to_thread(self._grammars.of, request.sampling)
+            self._preparing[request.id] = request.job
+            try:
+                grammar = await asyncio.to_thread(self._grammars.of, request.sampling)
+            finally:
+                aborted = self._preparing.pop(request.id, None) is None
+            if aborted:
+                nothing = np.empty(0, np.int32)
+                for index in range(len(request.seeds)):
+                    yield Chunk(index, nothing, np.empty(0, np.float32), nothing, "", FinishReason.ABORT)
+                return
             for sequence in prompt.waiting:
                 sequence.grammar = grammar.begun()
         self._arrivals.append(prompt)
@@ -139,6 +150,7 @@ class EmbeddedEngine:
 
     async def abort(self, name: str) -> None:
         """End one request, or every request of a job; or let go of what is kept of an episode."""
+        self._preparing = {one: job for one, job in self._preparing.items() if name not in (one, job)}
         self._aborts.add(name)
         self._device.wake()
 

@@ -6,6 +6,7 @@ Legend: V vocabulary.
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from motet.types import BoolArray, SamplingParams
 
 _KEPT = 64
 """Grammars that are kept ready."""
+_SLOW_SECONDS = 0.25
+"""Of the processor, which all that is sampled waits for."""
 
 
 class Grammar:
@@ -23,6 +26,7 @@ class Grammar:
 
     def __init__(self, matcher: Any, n_vocab: int) -> None:
         self._matcher, self._n_vocab = matcher, n_vocab
+        self._slow = False
 
     def begun(self) -> Grammar:
         """One for another completion, which stands here too."""
@@ -30,12 +34,17 @@ class Grammar:
 
     def allowed(self) -> BoolArray:
         """Which tokens may come next, [V]."""
+        began = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._slow |= time.thread_time() - began > _SLOW_SECONDS
         return np.unpackbits(bits, count=self._n_vocab, bitorder="little").astype(np.bool_)
 
     def take(self, token: int) -> str:
         """Go on behind a token; returns why that is not possible, or nothing."""
-        return "" if self._matcher.consume_token(token) else str(self._matcher.get_error())
+        if self._slow:
+            return f"its grammar takes more than {_SLOW_SECONDS} s for one token, for which others would wait; make it simpler"
+        whole = self._matcher.consume_token(token) and not self._matcher.is_error()
+        return "" if whole else f"it left its grammar: {self._matcher.get_error()[:300]}"
 
 
 class Grammars:

@@ -18,12 +18,14 @@ HANGS_SECONDS = 120.0
 """A server that answered once and then not for so long is started again."""
 _EARLY_SECONDS = 0.5
 """The same until it answers."""
+_IN_VAIN = 3
+"""Starts in a row without an answer, after which a server is given up."""
 LOADS_SECONDS = 1800.0
 """So long it may take to answer for the first time."""
 
 
 class NodeServer:
-    """One server: started again when it dies or hangs, given up when it dies again and again right after its start."""
+    """One server: started again when it dies or hangs, given up when it dies again and again without an answer."""
 
     def __init__(
         self,
@@ -39,6 +41,8 @@ class NodeServer:
         self._look, self._hangs, self._loads = look_seconds, hangs_seconds, loads_seconds
         self._answered = False
         """Since its last start."""
+        self._in_vain = 0
+        """Starts in a row without an answer."""
         self._since = 0.0
         """When it answered last, or was started."""
         self.failure = "it is starting"
@@ -65,6 +69,9 @@ class NodeServer:
             try:
                 if not self._process.alive:
                     self.failure = f"it ended: {self._process.ending}"
+                    self._in_vain = 0 if self._answered else self._in_vain + 1
+                    if self._in_vain == _IN_VAIN:
+                        raise EngineError(self._process.ending)
                     await self._start()
                 elif await healthy():
                     self.failure, self._answered, self._since = "", True, time.monotonic()
@@ -78,5 +85,9 @@ class NodeServer:
             await asyncio.sleep(self._look if self._answered else min(self._look, _EARLY_SECONDS))
 
     async def _start(self) -> None:
-        await asyncio.to_thread(self._process.start)
+        starting = asyncio.create_task(asyncio.to_thread(self._process.start))
+        try:
+            await asyncio.shield(starting)
+        finally:
+            await asyncio.wait([starting])  # nothing is started behind whoever closes it
         self._answered, self._since = False, time.monotonic()

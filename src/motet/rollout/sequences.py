@@ -72,7 +72,7 @@ class Sequence:
         self.logprobs.append(logprob)
         self.finish = ending(self.tokens, sampling)
         if self.grammar is not None and (error := self.grammar.take(token)):
-            self.finish, self.error = FinishReason.ERROR, f"the answer left its grammar: {error[:300]}"
+            self.finish, self.error = FinishReason.ERROR, f"the answer was ended: {error}"
         if self.finish is not FinishReason.STOP and self._stopped(decode):
             self.finish = FinishReason.STOP
 

@@ -138,10 +138,13 @@ class Generation:
         """
         sampling = sampling or self.sampling
         drafts = {index: self.drafts.setdefault((turn, index), Draft()) for index in keys}
+        renew = (
+            self.renew and not sampling.grammar
+        )  # where an answer stands in its grammar is known to one request alone
         while open_ := {index: draft for index, draft in drafts.items() if draft.finish is None}:
             if self.stop.is_set():
                 raise PutAside
-            version = max(version, self.versions.latest) if self.renew else version
+            version = max(version, self.versions.latest) if renew else version
             fresh = {index: draft for index, draft in open_.items() if not draft.tokens}
             asked = [{index: draft} for index, draft in open_.items() if draft.tokens] + ([fresh] if fresh else [])
             with self.versions.hold(version) as ref:
@@ -149,8 +152,8 @@ class Generation:
                 reading = [
                     self._read(request, list(some.values())) for request, some in zip(requests, asked, strict=True)
                 ]
-                await self._interruptibly(reading, [request.id for request in requests], version)
-            interrupted = self.stop.is_set() or (self.renew and self.versions.latest > version)
+                await self._interruptibly(reading, [request.id for request in requests], version + 1 if renew else None)
+            interrupted = self.stop.is_set() or (renew and self.versions.latest > version)
             for draft in open_.values():
                 draft.settle(sampling, self.chat)
                 if draft.finish is None and not interrupted:  # somebody else aborted it, and may do so again
@@ -195,18 +198,18 @@ class Generation:
         async for chunk in self.engine.generate(request):
             drafts[chunk.index].take(chunk)
 
-    async def _interruptibly(self, reading: list[Coroutine[Any, Any, None]], ids: list[str], version: int) -> None:
-        """Read to the end, or until a newer version or the word to stop ends the requests."""
+    async def _interruptibly(self, reading: list[Coroutine[Any, Any, None]], ids: list[str], until: int | None) -> None:
+        """Read to the end, or until version `until` or the word to stop ends the requests."""
         tasks = [asyncio.create_task(one) for one in reading]
-        watching = [asyncio.create_task(self._abort_when(event, ids)) for event in self._interruptions(version)]
+        watching = [asyncio.create_task(self._abort_when(event, ids)) for event in self._interruptions(until)]
         try:
             await asyncio.gather(*tasks)
         finally:
             await ended((*tasks, *watching))
 
-    def _interruptions(self, version: int) -> list[Coroutine[Any, Any, Any]]:
+    def _interruptions(self, until: int | None) -> list[Coroutine[Any, Any, Any]]:
         return [
-            *([self.versions.wait_for(version + 1)] if self.renew else []),
+            *([] if until is None else [self.versions.wait_for(until)]),
             *([self.stop.wait()] if self.can_stop else []),
         ]
 

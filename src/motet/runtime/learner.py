@@ -7,6 +7,7 @@ tenants that have consumed least first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -62,7 +63,7 @@ class Learner:
             batch = Batch(tuple(entry.segment for entry in chosen))
             try:
                 await self._bring_in(chosen)  # the device samples meanwhile
-                ahead = asyncio.create_task(self._bring_in(self._choose() if self._parking and self._waiting else []))
+                ahead = asyncio.create_task(self._bring_in_next(chosen))
                 try:
                     results = await self._device.run(lambda batch=batch: self._timed(batch))  # type: ignore[misc]
                 finally:
@@ -77,7 +78,14 @@ class Learner:
     async def _bring_in(self, entries: list[_Entry]) -> None:
         """Have what the device is about to train there, where adapters may be elsewhere."""
         if self._parking is not None and entries:
-            await asyncio.to_thread(self._parking.bring_in, sorted({entry.segment.adapter for entry in entries}))
+            await asyncio.to_thread(self._parking.bring_in, _adapters(entries))
+
+    async def _bring_in_next(self, chosen: list[_Entry]) -> None:
+        """Have what comes after `chosen` there too, where there is room; what fails now fails again in its own turn."""
+        if self._parking is not None and self._waiting:
+            following = _adapters(self._choose())
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(self._parking.bring_in, following, _adapters(chosen))
 
     def _fail(self, chosen: list[_Entry], error: Exception) -> None:
         """A batch of one job fails that job. Of several, nobody knows whose fault it was: from now on, each trains apart."""
@@ -107,3 +115,7 @@ class Learner:
         self._device.busy.train += spent
         self._device.busy.full += spent * (batch.n_tokens >= 0.5 * self._budget)
         return results
+
+
+def _adapters(entries: list[_Entry]) -> list[str]:
+    return sorted({entry.segment.adapter for entry in entries})

@@ -221,6 +221,8 @@ def _conversation(rollout: Rollout) -> dict[str, Any]:
         fields["replies"] = [[reply.content for reply in turn.replies] for turn in rollout.turns]
     if any(turn.reward is not None for turn in rollout.turns):
         fields["turn_rewards"] = [turn.reward for turn in rollout.turns]
+    if not all(turn.trained for turn in rollout.turns):
+        fields["trained"] = [turn.trained for turn in rollout.turns]
     return fields
 
 

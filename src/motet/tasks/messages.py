@@ -41,7 +41,7 @@ def plain_preference(row: dict[str, Any]) -> dict[str, Any]:
     others = {name: value for name, value in row.items() if name not in ("input", *_OPENAI_PAIR)}
     tools = {"tools": asked["tools"]} if asked.get("tools") else {}
     pair = {name: row[theirs] for theirs, name in _OPENAI_PAIR.items()}
-    return {"prompt": asked.get("messages"), **pair, **tools, **others}
+    return {**others, "prompt": asked.get("messages"), **pair, **tools}
 
 
 def without_prompt(row: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -59,12 +59,13 @@ class Residence:
             with self._changing:
                 self._users.subtract(names)
 
-    def bring_in(self, names: Sequence[str]) -> None:
-        """Have arenas on the device before they are used; names that are gone are left out."""
-        with self._changing:
-            there = [name for name in names if name in self.arenas]
-        with contextlib.suppress(KeyError), self.using(there):  # one may go meanwhile
-            pass
+    def bring_in(self, names: Sequence[str], beside: Sequence[str] = ()) -> None:
+        """Have arenas on the device before they are used, where `beside` leaves room; names that are gone are left out."""
+        if beside and len({*names, *beside}) > self.room:
+            return
+        for name in names:
+            with contextlib.suppress(KeyError), self.using([name]):  # it may go meanwhile
+                pass
 
     def _bring_in(self, name: str) -> None:
         arena = self.arenas[name]

@@ -141,10 +141,10 @@ class TorchTrainer:
         """Whether not all adapters have all that they are trained with on the device."""
         return self._residence.room > 0
 
-    def bring_in(self, names: Sequence[str]) -> None:
-        """Have adapters whole on the device before they are trained; may run beside the device."""
+    def bring_in(self, names: Sequence[str], beside: Sequence[str] = ()) -> None:
+        """Have adapters whole on the device before they are trained; see `Parking`."""
         with _no_openmp_team():
-            self._residence.bring_in(names)
+            self._residence.bring_in(names, beside)
 
     def _shape(self, name: str) -> AdapterConfig:
         self._arena(name)

@@ -294,6 +294,10 @@ def _public(url: str) -> str:
         return "that was given"
 
 
+_MIGRATING = 0x6D6F746574
+"""A lock of PostgreSQL, by a number of its own."""
+
+
 def _migrate(engine: Engine) -> None:
     """Make all tables in a new database, and bring those of an older release to their newest shape."""
     from alembic import command
@@ -303,6 +307,8 @@ def _migrate(engine: Engine) -> None:
     config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
     with engine.begin() as connection:
         config.attributes["connection"] = connection
+        if connection.dialect.name == "postgresql":  # another process may begin on the same empty database
+            connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
         if inspect(connection).has_table("alembic_version"):
             command.upgrade(config, "head")
         else:

@@ -61,6 +61,7 @@ class _Sample:
     since: float | None = field(default_factory=time.monotonic)
     """When it ended; of one that is held back, when it was asked for last. None while it is under way."""
     fetched: bool = False
+    cancelled: bool = False
 
 
 class Futures:
@@ -91,7 +92,11 @@ class Futures:
         draft.write_bytes(msgspec.json.encode(kept))
         draft.rename(self._asked / name)
         sample = self._samples[name] = _Sample(who.tenant_id, wanted)
-        await self._started(who, sample)
+        try:
+            await self._started(who, sample)
+        except BaseException:  # the client has no name to ask by
+            self._forget(name)
+            raise
         return name
 
     async def _started(self, who: Principal, sample: _Sample) -> str:
@@ -101,7 +106,7 @@ class Futures:
         except LimitError as error:
             sample.since = time.monotonic()
             return str(error)
-        if sample.task is None:
+        if sample.task is None and not sample.cancelled:
             sample.since, sample.task = None, asyncio.create_task(self._samplers.sample(who, sample.wanted))
             sample.task.add_done_callback(_ended_at(sample))
         return ""
@@ -114,6 +119,7 @@ class Futures:
         """Nobody waits for a sample any more."""
         sample = self._samples.get(request_id)
         if sample is not None and sample.tenant_id == who.tenant_id:
+            sample.cancelled = True
             if sample.task is not None:
                 sample.task.cancel()
             self._forget(request_id)
