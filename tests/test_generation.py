@@ -175,10 +175,12 @@ def test_a_stop_string_across_the_cut_ends_tokens_and_text() -> None:
     assert straddled > 10
 
 
-def test_finish_asks_once_and_never_interrupts() -> None:
+@pytest.mark.parametrize("asked", [{"renew": False}, {"renew": True, "grammar": "start: %json {}"}])
+def test_finish_asks_once_and_never_interrupts(asked: dict[str, Any]) -> None:
+    """Nor does an answer that keeps to a grammar go on under a newer version: another request would begin the grammar anew."""
     whole = generate([], renew=False)
     for pause in range(12):
-        told = generate([pause, 3], renew=False)
+        told = generate([pause, 3], **asked)
         assert [chunk.token_ids.tolist() for chunk in told.chunks] == [
             chunk.token_ids.tolist() for chunk in whole.chunks
         ]
