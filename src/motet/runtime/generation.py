@@ -138,9 +138,7 @@ class Generation:
         """
         sampling = sampling or self.sampling
         drafts = {index: self.drafts.setdefault((turn, index), Draft()) for index in keys}
-        renew = (
-            self.renew and not sampling.grammar
-        )  # where an answer stands in its grammar is known to one request alone
+        renew = self._renews(sampling)
         while open_ := {index: draft for index, draft in drafts.items() if draft.finish is None}:
             if self.stop.is_set():
                 raise PutAside
@@ -180,9 +178,14 @@ class Generation:
             seeds=tuple(
                 seeds.key(keys[index], "continued", len(so_far)) if so_far else keys[index] for index in drafts
             ),
-            stream=self.renew or self.can_stop,
+            stream=self._renews(sampling) or self.can_stop,
             episodes=tuple(map(self._episode, drafts)) if self.turns else (),
         )
+
+    def _renews(self, sampling: SamplingParams) -> bool:
+        return (
+            self.renew and not sampling.grammar
+        )  # where an answer stands in its grammar is known to one request alone
 
     async def release(self, *indices: int) -> None:
         """These episodes have no further turn."""
