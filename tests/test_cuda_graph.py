@@ -123,7 +123,7 @@ def test_a_base_is_proved_with_it(way: str) -> None:
     assert base.info.notes == ((base.info.inexact,) if base.info.inexact else ())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_jobs_learn_exactly(recorded: LoraModel, tmp_path: Path) -> None:
     """Alone or in company the same bytes, and sampler and trainer agree: whole runs."""
     rewards = tmp_path / "rewards.py"

@@ -140,7 +140,7 @@ def test_groups_that_were_put_aside_keep_their_tokens(environment: str, capacity
     asked = [request for request in run.engine.requests if "/train/" in request.id and request.adapter]
     continued = [request for request in asked if request.sampling.max_tokens < 20]
     whole = [request for request in continued if place(request) not in committed.pending]
-    assert len(whole) > 3
+    assert len(whole) >= 3
     for request in whole:
         prefix, n_partial = request.prompt_ids.tolist(), 20 - request.sampling.max_tokens
         versions = [one.versions for one in samples if one.token_ids[: len(prefix)].tolist() == prefix]

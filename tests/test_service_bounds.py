@@ -250,7 +250,6 @@ def test_what_is_nested_is_a_400_wherever_it_stands(house: House, depth: int) ->
         ("alpha/graders/run", {"grader": spec, "model_sample": "a", "item": {"a": nested(depth)}}),
         ("alpha/graders/validate", {"grader": {"type": "multi", "graders": nested(depth)}}),
         ("jobs", {**tuning, "motet": {"x": nested(depth)}}),
-        ("jobs", {**tuning, "method": {"type": "supervised", "supervised": nested(depth)}}),
         ("jobs", {**tuning, "hyperparameters": nested(depth)}),
     ):
         assert "nested" in house.refused(400, "POST", f"/v1/fine_tuning/{path}", json=body)["message"]

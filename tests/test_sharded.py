@@ -276,7 +276,7 @@ def test_a_run_in_shards_has_the_bytes_of_one_that_is_whole(tmp_path: Path) -> N
     assert kept(tmp_path / "2") == whole
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rank_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Path) -> None:
     assert run_config(job_file(tmp_path / "whole", 1, steps=4)).ok
 
