@@ -48,7 +48,18 @@ def plant(fault: Fault) -> tuple[bool, str]:
             return False, f"the line to spoil is there {text.count(fault.right)} times: mend this list"
         path.write_text(text.replace(fault.right, fault.wrong))
         environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "soak or not soak", fault.test]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "soak or not soak",
+            fault.test,
+        ]
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
         )

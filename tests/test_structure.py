@@ -20,7 +20,7 @@ from motet.device import Device
 from motet.errors import EngineError, EpisodeRefusal
 from motet.model.load import load_base
 from motet.rollout.embedded import EmbeddedEngine
-from motet.rollout.grammars import Grammar
+from motet.rollout.grammars import Grammar, Grammars
 from motet.tasks.chat import stop_token_ids
 from motet.tasks.episode import GroupContext
 from motet.types import Chunk, FinishReason, GenerateRequest, Message, Problem, SamplingParams
@@ -98,9 +98,17 @@ def test_a_grammar_that_this_base_cannot_keep_to_is_refused_before_it_is_drawn(e
 
 
 def test_an_answer_that_meets_the_limits_of_its_grammar_is_no_good_one(engine):
-    hard = {"type": "json_schema", "schema": {"type": "string", "pattern": "^(.*a.{20,40}b.*){6}$"}}
-    [[chunk]] = completed(engine, request(engine, "hard", grammar_of(hard, tools=False)))
-    assert chunk.finish_reason is not FinishReason.STOP, chunk
+    asked = {"type": "json_schema", "schema": {"type": "string", "pattern": "^(.*a.{20,40}b.*){16}$"}}
+    sampling = request(engine, "hard", grammar_of(asked, tools=False)).sampling
+    grammar = Grammars(engine.base.info).of(sampling).begun()
+    for text in '"' + "ab" * 400:
+        (token,) = engine.base.info.tokenizer.encode(text)
+        if grammar.allowed()[token]:
+            assert grammar.take(token) == ""
+        else:  # it may only end
+            break
+    assert grammar.allowed()[sampling.stop_token_ids[0]]
+    assert "too many expressions" in grammar.take(sampling.stop_token_ids[0])
 
 
 def test_a_grammar_that_takes_long_ends_its_answer():

@@ -183,9 +183,8 @@ class Generation:
         )
 
     def _renews(self, sampling: SamplingParams) -> bool:
-        return (
-            self.renew and not sampling.grammar
-        )  # where an answer stands in its grammar is known to one request alone
+        """Where an answer stands in its grammar is known to one request alone."""
+        return self.renew and not sampling.grammar
 
     async def release(self, *indices: int) -> None:
         """These episodes have no further turn."""
