@@ -26,8 +26,8 @@ from motet.model.peft_io import flatten, read_adapter
 from motet.protocols import RolloutEngine, Trainer
 from motet.rollout.decoder import Decoder
 from motet.rollout.grammars import Grammars
-from motet.rollout.sequences import Prompt, Sequence
-from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray, TopTokens
+from motet.rollout.sequences import Prompt, Sequence, aborted
+from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
 
 class EmbeddedEngine:
@@ -125,11 +125,10 @@ class EmbeddedEngine:
             try:
                 grammar = await asyncio.to_thread(self._grammars.of, request.sampling)
             finally:
-                aborted = self._preparing.pop(request.id, None) is None
-            if aborted:
-                nothing = np.empty(0, np.int32)
+                gone = self._preparing.pop(request.id, None) is None
+            if gone:
                 for index in range(len(request.seeds)):
-                    yield Chunk(index, nothing, np.empty(0, np.float32), nothing, "", FinishReason.ABORT)
+                    yield aborted(index)
                 return
             for sequence in prompt.waiting:
                 sequence.grammar = grammar.begun()

@@ -14,10 +14,10 @@ from motet.rollout.server_process import ServerProcess
 
 LOOK_SECONDS = 5.0
 """Between two looks."""
-HANGS_SECONDS = 120.0
-"""A server that answered once and then not for so long is started again."""
 _EARLY_SECONDS = 0.5
 """The same until it answers."""
+HANGS_SECONDS = 120.0
+"""A server that answered once and then not for so long is started again."""
 _IN_VAIN = 3
 """Starts in a row without an answer, after which a server is given up."""
 LOADS_SECONDS = 1800.0

@@ -101,3 +101,9 @@ class Sequence:
             finish_reason=self.finish,
             error=self.error,
         )
+
+
+def aborted(index: int) -> Chunk:
+    """The end of a completion that never began."""
+    nothing = np.empty(0, np.int32)
+    return Chunk(index, nothing, np.empty(0, np.float32), nothing, "", FinishReason.ABORT)

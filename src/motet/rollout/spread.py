@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from motet.errors import DeviceError
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
-from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray, TopTokens
+from motet.rollout.sequences import aborted
+from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +63,7 @@ class SpreadEngine:
         sampler = await self._turn(request)
         if sampler is None:
             for index in range(len(request.seeds)):
-                yield _aborted(index)
+                yield aborted(index)
             return
         opened, adapter = self._open[sampler], _adapter(request)
         left = set(range(len(request.seeds)))
@@ -197,9 +196,3 @@ class SpreadEngine:
 
 def _adapter(request: GenerateRequest) -> str:
     return "" if request.adapter is None else request.adapter.name
-
-
-def _aborted(index: int) -> Chunk:
-    """The end of a completion that never began."""
-    nothing = np.empty(0, np.int32)
-    return Chunk(index, nothing, np.empty(0, np.float32), nothing, "", FinishReason.ABORT)

@@ -83,11 +83,14 @@ class EnvironmentWorkers:
         try:
             opened = await asyncio.gather(*(_open(self, context, index, one) for index, one in enumerate(episodes)))
             first = await _first_turns(self, context, opened)
-            played = (
-                _run_to_end(self, context, rollout, first.get(rollout.index), episodes[rollout.index])
-                for rollout in opened
-            )
-            rollouts = list(await asyncio.gather(*played))
+
+            async def played(rollout: Rollout) -> Rollout:
+                try:
+                    return await _run_episode(self, context, rollout, first.get(rollout.index), episodes[rollout.index])
+                finally:
+                    await context.release(rollout.index)
+
+            rollouts = list(await asyncio.gather(*map(played, opened)))
             return await judged(rollouts, context)
         finally:
             await asyncio.gather(*(one.close() for one in episodes), return_exceptions=True)
@@ -192,20 +195,6 @@ async def _first_turns(
         for prompt, indices, chunks in zip(prompts, together.values(), chunks_of_groups, strict=True)
         for index, chunk in zip(indices, chunks, strict=True)
     }
-
-
-async def _run_to_end(
-    workers: EnvironmentWorkers,
-    context: GroupContext,
-    rollout: Rollout,
-    first: tuple[IntArray, Chunk] | None,
-    episode: Episode,
-) -> Rollout:
-    """A rollout whose engine keeps nothing of it any more."""
-    try:
-        return await _run_episode(workers, context, rollout, first, episode)
-    finally:
-        await context.release(rollout.index)
 
 
 async def _run_episode(

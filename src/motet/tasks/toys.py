@@ -210,7 +210,24 @@ def _listed(options: list[str]) -> str:
     return f"{', '.join(options[:-1])} or {options[-1]}"
 
 
-FAMILIES: dict[str, Callable[[random.Random], Problem]] = {family: globals()[family] for family in PHRASINGS}
+FAMILIES: dict[str, Callable[[random.Random], Problem]] = {
+    family.__name__: family
+    for family in (
+        *(
+            add,
+            subtract,
+            larger,
+            largest,
+            sort_numbers,
+            sort_letters,
+            reverse,
+            spell,
+            count_letter,
+            count_letters,
+        ),
+        *(last_letter, shift, initials, repeat, parity, pick, between, rhyme, next_number),
+    )
+}
 
 
 def is_held_out(metadata: dict[str, Any]) -> bool:
