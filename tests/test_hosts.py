@@ -25,13 +25,16 @@ from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
 from motet.cluster.messages import JobEvent, Ready
 from motet.cluster.nodes import NodeFacts, faults
 from motet.cluster.run import HostedJob, HostedRun
-from motet.config import JobConfig
+from motet.config import AdapterConfig, JobConfig
 from motet.errors import EngineError
+from motet.hosting.steps import EveryStep
 from motet.jobfile import validate
-from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.interrupt import Interrupt
+from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
+from motet.training.fake import FakeTrainer
 from motet.types import JobState
 from tests.service_run import Json, Service, serving, tiny
 
@@ -335,6 +338,30 @@ def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alo
         assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
         lines = one.directory.metrics.read_text().splitlines()
         assert len(lines) == 7, "the one that was cut off wrote none of its own"
+
+
+def test_a_step_that_another_host_committed_late_comes_before_the_next(tmp_path: Path) -> None:
+    """A host that is cut off may commit once more after the next one has looked at what there is to send."""
+    directory, trainer = JobDirectory(tmp_path / "a"), FakeTrainer()
+    open_job(directory, {})
+    trainer.add_adapter("a", AdapterConfig(rank=2), seed=0)
+
+    def step(number: int) -> Json:
+        directory.append(directory.metrics, {"step": number})
+        directory.append(directory.timings, {"step": number, "tokens_sampled": 1, "tokens_trained": 1})
+        directory.commit(Committed(step=number + 1), lambda path: trainer.save_adapter("a", path, optimizer=True))
+        return {"step": number, "seconds": 1}
+
+    heard = list[tuple[str, int]]()
+    step(0)
+    step(1)
+    every = EveryStep(directory, 1, lambda kind, data: heard.append((kind, data.get("step", -1))))
+    assert heard == [("step", 1)]
+    step(2)
+    every("state", {})
+    every("step", step(3))
+    every("step", step(4))
+    assert heard == [("step", 1), ("state", -1), ("step", 2), ("step", 3), ("step", 4)]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from motet.config import JobConfig, RunConfig
 from motet.errors import ConfigError
 from motet.hosting.answers import Answers, reason
 from motet.hosting.scores import AskedOfService
+from motet.hosting.steps import EveryStep
 from motet.launch import Workshop, assemble, load_for, services
 from motet.preparing import identity, prepare
 from motet.runtime.job import Job
@@ -218,13 +219,9 @@ class EngineServer:
         open_job(job.directory, identity(job, info, self._config), **accepts)
         for why in self.workshop.inexact:
             job.note_inexact(why)
-        job.observer = lambda kind, data: self._event(job, kind, data)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
-            tokens = job.directory.read_tokens(committed)
-            for record in job.directory.read_metrics(committed):  # one may have got lost with the last process
-                if int(record["step"]) >= first_step:
-                    job.observer("step", {**record, **tokens.get(int(record["step"]), {})})
+        job.observer = EveryStep(job.directory, first_step, lambda kind, data: self._event(job, kind, data))
         return job
 
     def _event(self, job: Job, kind: str, data: Mapping[str, Any]) -> None:
