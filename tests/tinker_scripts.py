@@ -245,14 +245,24 @@ def samples(service: Any) -> Found:
         include_prompt_logprobs=True, prompt_logprobs_last_n=2,
     ).result()  # fmt: skip
     warm = sample(base, stop=[], temperature=1.0, seed=5)
-    nearly = text((TOKENS * 200)[:1020])
-    filled = base.sample(prompt=nearly, num_samples=1, sampling_params=types.SamplingParams(stop=[])).result()
     return {
         "free": free, "third": third, "at_token": sample(base, stop=[third]), "at_text": sample(base, stop=[texts[-3:]]),
         "texts": texts, "before": list(before), "after": list(after), "now": logprobs_of(now)[0], "warm": warm,
-        "filled": [len(filled.sequences[0].tokens), filled.sequences[0].stop_reason],
+        "filled": filled(base, 1020),
         "suffix": list(suffix.prompt_logprobs), "base": list(base.compute_logprobs(text(TOKENS)).result()),
     }  # fmt: skip
+
+
+def filled(base: Any, tokens: int) -> list[Any]:
+    """How many tokens a sample without `max_tokens` has after a prompt of so many, and how it ended."""
+    given = types.SamplingParams(stop=[])
+    found = base.sample(prompt=text((TOKENS * 200)[:tokens]), num_samples=1, sampling_params=given).result()
+    return [len(found.sequences[0].tokens), found.sequences[0].stop_reason]
+
+
+def room(service: Any) -> Found:
+    """A sample that ends with the room of a small KV cache."""
+    return {"filled": filled(service.create_sampling_client(base_model="small").result(), 500)}
 
 
 def chunks(service: Any) -> Found:

@@ -76,7 +76,8 @@ class EngineServer:
         turns = SlotTurns("" if start.host is None else f"{start.host}")
         slots, max_idle = config.engine.slots, start.patience_seconds
         self.pipeline = Pipeline([], self._shared, slots, stays=True, max_idle=max_idle, turns=turns)
-        self._answers = Answers(self.base, self._shared, parent.send)
+        room = min(info.max_positions, self.workshop.kv_tokens or info.max_positions)
+        self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()
         self._measured, self._windows = time.monotonic(), 0
