@@ -218,7 +218,8 @@ def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tm
     assert "answers 401" in result.jobs["refused"].message
 
 
-@pytest.mark.parametrize("where", [pytest.param("embedded", marks=pytest.mark.soak), "vllm"])
+@pytest.mark.soak
+@pytest.mark.parametrize("where", ["embedded", "vllm"])
 def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
     where: str, small: Any, server: Launched, tmp_path: Path
 ) -> None:
