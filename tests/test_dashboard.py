@@ -379,7 +379,7 @@ def test_an_episode_is_shown_turn_by_turn(service: Keyed, page: Page) -> None:
     open_job(page, "ended", "Rollouts")
     page.get_by_text("Training", exact=True).click()
     cards = page.get_by_role("region", name="Left").locator(".rollout")
-    expect(cards.nth(0).locator(".opening")).to_have_text(episode["opening"])
+    expect(cards.nth(0).locator(".opening")).to_have_text(str(episode["opening"]))
     expect(cards.nth(0).locator(".turn")).to_have_text(["turn 1 · reward 0.5", "turn 2"])
     expect(cards.nth(0).locator(".read")).to_have_text(["⏎", "7 <b>"])
     expect(cards.nth(1).locator(".turn")).to_have_count(0)
