@@ -134,7 +134,7 @@ def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 
     rows = motet("motet.agents.verifiers", json.dumps(env))
