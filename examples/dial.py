@@ -36,8 +36,8 @@ class Dial:
 
 
 def row(rng: random.Random, number: int) -> dict[str, object]:
-    """A problem, and a call of any number of clicks."""
-    target, clicks = rng.randint(2, 9), rng.randint(2, 9)
+    """A problem, and a call of some clicks."""
+    target, clicks = rng.randint(1, 6), rng.randint(1, 6)
     prompt = f"This is dial {number}."
     call = {"name": "turn", "arguments": json.dumps({"clicks": clicks})}
     messages = [
