@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Complete, Tokens
-from motet.errors import EngineError
+from motet.errors import ConfigError, EngineError
 from motet.service.adapters.adapters import NoModelError
 from motet.service.answers import finish_reason, stream
 from motet.service.database.tenants import Principal
@@ -142,8 +142,9 @@ async def streamed(
             async for body in bodies():
                 yield f"data: {json.dumps(body)}\n\n"
             yield "data: [DONE]\n\n"
-        except EngineError as error:  # its status was sent long ago
-            detail = {"message": str(error), "type": "unavailable_error", "param": None, "code": None}
+        except (EngineError, ConfigError) as error:  # its status was sent long ago
+            kind = "unavailable_error" if isinstance(error, EngineError) else "invalid_request_error"
+            detail = {"message": str(error), "type": kind, "param": None, "code": None}
             yield f"data: {json.dumps({'error': detail})}\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")

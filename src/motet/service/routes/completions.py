@@ -6,6 +6,7 @@ The base answers, or any saved version, also while it trains.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,9 @@ from fastapi.responses import JSONResponse, Response
 from msgspec.structs import replace
 from pydantic import BaseModel, Field
 
+from motet.agents.structure import grammar_of
 from motet.cluster.messages import Tokens
+from motet.errors import EpisodeRefusal
 from motet.service.answers import whole
 from motet.service.database.tables import new_id
 from motet.service.errors import bad_field
@@ -58,6 +61,19 @@ class ChatRequest(Sampled):
     max_completion_tokens: int | None = Field(None, ge=1, le=100_000)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
+    response_format: dict[str, Any] | None = None
+    """`json_schema`, `json_object` or `text`: tokens that would leave the schema are not drawn."""
+
+    def grammar(self) -> str:
+        """What the answer keeps to.
+
+        Raises:
+            Refusal: it cannot be kept to, and why.
+        """
+        try:
+            return grammar_of(self.response_format, tools=False)
+        except EpisodeRefusal as error:
+            raise bad_field("response_format", str(error).removeprefix("response_format: ")) from error
 
 
 @router.get("/models")
@@ -78,7 +94,8 @@ async def chat(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: Chat
     adapter = await names.directory(who, wanted.model)
     limit = wanted.max_completion_tokens or wanted.max_tokens or _CHAT_TOKENS
     question = wanted.question(who, adapter, limit, logprobs=bool(wanted.logprobs))
-    question = replace(question, messages=[message.plain() for message in wanted.messages])
+    sampling = dataclasses.replace(question.sampling, grammar=await asyncio.to_thread(wanted.grammar))
+    question = replace(question, messages=[message.plain() for message in wanted.messages], sampling=sampling)
     head: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "chat.completion"}
     head |= {"created": int(time.time()), "model": wanted.model}
     if wanted.stream:
