@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from motet.commands.export import export
 from motet.errors import AdapterError, BaseModelError
@@ -77,3 +78,20 @@ def test_products_of_experts_are_merged(name: str, tmp_path: Path) -> None:
     export(tmp_path / "adapter", str(tiny.directory(name)), tmp_path / "merged", "auto")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
     assert close(peft_logits(merged, ids), tiny.packed_logits(base, [(weights, ids)])[0], 1e-4)
+
+
+@pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])
+def test_a_base_that_sees_images_keeps_what_it_sees_with(name: str, tmp_path: Path) -> None:
+    base, ids = tiny.base(name), tiny.tokens(12)
+    weights, source = tiny.adapter(base, rank=3), tmp_path / "base"
+    shutil.copytree(tiny.directory(name), source)
+    (source / "preprocessor_config.json").write_text('{"size": 28}')
+    save(tmp_path / "adapter", base, weights, "all-linear")
+    export(tmp_path / "adapter", str(source), tmp_path / "merged", "auto")
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    assert close(peft_logits(merged, ids), tiny.packed_logits(base, [(weights, ids)])[0], 1e-4)
+    stock, seen = tiny.stock(name).state_dict(), merged.state_dict()
+    towers = [key for key in stock if "vision" in key or "visual" in key]
+    assert towers
+    assert all(torch.equal(stock[key], seen[key]) for key in towers)
+    assert (tmp_path / "merged" / "preprocessor_config.json").read_text() == '{"size": 28}'

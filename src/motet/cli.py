@@ -187,17 +187,29 @@ def export(
     adapter: Annotated[Path, typer.Argument(help="A PEFT LoRA directory.", show_default=False)],
     to: Annotated[Path, typer.Option(help="The directory to write.", show_default=False)],
     merge: Annotated[bool, typer.Option("--merge", help="Add the adapter to the base's weights.")] = False,
+    split_experts: Annotated[
+        bool,
+        typer.Option("--split-experts", help="Write the adapter alone, its experts one by one, as vLLM reads them."),
+    ] = False,
     base: Annotated[str | None, typer.Option(help="What it was trained on [default: as its directory says].")] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option(help="Type of the weights; auto keeps the base's.")
     ] = "auto",
 ) -> None:
-    """Write an adapter and its base as one model, which needs no LoRA: a directory for `transformers`, vLLM and others."""
-    from motet.commands.export import export as write
+    """Write an adapter and its base as one model, which needs no LoRA: a directory for `transformers`, vLLM and others.
 
-    if not merge:
-        raise typer.BadParameter("an adapter's directory is what PEFT reads already; add --merge for a whole model")
-    write(adapter, base, to, dtype)
+    Or write an adapter on experts in the form in which vLLM loads it.
+    """
+    from motet.commands import export as writing
+
+    if merge == split_experts:
+        raise typer.BadParameter(
+            "an adapter's directory is what PEFT reads already; add --merge for a whole model, or --split-experts"
+        )
+    if merge:
+        writing.export(adapter, base, to, dtype)
+    else:
+        writing.split_experts(adapter, base, to)
     typer.echo(to)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.training.arena import ValueHead
+from motet.training.layer_inputs import LayerInputs
 from motet.types import FloatArray, IntArray
 
 HEAD_ROWS = 256
@@ -48,12 +50,17 @@ class Learning:
 class PackedPass:
     """A batch laid out for one pass. Nothing is computed before `train` or `score`."""
 
-    def __init__(self, base: LoraModel, batch: Batch, *, share: bool) -> None:
-        """`share` runs what neighbouring samples share (`Segment.shared`) once; logprobs have the same bits either way.
+    def __init__(self, base: LoraModel, batch: Batch, *, share: bool, inputs: Path | None = None) -> None:
+        """A batch without segments is a pass of padding.
 
-        A batch without segments is a pass of padding.
+        Args:
+            base: whose adapters are trained.
+            batch: what is laid out.
+            share: run what neighbouring samples share (`Segment.shared`) once; logprobs have the same bits either way.
+            inputs: a directory to which `train` moves the inputs of layers that are computed again.
         """
         self._base, self._batch = base, batch
+        self._inputs = LayerInputs(inputs)
         self.in_step = False
         """Whether every gather of `train` was made, so that other ranks do not wait for this one."""
         self._plan = _Plan.of(batch, base, share=share)
@@ -71,8 +78,9 @@ class PackedPass:
         ]
         heads = [None if one.head is None else one.head.flat.clone().requires_grad_() for one in adapters]
         routing = TrainerRouting(segments, base.device, base.products, backward=True)
-        with base.routed(routing), torch.enable_grad():
-            hidden_TD = self._hidden()
+        with base.routed(routing), torch.enable_grad(), self._inputs.kept():
+            with self._inputs.moved(len(self._plan.token_ids_T)):
+                hidden_TD = self._hidden()
             try:
                 losses = [
                     self._segment_loss(segment, hidden_TD[start:stop], rows, head)
