@@ -22,10 +22,6 @@ def starts(start: Start, engine: EngineConfig, rollout: RolloutConfig) -> list[S
     """
     if engine.hosts == 1:
         return [replace(start, engine=engine_of_host(engine, 0).model_dump(mode="json"))]
-    if engine.shard > 1:
-        raise ConfigError(
-            f"engine.hosts is {engine.hosts} and engine.shard {engine.shard}: a host has its base whole; set one of them to 1"
-        )
     if rollout.engine != "embedded":
         raise ConfigError(
             f"engine.hosts is {engine.hosts}, but rollout.engine {rollout.engine} has servers for one host; set hosts to 1, "
@@ -41,7 +37,7 @@ def engine_of_host(engine: EngineConfig, host: int) -> EngineConfig:
     own = {"hosts": 1, "devices": [], "device": device}
     if engine.hosts == 1:
         return engine.model_copy(update=own)
-    threads = engine.threads or max(1, budgets.cores() // engine.hosts)
+    threads = engine.threads or max(1, budgets.cores() // (engine.hosts * engine.shard))
     shared = engine.devices.count(device) if engine.devices else engine.hosts
     fraction = engine.kv_memory_fraction / shared
     return engine.model_copy(update={**own, "threads": threads, "kv_memory_fraction": fraction})

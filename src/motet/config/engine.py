@@ -59,11 +59,13 @@ class EngineConfig(Config):
     recompute: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same bits."""
     shard: int = Field(1, ge=1, le=64)
-    """Processes that the base lies over while it trains, a part of every weight in each: for a base that is too large for one;
-    the bytes are the same. On CPU, with rollouts from servers; with the embedded engine this process has the whole base too."""
+    """Processes that the base of each host lies over while it trains, a part of every weight in each: for a base that is too
+    large for one; the bytes are the same. On CPU, with rollouts from servers; with the embedded engine the host has the whole
+    base too."""
     hosts: int = Field(1, ge=1, le=1024)
-    """Processes that each have the whole base and train their part of the jobs; a job's bytes do not depend on it. `slots`,
-    `max_rows` and `reward_processes` are of each. On CPU each has its part of the cores unless `threads` is set."""
+    """Processes that each have the base, whole or in shards, and train their part of the jobs; a job's bytes do not depend on
+    it. `slots`, `max_rows`, `shard` and `reward_processes` are of each. On CPU each has its part of the cores unless `threads`
+    is set."""
     devices: list[str] = []
     """The device of each host, such as `[cuda:0, cuda:1]`; without it all use `device`."""
     reward_processes: int = Field(2, ge=1, le=4096)
@@ -93,9 +95,10 @@ class EngineConfig(Config):
             raise ValueError(
                 "resident is set and device is cpu: set parking to a directory on a disk, or nothing is saved"
             )
-        if self.shard > 1 and self.device.startswith("cuda"):
+        cards = [device for device in (self.device, *self.devices) if device.startswith("cuda")]
+        if self.shard > 1 and cards:
             raise ValueError(
-                f"shard is {self.shard} and device {self.device}, but bases in shards run on CPUs alone: "
+                f"shard is {self.shard} and device {cards[0]}, but bases in shards run on CPUs alone: "
                 "set device to cpu, or shard to 1"
             )
         return self

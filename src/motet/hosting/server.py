@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping
@@ -17,10 +18,9 @@ from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.channel import Parent
 from motet.cluster import messages as m
 from motet.config import JobConfig, RunConfig
-from motet.errors import ConfigError
 from motet.hosting.answers import Answers, reason
 from motet.hosting.scores import AskedOfService
-from motet.launch import Workshop, assemble, load_for, services
+from motet.launch import Workshop, assemble, open_base, services
 from motet.preparing import identity, prepare
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
@@ -54,12 +54,8 @@ class EngineServer:
         """Load the base; `start` has the rewards and bounds of the service."""
         self._config, self._parent = config, parent
         self.directory = directory
-        if config.engine.shard > 1:
-            raise ConfigError(
-                f"engine.shard is {config.engine.shard}, but a service answers people with the base that it trains on, and "
-                "needs it whole: set engine.shard to 1, or train with `motet run`"
-            )
-        self.base = load_for(config)
+        self._opened = contextlib.ExitStack()
+        self.base = open_base(config, directory, self._opened)
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send)
@@ -125,6 +121,11 @@ class EngineServer:
             await self._shared.rewards.close()
         if faults:
             raise faults[0]
+
+    def close(self) -> None:
+        """End what `serve` needed."""
+        self.workshop.close()
+        self._opened.close()
 
     async def _tokens_per_second(self) -> float:
         """How fast this host reads a prompt, the best of three times, for whoever has others to compare; 0 where servers do."""
