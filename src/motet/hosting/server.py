@@ -18,6 +18,7 @@ from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.channel import Parent
 from motet.cluster import messages as m
 from motet.config import JobConfig, RunConfig
+from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
 from motet.hosting.scores import AskedOfService
 from motet.launch import Workshop, assemble, open_base, services
@@ -45,6 +46,8 @@ _USAGE_SECONDS = 2.0
 """Between two messages about who used the device."""
 _IDLE_SECONDS = 30.0
 """Between two that nobody used it."""
+_AWAY_SECONDS = 60.0
+"""For which all servers of one host of several may be away."""
 
 
 class EngineServer:
@@ -75,6 +78,7 @@ class EngineServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()
         self._measured, self._windows = time.monotonic(), 0
+        self._servers = _Servers(self.workshop, min(_AWAY_SECONDS, config.rollout.patience_seconds / 2))
         self._changes: dict[str, m.ChangeJob] = {}
         """Of jobs that are being prepared: another budget or priority."""
         self._leaving: set[str] = set()
@@ -260,11 +264,14 @@ class EngineServer:
 
     async def _watch(self) -> None:
         """Send how jobs stand now and then, and forget those that have ended."""
+        start = self._start
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
                 self.pipeline.forget(job.name)
             self._release()
+            if start.host is not None:  # others can go on with its jobs
+                self._servers.look()
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
@@ -282,6 +289,26 @@ class EngineServer:
         self._windows += 1
         self._parent.send(m.Usage(self._shared.engine_suffix, self._windows, dict(self._used)))
         self._used.clear()
+
+
+class _Servers:
+    """Whether any of a host's servers is there."""
+
+    def __init__(self, workshop: Workshop, seconds: float) -> None:
+        self._workshop, self._seconds, self._seen = workshop, seconds, time.monotonic()
+
+    def look(self) -> None:
+        """Look at them.
+
+        Raises:
+            EngineError: none has answered for so many seconds, and what each said.
+        """
+        loads = self._workshop.loads()
+        if not loads or any(load.up for load in loads):
+            self._seen = time.monotonic()
+        elif time.monotonic() - self._seen > self._seconds:
+            said = "; ".join(f"{load.url}: {load.note}" for load in loads)
+            raise EngineError(f"no server of this host answers, and its jobs go on at others ({said})")
 
 
 def _fault(task: asyncio.Task[None]) -> BaseException | None:

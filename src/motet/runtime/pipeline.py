@@ -230,11 +230,8 @@ class Pipeline:
         except DeviceError as error:
             self._restart(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
-            if isinstance(_innermost(error), RankGone):
-                return  # the run ends, and leaves its jobs as they are
-            blocked = self._stays and is_full(error)
-            message = self._disk_gate.block(job.name, job.directory) if blocked else _reason(job, error)
-            _move(job, JobState.QUEUED if blocked else JobState.FAILED, message)
+            full = self._stays and is_full(error)
+            _fail(job, error, self._disk_gate.block(job.name, job.directory) if full else "")
         finally:
             self._release(job)
 
@@ -346,6 +343,13 @@ def _outcome(job: Job, state: JobState, reason: str, *, preempted: bool) -> tupl
 
 def _claim(job: Job) -> Claim:
     return Claim(job.name, job.tenant, job.config.priority, job.config.slots)
+
+
+def _fail(job: Job, error: BaseException, waits: str) -> None:
+    """The state of a job whose loop failed; `waits` is what for, where it goes on by itself."""
+    if isinstance(_innermost(error), RankGone):
+        return  # the run ends, and leaves its jobs as they are
+    _move(job, JobState.QUEUED if waits else JobState.FAILED, waits or _reason(job, error))
 
 
 def _innermost(error: BaseException) -> BaseException:
