@@ -101,6 +101,8 @@ def test_hosts_that_cannot_work_are_refused() -> None:
         starts(start, EngineConfig(hosts=2), RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"]))
     with pytest.raises(ConfigError, match=r"set engine\.threads"):
         launcher(ClusterConfig(launcher="ray"), EngineConfig())
+    with_ranks = launcher(ClusterConfig(launcher="ray"), EngineConfig(threads=2, shard=3))
+    assert vars(with_ranks)["_cores"] == 6
     with pytest.raises(ValidationError, match="name one for each host"):
         EngineConfig(hosts=2, devices=["cuda:0"])
 

@@ -83,9 +83,10 @@ def launcher(cluster: ClusterConfig, engine: EngineConfig) -> Launch | None:
         raise ConfigError("cluster.launcher is ray, which is not installed: pip install 'motet[ray]'")
     if not engine.threads or engine.devices:
         raise ConfigError(
-            "cluster.launcher is ray: set engine.threads to the cores that each host asks Ray for, and leave engine.devices "
-            "out, because Ray chooses devices"
+            "cluster.launcher is ray: set engine.threads to the cores that each host, and each rank of one in shards, asks Ray "
+            "for, and leave engine.devices out, because Ray chooses devices"
         )
     from motet.cluster.ray_hosts import RayLauncher
 
-    return RayLauncher(cluster.address, cores=engine.threads, gpus=int(engine.device.startswith("cuda")))
+    cores, gpus = engine.threads * engine.shard, int(engine.device.startswith("cuda"))
+    return RayLauncher(cluster.address, cores=cores, gpus=gpus)

@@ -115,10 +115,11 @@ class EngineConfig(Config):
 
 
 class ClusterConfig(Config):
-    """Where the processes of `engine.hosts` are."""
+    """Where the processes of `engine.hosts` are; the ranks of one in shards are on its node."""
 
     launcher: Literal["local", "ray"] = "local"
     """`local` processes of this machine, or processes that Ray places on the nodes of a cluster (`pip install 'motet[ray]'`);
-    all nodes see the run directory under the same path, and each host asks Ray for `engine.threads` cores of one node."""
+    all nodes see the run directory under the same path, and each host asks Ray for `engine.threads` cores of one node, times
+    `engine.shard`."""
     address: str = "auto"
     """Of the Ray cluster, `HOST:PORT` of its head; `auto` is the one that runs on this machine."""
