@@ -17,6 +17,7 @@ from tests.service_run import Json, Service, serving, tiny
 
 pytestmark = pytest.mark.slow
 ENGINE = {"samplers": 0, "threads": 1}
+STORE = 80 * 2**20  # the least that Ray takes
 NAMES = [f"job-{number}" for number in range(3)]
 
 
@@ -33,10 +34,24 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: one.adapter / "adapter_model.safetensors" for name, one in run.jobs.items()}
 
 
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.soak)])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
+    """Where hosts are: here, or one with its ranks on each of two nodes of a Ray cluster, which have no room for more."""
+    if request.param == "local":
+        yield {"launcher": "local"}
+        return
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": STORE})
+    nodes.add_node(num_cpus=2, object_store_memory=STORE)
+    yield {"launcher": "ray", "address": nodes.address}
+    nodes.shutdown()
+
+
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(tmp_path_factory: pytest.TempPathFactory, cluster: Json) -> Iterator[Service]:
     config = tmp_path_factory.mktemp("shards") / "shards.yaml"
-    config.write_text(yaml.safe_dump({"engine": {**ENGINE, "hosts": 2, "shard": 2}}))
+    config.write_text(yaml.safe_dump({"engine": {**ENGINE, "hosts": 2, "shard": 2}, "cluster": cluster}))
     with serving(config.parent / "service", "--config", str(config)) as found:
         yield found
 
