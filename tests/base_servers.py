@@ -6,7 +6,8 @@ with base_servers(load("small", EngineConfig(threads=1)), 2) as servers:
     assert servers[0].loads
 
 What a completion gets depends on its seed and its adapter alone, so whichever server had a job, its bytes are the same.
-`protocol_server` goes wrong in more ways, over a fake base.
+`protocol_server` goes wrong in more ways, over a fake base. As a program it takes the `--port` of vLLM's command line: what
+`stand_in` writes is an interpreter for `rollout.launch`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +30,10 @@ from starlette.routing import Route
 
 from motet.budgets import Need
 from motet.config import EngineConfig
-from motet.launch import Workshop, build
+from motet.launch import Workshop, build, load
 from motet.model.lora_model import LoraModel
 from motet.types import AdapterRef, GenerateRequest, SamplingParams
+from tests.conftest import ROOT
 from tests.service_run import free_port
 
 _serial = itertools.count()
@@ -39,8 +42,8 @@ _serial = itertools.count()
 class BaseServer:
     """One of them; they share an engine, not their adapters."""
 
-    def __init__(self, workshop: Workshop, base: LoraModel) -> None:
-        self.port = free_port()
+    def __init__(self, workshop: Workshop, base: LoraModel, port: int = 0) -> None:
+        self.port = port or free_port()
         self._home = asyncio.Event()
         self._closed = False
         self.loads: list[str] = []
@@ -156,6 +159,20 @@ def _refused(status: int, message: str) -> Response:
     return JSONResponse({"error": error}, status)
 
 
+def stand_in(path: Path) -> Path:
+    """A program that takes the place of the Python that has vLLM."""
+    path.write_text(f'#!/bin/sh\nexec env PYTHONPATH={ROOT} {sys.executable} -m tests.base_servers "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def main() -> None:
+    """Serve `small` until the process is ended."""
+    base = load("small", EngineConfig(threads=1))
+    workshop = build(base, EngineConfig(samplers=0, threads=1), [Need(512, 64)])
+    asyncio.run(BaseServer(workshop, base, int(sys.argv[sys.argv.index("--port") + 1])).serve())
+
+
 @contextlib.contextmanager
 def base_servers(base: LoraModel, n: int) -> Iterator[list[BaseServer]]:
     """So many, while the block runs."""
@@ -174,3 +191,7 @@ def base_servers(base: LoraModel, n: int) -> Iterator[list[BaseServer]]:
             server.close()
         thread.join(20)
         workshop.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ from motet.rollout.server import Demand
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.rundir import RunDirectory
 from motet.servers import build_servers
-from tests.base_servers import BaseServer, base_servers
+from tests.base_servers import BaseServer, base_servers, stand_in
 from tests.service_run import Json, serving, tiny
 from tests.tiny_models import base as tiny_base
 
@@ -61,9 +61,12 @@ def rollout(servers: list[BaseServer], place: Path) -> Json:
 class Run:
     """`motet run` of all jobs in a directory."""
 
-    def __init__(self, place: Path, servers: list[BaseServer], **engine: int) -> None:
+    def __init__(self, place: Path, servers: list[BaseServer], launch: Json | None = None, **engine: int) -> None:
         self.directory = place / "run"
-        tree = {"base": "small", "engine": {**ENGINE, **engine}, "rollout": rollout(servers, place / "served")}
+        settings = rollout(servers, place / "served")
+        if launch is not None:
+            settings = {**settings, "urls": [], "launch": launch, "patience_seconds": 120.0}
+        tree = {"base": "small", "engine": {**ENGINE, **engine}, "rollout": settings}
         place.mkdir(exist_ok=True)
         (place / "jobs.yaml").write_text(yaml.safe_dump({**tree, "jobs": [job(name) for name in NAMES]}))
         command = [sys.executable, "-m", "motet", "run", str(place / "jobs.yaml"), "--run", str(self.directory)]
@@ -129,6 +132,26 @@ def test_a_host_that_dies_or_whose_server_goes_loses_nothing(
         run.process.kill()
         run.process.wait()
     assert "no server of this host answers" in (run.directory / "engine.log").read_text()
+
+
+@HOSTS
+def test_each_host_starts_servers_of_its_own(alone: dict[str, bytes], tmp_path: Path) -> None:
+    """And they end with it."""
+    run = Run(tmp_path, [], {"python": str(stand_in(tmp_path / "python"))}, hosts=2)
+    run.until(lambda: all(run.steps(name) >= 1 for name in NAMES))
+    below = psutil.Process(run.process.pid).children(recursive=True)
+    started = [one for one in below if "tests.base_servers" in one.cmdline() and "-m" in one.cmdline()]
+    dying = psutil.Process(int((run.directory / ".lock.host-1").read_text()))
+    its = [one for one in dying.children(recursive=True) if one in started]
+    dying.kill()
+    assert len({tuple(one.cmdline()) for one in started}) == 2
+    _, alive = psutil.wait_procs(its, timeout=10)
+    assert its
+    assert alive == []
+    assert run.ended() == alone
+    assert {path.name for path in run.directory.glob("*server*")} == {"host-0-server-0.log", "host-1-server-0.log"}
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert alive == []
 
 
 def test_servers_are_shared_out() -> None:
