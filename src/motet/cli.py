@@ -191,14 +191,20 @@ def export(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option(help="Type of the weights; auto keeps the base's.")
     ] = "auto",
+    gguf: Annotated[
+        str | None,
+        typer.Option(help="Write a .gguf file too, by llama.cpp's convert_hf_to_gguf.py, which is here or on PATH."),
+    ] = None,
 ) -> None:
     """Write an adapter and its base as one model, which needs no LoRA: a directory for `transformers`, vLLM and others."""
     from motet.commands.export import export as write
+    from motet.commands.export import find_converter, write_gguf
 
     if not merge:
         raise typer.BadParameter("an adapter's directory is what PEFT reads already; add --merge for a whole model")
+    converter = None if gguf is None else find_converter(gguf)
     write(adapter, base, to, dtype)
-    typer.echo(to)
+    typer.echo(to if converter is None else write_gguf(to, converter))
 
 
 def _steer(argv: list[str], word: str, url: str | None, key: str | None) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from motet.errors import AdapterError, BaseModelError
+from motet.errors import AdapterError, BaseModelError, ConfigError
 from motet.model_info import matches_experts
 
 
@@ -39,6 +42,35 @@ def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
     _add(model, weights, adapter, name)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+
+
+def find_converter(given: str) -> str:
+    """The path of llama.cpp's converter.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    script = given if Path(given).is_file() else shutil.which(given)
+    if script is None:
+        raise ConfigError(
+            f"--gguf {given}: there is no such file, here or on PATH; it is convert_hf_to_gguf.py of llama.cpp's repository"
+        )
+    return script
+
+
+def write_gguf(model: Path, converter: str) -> Path:
+    """Have llama.cpp's converter write a model directory as one .gguf file beside its weights.
+
+    Raises:
+        BaseModelError: it does not, with the last that it said.
+    """
+    target = model / f"{model.resolve().name}.gguf"
+    command = [sys.executable, converter, str(model), "--outfile", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not target.is_file():
+        (*_, said) = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+        raise BaseModelError(f"{converter} does not convert {model}, which stays as it is, and says: {said}")
+    return target
 
 
 def _load(name: str, source: str, dtype: str) -> tuple[Any, Any]:
