@@ -11,8 +11,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from motet.commands.export import export
-from motet.errors import AdapterError, BaseModelError
+from motet.commands.export import export, find_converter, write_gguf
+from motet.errors import AdapterError, BaseModelError, ConfigError
 from motet.model.load import SMALL_BASE
 from motet.types import ADAPTER_CONFIG
 from tests import tiny_models as tiny
@@ -50,6 +50,24 @@ def test_a_merged_model_says_what_base_and_adapter_say(
     gap = (peft_logits(merged, ids) - expected).abs().max()
     assert gap < tolerance
     assert (plain - expected).abs().max() > 4 * tolerance, "the adapter has an effect"
+
+
+def test_a_converter_writes_a_gguf_file_beside_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for llama.cpp's; its own was tried by hand."""
+    (tmp_path / "sorted").mkdir()
+    (tmp_path / "convert.py").write_text("import sys; open(sys.argv[3], 'w').write(' '.join(sys.argv[1:]))")
+    (tmp_path / "fails.py").write_text("raise SystemExit('one line\\nBPE pre-tokenizer was not recognized')")
+    (tmp_path / "convert.py").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_converter("convert.py") == find_converter(str(tmp_path / "convert.py")) == str(tmp_path / "convert.py")
+    written = write_gguf(tmp_path / "sorted", str(tmp_path / "convert.py"))
+    assert written == tmp_path / "sorted" / "sorted.gguf"
+    assert written.read_text() == f"{tmp_path / 'sorted'} --outfile {written}"
+    with pytest.raises(ConfigError, match=r"there is no such file, here or on PATH; it is convert_hf_to_gguf\.py"):
+        find_converter("absent.py")
+    written.unlink()
+    with pytest.raises(BaseModelError, match="says: BPE pre-tokenizer was not recognized"):
+        write_gguf(tmp_path / "sorted", str(tmp_path / "fails.py"))
 
 
 def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None:

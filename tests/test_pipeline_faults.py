@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from motet.batch import Batch, Trained
+from motet.batch import AdamW, Batch, OptimStats, Trained
 from motet.config import JobConfig
-from motet.errors import EngineError
+from motet.errors import EngineError, RankGone
 from motet.model.fake import FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.tasks.reward_pool import RewardPool
@@ -207,6 +207,15 @@ class _BrokenTrainer(FakeTrainer):
         return super().forward_backward(batch)
 
 
+class _PartedTrainer(FakeTrainer):
+    """A rank of its base is gone after a while."""
+
+    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
+        if self.weights(name).b.any():
+            raise RankGone("rank 1 of 2 ended")
+        return super().optim_step(name, adamw)
+
+
 class _FullTrainer(FakeTrainer):
     """Has no room for job `bad`."""
 
@@ -262,6 +271,15 @@ def test_a_failed_job_goes_on_after_the_cause_is_mended(tmp_path: Path) -> None:
     run = run_jobs(tmp_path / "run", [job("a", reward=fails_at_first), job("long", steps=40)], script=script)
     assert run.state("a") is JobState.SUCCEEDED
     run_jobs(tmp_path / "plain", [job("a", reward=fails_at_first)])
+    assert metrics(tmp_path / "run", "a") == metrics(tmp_path / "plain", "a")
+
+
+def test_a_rank_that_is_gone_is_no_fault_of_a_job(tmp_path: Path) -> None:
+    """The run, or the host, ends by itself; whoever goes on with the job finds it as it was."""
+    run = run_jobs(tmp_path / "run", [job("a")], Setting(trainer=_PartedTrainer))
+    assert run.state("a") is JobState.RUNNING
+    run_jobs(tmp_path / "run", [job("a")])
+    run_jobs(tmp_path / "plain", [job("a")])
     assert metrics(tmp_path / "run", "a") == metrics(tmp_path / "plain", "a")
 
 

@@ -89,6 +89,7 @@ def test_hosts_share_the_cores_and_the_memory_unless_each_has_a_device() -> None
     assert first == second
     assert (first.hosts, first.threads, first.kv_memory_fraction) == (1, max(1, budgets.cores() // 2), 0.2)
     assert engine_of_host(whole.model_copy(update={"threads": 3}), 0).threads == 3
+    assert engine_of_host(whole.model_copy(update={"shard": 64}), 0).threads == 1
     apart = whole.model_copy(update={"devices": ["cuda:0", "cuda:1"]})
     assert [engine_of_host(apart, host).device for host in range(2)] == ["cuda:0", "cuda:1"]
     assert engine_of_host(apart, 1).kv_memory_fraction == 0.4
@@ -96,12 +97,12 @@ def test_hosts_share_the_cores_and_the_memory_unless_each_has_a_device() -> None
 
 def test_hosts_that_cannot_work_are_refused() -> None:
     start = Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
-    with pytest.raises(ConfigError, match=r"engine\.hosts is 2 and engine\.shard 2"):
-        starts(start, EngineConfig(hosts=2, shard=2), RolloutConfig())
-    with pytest.raises(ConfigError, match="has servers for one host"):
+    with pytest.raises(ConfigError, match="each host needs a server of its own; name more, or set hosts to 1"):
         starts(start, EngineConfig(hosts=2), RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"]))
     with pytest.raises(ConfigError, match=r"set engine\.threads"):
         launcher(ClusterConfig(launcher="ray"), EngineConfig())
+    with_ranks = launcher(ClusterConfig(launcher="ray"), EngineConfig(threads=2, shard=3))
+    assert vars(with_ranks)["_cores"] == 6
     with pytest.raises(ValidationError, match="name one for each host"):
         EngineConfig(hosts=2, devices=["cuda:0"])
 

@@ -7,23 +7,27 @@ import dataclasses
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import pytest
 from pydantic import ValidationError
 
 from motet.algorithms import Grpo, Reinforce
 from motet.batch import AdamW, Batch, Segment
 from motet.config import AdapterConfig, EngineConfig, RunConfig
-from motet.errors import AdapterError, BaseModelError, ConfigError, RankGone
-from motet.hosting.server import EngineServer
+from motet.errors import AdapterError, BaseModelError, RankGone
+from motet.model.peft_io import examine
 from motet.protocols import Trainer
 from motet.running import config_of, run_config
-from motet.runtime.rundir import RunDirectory
+from motet.training.sharded.base import ShardedBase
 from motet.training.sharded.group import RankGroup
 from motet.training.sharded.messages import Join
 from motet.training.sharded.placement import owner, scatter
@@ -212,6 +216,22 @@ def test_a_loss_that_has_no_name_is_refused(pair: tuple[TorchTrainer, ShardedTra
     trainer.remove_adapter("a")
 
 
+def test_a_rank_looks_at_adapters_where_the_base_is_nowhere_whole(
+    pair: tuple[TorchTrainer, ShardedTrainer], tmp_path: Path
+) -> None:
+    """As a service does with what people upload."""
+    one, many = pair
+    base = ShardedBase.of(many._group, trust_remote_code=False)
+    one.add_adapter("b", SHAPES["b"], 0)
+    one.save_adapter("b", tmp_path, optimizer=False)
+    one.remove_adapter("b")
+    assert base.examine(tmp_path) == examine(tiny.base("llama"), tmp_path)
+    with pytest.raises(AdapterError) as alone:
+        examine(tiny.base("llama"), tmp_path / "absent")
+    with pytest.raises(AdapterError, match=re.escape(str(alone.value))):
+        base.examine(tmp_path / "absent")
+
+
 def test_a_rank_that_dies_ends_the_group(tmp_path: Path) -> None:
     with ranks(str(tiny.directory("llama")), "float32", 2, log=tmp_path / "ranks.log") as group:
         trainer = ShardedTrainer(group, slots=3)
@@ -226,6 +246,29 @@ def test_a_rank_that_dies_ends_the_group(tmp_path: Path) -> None:
         with pytest.raises(RankGone):
             trainer.optim_step("a", ADAMW)
         assert len(told) == 1
+
+
+def test_a_rank_ends_at_once_with_its_parent(tmp_path: Path) -> None:
+    """Whatever it does: another process may have the job's directory by then."""
+    script = (
+        "import os, time; from motet.training.sharded.group import RankGroup; from motet.training.sharded.messages import *\n"
+        f"join = Join({str(tiny.directory('llama'))!r}, 'float32', {tiny.BLOCK}, False, 1, 8, False, 1)\n"
+        "group = RankGroup(join); pipe = os.path.join(os.environ['PLACE'], 'adapter_config.json')\n"
+        "os.mkfifo(pipe); group.ask({0: AddAdapter('a', {'rank': 2}, 0, 0)})\n"
+        "group._ranks[0].send(Save('a', os.environ['PLACE'], False))\n"
+        "print(*group.pids, flush=True); time.sleep(60)"
+    )
+    environment = {**os.environ, "PLACE": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        rank = psutil.Process(int(parent.stdout.readline()))
+        time.sleep(0.5)  # it writes to a file that nobody reads
+        assert rank.is_running()
+        parent.kill()
+    _, alive = psutil.wait_procs([rank], timeout=5)
+    for one in alive:
+        one.kill()
+    assert alive == []
 
 
 def test_a_base_that_no_rank_can_load_says_why(tmp_path: Path) -> None:
@@ -302,11 +345,7 @@ def test_a_rank_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Path) 
     assert kept(tmp_path / "cut") == kept(tmp_path / "whole")
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="bases in shards run on CPUs alone"):
-        EngineConfig(shard=2, device="cuda")
-    with (
-        contextlib.closing(RunDirectory(tmp_path)) as directory,
-        pytest.raises(ConfigError, match="needs it whole"),
-    ):
-        EngineServer(job_file(tmp_path, 2), directory, None, None)  # type: ignore[arg-type]
+def test_what_cannot_work_is_refused() -> None:
+    for fields in ({"device": "cuda"}, {"hosts": 2, "devices": ["cpu", "cuda:1"]}):
+        with pytest.raises(ValidationError, match=r"bases in shards run on CPUs alone"):
+            EngineConfig(shard=2, **fields)

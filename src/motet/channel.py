@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -164,6 +165,17 @@ class Parent(Generic[Received]):
         line = self.lines.readline()
         message: Received | None = decode(line, self._kinds) if line else None
         return message
+
+    def on_hang_up(self, call: Callable[[], object]) -> None:
+        """Call something in a thread of its own as soon as the parent is gone, whatever this process does at that moment."""
+
+        def watch() -> None:
+            hung_up = select.poll()
+            hung_up.register(self.lines.fileno(), getattr(select, "POLLRDHUP", 0))
+            hung_up.poll()
+            call()
+
+        threading.Thread(target=watch, name="motet-parent", daemon=True).start()
 
     def queue(self) -> asyncio.Queue[Received | None]:
         """Messages as they come, read in a thread of their own; None when the input ends."""

@@ -195,6 +195,10 @@ def export(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option(help="Type of the weights; auto keeps the base's.")
     ] = "auto",
+    gguf: Annotated[
+        str | None,
+        typer.Option(help="Write a .gguf file too, by llama.cpp's convert_hf_to_gguf.py, which is here or on PATH."),
+    ] = None,
 ) -> None:
     """Write an adapter and its base as one model, which needs no LoRA: a directory for `transformers`, vLLM and others.
 
@@ -202,15 +206,17 @@ def export(
     """
     from motet.commands import export as writing
 
-    if merge == split_experts:
+    if merge == split_experts or (gguf is not None and not merge):
         raise typer.BadParameter(
             "an adapter's directory is what PEFT reads already; add --merge for a whole model, or --split-experts"
         )
-    if merge:
-        writing.export(adapter, base, to, dtype)
-    else:
+    if split_experts:
         writing.split_experts(adapter, base, to)
-    typer.echo(to)
+        typer.echo(to)
+        return
+    converter = None if gguf is None else writing.find_converter(gguf)
+    writing.export(adapter, base, to, dtype)
+    typer.echo(to if converter is None else writing.write_gguf(to, converter))
 
 
 def _steer(argv: list[str], word: str, url: str | None, key: str | None) -> None:

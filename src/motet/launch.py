@@ -248,7 +248,7 @@ def _build_on_servers(
 
     slots = config.engine.slots
     wanted = servers.demand(config.jobs, slots) if largest is None else servers.demand_of_any(largest, slots)
-    engine = servers.build_servers(base.info, config.rollout, wanted, directory.run_id, directory.path)
+    engine = servers.build_servers(base.info, config.rollout, wanted, directory.run_id, directory.path, directory.part)
     if trainer is None:
         assert isinstance(base, LoraModel)
         base.read_keys_in_blocks(config.engine.block_size)

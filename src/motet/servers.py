@@ -75,7 +75,7 @@ def demand_of_any(largest: Largest, slots: int) -> Demand:
 
 
 def build_servers(
-    info: ModelInfo, config: RolloutConfig, wanted: Demand, run_id: str, log_directory: Path
+    info: ModelInfo, config: RolloutConfig, wanted: Demand, run_id: str, log_directory: Path, part: str = ""
 ) -> ServerEngine:
     """The engine for servers that run already, or that are started with the first request.
 
@@ -85,6 +85,7 @@ def build_servers(
         wanted: what the jobs need of each.
         run_id: a part of the names of all versions of this run.
         log_directory: where the output of started servers goes.
+        part: of the run that these servers are for, where others of the same run have servers too.
 
     Raises:
         ConfigError: the settings cannot work for these jobs.
@@ -94,14 +95,14 @@ def build_servers(
     directory = (
         Path(config.directory).expanduser() if config.directory else MEMORY if MEMORY.is_dir() else Path(gettempdir())
     )
-    files = VersionFiles(directory.resolve() / f"motet-{run_id}")
+    files = VersionFiles(directory.resolve() / "-".join(filter(None, ("motet", run_id, part))))
     agents = config.agents or [""] * len(config.urls)
     beside = zip(config.urls, agents, strict=True)
     replicas = [Replica(url, dialect, clocks, headers, verify, agent) for url, agent in beside]
     processes = {}
     if config.launch is not None:
         model = _model(info.name, config.launch, files)
-        for started in launched(info, model, config, config.launch, wanted, log_directory):
+        for started in launched(info, model, config, config.launch, wanted, log_directory, part):
             replicas.append(Replica(started.url, dialect, clocks, {"Authorization": f"Bearer {started.key}"}))
             processes[started.url] = started.process
     bounds = Bounds(
@@ -132,13 +133,20 @@ class Launched:
 
 
 def launched(
-    info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchConfig, wanted: Demand, log_directory: Path
+    info: ModelInfo,
+    model: str,
+    config: RolloutConfig,
+    launch: LaunchConfig,
+    wanted: Demand,
+    log_directory: Path,
+    part: str = "",
 ) -> list[Launched]:
     """The servers of a launch setting, each with a port and a key of its own; none is started yet."""
     servers = []
     for number in range(launch.replicas):
         key, server = secrets.token_urlsafe(24), _server(info, model, config, launch, wanted)
-        command, log = COMMANDS[config.engine](server, key), log_directory / f"server-{number}.log"
+        log = log_directory / "-".join(filter(None, (part, f"server-{number}.log")))
+        command = COMMANDS[config.engine](server, key)
         process = ServerProcess(command, _environment(server, number, key), log)
         servers.append(Launched(f"http://127.0.0.1:{server.port}", key, process))
     return servers

@@ -89,6 +89,8 @@ class Host:
         self.ready = False
         self.failure = ""
         """Why it is not there, for a person."""
+        self.hopeless = False
+        """Whether it could not be started the last time, or ended again and again before it was of use."""
         self.progress: dict[str, dict[str, Any]] = {}
         self.device: dict[str, float] = {}
         self.used: dict[str, float] = {}
@@ -188,7 +190,7 @@ class Host:
             try:
                 await self._run_once()
             except MotetError as error:
-                self.failure = str(error)
+                self.failure, self.hopeless = str(error), True
             except Exception:  # it could not be started, or it sent nonsense
                 _log.exception("the engine could not be kept")
             finally:
@@ -201,6 +203,7 @@ class Host:
         """Before it is started again: not at all the first time, then longer and longer."""
         seconds = 0.0 if quick <= 1 else min(2.0 ** (quick - 2), _LONGEST_WAIT)
         if quick > 1 and not self.failure:
+            self.hopeless = True
             self.failure = f"the engine ended {quick} times right after it was started; {self.log.name} says why"
         _log.warning("%s; it is started again in %g s", self.failure or "the engine ended", seconds)
         with contextlib.suppress(TimeoutError):
@@ -235,12 +238,12 @@ class Host:
             case m.Ready():
                 for note in message.notes:
                     _log.warning("%s", note)
-                self.failure, self._ready_since = "", time.monotonic()
+                self.failure, self.hopeless, self._ready_since = "", False, time.monotonic()
                 self.speed = (message.device, message.tokens_per_second)
                 self.ready = True
                 self._heard(self, message)
             case m.Failed():
-                self.failure = message.reason
+                self.failure, self.hopeless = message.reason, not self.ready
                 self._heard(self, message)
             case m.Stopped():
                 self._stopped.set()

@@ -11,10 +11,10 @@ from typing import Any
 
 from motet.cluster import messages as m
 from motet.cluster.client import EngineClient
-from motet.cluster.host import EngineHandlers, Launch
+from motet.cluster.host import EngineHandlers, Host, Launch
 from motet.cluster.starts import starts
 from motet.config import JobConfig, RunConfig
-from motet.config.service import ANY_SIZE
+from motet.config.service import Largest
 from motet.errors import ConfigError, RunError
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
@@ -108,12 +108,16 @@ class HostedRun:
             rewards={},
             unwalled=[],
             patience_seconds=_NEVER,
-            largest=ANY_SIZE,
+            largest=Largest(
+                max(job.config.adapter.rank for job in jobs), max(job.config.algorithm.lag for job in jobs)
+            ),
             own_jobs=True,
             accept_changes=accept_changes,
             trust_remote_code=config.engine.trust_remote_code,
         )
-        self._client = EngineClient(starts(start, config.engine, config.rollout), directory.path, launch)
+        slots = min(config.engine.slots, sum(job.config.slots for job in jobs))  # servers need room for so many
+        engine = config.engine.model_copy(update={"slots": slots})
+        self._client = EngineClient(starts(start, engine, config.rollout), directory.path, launch)
         self._stopping = asyncio.Event()
         self._jobs = {job.config.name: job for job in jobs}
 
@@ -146,7 +150,7 @@ class HostedRun:
             with interrupt.heard(stopping.set, progress):
                 while not stopping.is_set() and any(job.open for job in self._jobs.values()):
                     self._look(observe)
-                    if self._client.failure:
+                    if none_can_start(self._client.hosts):
                         raise RunError(self._client.failure)
                     await asyncio.sleep(_LOOK_SECONDS)
                 stopping.set()
@@ -181,6 +185,11 @@ class HostedRun:
     def _message(job: HostedJob) -> m.AddJob:
         tree = job.config.model_dump(mode="json")
         return m.AddJob(tree, "run", max(job.lines, default=-1) + 1, "", FREE, job.config.slots)
+
+
+def none_can_start(hosts: Sequence[Host]) -> bool:
+    """Whether no host is there or on its way: one that failed is tried again while another may come."""
+    return all(host.hopeless for host in hosts)
 
 
 class NoticesTo(logging.Handler):

@@ -21,30 +21,54 @@ def starts(start: Start, engine: EngineConfig, rollout: RolloutConfig) -> list[S
         ConfigError: hosts cannot work in this way.
     """
     if engine.hosts == 1:
-        return [replace(start, engine=engine_of_host(engine, 0).model_dump(mode="json"))]
-    if engine.shard > 1:
-        raise ConfigError(
-            f"engine.hosts is {engine.hosts} and engine.shard {engine.shard}: a host has its base whole; set one of them to 1"
+        engines, rollouts = [engine_of_host(engine, 0)], [rollout]
+    else:
+        samples = rollout.engine == "embedded"
+        engines = [engine_of_host(engine, host, samples=samples) for host in range(engine.hosts)]
+        rollouts = [rollout_of_host(rollout, host, engine.hosts) for host in range(engine.hosts)]
+    return [
+        replace(
+            start,
+            engine=engine.model_dump(mode="json"),
+            rollout=rollout.model_dump(mode="json"),
+            host=number if len(engines) > 1 else None,
         )
-    if rollout.engine != "embedded":
-        raise ConfigError(
-            f"engine.hosts is {engine.hosts}, but rollout.engine {rollout.engine} has servers for one host; set hosts to 1, "
-            "or leave rollout.engine out"
-        )
-    hosts = range(engine.hosts)
-    return [replace(start, engine=engine_of_host(engine, host).model_dump(mode="json"), host=host) for host in hosts]
+        for number, (engine, rollout) in enumerate(zip(engines, rollouts, strict=True))
+    ]
 
 
-def engine_of_host(engine: EngineConfig, host: int) -> EngineConfig:
-    """The settings of one host: its device, its part of the cores, and of the memory that hosts share."""
+def engine_of_host(engine: EngineConfig, host: int, *, samples: bool = True) -> EngineConfig:
+    """The settings of one host: its device, its part of the cores, and, where it samples, of the memory that hosts share."""
     device = engine.devices[host] if engine.devices else engine.device
     own = {"hosts": 1, "devices": [], "device": device}
     if engine.hosts == 1:
         return engine.model_copy(update=own)
-    threads = engine.threads or max(1, budgets.cores() // engine.hosts)
+    threads = engine.threads or max(1, budgets.cores() // (engine.hosts * engine.shard))
     shared = engine.devices.count(device) if engine.devices else engine.hosts
-    fraction = engine.kv_memory_fraction / shared
+    fraction = engine.kv_memory_fraction / (shared if samples else 1)
     return engine.model_copy(update={**own, "threads": threads, "kv_memory_fraction": fraction})
+
+
+def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int) -> RolloutConfig:
+    """The servers of one host, which no other host has: so nobody publishes to them, or unloads from them, but this one.
+
+    Of `urls`, with their agents, each host has every so manieth; what `launch` starts is of each, on devices of its own.
+
+    Raises:
+        ConfigError: there are fewer servers than hosts.
+    """
+    own: dict[str, object] = {}
+    if rollout.urls:
+        if len(rollout.urls) < hosts:
+            raise ConfigError(
+                f"engine.hosts is {hosts}, and rollout.urls names {len(rollout.urls)}: each host needs a server of its own; "
+                f"name more, or set hosts to {len(rollout.urls)}"
+            )
+        own = {"urls": rollout.urls[host::hosts], "agents": rollout.agents[host::hosts]}
+    if rollout.launch is not None and (devices := rollout.launch.devices):
+        first = host * rollout.launch.replicas % len(devices)
+        own["launch"] = rollout.launch.model_copy(update={"devices": [*devices[first:], *devices[:first]]})
+    return rollout.model_copy(update=own)
 
 
 def launcher(cluster: ClusterConfig, engine: EngineConfig) -> Launch | None:
@@ -59,9 +83,10 @@ def launcher(cluster: ClusterConfig, engine: EngineConfig) -> Launch | None:
         raise ConfigError("cluster.launcher is ray, which is not installed: pip install 'motet[ray]'")
     if not engine.threads or engine.devices:
         raise ConfigError(
-            "cluster.launcher is ray: set engine.threads to the cores that each host asks Ray for, and leave engine.devices "
-            "out, because Ray chooses devices"
+            "cluster.launcher is ray: set engine.threads to the cores that each host, and each rank of one in shards, asks Ray "
+            "for, and leave engine.devices out, because Ray chooses devices"
         )
     from motet.cluster.ray_hosts import RayLauncher
 
-    return RayLauncher(cluster.address, cores=engine.threads, gpus=int(engine.device.startswith("cuda")))
+    cores, gpus = engine.threads * engine.shard, int(engine.device.startswith("cuda"))
+    return RayLauncher(cluster.address, cores=cores, gpus=gpus)

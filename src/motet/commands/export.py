@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from motet.errors import AdapterError, BaseModelError
+from motet.errors import AdapterError, BaseModelError, ConfigError
 from motet.model_info import matches_experts
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -84,6 +86,35 @@ def _read(adapter: Path, base: str | None, target: Path) -> tuple[Any, str, str]
             f"{name} is a .gguf file, which an adapter cannot be added to; give what it was made from as --base"
         )
     return weights, name, source
+
+
+def find_converter(given: str) -> str:
+    """The path of llama.cpp's converter.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    script = given if Path(given).is_file() else shutil.which(given)
+    if script is None:
+        raise ConfigError(
+            f"--gguf {given}: there is no such file, here or on PATH; it is convert_hf_to_gguf.py of llama.cpp's repository"
+        )
+    return script
+
+
+def write_gguf(model: Path, converter: str) -> Path:
+    """Have llama.cpp's converter write a model directory as one .gguf file beside its weights.
+
+    Raises:
+        BaseModelError: it does not, with the last that it said.
+    """
+    target = model / f"{model.resolve().name}.gguf"
+    command = [sys.executable, converter, str(model), "--outfile", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not target.is_file():
+        (*_, said) = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+        raise BaseModelError(f"{converter} does not convert {model}, which stays as it is, and says: {said}")
+    return target
 
 
 def _load(name: str, source: str, dtype: str) -> tuple[Any, Any]:

@@ -62,11 +62,13 @@ class EngineConfig(Config):
     """With `recompute`, a directory for the inputs of layers, which otherwise stay on the device until the backward pass: on a
     disk, or for a GPU in host memory (`/dev/shm`). The same bits; `motet check` says how much longer sequences may be."""
     shard: int = Field(1, ge=1, le=64)
-    """Processes that the base lies over while it trains, a part of every weight in each: for a base that is too large for one;
-    the bytes are the same. On CPU, with rollouts from servers; with the embedded engine this process has the whole base too."""
+    """Processes that the base of each host lies over while it trains, a part of every weight in each: for a base that is too
+    large for one; the bytes are the same. On CPU, with rollouts from servers; with the embedded engine the host has the whole
+    base too."""
     hosts: int = Field(1, ge=1, le=1024)
-    """Processes that each have the whole base and train their part of the jobs; a job's bytes do not depend on it. `slots`,
-    `max_rows` and `reward_processes` are of each. On CPU each has its part of the cores unless `threads` is set."""
+    """Processes that each have the base, whole or in shards, and train their part of the jobs; a job's bytes do not depend on
+    it. `slots`, `max_rows`, `shard` and `reward_processes` are of each. On CPU each has its part of the cores unless `threads`
+    is set."""
     devices: list[str] = []
     """The device of each host, such as `[cuda:0, cuda:1]`; without it all use `device`."""
     reward_processes: int = Field(2, ge=1, le=4096)
@@ -100,9 +102,10 @@ class EngineConfig(Config):
             raise ValueError("offload moves what recompute keeps: set recompute to true, or leave offload out")
         if self.offload is not None and self.shard > 1:
             raise ValueError("a base in shards has no offload yet: leave it out, or set shard to 1")
-        if self.shard > 1 and self.device.startswith("cuda"):
+        cards = [device for device in (self.device, *self.devices) if device.startswith("cuda")]
+        if self.shard > 1 and cards:
             raise ValueError(
-                f"shard is {self.shard} and device {self.device}, but bases in shards run on CPUs alone: "
+                f"shard is {self.shard} and device {cards[0]}, but bases in shards run on CPUs alone: "
                 "set device to cpu, or shard to 1"
             )
         return self
@@ -119,10 +122,11 @@ class EngineConfig(Config):
 
 
 class ClusterConfig(Config):
-    """Where the processes of `engine.hosts` are."""
+    """Where the processes of `engine.hosts` are; the ranks of one in shards are on its node."""
 
     launcher: Literal["local", "ray"] = "local"
     """`local` processes of this machine, or processes that Ray places on the nodes of a cluster (`pip install 'motet[ray]'`);
-    all nodes see the run directory under the same path, and each host asks Ray for `engine.threads` cores of one node."""
+    all nodes see the run directory under the same path, and each host asks Ray for `engine.threads` cores of one node, times
+    `engine.shard`."""
     address: str = "auto"
     """Of the Ray cluster, `HOST:PORT` of its head; `auto` is the one that runs on this machine."""

@@ -53,12 +53,12 @@ class RolloutConfig(Config):
     engine: Literal["embedded", "vllm", "sglang"] = "embedded"
     """`embedded` samples on the device that trains; the others are servers, reached over HTTP."""
     urls: list[str] = []
-    """Servers that run already (`http://host:8000`), one for each replica."""
+    """Servers that run already (`http://host:8000`), one for each replica; with `engine.hosts` they are shared out."""
     agents: list[str] = []
     """The node agent beside each of `urls`, in their order (`motet node-agent`): versions are sent to it, and no directory is
     shared."""
     launch: LaunchConfig | None = None
-    """Servers to start instead."""
+    """Servers to start instead; of each of `engine.hosts`."""
     publish_by: Literal["files", "tensors"] = "files"
     """How a new version reaches servers: as `files` that they read, or as `tensors` that vLLM's workers fetch from this process
     into their memory; where they do not, as files after all, and a note of the run says why."""

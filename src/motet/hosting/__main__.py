@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import sys
 import threading
 import time
@@ -28,7 +27,8 @@ def main() -> None:
     address, token = os.environ.pop(ADDRESS, ""), os.environ.pop(TOKEN, "")
     parent = Parent[ToEngine].at(address, token, ToEngine) if address else Parent[ToEngine](ToEngine)
     serving = threading.Event()
-    threading.Thread(target=_end_with, args=(parent.lines.fileno(), serving), name="motet-parent", daemon=True).start()
+    # while this one loads, the next engine needs the cores and the directory
+    parent.on_hang_up(lambda: None if serving.is_set() else os._exit(0))
     warm_up()
     start = parent.first()
     if not isinstance(start, Start):
@@ -41,20 +41,11 @@ def main() -> None:
         server = EngineServer(config, _run_directory(Path(config.run), start.host), start, parent)
         serving.set()
         asyncio.run(server.serve())
-        server.workshop.close()
+        server.close()
     except Exception as error:  # it is started again, and people hear of the reason meanwhile
         sys.stderr.write(f"{(failure := reason(error))}\n")
         parent.send(Failed(failure))
     os._exit(0)
-
-
-def _end_with(parent: int, serving: threading.Event) -> None:
-    """End at once when the other process does while this one loads: the next engine needs the cores and the directory."""
-    hung_up = select.poll()
-    hung_up.register(parent, getattr(select, "POLLRDHUP", 0))
-    hung_up.poll()
-    if not serving.is_set():
-        os._exit(0)
 
 
 def _run_directory(path: Path, host: int | None) -> RunDirectory:

@@ -22,7 +22,9 @@ from motet.tasks.chat import Chat, stop_token_ids
 from motet.types import AdapterRef, GenerateRequest, IntArray, Message, Problem
 
 if TYPE_CHECKING:
+    from motet.config import AdapterConfig
     from motet.model.lora_model import LoraModel
+    from motet.training.sharded.base import ShardedBase
 
 CACHED_VERSIONS = 8
 """Stored versions that stay loaded for people to talk to."""
@@ -34,7 +36,7 @@ Send = Callable[[m.FromEngine], None]
 class Answers:
     """What people are answered, and the versions that are loaded for it."""
 
-    def __init__(self, base: LoraModel, shared: Services, room: int, send: Send) -> None:
+    def __init__(self, base: LoraModel | ShardedBase, shared: Services, room: int, send: Send) -> None:
         """`room` is what the longest prompt with its answer may have, in tokens."""
         self._base, self._send = base, send
         self._engine, self._scheduler, self._suffix = shared.engine, shared.scheduler, shared.engine_suffix
@@ -151,12 +153,10 @@ class Answers:
 
     async def examine(self, question: m.Examine) -> None:
         """Say what an adapter is, or why it does not fit the base."""
-        from motet.model.peft_io import examine
-
         key = question.key
         try:
             async with self._examining:
-                adapter = await asyncio.to_thread(examine, self._base, Path(question.directory))
+                adapter = await asyncio.to_thread(_examined, self._base, Path(question.directory))
             shape = adapter.model_dump(mode="json", exclude={"init"})
             self._send(m.Examined(key, shape["rank"], shape["alpha"], shape["target_modules"]))
             self._send(m.Done(key))
@@ -165,6 +165,13 @@ class Answers:
             self._send(m.Done(key))
         except Exception as error:  # whoever asked has to hear of it
             self._send(m.Refused(key, reason(error)))
+
+
+def _examined(base: LoraModel | ShardedBase, directory: Path) -> AdapterConfig:
+    from motet.model.lora_model import LoraModel
+    from motet.model.peft_io import examine
+
+    return examine(base, directory) if isinstance(base, LoraModel) else base.examine(directory)
 
 
 def reason(error: Exception) -> str:

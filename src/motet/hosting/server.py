@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping
@@ -17,11 +18,11 @@ from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.channel import Parent
 from motet.cluster import messages as m
 from motet.config import JobConfig, RunConfig
-from motet.errors import ConfigError
+from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
 from motet.hosting.scores import AskedOfService
 from motet.hosting.steps import EveryStep
-from motet.launch import Workshop, assemble, load_for, services
+from motet.launch import Workshop, assemble, open_base, services
 from motet.preparing import identity, prepare
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
@@ -46,6 +47,8 @@ _USAGE_SECONDS = 2.0
 """Between two messages about who used the device."""
 _IDLE_SECONDS = 30.0
 """Between two that nobody used it."""
+_AWAY_SECONDS = 60.0
+"""For which all servers of one host of several may be away."""
 
 
 class EngineServer:
@@ -55,12 +58,8 @@ class EngineServer:
         """Load the base; `start` has the rewards and bounds of the service."""
         self._config, self._parent = config, parent
         self.directory = directory
-        if config.engine.shard > 1:
-            raise ConfigError(
-                f"engine.shard is {config.engine.shard}, but a service answers people with the base that it trains on, and "
-                "needs it whole: set engine.shard to 1, or train with `motet run`"
-            )
-        self.base = load_for(config)
+        self._opened = contextlib.ExitStack()
+        self.base = open_base(config, directory, self._opened)
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send)
@@ -81,6 +80,7 @@ class EngineServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()
         self._measured, self._windows = time.monotonic(), 0
+        self._servers = _Servers(self.workshop, min(_AWAY_SECONDS, config.rollout.patience_seconds / 2))
         self._changes: dict[str, m.ChangeJob] = {}
         """Of jobs that are being prepared: another budget or priority."""
         self._leaving: set[str] = set()
@@ -127,6 +127,11 @@ class EngineServer:
             await self._shared.rewards.close()
         if faults:
             raise faults[0]
+
+    def close(self) -> None:
+        """End what `serve` needed."""
+        self.workshop.close()
+        self._opened.close()
 
     async def _tokens_per_second(self) -> float:
         """How fast this host reads a prompt, the best of three times, for whoever has others to compare; 0 where servers do."""
@@ -257,11 +262,14 @@ class EngineServer:
 
     async def _watch(self) -> None:
         """Send how jobs stand now and then, and forget those that have ended."""
+        start = self._start
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
                 self.pipeline.forget(job.name)
             self._release()
+            if start.host is not None:  # others can go on with its jobs
+                self._servers.look()
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
@@ -279,6 +287,26 @@ class EngineServer:
         self._windows += 1
         self._parent.send(m.Usage(self._shared.engine_suffix, self._windows, dict(self._used)))
         self._used.clear()
+
+
+class _Servers:
+    """Whether any of a host's servers is there."""
+
+    def __init__(self, workshop: Workshop, seconds: float) -> None:
+        self._workshop, self._seconds, self._seen = workshop, seconds, time.monotonic()
+
+    def look(self) -> None:
+        """Look at them.
+
+        Raises:
+            EngineError: none has answered for so many seconds, and what each said.
+        """
+        loads = self._workshop.loads()
+        if not loads or any(load.up for load in loads):
+            self._seen = time.monotonic()
+        elif time.monotonic() - self._seen > self._seconds:
+            said = "; ".join(f"{load.url}: {load.note}" for load in loads)
+            raise EngineError(f"no server of this host answers, and its jobs go on at others ({said})")
 
 
 def _fault(task: asyncio.Task[None]) -> BaseException | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
-from motet.errors import DeviceError, MotetError, RunError
+from motet.errors import DeviceError, MotetError, RankGone, RunError
 from motet.runtime.checkpoint import disk_error
 from motet.runtime.client_loop import ClientLoop
 from motet.runtime.disk_gate import DiskSpaceGate, is_full
@@ -230,9 +230,8 @@ class Pipeline:
         except DeviceError as error:
             self._restart(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
-            blocked = self._stays and is_full(error)
-            message = self._disk_gate.block(job.name, job.directory) if blocked else _reason(job, error)
-            _move(job, JobState.QUEUED if blocked else JobState.FAILED, message)
+            full = self._stays and is_full(error)
+            _fail(job, error, self._disk_gate.block(job.name, job.directory) if full else "")
         finally:
             self._release(job)
 
@@ -346,9 +345,21 @@ def _claim(job: Job) -> Claim:
     return Claim(job.name, job.tenant, job.config.priority, job.config.slots)
 
 
-def _reason(job: Job, error: BaseException) -> str:
+def _fail(job: Job, error: BaseException, waits: str) -> None:
+    """The state of a job whose loop failed; `waits` is what for, where it goes on by itself."""
+    if isinstance(_innermost(error), RankGone):
+        return  # the run ends, and leaves its jobs as they are
+    _move(job, JobState.QUEUED if waits else JobState.FAILED, waits or _reason(job, error))
+
+
+def _innermost(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def _reason(job: Job, error: BaseException) -> str:
+    error = _innermost(error)
     if isinstance(error, OSError):
         error = disk_error(error, job.directory.path)
     if isinstance(error, MotetError):

@@ -25,7 +25,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, part: str = "") -> None:
         """Open it for this process alone, or, with `part`, beside others that are other parts of one run."""
-        self.path = path
+        self.path, self.part = path, part
         self._locks = contextlib.ExitStack()
         try:
             path.mkdir(parents=True, exist_ok=True)

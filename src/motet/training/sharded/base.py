@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from motet.config import AdapterConfig
 from motet.model.load import load_tokenizer
 from motet.model.lora_model import LoraModel
+from motet.model.peft_io import examine
 from motet.model_info import ModelInfo
+from motet.training.sharded import messages as m
 from motet.training.sharded.group import RankGroup
 
 
@@ -35,6 +39,18 @@ class ShardedBase:
         facts = group.joined[0].facts
         info = replace(base.info, experts=tuple(facts["experts"]), experts_idle=facts["experts_idle"])
         return cls(_told(info, group), group, base)
+
+    def examine(self, directory: Path) -> AdapterConfig:
+        """As `motet.model.peft_io.examine`; where the base is not here, a rank looks.
+
+        Raises:
+            AdapterError: no job could start from the adapter, and why.
+        """
+        if self.here is not None:
+            return examine(self.here, directory)
+        answer = self.group.ask({0: m.Examine(str(directory.absolute()))})[0]
+        assert isinstance(answer, m.Examined)
+        return AdapterConfig.model_validate(answer.shape)
 
 
 def _told(info: ModelInfo, group: RankGroup) -> ModelInfo:

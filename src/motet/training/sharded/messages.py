@@ -114,7 +114,13 @@ class Read(Message, frozen=True):
     optimizer: bool
 
 
-ToRank = Join | AddAdapter | RemoveAdapter | Train | Score | Step | Save | Read
+class Examine(Message, frozen=True):
+    """To any rank: whether a job over this base could start from an adapter."""
+
+    directory: str
+
+
+ToRank = Join | AddAdapter | RemoveAdapter | Train | Score | Step | Save | Read | Examine
 
 # --- rank → trainer -----------------------------------------------------------------------------------------------------
 
@@ -154,6 +160,13 @@ class Stepped(Message, frozen=True):
     stats: OptimStats
 
 
+class Examined(Message, frozen=True):
+    """An adapter that fits."""
+
+    shape: dict[str, Any]
+    """Fields of `AdapterConfig`: what the job's own adapter has to be."""
+
+
 class Refused(Message, frozen=True):
     """It was not done, on any rank; the ranks are in step and can go on."""
 
@@ -166,4 +179,4 @@ class Refused(Message, frozen=True):
     """The file, of an OSError."""
 
 
-FromRank = Joined | Done | Ran | Stepped | Refused
+FromRank = Joined | Done | Ran | Stepped | Examined | Refused

@@ -21,8 +21,9 @@ from motet.allocator import give_back_freed_memory
 from motet.batch import Batch, Segment
 from motet.channel import Parent
 from motet.config import AdapterConfig
-from motet.errors import MotetError
+from motet.errors import AdapterError, MotetError
 from motet.model.load import load_base
+from motet.model.peft_io import examine
 from motet.model.shards import Shards, own_bytes
 from motet.training.sharded import messages as m
 from motet.training.sharded.rank_trainer import InStep, RankTrainer
@@ -97,6 +98,12 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
                 trainer.save(message.name, Path(message.directory), optimizer=message.optimizer)
             except (OSError, MotetError) as error:  # a full disk is the job's affair
                 return _refused(error)
+        case m.Examine():
+            try:
+                found = examine(trainer.base, Path(message.directory))
+            except AdapterError as error:
+                return _refused(error)
+            return m.Examined(found.model_dump(mode="json"))
         case m.Read():
             trainer.read(message.name, Path(message.directory), optimizer=message.optimizer)
     return m.Done()
@@ -131,6 +138,7 @@ def main() -> None:
     """Entry point of the process."""
     give_back_freed_memory()
     parent = Parent[m.ToRank](m.ToRank)
+    parent.on_hang_up(lambda: os._exit(0))  # at once: what it would still write is another process's by now
     first = parent.first()
     if not isinstance(first, m.Join):
         return

@@ -1,0 +1,105 @@
+"""Hosts whose base lies in shards: whichever process dies, the bytes are those of one process with the whole base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+import motet
+from motet.types import ADAPTER_FILES
+from tests.adapter_files import tarred
+from tests.service_run import Json, Service, serving, tiny
+
+pytestmark = pytest.mark.slow
+ENGINE = {"samplers": 0, "threads": 1}
+STORE = 80 * 2**20  # the least that Ray takes
+NAMES = [f"job-{number}" for number in range(3)]
+
+
+def job(name: str) -> Json:
+    return tiny(name, steps=6, adapter={"rank": 2 + int(name[-1]), "alpha": 11}, optimizer={"lr": 1e-3})
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each job's adapter, trained by one process."""
+    run = motet.run(
+        [job(name) for name in NAMES], base="small", directory=tmp_path_factory.mktemp("alone"), engine=ENGINE, quiet=True
+    )  # fmt: skip
+    return {name: one.adapter / "adapter_model.safetensors" for name, one in run.jobs.items()}
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.soak)])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
+    """Where hosts are: here, or one with its ranks on each of two nodes of a Ray cluster, which have no room for more."""
+    if request.param == "local":
+        yield {"launcher": "local"}
+        return
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": STORE})
+    nodes.add_node(num_cpus=2, object_store_memory=STORE)
+    yield {"launcher": "ray", "address": nodes.address}
+    nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, cluster: Json) -> Iterator[Service]:
+    config = tmp_path_factory.mktemp("shards") / "shards.yaml"
+    config.write_text(yaml.safe_dump({"engine": {**ENGINE, "hosts": 2, "shard": 2}, "cluster": cluster}))
+    with serving(config.parent / "service", "--config", str(config)) as found:
+        yield found
+
+
+def host(service: Service, number: int) -> Any:
+    return psutil.Process(int((service.directory / "run" / f".lock.host-{number}").read_text()))
+
+
+def ranks(process: Any) -> list[Any]:
+    return [child for child in process.children() if "motet.training.sharded.process" in child.cmdline()]
+
+
+def whereabouts(service: Service) -> dict[str, int]:
+    jobs: list[Any] = [service.job(name) for name in NAMES]
+    return {one["name"]: one["progress"]["host"] for one in jobs if one["progress"] is not None}
+
+
+@pytest.mark.parametrize("what", ["rank", "host"])
+def test_a_process_that_dies_changes_no_byte(what: str, service: Service, alone: dict[str, Path]) -> None:
+    """A host and its ranks end together. Jobs of that host go on elsewhere; those of the other do not notice."""
+    for name in NAMES:
+        service.submit(job(name))
+    service.until(lambda: len(whereabouts(service)) == len(NAMES))
+    where = whereabouts(service)
+    crowded = max(where.values(), key=[*where.values()].count)
+    first = next(name for name in NAMES if where[name] == crowded)
+    service.reaches(first, 1)
+    dying = host(service, crowded)
+    group = ranks(dying)
+    assert len(group) == 2
+    (dying if what == "host" else group[1]).kill()
+    _, alive = psutil.wait_procs([dying, *group], timeout=10)
+    assert alive == []
+    for name in NAMES:
+        assert service.ended(name) == "succeeded", service.job(name)["message"]
+        assert service.weights(name) == alone[name].read_bytes()
+        assert "failed" not in service.states(name)
+        assert service.states(name).count("running") == (2 if where[name] == crowded else 1)
+        service.ask("DELETE", f"/v1/jobs/{name}")
+    service.until(lambda: len(ranks(host(service, crowded))) == 2)
+    service.until(lambda: service.answers("/readyz"))
+
+
+def test_people_are_answered_and_their_adapters_are_looked_at(service: Service, alone: dict[str, Path]) -> None:
+    packed = tarred({file: (alone["job-1"].parent / file).read_bytes() for file in ADAPTER_FILES})
+    service.ask("POST", "/v1/adapters?name=brought", files={"file": ("brought.tar.gz", packed)})
+    said = {"prompt": "Sort the letters: cab\n", "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    answers = [service.ask("POST", "/v1/completions", json={**said, "model": model}) for model in ("small", "brought")]
+    base, brought = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in answers]
+    assert len(base) > 1
+    assert base[0] != brought[0]
