@@ -22,7 +22,7 @@ import motet
 from motet.channel import encode
 from motet.cluster.host import Engine
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
-from motet.cluster.messages import JobEvent, Ready
+from motet.cluster.messages import JobEvent, Ready, Start
 from motet.cluster.nodes import NodeFacts, faults
 from motet.cluster.run import HostedJob, HostedRun
 from motet.config import JobConfig
@@ -240,7 +240,7 @@ def test_a_network_that_is_away_for_a_while_changes_nothing(
 ) -> None:
     cable, cut, starts = Cable(), asyncio.Event(), list[Path]()
 
-    async def launch(log: Path) -> Engine:
+    async def launch(start: Start, log: Path) -> Engine:
         async def begin(address: str, token: str) -> Awaitable[int]:
             settings = {**os.environ, ADDRESS: await cable.lay(address), TOKEN: token}
             started.append(await asyncio.create_subprocess_exec(sys.executable, "-m", "motet.hosting", env=settings))
@@ -289,7 +289,7 @@ def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alo
     """It trains on, unseen, while the other host has its jobs."""
     started, cut = list[subprocess.Popen[bytes]](), asyncio.Event()
 
-    async def launch(log: Path) -> Engine:
+    async def launch(start: Start, log: Path) -> Engine:
         async def begin(address: str, token: str) -> Awaitable[object]:
             cable = Cable()
             settings = {**os.environ, ADDRESS: await cable.lay(address), TOKEN: token}

@@ -49,11 +49,12 @@ async function lookAtEngine() {
   try {
     const response = await fetch("readyz", {cache: "no-store", credentials: "omit"});
     const health = await response.json();
-    context.base = health.base || context.base;
-    [text, state] = response.ok ? [health.base, "ok"] : [health.message, /starting/.test(health.message) ? "" : "down"];
+    const names = Object.keys(health.bases || {}).join(", ") || health.base;
+    context.base = names || context.base;
+    [text, state] = response.ok ? [names, "ok"] : [health.message, /starting/.test(health.message) ? "" : "down"];
   } catch { /* said below */ }
   engine.className = `engine ${state}`;
-  engine.title = state === "ok" ? `The engine is ready; its base is ${text}.` : text;
+  engine.title = state === "ok" ? `The engine is ready; it has ${text}.` : text;
   say(engine.firstChild, text);
 }
 
