@@ -167,11 +167,11 @@ def test_models_answer_on_their_own_base(
 
     client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=tenants["ann"])
     models = {one.id: getattr(one, "base", None) for one in client.models.list()}
-    assert [models["small"], models["twin"], models["a@best"], models["b@best"]] == [None, None, "small", "twin"]
+    assert [models["small"], models["twin"], models["a@latest"], models["b@latest"]] == [None, None, "small", "twin"]
     assert "c@best" not in models
-    here = {name: said(service.url, tenants["ann"], name) for name in ("small", "twin", "a@best", "b@best")}
+    here = {name: said(service.url, tenants["ann"], name) for name in ("small", "twin", "a@latest", "b@latest")}
     assert len({str(one) for one in here.values()}) == 4
-    saved = service.adapter("b", "best")
+    saved = service.adapter("b")
     with serving(tmp_path / "solo", "--base", str(twin)) as solo:
         assert here["twin"] == said(solo.url, "none", str(twin))
         (tmp_path / "b").mkdir()
@@ -179,7 +179,7 @@ def test_models_answer_on_their_own_base(
             (tmp_path / "b" / file).write_bytes(content)
         with Client(solo.url) as pushed:
             pushed.push(tmp_path / "b", "b")
-        assert here["b@best"] == said(solo.url, "none", "b")
+        assert here["b@latest"] == said(solo.url, "none", "b")
 
 
 def test_people_see_and_choose_the_base(
@@ -207,9 +207,9 @@ def test_people_see_and_choose_the_base(
     assert code
     assert "'small', 'twin'" in refused
 
-    start = {"init": "b@best", **{name: service.job("b")["spec"]["adapter"][name] for name in ("rank", "alpha")}}
+    start = {"init": "b@latest", **{name: service.job("b")["spec"]["adapter"][name] for name in ("rank", "alpha")}}
     on = service.refused(400, "POST", "/v1/jobs", json=tiny("wrong", adapter=start))["message"]
-    assert "'b@best' is an adapter on the base 'twin', and the job is for 'small'" in on
+    assert "'b@latest' is an adapter on the base 'twin', and the job is for 'small'" in on
     service.submit({**tiny("right", adapter=start), "base": "twin"})
     for name in ("right", "by-path", "by-name"):
         assert service.ended(name) == "succeeded", service.job(name)["message"]
@@ -221,6 +221,7 @@ def test_the_tinker_client_trains_and_samples_on_the_base_it_names(service: Serv
     assert found["bases"] == {"small": "small", "twin": "twin"}
     assert found["sampled"]["small"] != found["sampled"]["twin"]
     assert found["adapted"]["small"] != found["adapted"]["twin"]
+    assert "is of a model on another base, 'small'" in found["across"]
     service.become(tenants["ben"])
     for base, model in found["models"].items():
         assert service.job(job_of(model))["base"] == base

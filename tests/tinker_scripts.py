@@ -340,6 +340,12 @@ def two_bases(service: Any) -> Found:
         )
         adapted = client.save_weights_and_get_sampling_client(name="mine")
         given["adapted"][base] = list(adapted.compute_logprobs(text(TOKENS)).result())
+        if "state" in given:
+            try:
+                client.load_state(given["state"]).result()
+            except Exception as error:
+                given["across"] = str(error)
+        given["state"] = client.save_state("state").result().path
     return given
 
 
