@@ -63,12 +63,29 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
     if request.param == "local":
         yield {"launcher": "local"}
         return
+    from ray._private import services
     from ray.cluster_utils import Cluster
 
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE})
-    nodes.add_node(num_cpus=1, object_store_memory=STORE)
+    with pytest.MonkeyPatch.context() as patched:  # a node that is not there after half a minute has not failed yet
+        patched.setattr(services, "get_node", tried_again(services.get_node))
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE})
+        nodes.add_node(num_cpus=1, object_store_memory=STORE)
     yield {"launcher": "ray", "address": nodes.address}
     nodes.shutdown()
+
+
+def tried_again(call: Callable[..., Any], seconds: float = 240.0) -> Callable[..., Any]:
+    """What is called, until it succeeds: Ray itself looks for a node that starts for 30 s, which a busy machine needs."""
+
+    def called(*args: Any, **named: Any) -> Any:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            with contextlib.suppress(RuntimeError):
+                return call(*args, **named)
+            time.sleep(0.2)
+        return call(*args, **named)
+
+    return called
 
 
 @pytest.fixture(scope="module")

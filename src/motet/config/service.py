@@ -103,12 +103,12 @@ class ServiceConfig(Config):
 
     engine: EngineConfig = EngineConfig()
     """As in a job file."""
-    bases: dict[str, Annotated[ServedBase, named("base")]] = {}
-    """Bases by the names that jobs give, each on hosts of its own; the first is that of a job which names none."""
     rollout: RolloutConfig = RolloutConfig()
     """As in a job file."""
     cluster: Annotated[ClusterConfig, named("launcher")] = ClusterConfig()
     """As in a job file."""
+    bases: dict[str, Annotated[ServedBase, named("base")]] = {}
+    """Bases by the names that jobs give, each on hosts of its own; the first is that of a job which names none."""
     limits: LimitsConfig = LimitsConfig()
     """What each tenant may use unless an admin sets something else for it."""
     rate: RateConfig | None = None
