@@ -33,7 +33,7 @@ from motet.runtime.interrupt import Interrupt
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.types import JobState
-from tests.service_run import Json, Service, serving, tiny
+from tests.service_run import PATIENCE, Json, Service, serving, tiny
 
 ENGINE = {"samplers": 0, "threads": 1}
 STORE = 80 * 2**20  # the least that Ray takes
@@ -74,7 +74,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
     nodes.shutdown()
 
 
-def tried_again(call: Callable[..., Any], seconds: float = 240.0) -> Callable[..., Any]:
+def tried_again(call: Callable[..., Any], seconds: float = PATIENCE) -> Callable[..., Any]:
     """What is called, until it succeeds: Ray itself looks for a node that starts for 30 s, which a busy machine needs."""
 
     def called(*args: Any, **named: Any) -> Any:
@@ -114,6 +114,36 @@ def metric(service: Service, name: str) -> dict[str, float]:
     """A figure of each host."""
     found = re.findall(rf'^{name}\{{host="(\d+)"\}} (\S+)$', service.get("/metrics").text, re.M)
     return {host: float(value) for host, value in found}
+
+
+@SOON
+def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(
+    tmp_path: Path, cluster: Json, alone: dict[str, bytes]
+) -> None:
+    """It comes before the tests of a service, which has the cores of the Ray cluster to its end."""
+    (tmp_path / "jobs.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "base": "small",
+                "engine": {**ENGINE, "hosts": 2},
+                "cluster": cluster,
+                "jobs": [job(name) for name in NAMES],
+            }
+        )
+    )
+    command = [sys.executable, "-m", "motet", "run", str(tmp_path / "jobs.yaml"), "--run", str(tmp_path / "run")]
+    with (tmp_path / "out").open("ab") as out:
+        first = subprocess.Popen(command, stdout=out, stderr=out)
+    try:
+        waited(lambda: all(steps(tmp_path / "run" / name) for name in NAMES), first)
+        kill_host(tmp_path / "run", 1, cluster)
+        waited(lambda: max(max(steps(tmp_path / "run" / name)) for name in NAMES) >= 3, first)
+    finally:
+        first.kill()
+        first.wait()
+    assert subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE).returncode == 0
+    for name in NAMES:
+        assert (tmp_path / "run" / name / "versions" / "v6" / "adapter_model.safetensors").read_bytes() == alone[name]
 
 
 @SOON
@@ -174,35 +204,6 @@ def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
     assert "paused" not in service.states("job-1")
 
 
-@SOON
-def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(
-    tmp_path: Path, cluster: Json, alone: dict[str, bytes]
-) -> None:
-    (tmp_path / "jobs.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "base": "small",
-                "engine": {**ENGINE, "hosts": 2},
-                "cluster": cluster,
-                "jobs": [job(name) for name in NAMES],
-            }
-        )
-    )
-    command = [sys.executable, "-m", "motet", "run", str(tmp_path / "jobs.yaml"), "--run", str(tmp_path / "run")]
-    with (tmp_path / "out").open("ab") as out:
-        first = subprocess.Popen(command, stdout=out, stderr=out)
-    try:
-        waited(lambda: all(steps(tmp_path / "run" / name) for name in NAMES), first)
-        kill_host(tmp_path / "run", 1, cluster)
-        waited(lambda: max(max(steps(tmp_path / "run" / name)) for name in NAMES) >= 3, first)
-    finally:
-        first.kill()
-        first.wait()
-    assert subprocess.run(command, check=False, capture_output=True, text=True, timeout=120).returncode == 0
-    for name in NAMES:
-        assert (tmp_path / "run" / name / "versions" / "v6" / "adapter_model.safetensors").read_bytes() == alone[name]
-
-
 def steps(directory: Path) -> list[int]:
     """The steps that a job has committed."""
     return JobDirectory(directory).steps()
@@ -210,7 +211,7 @@ def steps(directory: Path) -> list[int]:
 
 def waited(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
     """Wait for something that a process does."""
-    deadline = time.monotonic() + 90.0
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert process.poll() is None
         assert time.monotonic() < deadline
