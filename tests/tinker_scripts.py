@@ -336,6 +336,29 @@ def steps(service: Any) -> Found:
     return {"model": client.model_id, "values": values}
 
 
+def two_bases(service: Any) -> Found:
+    """A model on each base of a service, and samples of the bases and of what was trained on them."""
+    given: Found = {"supported": [one.model_name for one in service.get_server_capabilities().supported_models]}
+    given |= {"models": {}, "bases": {}, "sampled": {}, "adapted": {}}
+    for base in given["supported"]:
+        client = service.create_lora_training_client(base_model=base, rank=4, seed=1)
+        client.forward_backward(plain(), "cross_entropy").result()
+        client.optim_step(ADAM).result()
+        given["models"][base], given["bases"][base] = client.model_id, client.get_info().model_data.model_name
+        given["sampled"][base] = list(
+            service.create_sampling_client(base_model=base).compute_logprobs(text(TOKENS)).result()
+        )
+        adapted = client.save_weights_and_get_sampling_client(name="mine")
+        given["adapted"][base] = list(adapted.compute_logprobs(text(TOKENS)).result())
+        if "state" in given:
+            try:
+                client.load_state(given["state"]).result()
+            except Exception as error:
+                given["across"] = str(error)
+        given["state"] = client.save_state("state").result().path
+    return given
+
+
 def main() -> None:
     name, url, key, out = sys.argv[1:5]
     service = tinker.ServiceClient(base_url=url, api_key=key)

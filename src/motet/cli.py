@@ -264,7 +264,10 @@ def cancel(job: Steered, url: Url = None, key: Key = None) -> None:
 
 @app.command(epilog="Example: motet serve --base small --directory served --no-keys")
 def serve(
-    base: Annotated[str, typer.Option(help="`small`, a hub id, a directory or a .gguf file.")],
+    base: Annotated[
+        str | None,
+        typer.Option(help="`small`, a hub id, a directory or a .gguf file; several are named in --config, as `bases`."),
+    ] = None,
     directory: Annotated[Path, typer.Option(help="Jobs, files, logs, and the database unless it has a URL.")] = Path(
         "served"
     ),
@@ -273,7 +276,9 @@ def serve(
     database: Annotated[
         str | None, typer.Option(help="postgresql://… or sqlite:///… [default: a file in the directory].")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML with `engine`, `rollout`, `limits`, `rate`.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML with `engine`, `bases`, `rollout`, `limits`, `rate`.")
+    ] = None,
     hosts: Annotated[
         int | None, typer.Option(min=1, help="Processes that each have the base and train a part of the jobs.")
     ] = None,
@@ -289,7 +294,7 @@ def serve(
         Path | None, typer.Option(metavar="FILE.py", help="Let jobs use the reward functions of this file by name.")
     ] = None,
 ) -> None:
-    """Serve one base to a team: its people submit jobs over HTTP and take adapters home."""
+    """Serve a base, or several, to a team: its people submit jobs over HTTP and take adapters home."""
     from motet.commands.serve import serve as serve_base
     from motet.errors import ConfigError
     from motet.jobfile import load_service

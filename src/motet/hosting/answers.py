@@ -168,10 +168,10 @@ class Answers:
 
 
 def _examined(base: LoraModel | ShardedBase, directory: Path) -> AdapterConfig:
-    from motet.model.lora_model import LoraModel
     from motet.model.peft_io import examine
+    from motet.training.sharded.base import ShardedBase
 
-    return examine(base, directory) if isinstance(base, LoraModel) else base.examine(directory)
+    return base.examine(directory) if isinstance(base, ShardedBase) else examine(base, directory)
 
 
 def reason(error: Exception) -> str:

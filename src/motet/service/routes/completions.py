@@ -76,24 +76,28 @@ class ChatRequest(Sampled):
             raise bad_field("response_format", str(error).removeprefix("response_format: ")) from error
 
 
-@router.get("/models")
+@router.get("/models", response_model_exclude_none=True)
 def models(who: Asker, store: StoreDep, storage: StorageDep, adapters: AdaptersDep, shares: SharesDep) -> Models:
-    """The base, the versions of the asker's jobs, uploaded adapters, and what others share."""
-    data = [Model(id=adapters.base)]
+    """The bases, the versions of the asker's jobs, uploaded adapters, and what others share."""
+    bases = adapters.bases
+
+    def model(name: str, base: str | None, created: float = 0) -> Model:
+        return Model(id=name, created=int(created), base=bases.shown(base))
+
+    data = [Model(id=name) for name in bases.names]
     for job in store.jobs(who, limit=200):
-        names = storage.version_names(job.id)
-        data.extend(Model(id=f"{job.name}@{name}", created=int(job.created)) for name in names)
-    data.extend(Model(id=one.name, created=int(one.created)) for one in adapters.all(who))
-    data.extend(Model(id=name) for name in shares.received_models(who))
+        data.extend(model(f"{job.name}@{name}", job.base, job.created) for name in storage.version_names(job.id))
+    data.extend(model(one.name, one.base, one.created) for one in adapters.all(who))
+    data.extend(model(name, base) for name, base in shares.received_models(who).items())
     return Models(data=data)
 
 
 @router.post("/chat/completions", response_model=None, responses=STREAMED)
 async def chat(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: ChatRequest) -> Response:
     """Go on with a conversation."""
-    adapter = await names.directory(who, wanted.model)
+    asked = await names.answerer(who, wanted.model)
     limit = wanted.max_completion_tokens or wanted.max_tokens or _CHAT_TOKENS
-    question = wanted.question(who, adapter, limit, logprobs=bool(wanted.logprobs))
+    question = wanted.question(who, asked, limit, logprobs=bool(wanted.logprobs))
     sampling = dataclasses.replace(question.sampling, grammar=await asyncio.to_thread(wanted.grammar))
     question = replace(question, messages=[message.plain() for message in wanted.messages], sampling=sampling)
     head: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "chat.completion"}
@@ -158,7 +162,7 @@ async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: 
     """Go on with prompts. Choice i · n + k is the k-th completion of prompt i."""
     question = wanted.question(
         who,
-        await names.directory(who, wanted.model),
+        await names.answerer(who, wanted.model),
         wanted.max_tokens or _MAX_TOKENS,
         logprobs=wanted.logprobs is not None,
     )
