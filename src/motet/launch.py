@@ -132,6 +132,7 @@ def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.Exit
     from motet.training.sharded.base import ShardedBase
     from motet.training.sharded.group import RankGroup
     from motet.training.sharded.messages import Join
+    from motet.training.sharded.torchrun import group_of_torchrun
 
     here = None
     if config.rollout.engine == "embedded":
@@ -146,7 +147,8 @@ def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.Exit
         recompute=engine.recompute,
         n_ranks=engine.shard,
     )
-    group = RankGroup(join, directory.path / "ranks.log")
+    form = group_of_torchrun if config.cluster.launcher == "torchrun" else RankGroup
+    group = form(join, directory.path / "ranks.log")
     stack.callback(group.close)
     if here is not None:
         return ShardedBase.beside(here, group)
