@@ -1,10 +1,11 @@
-"""Episodes of several turns: what an agent's address costs, what keeping KV saves, how much a tree of branches would.
+"""Episodes of several turns: what an agent's address costs, what keeping KV saves, what sharing prefixes saves in training.
 
     .venv/bin/python -m bench.agents                      # tables for docs/benchmarks.md; a few minutes
     .venv/bin/python -m bench.agents --base smollm2       # on a model of ordinary size
 
 The agent makes its calls with the stock `openai` client from a process of its own, as in a job. The engine's own time is that
-from a call's admission to its last token; all else counts as the address's. With KV kept and without it take turns.
+from a call's admission to its last token; all else counts as the address's. With KV kept and without it, and with
+prefixes shared and without, take turns.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from motet.agents.runner import AgentRunner
-from motet.config import EngineConfig, EnvironmentConfig
+from motet.algorithms.algorithm import StepBatch
+from motet.algorithms.policy_gradient import PolicyGradient
+from motet.batch import Batch, Sample
+from motet.config import AdapterConfig, EngineConfig, EnvironmentConfig
 from motet.device import Device
 from motet.launch import load
 from motet.model.lora_model import LoraModel
@@ -31,6 +35,7 @@ from motet.rollout.embedded import EmbeddedEngine
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
 from motet.tasks.reward_pool import Scored
+from motet.training.torch_trainer import TorchTrainer
 from motet.types import Chunk, GenerateRequest, IntArray, Message, Problem, Rollout, SamplingParams
 
 AGENT = """
@@ -171,9 +176,29 @@ def play(make: Callable[[Device, int], EmbeddedEngine], kept: int, episodes: int
         device.close()
 
 
-def tree_tokens(history: int, branches: int, own: int, rollouts: int) -> tuple[int, int]:
-    """Rows that training computes for rollouts whose branches share a history, each whole, and as a tree."""
-    return rollouts * branches * (history + own), rollouts * (history + branches * own)
+def branching(rollouts: int, branches: int, length: int) -> StepBatch:
+    """Rollouts of one problem whose history is rewritten from the middle on, again and again."""
+    source, samples = np.random.default_rng(1), []
+    prompt = source.integers(5, 200, size=length // 8)
+    for _ in range(rollouts):
+        history = np.concatenate([prompt, source.integers(5, 200, size=length // 2 - len(prompt))])
+        for _ in range(branches):
+            token_ids = np.concatenate([history, source.integers(5, 200, size=length - len(history))]).astype(np.int32)
+            mask = np.arange(length) >= length - NEW
+            zeros = np.zeros(length, np.float32)
+            samples.append(Sample(token_ids, mask, zeros, np.where(mask, np.float32(1), zeros), zeros.astype(np.int32)))
+    return StepBatch(tuple(samples), 1.0)
+
+
+def trained(base: LoraModel, batch: StepBatch, budget: int) -> tuple[float, int]:
+    """Seconds that the gradient of a batch takes, and the rows that are computed for it."""
+    trainer = TorchTrainer(base, slots=1)
+    trainer.add_adapter("bench", AdapterConfig(rank=16), seed=1)
+    segments = batch.segments("bench", PolicyGradient(loss="reinforce"), 1.0, budget)
+    started = time.perf_counter()
+    for segment in segments:
+        trainer.forward_backward(Batch((segment,)))
+    return time.perf_counter() - started, sum(segment.n_tokens for segment in segments)
 
 
 def main() -> None:
@@ -217,10 +242,17 @@ def main() -> None:
         f"with KV kept {statistics.median(seconds):.2f} of the time ({min(seconds):.2f} to {max(seconds):.2f}, ", end=""
     )
     print(f"{options.repeats} pairs), {computed:.2f} of the prompt tokens computed")
-    whole, tree = tree_tokens(longest // 2, 4, longest // 2, 8)
+    batch = branching(8, 4, longest)
+    pairs_of_runs = [
+        (trained(base, replace(batch, share_prefixes=True), 4096), trained(base, batch, 4096))
+        for _ in range(options.repeats)
+    ]
+    seconds = [shared[0] / whole[0] for shared, whole in pairs_of_runs]
+    (_, tree), (_, whole) = pairs_of_runs[0]
     print(
-        f"\n8 rollouts of 4 branches that share half of their tokens: training computes {whole} rows, a tree would {tree}"
+        f"\n8 rollouts of 4 branches of {longest} tokens that share half: {tree} rows with share_prefixes, {whole} without,"
     )
+    print(f"{statistics.median(seconds):.2f} of the time ({min(seconds):.2f} to {max(seconds):.2f})")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 python -m bench.long_sequences --base smollm2 --length 8192 --steps 2
 python -m bench.long_sequences --base smollm2 --length 4096 --steps 1 --keep    # without engine.recompute
+python -m bench.long_sequences --base smollm2 --length 8192 --offload /tmp      # layer inputs to a file there
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import resource
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -48,9 +50,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="keep activations (engine.recompute: false)")
+    parser.add_argument("--offload", type=Path, help="a directory for the inputs of layers (engine.offload)")
     asked = parser.parse_args()
     base = load_base(asked.base, dtype=asked.dtype)
-    trainer = TorchTrainer(base, slots=1, recompute=not asked.keep)
+    trainer = TorchTrainer(base, slots=1, recompute=not asked.keep, inputs=asked.offload)
     trainer.add_adapter("a", AdapterConfig(rank=16, alpha=32.0), seed=0)
     print(
         f"{base.info.name} in {base.info.dtype}, exact: {base.info.exact}; {peak_gib():.2f} GiB once loaded", flush=True

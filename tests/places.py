@@ -11,6 +11,7 @@ from typing import Any
 from motet.config import JobConfig
 from motet.jobfile import normal_job
 from motet.service.adapters.adapters import Adapters
+from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, now
 from motet.service.database.tenants import Principal
@@ -44,7 +45,7 @@ class Place:
 
     def __post_init__(self) -> None:
         storage = _Storage(self.run.parent)
-        self.adapters = Adapters(self.store, storage, "small")
+        self.adapters = Adapters(self.store, storage, Bases({"small": "small"}))
         self.initial = InitialAdapters(storage, self.adapters)
         self.queue = JobQueue(
             self.store, EventBus(), self.adapters, self.initial, self.record_state,
@@ -68,7 +69,7 @@ class Place:
     def submit(self, who: Principal, name: str, when: StartCondition = AT_ONCE, **fields: Any) -> StoredJob:
         """Hand a job in."""
         config = JobConfig.model_validate(normal_job({**tiny(name), **fields}))
-        return self.queue.submit(who, config, None, self.queue.plan(who, config, when))
+        return self.queue.submit(who, config, None, self.queue.plan(who, config, "small", when))
 
     def end(self, job: StoredJob, state: str = "succeeded", message: str = "") -> None:
         """A job has ended."""

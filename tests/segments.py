@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,15 @@ def make_segment(name: str, loss: Loss = REINFORCE, temperature: float = 0.8) ->
 
 
 def make_trainer(
-    base: LoraModel, names: str = "abc", *, recompute: bool = False, targets: str | list[str] = "all-linear"
+    base: LoraModel,
+    names: str = "abc",
+    *,
+    recompute: bool = False,
+    targets: str | list[str] = "all-linear",
+    inputs: Path | None = None,
 ) -> TorchTrainer:
     """Adapters whose B is random, so that both halves have gradients."""
-    trainer = TorchTrainer(base, slots=8, recompute=recompute)
+    trainer = TorchTrainer(base, slots=8, recompute=recompute, inputs=inputs)
     for name in names:
         rank, alpha, _ = SHAPES[name]
         trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha, target_modules=targets), seed=ord(name))

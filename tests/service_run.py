@@ -58,14 +58,14 @@ def free_port() -> int:
 class Service:
     """One directory, and the process that serves it now; with `keys` it asks for them."""
 
-    def __init__(self, directory: Path, *options: str, keys: bool = False) -> None:
+    def __init__(self, directory: Path, *options: str, keys: bool = False, base: str | None = "small") -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.port = directory, free_port()
         config = directory / "engine.yaml"
         config.write_text(ENGINE)
         self._command = [sys.executable, "-m", "motet", "serve", "--directory", str(directory), "--port"]
         self._command += [str(self.port), "--config", str(config), *([] if keys else ["--no-keys"])]
-        self._command += options if "--base" in options else ["--base", "small", *options]
+        self._command += options if "--base" in options or base is None else ["--base", base, *options]
         self._http = httpx2.Client(base_url=self.url, timeout=30.0, trust_env=False)
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -240,9 +240,11 @@ class Service:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *options: str, keys: bool = False, ready: bool = True) -> Iterator[Service]:
-    """A service that is ready (or only answers), while the block runs."""
-    service = Service(directory, *options, keys=keys)
+def serving(
+    directory: Path, *options: str, keys: bool = False, ready: bool = True, base: str | None = "small"
+) -> Iterator[Service]:
+    """A service that is ready (or only answers), while the block runs; without `base` the options say which it has."""
+    service = Service(directory, *options, keys=keys, base=base)
     try:
         service.start(ready=ready)
         yield service

@@ -474,15 +474,18 @@ async def run(problem, base_url, api_key):
     doubt = await turn([*again, {"role": "assistant", "content": last}, {"role": "user", "content": "?"}], response_format=
         {"type": "json_schema", "json_schema": {"name": "doubt", "schema": {"enum": [True, False]}}})
     assert doubt in ("true", "false"), doubt
+    await turn([*messages, {"role": "assistant", "content": first + "!"}, {"role": "user", "content": "Sure?"}])
     return sum(len(set(text)) for text in (first, second, last))
 """
 
 
-def test_a_job_with_an_agent_has_the_same_bytes_in_company(tmp_path):
+@pytest.mark.parametrize("share", [False, True])
+def test_a_job_with_an_agent_has_the_same_bytes_in_company(tmp_path, share):
     (tmp_path / "agent.py").write_text(LEARNER)
     own = {
         "name": "own", "data": {"source": "toy:add", "holdout": 8}, "environment": f"{tmp_path}/agent.py:run",
-        "sampling": {"max_tokens": 5}, "algorithm": {"group_size": 4, "groups_per_step": 2}, "steps": 2,
+        "sampling": {"max_tokens": 5}, "steps": 2,
+        "algorithm": {"group_size": 4, "groups_per_step": 2, "share_prefixes": share},
     }  # fmt: skip
     other = {**own, "name": "other", "environment": "single", "reward": "exact"}
     runs = {"alone": [own], "company": [other, own]}
@@ -495,6 +498,35 @@ def test_a_job_with_an_agent_has_the_same_bytes_in_company(tmp_path):
     steps = [line for line in lines if "loss" in line]
     assert all(line["failed"] == 0 for line in steps)
     assert {line["logprob_gap"] for line in steps if line["tokens"]} == {0.0}
+
+
+def test_sharing_prefixes_changes_rounding_alone(tmp_path):
+    """Rollouts and losses of the first step have the same bits, and its gradient's norm agrees."""
+    (tmp_path / "agent.py").write_text(LEARNER)
+    job = {
+        "data": {"source": "toy:add", "holdout": 8},
+        "environment": f"{tmp_path}/agent.py:run",
+        "sampling": {"max_tokens": 5},
+    }
+    algorithm = {"group_size": 4, "groups_per_step": 2}
+    jobs = [
+        {**job, "name": name, "seed": 5, "steps": 1, "algorithm": {**algorithm, "share_prefixes": name == "shared"}}
+        for name in ("shared", "whole")
+    ]
+    motet.run(jobs, directory=tmp_path / "run", engine={"samplers": 0}, quiet=True)
+    logs = [(tmp_path / "run" / each["name"] / "metrics.jsonl").read_text().splitlines() for each in jobs]
+    shared, whole = (json.loads(lines[0]) for lines in logs)
+    rollouts = [(tmp_path / "run" / each["name"] / "rollouts/0.jsonl").read_bytes() for each in jobs]
+    assert rollouts[0] == rollouts[1]
+    assert shared["branches"] > 1
+    norms = [figures.pop("grad_norm") for figures in (shared, whole)]
+    assert shared == whole
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+    assert norms[0] > 0
+    weights = [
+        (tmp_path / "run" / each["name"] / "versions/v1/adapter_model.safetensors").read_bytes() for each in jobs
+    ]
+    assert weights[0] != weights[1]
 
 
 def test_the_example_on_the_page_runs(tmp_path):

@@ -83,7 +83,7 @@ class Crowded:
 def answers(base: Any, sent: list[FromEngine]) -> Answers:
     """Without an engine."""
     shared: Any = SimpleNamespace(engine=None, scheduler=None, engine_suffix="x")
-    return Answers(base, shared, sent.append)
+    return Answers(base, shared, 64, sent.append)
 
 
 def test_adapters_are_looked_at_one_at_a_time(base: Any, trained_adapter: Path) -> None:
@@ -131,7 +131,7 @@ def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -
 
     shared: Any = SimpleNamespace(engine=Engine(), scheduler=scheduler, engine_suffix="x")
     sent: list[FromEngine] = []
-    asked = Answers(base, shared, sent.append)
+    asked = Answers(base, shared, 1024, sent.append)
     question = Complete("greedy", None, 1, 0, False, False, SamplingParams(max_tokens=1), prompt="abc" * 40)
 
     async def neighbour() -> None:

@@ -365,6 +365,28 @@ def test_what_jobs_and_models_wrote_stays_text(service: Keyed, page: Page) -> No
     assert page.evaluate("window.hacked") is None
 
 
+def test_an_episode_is_shown_turn_by_turn(service: Keyed, page: Page) -> None:
+    """What its environment began with, what the model said and read, and what each turn was worth."""
+    texts = ["<tool_call>", "<|im_end|>", "\n", "7 <b>", "sure", "<|im_end|>"]
+    episode = {
+        "purpose": "train", "problem": 1, "index": 0, "prompt": "Task 1.", "opening": f"Task 1.\n\nTurn it. {HOSTILE}",
+        "turns": ["<tool_call>", "sure"], "replies": [["7 <b>"], []], "turn_rewards": [0.5, None], "reward": 0.5, "tokens": 4,
+        "token_texts": texts, "logprobs": [-0.1, -0.2, None, None, -3.0, -0.1],
+    }  # fmt: skip
+    one_turn = episode | {"index": 1, "turns": ["sure"], "logprobs": [-0.1] * 6, "turn_rewards": [0.25]}
+    file = service.directory / "run" / str(service.job("ended")["id"]) / "rollouts" / "0.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in (episode, one_turn)))
+    open_job(page, "ended", "Rollouts")
+    page.get_by_text("Training", exact=True).click()
+    cards = page.get_by_role("region", name="Left").locator(".rollout")
+    expect(cards.nth(0).locator(".opening")).to_have_text(str(episode["opening"]))
+    expect(cards.nth(0).locator(".turn")).to_have_text(["turn 1 · reward 0.5", "turn 2"])
+    expect(cards.nth(0).locator(".read")).to_have_text(["⏎", "7 <b>"])
+    expect(cards.nth(1).locator(".turn")).to_have_count(0)
+    expect(cards.nth(1)).to_contain_text("turns: 0.25")
+    assert page.evaluate("window.hacked") is None
+
+
 # --- everywhere -------------------------------------------------------------------------------------------------------------
 
 

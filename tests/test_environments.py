@@ -348,6 +348,25 @@ def test_a_job_of_several_turns_is_the_same_in_company(file: Path, tmp_path: Pat
     assert {len(json.loads(line)["turns"]) for line in lines} == {1, 2, 3}  # some are cut off
 
 
+def test_what_an_environment_adds_to_the_prompt_is_in_the_log(tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text("""
+class Told:
+    def reset(self, answer):
+        self.answer = answer
+        return f"Say {answer}." if int(answer, 36) % 2 else None
+
+    def step(self, text):
+        return None, float(text == self.answer)
+""")
+    run_jobs(tmp_path / "run", [job("a", environment={"name": f"{tmp_path}/told.py:Told"})])
+    lines = [json.loads(line) for line in (tmp_path / "run/a/rollouts/0.jsonl").read_text().splitlines()]
+    told = {
+        line["answer"]: f"{line['prompt']}\n\nSay {line['answer']}." for line in lines if int(line["answer"], 36) % 2
+    }
+    assert 0 < len(told) < len({line["answer"] for line in lines})
+    assert [line.get("opening") for line in lines] == [told.get(line["answer"]) for line in lines]
+
+
 def test_a_real_base_learns_in_one(tmp_path: Path) -> None:
     """`small` is told whether its sum is too high or too low, and learns to come near, in up to three turns."""
     (tmp_path / "sums.py").write_text("""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import motet
 from motet.jobfile import load_jobs
+from motet.running import run_config
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -32,6 +36,35 @@ def test_each_way_to_learn_runs_from_its_file(tmp_path: Path) -> None:
     pairs = [json.loads(line) for line in target.read_text().splitlines()]
     assert answered.stdout == f"{len(pairs)} pairs in {target}\n"
     assert all(set(pair) == {"prompt", "chosen", "rejected"} and pair["chosen"] != pair["rejected"] for pair in pairs)
+
+
+def dialled(directory: Path, *settings: str) -> list[dict[str, Any]]:
+    """Metrics of the rewarded job of the example whose class is written for TRL."""
+    for name in ("dial.py", "dial.yaml"):
+        shutil.copy(EXAMPLES / name, directory)
+    rows = subprocess.run([sys.executable, "dial.py"], cwd=directory, capture_output=True, check=True, timeout=60)
+    (directory / "dial.jsonl").write_bytes(rows.stdout)
+    config = load_jobs(directory / "dial.yaml", [f"run={directory / 'run'}", *settings])
+    done = run_config(config)
+    assert {name: job.message for name, job in done.jobs.items() if job.state != "succeeded"} == {}
+    return [json.loads(line) for line in (directory / "run/dial/metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_class_written_for_trl_is_trained_as_it_is(tmp_path: Path) -> None:
+    few = [f"jobs.{job}.{field}" for job in ("form", "dial") for field in ("steps=1", "data.holdout=2")]
+    lines = dialled(tmp_path, "base=small", *few, "jobs.dial.algorithm.groups_per_step=1", "engine.samplers=0")
+    assert [(line["rollouts"], line["failed"]) for line in lines if "loss" in line] == [(8, 0)]
+    rollouts = [json.loads(line) for line in (tmp_path / "run/dial/rollouts/0.jsonl").read_text().splitlines()]
+    assert all(re.fullmatch(r"This is dial \d+\.\n\nTurn the dial by \d\.", one["opening"]) for one in rollouts)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("smollm2_dir")
+def test_a_class_written_for_trl_is_learned(tmp_path: Path) -> None:
+    lines = dialled(tmp_path)
+    held_out = [line["eval"]["reward"] for line in lines if "eval" in line]
+    assert held_out[-1] - held_out[0] >= 0.3, held_out
+    assert {line["logprob_gap"] for line in lines if "logprob_gap" in line} == {0.0}
 
 
 @pytest.mark.soak

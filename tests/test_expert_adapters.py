@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.batch import Batch
+from motet.commands.export import split_experts
 from motet.config import AdapterConfig, EngineConfig, JobConfig, RolloutConfig, RunConfig
-from motet.errors import AdapterError
+from motet.errors import AdapterError, BaseModelError
 from motet.launch import open_base
 from motet.model.arithmetic import Arithmetic
 from motet.model.expert_lora import ExpertProjection, ExpertShare, project, room
@@ -26,13 +28,17 @@ from motet.model.peft_io import examine, file_views
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.runtime.rundir import RunDirectory
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import ADAPTER_CONFIG
+from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests import tiny_models as tiny
 from tests.peft_files import close, export, load, peft_logits, randomise
 from tests.segments import SHAPES, gradient, make_segment, plain_loss, run_steps, sampler_logprobs
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+# Of what it brings together itself it looks for a rank that it has given to a parameter among modules.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
+]
 NAME = "qwen3_moe"
 DTYPES = ("float32", "bfloat16")
 TARGETS = {"a": ["all-linear", "experts"], "b": ["experts"], "c": ["q_proj", "experts.down_proj"]}
@@ -202,6 +208,89 @@ def test_what_peft_made_is_read(tmp_path: Path) -> None:
     (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({**config, "target_parameters": 5}))
     with pytest.raises(AdapterError, match="target_parameters=5 is no list of names"):
         examine(base, tmp_path)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "experts"], ["experts.down_proj"], ["experts.gate_up_proj"]])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_one_by_one_are_the_same_adapter(name: str, targets: list[str], tmp_path: Path) -> None:
+    """As vLLM loads them; what reads them again finds the bits that were there."""
+    base, ids = tiny.base(name), tiny.tokens(23)
+    weights = tiny.adapter(base, rank=3, targets=targets)
+    export(tmp_path / "together", base, weights, targets)
+    split_experts(tmp_path / "together", None, tmp_path / "apart")
+    logits = tiny.packed_logits(base, [(weights, ids)])[0]
+    again = load(tmp_path / "apart", base)
+    assert torch.equal(tiny.packed_logits(base, [(again, ids)])[0], logits)
+    assert close(peft_logits(PeftModel.from_pretrained(tiny.stock(name), tmp_path / "apart"), ids), logits, 1e-5)
+    place, *products = (
+        ("mlp", "gate_proj", "up_proj", "down_proj") if name == NAME else ("block_sparse_moe", "w1", "w3", "w2")
+    )
+    names = {
+        key.split(".layers.1.")[1] for key in load_file(tmp_path / "apart" / ADAPTER_WEIGHTS) if ".layers.1." in key
+    }
+    wanted = {
+        f"{place}.experts.{number}.{product}.lora_{side}.weight"
+        for number in range(16 if name == NAME else 4)
+        for product in products
+        for side in "AB"
+    }
+    assert wanted <= names
+    assert {one for one in names - wanted if "experts" in one} == set()
+
+
+def test_experts_one_by_one_whose_gate_and_up_share_nothing_get_twice_the_rank(tmp_path: Path) -> None:
+    """As PEFT reads what was trained with experts that were modules of their own."""
+    base, ids = tiny.base(NAME), tiny.tokens(23)
+    export(tmp_path / "one", base, tiny.adapter(base, rank=3, targets=["q_proj", "experts"]), ["q_proj", "experts"])
+    split_experts(tmp_path / "one", None, tmp_path / "two")
+    tensors = load_file(tmp_path / "two" / ADAPTER_WEIGHTS)
+    generator = torch.Generator().manual_seed(5)
+    for name, tensor in tensors.items():
+        if ".up_proj.lora_A" in name:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    save_file(tensors, tmp_path / "two" / ADAPTER_WEIGHTS)
+    found, peft = load(tmp_path / "two", base), PeftModel.from_pretrained(tiny.stock(NAME), tmp_path / "two")
+    assert (found.layout.rank, examine(base, tmp_path / "two").alpha) == (6, 32.0)
+    assert close(tiny.packed_logits(base, [(found, ids)])[0], peft_logits(peft, ids), 1e-5)
+    assert examine(base, tmp_path / "two").target_modules == ["q_proj", "experts.down_proj", "experts.gate_up_proj"]
+
+
+def test_experts_one_by_one_that_lack_something_are_refused(tmp_path: Path) -> None:
+    base, whole = tiny.base(NAME), tmp_path / "whole"
+    export(tmp_path / "one", base, tiny.adapter(base, rank=3, targets=["experts"]), ["experts"])
+    split_experts(tmp_path / "one", None, whole)
+    tensors, module = load_file(whole / ADAPTER_WEIGHTS), "model.layers.0.mlp.experts"
+    for gone, reason in (
+        (".layers.0.mlp.experts.3.down_proj.lora_B", f"{module} do not all have an adapter of one shape on down_proj"),
+        (".layers.0.mlp.experts.15.down_proj", "experts.lora_A.weight has shape .*, the base needs"),
+        (
+            ".up_proj.",
+            rf"{module} has adapters on down_proj, gate_proj; read are those on gate_proj, up_proj, down_proj",
+        ),
+    ):
+        save_file({key: each for key, each in tensors.items() if gone not in key}, whole / ADAPTER_WEIGHTS)
+        with pytest.raises(AdapterError, match=reason):
+            load(whole, base)
+    save_file(
+        {key: each[:, :2].contiguous() if "lora_B" in key else each[:2] for key, each in tensors.items()},
+        whole / ADAPTER_WEIGHTS,
+    )
+    with pytest.raises(AdapterError, match="whose rank is not 3"):
+        load(whole, base)
+    flat = {key: each.flatten() for key, each in tensors.items()}
+    narrow = {key: each[:, 1:].contiguous() if "up_proj.lora_A" in key else each for key, each in tensors.items()}
+    for damaged in (flat, narrow):
+        save_file(damaged, whole / ADAPTER_WEIGHTS)
+        with pytest.raises(AdapterError, match=str(whole)):
+            load(whole, base)
+    export(tmp_path / "llama", tiny.base("llama"), tiny.adapter(tiny.base("llama")), "all-linear")
+    with pytest.raises(
+        BaseModelError, match=r"\(llama\) do not have experts one by one; give a server the adapter as it is"
+    ):
+        split_experts(tmp_path / "llama", None, tmp_path / "no")
+    export(tmp_path / "heads", base, tiny.adapter(base, targets=["q_proj"]), ["q_proj"])
+    with pytest.raises(AdapterError, match="has nothing on experts"):
+        split_experts(tmp_path / "heads", None, tmp_path / "no")
 
 
 def test_experts_are_adapted_where_they_are_asked_for() -> None:

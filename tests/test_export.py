@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from motet.commands.export import export
-from motet.errors import AdapterError, BaseModelError
+from motet.commands.export import export, find_converter, write_gguf
+from motet.errors import AdapterError, BaseModelError, ConfigError
 from motet.model.load import SMALL_BASE
 from motet.types import ADAPTER_CONFIG
 from tests import tiny_models as tiny
@@ -51,6 +52,24 @@ def test_a_merged_model_says_what_base_and_adapter_say(
     assert (plain - expected).abs().max() > 4 * tolerance, "the adapter has an effect"
 
 
+def test_a_converter_writes_a_gguf_file_beside_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for llama.cpp's; its own was tried by hand."""
+    (tmp_path / "sorted").mkdir()
+    (tmp_path / "convert.py").write_text("import sys; open(sys.argv[3], 'w').write(' '.join(sys.argv[1:]))")
+    (tmp_path / "fails.py").write_text("raise SystemExit('one line\\nBPE pre-tokenizer was not recognized')")
+    (tmp_path / "convert.py").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_converter("convert.py") == find_converter(str(tmp_path / "convert.py")) == str(tmp_path / "convert.py")
+    written = write_gguf(tmp_path / "sorted", str(tmp_path / "convert.py"))
+    assert written == tmp_path / "sorted" / "sorted.gguf"
+    assert written.read_text() == f"{tmp_path / 'sorted'} --outfile {written}"
+    with pytest.raises(ConfigError, match=r"there is no such file, here or on PATH; it is convert_hf_to_gguf\.py"):
+        find_converter("absent.py")
+    written.unlink()
+    with pytest.raises(BaseModelError, match="says: BPE pre-tokenizer was not recognized"):
+        write_gguf(tmp_path / "sorted", str(tmp_path / "fails.py"))
+
+
 def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
@@ -77,3 +96,20 @@ def test_products_of_experts_are_merged(name: str, tmp_path: Path) -> None:
     export(tmp_path / "adapter", str(tiny.directory(name)), tmp_path / "merged", "auto")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
     assert close(peft_logits(merged, ids), tiny.packed_logits(base, [(weights, ids)])[0], 1e-4)
+
+
+@pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])
+def test_a_base_that_sees_images_keeps_what_it_sees_with(name: str, tmp_path: Path) -> None:
+    base, ids = tiny.base(name), tiny.tokens(12)
+    weights, source = tiny.adapter(base, rank=3), tmp_path / "base"
+    shutil.copytree(tiny.directory(name), source)
+    (source / "preprocessor_config.json").write_text('{"size": 28}')
+    save(tmp_path / "adapter", base, weights, "all-linear")
+    export(tmp_path / "adapter", str(source), tmp_path / "merged", "auto")
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    assert close(peft_logits(merged, ids), tiny.packed_logits(base, [(weights, ids)])[0], 1e-4)
+    stock, seen = tiny.stock(name).state_dict(), merged.state_dict()
+    towers = [key for key in stock if "vision" in key or "visual" in key]
+    assert towers
+    assert all(torch.equal(stock[key], seen[key]) for key in towers)
+    assert (tmp_path / "merged" / "preprocessor_config.json").read_text() == '{"size": 28}'

@@ -112,6 +112,53 @@ def test_hostile_episodes_of_a_service_go_on_elsewhere_when_their_worker_is_kill
             assert now["descriptors"] - now["files"] <= then["descriptors"] - then["files"], (before, after)
 
 
+@pytest.mark.parametrize("episodes", [40, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("killed", ["engine", "service"])
+def test_hostile_episodes_of_a_service_begin_anew_when_what_serves_them_is_killed(
+    tmp_path: Path, killed: str, episodes: int
+) -> None:
+    """In the middle of a step, beside a neighbour; who runs the agents waits until it is there again."""
+    (tmp_path / "agent.py").write_text(HOSTILE)
+    (tmp_path / "serve.yaml").write_text("engine: {samplers: 0, threads: 1}\nlease_seconds: 10\n")
+    hostile = {
+        "name": "hostile", "data": {"source": "toy:add", "holdout": 0}, "sampling": {"max_tokens": 4}, "steps": 1,
+        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 8.0 if episodes < 100 else 60.0},
+        "algorithm": {"group_size": 8, "groups_per_step": episodes // 8, "max_failed_fraction": 1.0},
+    }  # fmt: skip
+    (tmp_path / "jobs.yaml").write_text(json.dumps({"base": "small", "jobs": [hostile]}))
+    marks = tmp_path / "marks"
+    marks.mkdir()
+
+    def begun() -> int:
+        return sum(one.stat().st_size for one in marks.iterdir())
+
+    with serving(tmp_path / "served", "--config", str(tmp_path / "serve.yaml")) as service:
+        service.submit(tiny("alone", seed=7))
+        service.ended("alone")
+        environment = {**service.environment(), "MARKS": str(marks)}
+        command = [sys.executable, "-m", "motet", "agent", str(tmp_path / "jobs.yaml"), "--concurrency", "128"]
+        worker = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        try:
+            service.until(lambda: begun() >= episodes // 2)
+            service.submit(tiny("neighbour", seed=7))
+            if killed == "engine":
+                service.engine().kill()
+            else:
+                service.kill()
+                service.start()
+            service.ended("neighbour")
+            service.ended("hostile")
+            assert worker.wait(60) == 0
+        finally:
+            worker.kill()
+            worker.wait()
+        assert begun() > episodes, "those that had begun did so again"
+        assert service.weights("neighbour") == service.weights("alone")
+        lines = service.ask("GET", "/v1/jobs/hostile/rollouts?step=0&limit=500")["data"]
+        assert len({(line["problem"], line["index"]) for line in lines}) == len(lines) == episodes
+        assert_fair(lines)
+
+
 ERRATIC = """
 import asyncio, json, os, random
 from pathlib import Path

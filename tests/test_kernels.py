@@ -9,7 +9,6 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,8 +45,9 @@ for kernel in (triton_kernels.forward, triton_kernels.query_gradients, triton_ke
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy on Inf and NaN
 
 DEVICE = tests.triton_on_cpu.DEVICE
-LENGTHS, PREFIXES = [70, 40, 3, 33, 9], [None, Prefix(0, 70), Prefix(0, 70), None, Prefix(113, 30)]
-"""A tile of 64 rows ends in the middle of the first; two continue it, the last continues part of another."""
+LENGTHS = [70, 40, 3, 33, 9, 5]
+PREFIXES = [None, Prefix(0, 70), Prefix(0, 70), None, Prefix(113, 30), Prefix(146, 4, ((113, 30),))]
+"""A tile of 64 rows ends in the middle of the first; two continue it, one continues part of another, and the last both."""
 
 
 def random(rows: int, *heads: int, width: int = 16, seed: int = 0) -> list[Tensor]:
@@ -181,7 +181,12 @@ def test_company_changes_no_bit_of_outputs_or_gradients(window):
     for each in others[0]:
         each[7::50], each[9::50] = float("nan"), float("inf")
     offset = len(others[0][0])
-    moved = [None if prefix is None else replace(prefix, row=prefix.row + offset) for prefix in PREFIXES]
+    moved = [
+        None
+        if prefix is None
+        else Prefix(prefix.row + offset, prefix.length, tuple((row + offset, length) for row, length in prefix.before))
+        for prefix in PREFIXES
+    ]
     company = packed_metadata([offset, *LENGTHS, 20], DEVICE, [None, *moved, Prefix(0, offset)])
     alone = packed_metadata(LENGTHS, DEVICE, PREFIXES)
     (slope,) = random(offset + sum(LENGTHS) + 20, 6, seed=1)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from motet.batch import Batch, Segment
+from motet.config import EngineConfig
+from motet.errors import ConfigError
+from motet.launch import make_trainer as trainer_of
 from motet.model.arithmetic import Arithmetic
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
@@ -99,11 +104,68 @@ def test_what_an_mlp_keeps_grows_with_the_tile() -> None:
     assert most(2048) - most(1024) <= 4 * 1024 * row
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_estimate_of_memory_is_near_what_a_pass_takes(recompute: bool) -> None:
-    for base in (tiny.base("llama"), in_tiles("llama")):
-        trainer = make_trainer(base, "a", recompute=recompute)
-        memory = pass_memory(base, recompute=recompute)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "gemma3n"])
+def test_layer_inputs_in_a_file_change_no_bit(name: str, dtype: str, tmp_path: Path) -> None:
+    """Of a pass; and two passes later what was written first is read no more."""
+    found = []
+    for inputs in (None, tmp_path):
+        trainer = make_trainer(tiny.load(name, dtype), "ab", recompute=True, inputs=inputs)
+        for batch in (Batch((make_segment("b"), long_segment())), Batch((make_segment("a"),))):
+            trained = trainer.forward_backward(batch)[-1]
+            found.append((gradient(trainer, "a"), *map(torch.from_numpy, trained.logprobs)))
+    for kept, moved in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(kept, moved, strict=True))
+    assert list(tmp_path.iterdir()) == []  # a process that is killed leaves nothing there
+
+
+def test_layer_inputs_in_a_file_take_no_memory(tmp_path: Path) -> None:
+    """But those of the layer at hand."""
+    base, most = tiny.load("llama_deep"), []
+    for inputs in (None, tmp_path):
+        trainer = make_trainer(base, "a", recompute=True, inputs=inputs)
+        with LiveMemory() as live:
+            trainer.forward_backward(Batch((long_segment(),)))
+        most.append(live.most)
+    n_layers = len(base.decoder.layers)  # type: ignore[arg-type]
+    assert most[0] - most[1] > (n_layers - 2) * 150 * base.info.hidden_size * base.dtype.itemsize
+
+
+def test_layer_inputs_for_which_a_disk_has_no_room_stay_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, found = tiny.load("llama_deep"), []
+    of_a_layer = 152 * base.info.hidden_size * base.dtype.itemsize
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (before[0], 2 * of_a_layer + 1000, 0):
+        trainer = make_trainer(base, "a", recompute=True, inputs=tmp_path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        try:
+            trainer.forward_backward(Batch((long_segment(),)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        found.append(gradient(trainer, "a"))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    (first, second) = (record.getMessage() for record in caplog.records)
+    assert first == second == f"layer inputs stay in memory because {tmp_path} cannot take them: File too large"
+
+
+def test_where_layer_inputs_go_is_a_directory_and_nothing_without_recomputing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.parking or offload: .*nowhere is no directory; make it"):
+        trainer_of(tiny.base("llama"), EngineConfig(recompute=True, offload=str(tmp_path / "nowhere")))
+    with pytest.raises(ValueError, match="set recompute to true"):
+        EngineConfig(offload=str(tmp_path))
+    with pytest.raises(ValueError, match="leave it out, or set shard to 1"):
+        EngineConfig(offload=str(tmp_path), recompute=True, shard=2, device="cpu")
+
+
+@pytest.mark.parametrize("way", [{"recompute": False}, {"recompute": True}, {"recompute": True, "offload": True}])
+def test_the_estimate_of_memory_is_near_what_a_pass_takes(way: dict[str, bool], tmp_path: Path) -> None:
+    inputs = tmp_path if way.get("offload") else None
+    for base in (tiny.base("llama"), in_tiles("llama"), tiny.base("llama_deep")):
+        trainer = make_trainer(base, "a", recompute=way["recompute"], inputs=inputs)
+        memory = pass_memory(base, **way)
         with LiveMemory() as live:
             trainer.forward_backward(Batch((long_segment(length=600),)))
         assert 0.5 < memory.of(600) / live.most < 2

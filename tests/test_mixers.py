@@ -146,8 +146,23 @@ def test_what_follows_a_shared_prompt_has_the_bits_of_the_whole(name: str) -> No
         assert torch.equal(shared[:, T + 9 * place : T + 9 * place + 9], own[:, prompt:])
 
 
+@pytest.mark.parametrize("name", MIXERS)
+def test_what_follows_a_prefix_of_several_sequences_has_the_bits_of_the_whole(name: str) -> None:
+    """The second goes on from the first, the third from the second, the fourth from where that still read the first."""
+    inputs = rows(name)
+    own, cuts = (40, 20, 9, 7), (33, 45, 20)
+    prefixes = [None, Prefix(0, 33), Prefix(40, 12, ((0, 33),)), Prefix(0, 20)]
+    together = [one[:, : sum(own)] for one in inputs]
+    shared = mix(name, OURS, together, **packed(list(own), prefixes)).split(list(own), dim=1)
+    paths = [list(range(40))]
+    for place, cut in enumerate(cuts, 1):
+        paths.append([*paths[-1][:cut], *range(sum(own[:place]), sum(own[: place + 1]))])
+        whole = mix(name, OURS, [one[:, paths[-1]] for one in inputs], **packed([len(paths[-1])]))
+        assert torch.equal(shared[place], whole[:, cut:])
+
+
 def test_a_prompt_that_nobody_brought_is_refused() -> None:
-    with pytest.raises(ValueError, match="the prompt at row 2 is not the beginning of an earlier sequence"):
+    with pytest.raises(ValueError, match="the prefix that ends at row 2 does not lie in earlier sequences"):
         packed_stretches([4, 3], CPU, [None, Prefix(2, 2)])
 
 

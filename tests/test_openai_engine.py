@@ -16,7 +16,7 @@ from motet.service.rewards.judging import prompt
 from motet.tasks.graders.shapes import Judge, parse
 from tests.openai_requests import GRADER, JUDGE, PYTHON, SHORT, WORDS, client_of, method, rows, uploaded
 from tests.pages import fences
-from tests.service_run import Json, Service, serving
+from tests.service_run import Json, Service, serving, tiny
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "openai.md"
@@ -190,6 +190,36 @@ def test_a_job_learns_from_a_judge(service: Service, stock: openai.OpenAI) -> No
 
 RAW: Json = {"model": "small", "max_tokens": 6, "seed": 5}
 PROMPT, OTHER = "Sort the letters of", "The"
+
+
+def test_a_chat_answer_keeps_to_its_schema(service: Service, stock: openai.OpenAI) -> None:
+    """Of the base and of an adapter, in one piece and streamed; one that cannot be kept to is refused with the reason."""
+    service.submit(tiny("schema"))
+    assert service.ended("schema") == "succeeded"
+    words: Any = [{"role": "user", "content": "Sort the letters of CAB."}]
+    schema = {
+        "type": "object",
+        "properties": {"word": {"enum": ["abc", "xyz"]}},
+        "required": ["word"],
+        "additionalProperties": False,
+    }
+    kept: Any = {"type": "json_schema", "json_schema": {"name": "word", "schema": schema}}
+    for model in ("small", "schema@best"):
+        answer = stock.chat.completions.create(model=model, messages=words, response_format=kept, n=3)
+        assert all(choice.message.content in ('{"word": "abc"}', '{"word": "xyz"}') for choice in answer.choices)
+    pieces = stock.chat.completions.create(model="small", messages=words, response_format=kept, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) in ('{"word": "abc"}', '{"word": "xyz"}')
+    plain = stock.chat.completions.create(model="small", messages=words, response_format={"type": "text"}, seed=1)
+    assert plain == stock.chat.completions.create(model="small", messages=words, seed=1).model_copy(
+        update={"id": plain.id, "created": plain.created}
+    )
+    for wrong in (
+        {"type": "xml"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "number", "multipleOf": "x"}}},
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            stock.chat.completions.create(model="small", messages=words, response_format=wrong)  # type: ignore[call-overload]
+        assert refused.value.param == "response_format"
 
 
 def test_plain_prompts_are_completed(stock: openai.OpenAI) -> None:

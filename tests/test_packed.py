@@ -154,11 +154,11 @@ def test_one_weight_at_a_time_is_written_out(gguf_file: str) -> None:
 
 def test_auto_unpacks_while_memory_lasts(gguf_file: str) -> None:
     file = Path(gguf_file)
-    found = Checkpoint.of(str(file.parent), file.name, False)
+    own, large = (Checkpoint.of(str(file.parent), file.name, False) for _ in range(2))
     cpu = torch.device("cpu")
-    assert not found.stays_packed("auto", torch.bfloat16, cpu)
-    found.config.vocab_size = 2**40  # its embeddings alone would not fit anywhere
-    assert found.stays_packed("auto", torch.bfloat16, cpu)
+    assert not own.stays_packed("auto", torch.bfloat16, cpu)
+    large.config.vocab_size = 2**40  # its embeddings alone would not fit anywhere
+    assert large.stays_packed("auto", torch.bfloat16, cpu)
 
 
 @pytest.mark.parametrize(

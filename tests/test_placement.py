@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from motet import budgets
 from motet.cluster.messages import Start
 from motet.cluster.placement import HostLoad, moved, placed, speeds
+from motet.cluster.ray_hosts import cores_and_gpus
 from motet.cluster.starts import engine_of_host, launcher, starts
 from motet.config import ClusterConfig, EngineConfig, RolloutConfig
 from motet.config.service import ANY_SIZE
@@ -101,8 +102,8 @@ def test_hosts_that_cannot_work_are_refused() -> None:
         starts(start, EngineConfig(hosts=2), RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"]))
     with pytest.raises(ConfigError, match=r"set engine\.threads"):
         launcher(ClusterConfig(launcher="ray"), EngineConfig())
-    with_ranks = launcher(ClusterConfig(launcher="ray"), EngineConfig(threads=2, shard=3))
-    assert vars(with_ranks)["_cores"] == 6
+    (with_ranks,) = starts(start, EngineConfig(threads=2, shard=3), RolloutConfig())
+    assert cores_and_gpus(with_ranks) == (6, 0)
     with pytest.raises(ValidationError, match="name one for each host"):
         EngineConfig(hosts=2, devices=["cuda:0"])
 

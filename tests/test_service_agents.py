@@ -25,7 +25,13 @@ CONFIG = """
 engine: {samplers: 0, threads: 1, slots: 1, dtype: float32}
 lease_seconds: 5
 patience_seconds: 2
+rewards: {spoken: 'rewards.py:spoken'}
 """
+REWARDS = '''
+def spoken(problem, completion, transcript):
+    """How much the model said in all its turns."""
+    return float(sum(len(one["content"]) for one in transcript if one["role"] == "assistant"))
+'''
 WAITS = "waits for an agent worker"
 AGENT = '''
 import asyncio, json, os, openai
@@ -67,6 +73,18 @@ async def hangs(problem, base_url, api_key):
     if first_time("hung"):
         await asyncio.sleep(3600)
     return float(len(said.choices[0].message.content))
+
+async def boasts(problem, base_url, api_key):
+    client = stock.with_options(base_url=base_url, api_key=api_key)
+    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "2+2?"}])
+    return {f"answer-{n}": 1.0 for n in range(20_000)} if first_time("boasted") else 1.0
+
+async def says_nothing(problem, base_url, api_key):
+    client = stock.with_options(base_url=base_url, api_key=api_key)
+    messages = [{"role": one.role, "content": one.content} for one in problem.messages]
+    for _ in range(2):
+        said = await client.chat.completions.create(model="any", messages=messages)
+        messages += [{"role": "assistant", "content": said.choices[0].message.content}, {"role": "user", "content": "More."}]
 '''
 
 
@@ -83,6 +101,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One for the whole file, with keys of two tenants in `keys.json`."""
     directory = tmp_path_factory.mktemp("served")
     (directory / "agent.py").write_text(AGENT)
+    (directory / "rewards.py").write_text(REWARDS)
     (directory / "serve.yaml").write_text(CONFIG)
     with serving(directory, "--config", str(directory / "serve.yaml"), keys=True) as service:
         service.become(service.admin_key)
@@ -173,6 +192,37 @@ def test_an_agent_that_hangs_costs_its_rollout(service: Service, tmp_path: Path)
     assert state["inexact"] == ["the environment ran into its wall-clock limit"]
 
 
+def test_a_result_that_the_service_refuses_costs_its_episode_alone(service: Service, tmp_path: Path) -> None:
+    file = tmp_path / "jobs.yaml"
+    file.write_text(json.dumps({"base": "small", "jobs": [{**job("boasted", "x:y"), "steps": 1}]}))
+    agent = f"{service.directory}/agent.py:boasts"
+    code, out = ended(worker(service, file, "--agent", agent, MARKS=str(tmp_path)))
+    assert (code, service.job("boasted")["state"]) == (0, "succeeded"), out
+    rollouts = service.ask("GET", "/v1/jobs/boasted/rollouts?step=0")["data"]
+    (error,) = [one["error"] for one in rollouts if one["error"]]
+    assert error.startswith("the agent the service refuses what the agent returned: ")
+    assert [one["reward"] for one in rollouts if not one["error"]] == [1.0] * 7
+
+
+def test_an_agent_that_returns_nothing_is_judged_by_the_rewards_of_its_job(service: Service, tmp_path: Path) -> None:
+    """By all that was said, here and in `motet run` alike."""
+    file, agent = tmp_path / "jobs.yaml", f"{service.directory}/agent.py:says_nothing"
+    own = {**job("judged", "agent"), "reward": "spoken"}
+    file.write_text(json.dumps({"base": "small", "jobs": [own]}))
+    code, out = ended(worker(service, file, "--agent", agent))
+    assert (code, service.job("judged")["state"]) == (0, "succeeded"), out
+    rollouts = [one for step in (0, 1) for one in service.ask("GET", f"/v1/jobs/judged/rollouts?step={step}")["data"]]
+    assert [one["reward"] for one in rollouts] == [float(sum(map(len, one["turns"]))) for one in rollouts]
+    assert len({one["reward"] for one in rollouts}) > 1
+    here = {
+        **own,
+        "environment": {**own["environment"], "name": agent},
+        "reward": f"{service.directory}/rewards.py:spoken",
+    }
+    motet.run([here], directory=tmp_path / "run", engine={"samplers": 0, "dtype": "float32"}, quiet=True)
+    assert service.weights("judged") == (tmp_path / "run/judged/versions/v2/adapter_model.safetensors").read_bytes()
+
+
 def test_a_job_waits_for_a_worker_says_so_and_lets_its_slot_go(service: Service) -> None:
     service.submit(job("waits", "agent"))
     service.until(lambda: (service.job("waits")["progress"] or {}).get("phase") == WAITS)
@@ -249,6 +299,12 @@ def test_each_key_opens_what_is_its_own_and_nothing_else(service: Service, by_ha
             )
             assert answer.status_code == status, (path, answer.text)
     assert asked(service, f"/v1/jobs/{by_hand}", episode["key"], "GET")[0] == 401
+    for bearer, path, status in (
+        ("EMPTY", f"{episode['path']}/models", 200),
+        (key_of(service, "ours"), f"/v1/jobs/{by_hand}", 401),
+    ):
+        both = {"Authorization": f"Bearer {bearer}", "x-api-key": episode["key"]}
+        assert httpx2.get(f"{service.url}{path}", headers=both).status_code == status
     assert asked(service, f"{episode['path']}/models", episode["key"], "GET")[0] == 200
     assert service.ask("POST", f"{base}/results", json=result)["counted"] == [episode["id"]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -15,7 +16,10 @@ from typing import Any
 import pytest
 
 import motet
+from motet.client.reward_files import RewardFiles
+from motet.client.scoring import RewardWorker
 from motet.errors import RewardError, ServiceError
+from motet.tasks.reward_elsewhere import Chance, to_wire
 from tests.adapter_files import run_alone, weights_of
 from tests.cases import few
 from tests.misbehaving_rewards import Scorer, misbehaving
@@ -258,6 +262,33 @@ def test_a_reward_that_is_bad_on_the_worker_fails_its_job_only(service: Service,
         found = service.job(f"bad-{way}")
         assert found["state"] == "failed"
         assert words in found["message"]
+
+
+def test_a_result_that_the_service_refuses_is_told_and_does_not_end_the_worker(service: Service, file: Path) -> None:
+    service.submit(job("refused", {"name": "worker", "args": {}}))
+    path = "/v1/jobs/refused/scoring"
+
+    async def handed_in(path: str, *scores: Any) -> str:
+        async with motet.AsyncClient(service.url) as client:
+            return await RewardWorker(client, RewardFiles([file]))._hand_in(path, {"id": "none", "scores": [*scores]})
+
+    assert "scores.0" in asyncio.run(handed_in(path, "x" * 9000))
+    assert asyncio.run(handed_in(path, 1.0)) == ""  # nobody waits for it
+    with pytest.raises(ServiceError, match="nobody"):
+        asyncio.run(handed_in("/v1/jobs/nobody/scoring", 1.0))
+    assert to_wire(["x" * 9000, Chance("y" * 9000), 1.0]) == ["x" * 4000, {"chance": "y" * 4000}, 1.0]
+    service.steer("refused", "cancel")
+
+
+def test_a_reward_that_asks_for_the_conversation_is_refused_by_its_worker(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "talk.py").write_text("def reward(problem, completion, transcript): return 1.0")
+    service.submit(job("talk", {"name": "worker", "args": {}}))
+    with (
+        motet.Client(service.url) as client,
+        pytest.raises(RewardError, match="a reward worker gets the text of last turns"),
+    ):
+        client.score("talk", reward=tmp_path / "talk.py")
+    service.steer("talk", "cancel")
 
 
 # --- from the command line ------------------------------------------------------------------------------------------------

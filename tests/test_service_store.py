@@ -87,8 +87,27 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
-        assert context.get_current_revision() == "0001"
+        assert context.get_current_revision() == "0002"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
+    engine.dispose()
+
+
+def test_a_database_of_the_first_release_learns_of_bases(url: str) -> None:
+    store = Store(url)
+    who = person(store, "us")
+    store.submit(who, "elder", {}, 1, None)
+    store.close()
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        for table in ("jobs", "adapters"):
+            connection.execute(text(f"ALTER TABLE {table} DROP COLUMN base"))
+        connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+    store = Store(url)
+    store.submit(who, "younger", {}, 1, None, base="small")
+    assert [(job.name, job.base) for job in store.jobs(who)] == [("younger", "small"), ("elder", None)]
+    store.close()
+    with engine.begin() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
     engine.dispose()
 
 

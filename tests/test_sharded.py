@@ -69,9 +69,11 @@ def ranks(base: str, dtype: str, n: int, *, recompute: bool = False, log: Path |
         group.close()
 
 
-def add_all(trainer: Trainer) -> None:
+def add_all(trainer: Trainer, base: str = "") -> None:
     for name, shape in SHAPES.items():
-        trainer.add_adapter(name, shape, seed=ord(name))
+        lfm2 = base == "lfm2" and shape.target_modules != "all-linear"
+        chosen = shape.model_copy(update={"target_modules": ["out_proj", "w2"]}) if lfm2 else shape
+        trainer.add_adapter(name, chosen, seed=ord(name))
 
 
 def train(trainer: Trainer, steps: int) -> list[Any]:
@@ -104,6 +106,10 @@ def files(trainer: Trainer, place: Path) -> dict[str, bytes]:
         pytest.param("llama", "bfloat16", 1, False, marks=pytest.mark.soak),
         pytest.param("qwen3", "bfloat16", 3, True, marks=pytest.mark.soak),
         pytest.param("phi3", "float32", 4, False, marks=pytest.mark.soak),
+        pytest.param("lfm2", "float32", 2, False, marks=pytest.mark.soak),
+        pytest.param("qwen3_5", "bfloat16", 2, True, marks=pytest.mark.soak),
+        pytest.param("falcon_h1", "float32", 3, False, marks=pytest.mark.soak),
+        pytest.param("nemotron_h", "bfloat16", 2, False, marks=pytest.mark.soak),
     ],
 )
 def test_every_number_of_ranks_gives_the_bits_of_one_device(
@@ -114,7 +120,7 @@ def test_every_number_of_ranks_gives_the_bits_of_one_device(
     with ranks(str(tiny.directory(name)), dtype, n, recompute=recompute) as group:
         one, many = TorchTrainer(base, slots=8), ShardedTrainer(group, slots=8)
         for trainer in (one, many):
-            add_all(trainer)
+            add_all(trainer, name)
         assert train(many, 2) == train(one, 2)
         for trainer in (one, many):  # saved in mid-step, and loaded into adapters that were elsewhere
             trainer.forward_backward(BATCHES[0])

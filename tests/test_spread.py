@@ -46,7 +46,7 @@ LIMITS = {"max_rows": 8, "kv_tokens": 4096, "prefill_tokens": 1024}
 LOAD = Load(
     base="small", block_size=64, dtype="bfloat16", pack=True, base_format="auto", trust_remote_code=False, limits=LIMITS
 )
-LONG = 450
+LONG = 300
 """Tokens that take the process long enough to be met in the middle of them."""
 
 

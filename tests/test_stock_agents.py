@@ -19,6 +19,7 @@ from motet.types import Message, Problem
 from tests.captured import check_captured, none_scored
 from tests.cases import few
 from tests.scripted_model import CHAT, Script
+from tests.service_run import serving
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVS = ROOT / ".envs"
@@ -118,16 +119,22 @@ def test_one_that_would_be_trained_all_the_same_fails_the_episode(tmp_path: Path
 
 @pytest.mark.soak
 def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
+    """Here and on a service, to the same bytes."""
     [packages] = (ENVS / "verifiers" / "lib").glob("python*/site-packages")
     variables = {**os.environ, "PYTHONPATH": f"{packages}:{Path(__file__).parent}"}
     role = {"harness": {"id": "sums_taskset"}, "runtime": {"type": "subprocess"}}
     env = {"taskset": {"id": "sums_taskset"}, "agent": role}
 
-    def motet(*command: str) -> str:
+    def motet(*command: str, **more: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", *command], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+            [sys.executable, "-m", *command],
+            cwd=tmp_path,
+            env={**variables, **more},
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 
     rows = motet("motet.agents.verifiers", json.dumps(env))
@@ -138,9 +145,13 @@ def test_an_environment_of_verifiers_is_trained(tmp_path: Path) -> None:
         "algorithm": {"group_size": 4, "groups_per_step": 2},
     }  # fmt: skip
     (tmp_path / "jobs.json").write_text(
-        json.dumps({"base": "small", "run": "out", "engine": {"samplers": 0}, "jobs": [job]})
+        json.dumps({"base": "small", "run": "out", "engine": {"samplers": 0, "threads": 1}, "jobs": [job]})
     )
     motet("motet", "run", "jobs.json")
+    with serving(tmp_path / "served") as service:
+        told = motet("motet", "agent", "jobs.json", "--agent", "motet.agents.verifiers:run", MOTET_URL=service.url)
+        assert service.job("sums")["state"] == "succeeded", told
+        assert service.weights("sums") == (tmp_path / "out/sums/versions/v2/adapter_model.safetensors").read_bytes()
     lines = [json.loads(line) for line in (tmp_path / "out/sums/metrics.jsonl").read_text().splitlines()]
     assert [line["failed"] for line in lines if "loss" in line] == [0, 0]
     assert {line["logprob_gap"] for line in lines if line.get("tokens")} == {0.0}

@@ -98,7 +98,7 @@ def test_kill_9_changes_no_bit(
 def test_idle_clients_make_room_and_go_on(alone: tuple[Any, dict[str, bytes]], tmp_path: Path) -> None:
     expected, adapters = alone
     config = tmp_path / "one.yaml"
-    config.write_text("engine: {samplers: 0, threads: 1, slots: 1}\npatience_seconds: 0.3\n")
+    config.write_text("engine: {samplers: 0, threads: 1, slots: 1, kv_tokens: 512}\npatience_seconds: 0.3\n")
     with serving(tmp_path / "service", "--config", str(config)) as service:
         client = Script(service, "steps", "none", "1.5")
         service.until(lambda: len(service.ask("GET", "/v1/jobs")["data"]) == 1)
@@ -108,3 +108,6 @@ def test_idle_clients_make_room_and_go_on(alone: tuple[Any, dict[str, bytes]], t
         assert "queued" in service.states(job_of(found["model"]))[1:], "it gave its slot away"
         assert found["values"] == expected["values"]
         assert service.weights(job_of(found["model"])) == adapters["client"]
+        assert run_script(service, "room") == {"filled": [12, "length"]}, (
+            "without max_tokens: as many as the KV cache holds"
+        )

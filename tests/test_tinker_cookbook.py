@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from motet.service.tinker.models import SMALL_BASE
+from motet.service.bases import SMALL_BASE
 from tests.service_run import Service, serving
 from tests.tinker_run import ROOT, job_of, tinker_python
 

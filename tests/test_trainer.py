@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from motet.algorithms import Grpo, Gspo
 from motet.algorithms.supervised import Supervised
-from motet.batch import AdamW, Batch, Sample, Segment, shared_prompts
+from motet.batch import AdamW, Batch, Sample, Segment, shared_prefixes, shared_prompts
 from motet.config import AdapterConfig, EngineConfig
 from motet.errors import AdapterError, BaseModelError
 from motet.launch import load
@@ -420,6 +420,56 @@ def test_shared_prompts_keep_logprobs_and_gradients(name, dtype, prompt):
         tolerance = 1e-5 if dtype == "float32" else 3e-2
         assert float(theirs.abs().max()) > 0
         assert float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
+
+
+def branching_samples(prompt: int, seed: int) -> tuple[Sample, ...]:
+    """A rollout of three branches, each of which leaves the one before at another place, and a second rollout of the problem.
+
+    What an earlier branch trains is read by later ones, and the second rollout begins with the tokens that the first sampled.
+    """
+    first, *others = make_samples([(prompt, 40), (prompt, 30), (prompt, 21), (prompt, 33)], seed=seed)
+    samples, parted = [first], (prompt + 25, prompt + 9, prompt + 12)
+    for other, place in zip(others, parted, strict=True):
+        token_ids = np.concatenate([samples[-1].token_ids[:place], other.token_ids[place:]])
+        token_ids[place] = (samples[-1].token_ids[place] + 1) % 50
+        trained = other.loss_mask & (np.arange(other.n_tokens) >= (prompt if other is others[-1] else place))
+        samples.append(replace(other, token_ids=token_ids, loss_mask=trained))
+    return tuple(samples)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", few(["llama", "gemma2", "qwen2", "lfm2", "qwen3_5", "falcon_h1"], "llama", "lfm2"))
+def test_shared_prefixes_keep_logprobs_and_gradients(name, dtype):
+    """Of branches that part one after another: logprobs have whole samples' bits, gradients agree, alone as in company."""
+    base = tiny.base(name, dtype)
+    segments = [
+        Segment(adapter, branching_samples(prompt, prompt) + group_samples(6, (3, 9), 1), REINFORCE, 20.0, 0.8, True)
+        for adapter, prompt in (("a", 11), ("b", 5))
+    ]
+    assert segments[0].shared == (0, 36, 20, 23, 0, 6)
+    nested, alone, whole = (make_trainer(base, "ab") for _ in range(3))
+    whole._share_prompts = False
+    logprobs = [trainer.forward(Batch(tuple(segments))) for trainer in (nested, whole)]
+    for ours, theirs in zip(*logprobs, strict=True):
+        assert all(np.array_equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    for trainer in (nested, whole):
+        trainer.forward_backward(Batch(tuple(segments)))
+    for segment in segments:
+        alone.forward_backward(Batch((segment,)))
+    for each in "ab":
+        ours, theirs = gradient(nested, each), gradient(whole, each)
+        assert torch.equal(ours, gradient(alone, each))
+        tolerance = 1e-5 if dtype == "float32" else 3e-2
+        assert float(theirs.abs().max()) > 0
+        assert float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
+
+
+def test_prefixes_are_shared_up_to_the_last_token():
+    """Which is each sample's own, so that one that begins as the one before, or is the same, still has a row."""
+    (sample,) = make_samples([(4, 6)], seed=1)
+    shorter = replace(sample, token_ids=sample.token_ids[:7], loss_mask=sample.loss_mask[:7])
+    assert shared_prefixes((sample, sample, shorter, sample)) == (0, 9, 6, 7)
+    assert shared_prefixes(()) == ()
 
 
 def test_prompts_are_shared_only_where_they_are_the_same():

@@ -17,6 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from safetensors.torch import load_file, save_file
 
+from motet.commands.export import split_experts
 from motet.config import AdapterConfig, EngineConfig, RolloutConfig, RunConfig
 from motet.errors import ProbeError
 from motet.launch import load
@@ -27,7 +28,9 @@ from motet.runtime.probe import Probe
 from motet.servers import TOLERANCE, Launched, build_servers
 from motet.training.torch_trainer import TorchTrainer
 from motet.types import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
+from tests import tiny_models
 from tests.node_agents import node_agent
+from tests.peft_files import export
 from tests.service_run import Service, serving, tiny
 from tests.vllm_server import launch, vllm_python, vllm_server
 
@@ -218,7 +221,8 @@ def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tm
     assert "answers 401" in result.jobs["refused"].message
 
 
-@pytest.mark.parametrize("where", [pytest.param("embedded", marks=pytest.mark.soak), "vllm"])
+@pytest.mark.soak
+@pytest.mark.parametrize("where", ["embedded", "vllm"])
 def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
     where: str, small: Any, server: Launched, tmp_path: Path
 ) -> None:
@@ -340,3 +344,20 @@ def test_the_gap_of_smollm2_over_many_publishes(smollm2_dir: Path, tmp_path: Pat
     assert len(steps) == publishes
     assert len(gaps) > publishes / 2
     assert 0 < max(gaps) < FLOAT32_GAP
+
+
+@pytest.mark.soak
+def test_experts_one_by_one_are_what_it_loads(tmp_path: Path) -> None:
+    """It cannot multiply with them on a CPU, but it says what it wants of a file."""
+    vllm_python()
+    base, targets = tiny_models.base("qwen3_moe"), ["q_proj", "experts"]
+    export(tmp_path / "together", base, tiny_models.adapter(base, targets=targets), targets)
+    split_experts(tmp_path / "together", None, tmp_path / "apart")
+    with vllm_server(base, tmp_path / "server", "--max-model-len", "256", "--lora-target-modules", *targets) as server:
+        headers = {"Authorization": f"Bearer {server.key}"}
+        with httpx2.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
+            for form, status in (("apart", 200), ("together", 500)):
+                asked = {"lora_name": form, "lora_path": str(tmp_path / form)}
+                answer = client.post("/v1/load_lora_adapter", json=asked)
+                assert answer.status_code == status, answer.text
+            assert "contains fused 3D MoE weights" in answer.text

@@ -13,6 +13,7 @@ import pytest
 
 import motet
 from motet.errors import ConfigError
+from motet.service.bases import Bases
 from motet.service.events import EventBus, EventLog
 from motet.service.jobs.validation import read_jobs
 from motet.tasks.chat import Chat
@@ -182,7 +183,7 @@ def test_a_text_that_holds_no_job_is_told(house: House, text: str, words: str) -
 def test_a_text_of_many_lists_in_each_other_takes_no_time(opened: str) -> None:
     started = time.process_time()
     with pytest.raises(ConfigError, match="more than 32 deep"):
-        read_jobs("x: " * opened.startswith("[") + opened * 20_000, "small")
+        read_jobs("x: " * opened.startswith("[") + opened * 20_000, Bases({"small": "small"}))
     assert time.process_time() - started < 2
 
 
@@ -190,7 +191,7 @@ def test_a_text_that_means_much_by_naming_it_again_is_refused_quickly() -> None:
     lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 6)]
     started = time.monotonic()
     with pytest.raises(ConfigError, match="aliases"):
-        read_jobs("\n".join(lines), "small")
+        read_jobs("\n".join(lines), Bases({"small": "small"}))
     assert time.monotonic() - started < 2
 
 

@@ -245,14 +245,24 @@ def samples(service: Any) -> Found:
         include_prompt_logprobs=True, prompt_logprobs_last_n=2,
     ).result()  # fmt: skip
     warm = sample(base, stop=[], temperature=1.0, seed=5)
-    nearly = text((TOKENS * 200)[:1020])
-    filled = base.sample(prompt=nearly, num_samples=1, sampling_params=types.SamplingParams(stop=[])).result()
     return {
         "free": free, "third": third, "at_token": sample(base, stop=[third]), "at_text": sample(base, stop=[texts[-3:]]),
         "texts": texts, "before": list(before), "after": list(after), "now": logprobs_of(now)[0], "warm": warm,
-        "filled": [len(filled.sequences[0].tokens), filled.sequences[0].stop_reason],
+        "filled": filled(base, 1020),
         "suffix": list(suffix.prompt_logprobs), "base": list(base.compute_logprobs(text(TOKENS)).result()),
     }  # fmt: skip
+
+
+def filled(base: Any, tokens: int) -> list[Any]:
+    """How many tokens a sample without `max_tokens` has after a prompt of so many, and how it ended."""
+    given = types.SamplingParams(stop=[])
+    found = base.sample(prompt=text((TOKENS * 200)[:tokens]), num_samples=1, sampling_params=given).result()
+    return [len(found.sequences[0].tokens), found.sequences[0].stop_reason]
+
+
+def room(service: Any) -> Found:
+    """A sample that ends with the room of a small KV cache."""
+    return {"filled": filled(service.create_sampling_client(base_model="small").result(), 500)}
 
 
 def chunks(service: Any) -> Found:
@@ -324,6 +334,29 @@ def steps(service: Any) -> Found:
         values.append([one.result().metrics["loss:sum"] for one in gradients])
         step.result()
     return {"model": client.model_id, "values": values}
+
+
+def two_bases(service: Any) -> Found:
+    """A model on each base of a service, and samples of the bases and of what was trained on them."""
+    given: Found = {"supported": [one.model_name for one in service.get_server_capabilities().supported_models]}
+    given |= {"models": {}, "bases": {}, "sampled": {}, "adapted": {}}
+    for base in given["supported"]:
+        client = service.create_lora_training_client(base_model=base, rank=4, seed=1)
+        client.forward_backward(plain(), "cross_entropy").result()
+        client.optim_step(ADAM).result()
+        given["models"][base], given["bases"][base] = client.model_id, client.get_info().model_data.model_name
+        given["sampled"][base] = list(
+            service.create_sampling_client(base_model=base).compute_logprobs(text(TOKENS)).result()
+        )
+        adapted = client.save_weights_and_get_sampling_client(name="mine")
+        given["adapted"][base] = list(adapted.compute_logprobs(text(TOKENS)).result())
+        if "state" in given:
+            try:
+                client.load_state(given["state"]).result()
+            except Exception as error:
+                given["across"] = str(error)
+        given["state"] = client.save_state("state").result().path
+    return given
 
 
 def main() -> None:

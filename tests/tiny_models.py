@@ -79,6 +79,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama": ("LlamaConfig", {}),
+    "llama_deep": ("LlamaConfig", {"num_hidden_layers": 10}),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 24}),
     "gemma2": (

@@ -43,10 +43,11 @@ def launch() -> LaunchConfig:
 
 
 @contextlib.contextmanager
-def vllm_server(base: Any, directory: Path) -> Iterator[servers.Launched]:
+def vllm_server(base: Any, directory: Path, *args: str) -> Iterator[servers.Launched]:
     """A server that runs while the block does."""
-    (directory / "by-name").mkdir()
-    start = launch().model_copy(update={"env": {"VLLM_LORA_RESOLVER_CACHE_DIR": str(directory / "by-name")}})
+    (directory / "by-name").mkdir(parents=True)
+    env = {"VLLM_LORA_RESOLVER_CACHE_DIR": str(directory / "by-name")}
+    start = launch().model_copy(update={"env": env, "args": list(args)})
     config = RolloutConfig(engine="vllm", launch=start, publish_by="tensors")
     (server,) = servers.launched(base.info, str(base.model.config.name_or_path), config, start, WANTED, directory)
     server.process.start()

@@ -96,6 +96,20 @@ def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
     return tuple(shared)
 
 
+def shared_prefixes(samples: Sequence[Sample]) -> tuple[int, ...]:
+    """For each sample how many tokens it begins with as the sample before it does; its last token is always its own.
+
+    So the branches of a rollout, and the rollouts of a group that began alike, leave out all that was read before they parted.
+    """
+    shared = [0] * len(samples)
+    for index in range(1, len(samples)):
+        before, own = samples[index - 1].token_ids, samples[index].token_ids[:-1]
+        length = min(len(before), len(own))
+        same = before[:length] == own[:length]
+        shared[index] = length if same.all() else int(np.argmin(same))
+    return tuple(shared)
+
+
 @dataclass(frozen=True)
 class AdamW:
     """One step of AdamW; the moments are the trainer's, everything else comes with the step."""
@@ -120,11 +134,18 @@ class Segment:
     """What summed token losses are divided by; a figure of the job's complete step."""
     temperature: float = 1.0
     """Of the logprobs."""
+    share_prefixes: bool = False
+    """Whether neighbouring samples share all that they begin with, not only a group's prompt."""
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """For each sample the tokens at its beginning whose rows are those of the sample before it."""
+        return shared_prefixes(self.samples) if self.share_prefixes else shared_prompts(self.samples)
 
     @property
     def n_tokens(self) -> int:
-        """Packed length, each shared prompt counted once, before padding to whole rows."""
-        return sum(sample.n_tokens for sample in self.samples) - sum(shared_prompts(self.samples))
+        """Packed length, what is shared counted once, before padding to whole rows."""
+        return sum(sample.n_tokens for sample in self.samples) - sum(self.shared)
 
 
 @dataclass(frozen=True)

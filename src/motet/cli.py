@@ -187,18 +187,36 @@ def export(
     adapter: Annotated[Path, typer.Argument(help="A PEFT LoRA directory.", show_default=False)],
     to: Annotated[Path, typer.Option(help="The directory to write.", show_default=False)],
     merge: Annotated[bool, typer.Option("--merge", help="Add the adapter to the base's weights.")] = False,
+    split_experts: Annotated[
+        bool,
+        typer.Option("--split-experts", help="Write the adapter alone, its experts one by one, as vLLM reads them."),
+    ] = False,
     base: Annotated[str | None, typer.Option(help="What it was trained on [default: as its directory says].")] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option(help="Type of the weights; auto keeps the base's.")
     ] = "auto",
+    gguf: Annotated[
+        str | None,
+        typer.Option(help="Write a .gguf file too, by llama.cpp's convert_hf_to_gguf.py, which is here or on PATH."),
+    ] = None,
 ) -> None:
-    """Write an adapter and its base as one model, which needs no LoRA: a directory for `transformers`, vLLM and others."""
-    from motet.commands.export import export as write
+    """Write an adapter and its base as one model, which needs no LoRA: a directory for `transformers`, vLLM and others.
 
-    if not merge:
-        raise typer.BadParameter("an adapter's directory is what PEFT reads already; add --merge for a whole model")
-    write(adapter, base, to, dtype)
-    typer.echo(to)
+    Or write an adapter on experts in the form in which vLLM loads it.
+    """
+    from motet.commands import export as writing
+
+    if merge == split_experts or (gguf is not None and not merge):
+        raise typer.BadParameter(
+            "an adapter's directory is what PEFT reads already; add --merge for a whole model, or --split-experts"
+        )
+    if split_experts:
+        writing.split_experts(adapter, base, to)
+        typer.echo(to)
+        return
+    converter = None if gguf is None else writing.find_converter(gguf)
+    writing.export(adapter, base, to, dtype)
+    typer.echo(to if converter is None else writing.write_gguf(to, converter))
 
 
 def _steer(argv: list[str], word: str, url: str | None, key: str | None) -> None:
@@ -246,7 +264,10 @@ def cancel(job: Steered, url: Url = None, key: Key = None) -> None:
 
 @app.command(epilog="Example: motet serve --base small --directory served --no-keys")
 def serve(
-    base: Annotated[str, typer.Option(help="`small`, a hub id, a directory or a .gguf file.")],
+    base: Annotated[
+        str | None,
+        typer.Option(help="`small`, a hub id, a directory or a .gguf file; several are named in --config, as `bases`."),
+    ] = None,
     directory: Annotated[Path, typer.Option(help="Jobs, files, logs, and the database unless it has a URL.")] = Path(
         "served"
     ),
@@ -255,7 +276,9 @@ def serve(
     database: Annotated[
         str | None, typer.Option(help="postgresql://… or sqlite:///… [default: a file in the directory].")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML with `engine`, `rollout`, `limits`, `rate`.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML with `engine`, `bases`, `rollout`, `limits`, `rate`.")
+    ] = None,
     hosts: Annotated[
         int | None, typer.Option(min=1, help="Processes that each have the base and train a part of the jobs.")
     ] = None,
@@ -271,7 +294,7 @@ def serve(
         Path | None, typer.Option(metavar="FILE.py", help="Let jobs use the reward functions of this file by name.")
     ] = None,
 ) -> None:
-    """Serve one base to a team: its people submit jobs over HTTP and take adapters home."""
+    """Serve a base, or several, to a team: its people submit jobs over HTTP and take adapters home."""
     from motet.commands.serve import serve as serve_base
     from motet.errors import ConfigError
     from motet.jobfile import load_service

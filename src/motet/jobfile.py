@@ -54,6 +54,8 @@ def load_service(path: Path | None, hosts: int | None = None, ray: str | None = 
         ConfigError: the file is missing or wrong.
     """
     config = ServiceConfig() if path is None else _read_service(path)
+    if hosts is not None and config.bases:
+        raise ConfigError("--hosts is for one base: with `bases` give each its own `hosts` in the file of --config")
     if hosts is not None:
         engine = _valid(EngineConfig, {**config.engine.model_dump(), "hosts": hosts}, "--hosts")
         config = config.model_copy(update={"engine": engine})
@@ -80,7 +82,10 @@ def _read_service(path: Path) -> ServiceConfig:
         name: one.model_copy(update={"function": _resolve_code(one.function, path.parent)})
         for name, one in config.rewards.items()
     }
-    return config.model_copy(update={"rewards": rewards})
+    bases = {
+        name: one.model_copy(update={"base": _full_base(one.base, path.parent)}) for name, one in config.bases.items()
+    }
+    return config.model_copy(update={"rewards": rewards, "bases": bases})
 
 
 def load_simulation(path: Path, hosts: int | None = None) -> SimulationConfig:
@@ -137,8 +142,8 @@ def jobs_of(
     if directory is not None:
         for job in jobs:
             _resolve_files(job, directory)
-        if isinstance(tree.get("base"), str) and ("/" in tree["base"] or tree["base"].endswith(".gguf")):
-            tree["base"] = _full_path(tree["base"], directory)
+        if isinstance(tree.get("base"), str):
+            tree["base"] = _full_base(tree["base"], directory)
     stem = Path(where).stem if directory is not None else "default"
     return validate({"run": f"runs/{stem}", **tree, "jobs": jobs}, where)
 
@@ -280,6 +285,10 @@ def _resolve_files(job: Tree, directory: Path) -> None:
         section_fields = job.get(section)
         if isinstance(section_fields, dict) and field in section_fields:
             section_fields[field] = _resolve_code(section_fields[field], directory)
+
+
+def _full_base(base: str, directory: Path) -> str:
+    return _full_path(base, directory) if "/" in base or base.endswith(".gguf") else base
 
 
 def _full_path(name: str, directory: Path) -> str:

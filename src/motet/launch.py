@@ -274,14 +274,16 @@ def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
     """The trainer that a configuration asks for.
 
     Raises:
-        ConfigError: there is no directory for adapters that are parked.
+        ConfigError: there is no directory for what is not to be on the device.
     """
     from motet.training.torch_trainer import TorchTrainer
 
-    parking = None if config.parking is None else Path(config.parking).expanduser()
-    if parking is not None and not parking.is_dir():
-        raise ConfigError(f"engine.parking {parking} is no directory; make it, on a disk with room for the adapters")
-    return TorchTrainer(base, slots=config.slots, recompute=config.recompute, resident=config.resident, parking=parking)
+    parking, inputs = (None if path is None else Path(path).expanduser() for path in (config.parking, config.offload))
+    if absent := [path for path in (parking, inputs) if path is not None and not path.is_dir()]:
+        raise ConfigError(f"engine.parking or offload: {absent[0]} is no directory; make it, on a disk with room")
+    return TorchTrainer(
+        base, slots=config.slots, recompute=config.recompute, resident=config.resident, parking=parking, inputs=inputs
+    )
 
 
 def build(

@@ -198,7 +198,7 @@ class Verbs:
             for name, batch in batches.items()
         }
         return tuple(
-            Segment(name, batch.samples, loss, batch.denominator, temperature)
+            Segment(name, batch.samples, loss, batch.denominator, temperature, batch.share_prefixes)
             for name, batch in whole.items()
             if batch.samples
         )

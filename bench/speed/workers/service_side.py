@@ -92,7 +92,7 @@ def job(name: str, args: dict[str, Any]) -> dict[str, Any]:
 def clients(args: dict[str, Any]) -> Iterator[Repeat]:
     """Clients that own their loop, from the making of their model to its last step."""
     words = [str(args[name]) for name in ("jobs", "steps", "groups", "each", "max_tokens")]
-    command = [OPTIONS["tinker"], str(LOOP), f"{_service['url']}/tinker", *words]
+    command = [OPTIONS["tinker"], str(LOOP), f"{_service['url']}/tinker", "small", *words]
     own = {**os.environ, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
         command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, stderr=sys.stderr

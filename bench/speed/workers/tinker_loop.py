@@ -1,6 +1,6 @@
 """GRPO as a user of the `tinker` package writes it. Runs in the environment that has the package.
 
-    python tinker_loop.py URL CLIENTS STEPS GROUPS EACH MAX_TOKENS < lines
+    python tinker_loop.py URL BASE CLIENTS STEPS GROUPS EACH MAX_TOKENS < lines
 
 Each line on stdin is a repeat: all clients train a fresh model from its creation to its last step, and a line of JSON tells
 the seconds. Prompts and rewards are like those of the job that `service_side.py` submits.
@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
@@ -42,12 +42,17 @@ def datum(prompt: list[int], sequence: Any, advantage: float) -> Any:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
 
 
-def train(service: Any, steps: int, groups: int, each: int, max_tokens: int) -> None:
+def ready(client: Any) -> Any:
+    """0.25 gives clients themselves, later releases futures of them."""
+    return client.result() if hasattr(client, "result") else client
+
+
+def train(service: Any, base: str, steps: int, groups: int, each: int, max_tokens: int) -> None:
     """One model, from its creation to its last step."""
-    client = service.create_lora_training_client(base_model="small", rank=16).result()
+    client = ready(service.create_lora_training_client(base_model=base, rank=16))
     tokenizer, params = client.get_tokenizer(), types.SamplingParams(max_tokens=max_tokens)
     for step in range(steps):
-        sampler = client.save_weights_and_get_sampling_client().result()
+        sampler = ready(client.save_weights_and_get_sampling_client())
         words = [word_of(step * groups + index) for index in range(groups)]
         prompts = [tokenizer.encode(PROMPT.format(word=word)) for word in words]
         asked = [
@@ -68,18 +73,17 @@ def train(service: Any, steps: int, groups: int, each: int, max_tokens: int) -> 
 
 def main() -> None:
     """Repeat as often as asked."""
-    url, (clients, *work) = sys.argv[1], [int(word) for word in sys.argv[2:]]
+    (url, base), (clients, *work) = sys.argv[1:3], [int(word) for word in sys.argv[3:]]
     for _ in sys.stdin:
         started = time.perf_counter()
         with contextlib.ExitStack() as stack:
-            services = [
-                stack.enter_context(tinker.ServiceClient(base_url=url, api_key="tml-none")) for _ in range(clients)
-            ]
-            threads = [threading.Thread(target=train, args=(one, *work)) for one in services]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            services = [tinker.ServiceClient(base_url=url, api_key="tml-none") for _ in range(clients)]
+            for one in services:
+                if hasattr(one, "__exit__"):  # 0.25 has none
+                    stack.enter_context(one)
+            pool = stack.enter_context(ThreadPoolExecutor(clients))
+            for done in [pool.submit(train, one, base, *work) for one in services]:
+                done.result()
             seconds = time.perf_counter() - started
         print(json.dumps({"seconds": seconds}), flush=True)
 

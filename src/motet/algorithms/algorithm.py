@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from motet.algorithms.packing import cut
-from motet.batch import Sample, Segment, shared_prompts
+from motet.batch import Sample, Segment
 from motet.section import Config
 from motet.types import FloatArray
 
@@ -57,6 +57,8 @@ class StepBatch:
     """Of the complete step, samples without a gradient included."""
     groups: int = 0
     """Groups that entered the advantages."""
+    share_prefixes: bool = False
+    """Whether neighbouring samples share all that they begin with, not only a group's prompt."""
 
     @property
     def tokens(self) -> int:
@@ -65,10 +67,10 @@ class StepBatch:
 
     def segments(self, adapter: str, loss: Loss | None, temperature: float, budget: int) -> tuple[Segment, ...]:
         """Cut into micro-batches of at most `budget` tokens: a function of these samples alone."""
+        whole = Segment(adapter, self.samples, loss, self.denominator, temperature, self.share_prefixes)
         lengths = [sample.n_tokens for sample in self.samples]
         return tuple(
-            Segment(adapter, self.samples[part.start : part.stop], loss, self.denominator, temperature)
-            for part in cut(lengths, budget, shared_prompts(self.samples))
+            replace(whole, samples=self.samples[part.start : part.stop]) for part in cut(lengths, budget, whole.shared)
         )
 
     def with_logprobs(self, field: str, logprobs: Sequence[FloatArray]) -> StepBatch:

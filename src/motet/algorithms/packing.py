@@ -21,7 +21,7 @@ def cut(lengths: Sequence[int], budget: int, shared: Sequence[int] = ()) -> tupl
     Args:
         lengths: tokens of each sample, prompt included.
         budget: most packed tokens of a micro-batch.
-        shared: for each sample the prompt tokens that it need not bring when the one before it is there (`shared_prompts`).
+        shared: for each sample the prompt tokens that it need not bring when the one before it is there (`Segment.shared`).
 
     Returns:
         Ranges of sample indices; each sample lies in exactly one, in order.

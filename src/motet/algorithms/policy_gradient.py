@@ -84,6 +84,10 @@ class PolicyGradient(Algorithm):
     oversampling: float = Field(1.0, ge=1, le=8)
     """Dynamic sampling: a step owns this many times groups_per_step problems and samples them, in data order, until
     groups_per_step groups have a signal."""
+    share_prefixes: bool = False
+    """Training reads once what the branches of a rollout, and the rollouts of a group, have in common, not only the group's
+    prompt: less work where an agent's history is rewritten. Logprobs keep their bits; gradients, and so the adapter's bytes,
+    agree within rounding."""
     mask_truncated: bool = False
     """Leave answers that ran into max_tokens out of the loss."""
     max_failed_fraction: float = Field(0.25, ge=0, le=1)
@@ -174,7 +178,7 @@ class PolicyGradient(Algorithm):
             for branch, value in zip(rollout.branches, _of_branches(rollout, of_tokens), strict=True)
             if branch.sampled and (np.any(value) or self.keeps_all)
         )
-        return StepBatch(samples, denominator, len(usable))
+        return StepBatch(samples, denominator, len(usable), self.share_prefixes)
 
 
 def _of_branches(rollout: Rollout, of_tokens: OfTokens) -> Sequence[float | FloatArray]:

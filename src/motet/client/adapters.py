@@ -22,11 +22,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*")
 class AdapterMethods(Connection):
     """Methods of both clients."""
 
-    async def push(self, directory: str | Path, name: str | None = None) -> Adapter:
-        """Bring a PEFT directory to the service; its id or name is a job's `adapter.init` and a model for completions."""
+    async def push(self, directory: str | Path, name: str | None = None, base: str | None = None) -> Adapter:
+        """Bring a PEFT directory to the service; its id or name is a job's `adapter.init` and a model for completions.
+
+        `base` says which base it fits, where the service has several; the first without one.
+        """
         packed = await asyncio.to_thread(_packed, Path(directory))
         files = {"file": ("adapter.tar.gz", packed)}
-        return await self._ask(Adapter, "POST", "/v1/adapters", params={"name": name}, files=files)
+        return await self._ask(Adapter, "POST", "/v1/adapters", params={"name": name, "base": base}, files=files)
 
     async def pull(self, job: str, version: str | int | None = None, directory: str | Path = ".") -> Path:
         """Take an adapter home as a PEFT directory below `directory`.

@@ -16,10 +16,9 @@ import msgspec
 
 from motet.agents.processes import AgentProcesses
 from motet.client.leases import Asked, LeaseWorker, Running
-from motet.errors import EnvironmentFault, ServiceError
+from motet.errors import EnvironmentFault
 from motet.service.schemas import Job
 from motet.service.schemas.episodes import EpisodeLease, EpisodeWork
-from motet.service.schemas.scoring import Counted
 from motet.types import Problem
 
 if TYPE_CHECKING:
@@ -97,20 +96,12 @@ class AgentWorker(LeaseWorker[EpisodeWork]):
                 result = {"reward": returned.reward, "rewards": returned.rewards or None, "late": returned.late}
                 result["error"] = returned.error[:4000]
             self._handing_in.add(work.id)
-            try:
-                await self._hand_in(path, work.id, result)
-            except ServiceError as error:
-                if error.status not in (413, 422):
-                    raise
-                result = {"error": f"the service refuses what the agent returned: {error}"[:4000]}
-                await self._hand_in(path, work.id, result)
+            if refused := await self._hand_in(path, {**result, "id": work.id}):
+                result = {"error": f"the service refuses what the agent returned: {refused}"}
+                await self._hand_in(path, {**result, "id": work.id})
         finally:
             self._handing_in.discard(work.id)
             self.open -= 1
         self.returned += not result["error"]
         self.failed += bool(result["error"])
         self.reason = result["error"] or self.reason
-
-    async def _hand_in(self, path: str, episode: str, result: dict[str, Any]) -> None:
-        results = {"results": [{**result, "id": episode}]}
-        await self._client._patiently(Counted, "POST", f"{path}/results", json=results)

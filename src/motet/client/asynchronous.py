@@ -57,6 +57,7 @@ class AsyncClient(AdapterMethods, TenantMethods):
         idempotency_key: str | None = None,
         after: Sequence[str] = (),
         at: datetime | str | float | None = None,
+        base: str | None = None,
     ) -> Job:
         """Submit a job, as it stands in a job file.
 
@@ -65,11 +66,13 @@ class AsyncClient(AdapterMethods, TenantMethods):
             idempotency_key: the same one gives the same job again.
             after: jobs, by name or id, that have to succeed before this one starts; it may start from their versions.
             at: when it may start: a time (2026-12-01T08:00 means the time here), or Unix seconds.
+            base: which base of a service that has several; the first without one.
 
         Raises:
             ConfigError: `at` is not a time.
         """
         tree = dict(job) if isinstance(job, Mapping) else job.model_dump(mode="json", exclude_unset=True)
+        tree |= {} if base is None else {"base": base}
         headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
         params = {"after": list(after) or None, "at": _unix_seconds(at)}
         return await self._ask(Job, "POST", "/v1/jobs", params=params, json=tree, headers=headers)
@@ -171,7 +174,7 @@ class AsyncClient(AdapterMethods, TenantMethods):
         return (await self._ask(Rewards, "GET", "/v1/rewards")).data
 
     async def health(self) -> Health:
-        """Whether jobs can run, and over which base."""
+        """Whether jobs can run, and over which bases."""
         return await self._ask(Health, "GET", "/readyz", also=503)
 
     async def chat(

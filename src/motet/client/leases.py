@@ -15,7 +15,7 @@ from motet.client.connection import path_of, worker_name
 from motet.errors import ServiceError
 from motet.service.schemas import Job
 from motet.service.schemas.episodes import EpisodeLease, EpisodeWork
-from motet.service.schemas.scoring import Lease, ScoringWork
+from motet.service.schemas.scoring import Counted, Lease, ScoringWork
 from motet.types import JobState
 
 if TYPE_CHECKING:
@@ -68,6 +68,20 @@ class LeaseWorker(ABC, Generic[Work]):
             raise errors.exceptions[0] from errors
         finally:
             await self._close()
+
+    async def _hand_in(self, path: str, result: Asked) -> str:
+        """Hand a result in; why the service refuses what it says, or empty.
+
+        Raises:
+            ServiceError: the service refuses the worker itself, or was away for too long.
+        """
+        try:
+            await self._client._patiently(Counted, "POST", f"{path}/results", json={"results": [result]})
+        except ServiceError as error:
+            if error.status not in (413, 422):
+                raise
+            return str(error)[:2000]
+        return ""
 
     async def _serve(self, path: str) -> None:
         """Take work of one job, as much as may be done at once, until it has ended."""

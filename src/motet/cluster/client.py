@@ -9,36 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from motet.cluster import messages as m
+from motet.cluster.assignments import Assignments
 from motet.cluster.host import Engine, EngineHandlers, Host, Launch
-from motet.cluster.placement import HostLoad, moved, placed, speeds
+from motet.cluster.placement import HostLoad
 from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.errors import EngineError, HostGone
-from motet.runtime.slots import FREE, Claim, Rule
-from motet.types import JobState
 
 _log = logging.getLogger(__name__)
 _GATHER_SECONDS = 60.0
 """Seconds that jobs wait for the last host to be ready when the first one is."""
 _RETRY_SECONDS = 2.0
-_OPEN = (JobState.QUEUED, JobState.RUNNING)
-
-
-@dataclass
-class _Placed:
-    """A job that a host has."""
-
-    claim: Claim
-    host: Host
-    state: JobState = JobState.QUEUED
-    to: Host | None = None
-    """For which host it was asked to let it go."""
 
 
 class EngineClient:
@@ -59,8 +45,7 @@ class EngineClient:
         self._handlers: EngineHandlers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._placed: dict[str, _Placed] = {}
-        self._rules: dict[str, Rule] = {}
+        self._jobs = Assignments(self.hosts)
         self._asked: set[str] = set()
         """Jobs of which something was asked while no host had them."""
         self._unplaced = True
@@ -68,12 +53,23 @@ class EngineClient:
         self._look = asyncio.Event()
         self._settled = len(starts) == 1
         """Whether jobs are given out: not before all hosts are there, or too late."""
-        self.ready = asyncio.Event()
+        self.there = {host.base: asyncio.Event() for host in self.hosts}
+        """Whether a host of a base takes questions and jobs, by the base's name."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a host of any base takes questions and jobs."""
+        return any(there.is_set() for there in self.there.values())
 
     @property
     def failure(self) -> str:
         """Why there is no engine, for a person."""
-        return "" if self.ready.is_set() else next((host.failure for host in self.hosts if host.failure), "")
+        return "" if self.ready else next((host.failure for host in self.hosts if host.failure), "")
+
+    def failure_of(self, base: str) -> str:
+        """Why there is no host of a base, for a person; empty where there is one, or where one starts."""
+        failures = (host.failure for host in self.hosts if host.base == base and host.failure)
+        return "" if self.there[base].is_set() else next(failures, "")
 
     @property
     def progress(self) -> dict[str, dict[str, Any]]:
@@ -84,7 +80,7 @@ class EngineClient:
 
     def jobs_on(self, host: Host) -> int:
         """How many jobs a host has."""
-        return sum(job.host is host for job in list(self._placed.values()))
+        return self._jobs.on(host)
 
     def adopt(self, engine: Engine) -> None:
         """Have a process that was started already (`start_engine`) as the first host's; before `start`."""
@@ -117,17 +113,18 @@ class EngineClient:
         for host in self.hosts:
             host.refuse(reason)
 
-    async def ask(self, question: m.Question) -> AsyncIterator[m.Answer]:
-        """What answers a question, until it is done. Any host can: stored versions are files.
+    async def ask(self, question: m.Complete | m.Examine) -> AsyncIterator[m.Answer]:
+        """What answers a question, until it is done. Any host of its base can: stored versions are files.
 
         Raises:
-            HostGone: no host is there, or the one that answered went away meanwhile.
+            HostGone: no host of that base is there, or the one that answered went away meanwhile.
             EngineError: it cannot be answered now, and why.
             ConfigError: it can never be answered, and why.
         """
-        ready = [host for host in self.hosts if host.ready]
-        if not self.ready.is_set() or not ready:
-            raise HostGone(self.failure)
+        base = question.base
+        ready = [host for host in self.hosts if host.ready and host.base == base]
+        if not self.there[base].is_set() or not ready:
+            raise HostGone(self.failure_of(base))
         host = min(ready, key=lambda host: (host.asked, host.number))
         async with contextlib.aclosing(host.ask(question)) as answers:
             async for answer in answers:
@@ -144,16 +141,16 @@ class EngineClient:
         for message in messages:
             match message:
                 case m.AddJob():
-                    self._place(message, self._loads())
+                    self._place(message, self._jobs.loads())
                 case m.SetRule():
-                    self._rules[message.tenant], self._unplaced = message.rule, True
+                    self._jobs.rules[message.tenant], self._unplaced = message.rule, True
                     self._to_all(message)
                 case m.ForgetJob():
-                    self._placed.pop(message.job, None)
+                    self._jobs.forget(message.job)
                     self._to_all(message)
                 case m.Nudge():  # the journal has it for whichever host takes the job up
-                    if message.job in self._placed:
-                        self._placed[message.job].host.send(message)
+                    if (job := self._jobs.get(message.job)) is not None:
+                        job.host.send(message)
                 case m.SteerJob() | m.ChangeJob():
                     self._pass_on(message)
                 case _:
@@ -166,56 +163,44 @@ class EngineClient:
 
     def _pass_on(self, message: m.SteerJob | m.ChangeJob) -> None:
         """To the host that has the job; one that no host has, or that moves, is looked up again before it goes out."""
-        job = self._placed.get(message.job)
+        job = self._jobs.get(message.job)
         if job is None:
             self._asked.add(message.job)
             self._unplaced = True
             self._look.set()
-        elif isinstance(message, m.SteerJob) and message.action == "resume" and self._has_to_wait(job):
+        elif isinstance(message, m.SteerJob) and message.action == "resume" and self._jobs.has_to_wait(job):
             self._route(m.ForgetJob(message.job))
             self._unplaced = True
         elif not (job.to is not None and isinstance(message, m.SteerJob) and message.action != "cancel"):
             job.host.send(message)
 
-    def _has_to_wait(self, job: _Placed) -> bool:
-        """Whether a paused job cannot go on, because its tenant has as many out as may run."""
-        return job.state is JobState.PAUSED and placed(job.claim, list(self._loads().values()), self._rules) is None
-
     def _hear(self, host: Host, message: m.Ready | m.Failed | m.JobEvent | m.Released | None) -> None:
         match message:
             case None:
-                for name in [name for name, job in self._placed.items() if job.host is host]:
-                    del self._placed[name]
-                if not any(one.ready for one in self.hosts):
-                    self.ready.clear()
+                self._jobs.forget_all_on(host)
+                if not any(one.ready for one in self.hosts if one.base == host.base):
+                    self.there[host.base].clear()
                 self._unplaced = True
             case m.Ready():
                 self._unplaced = True
             case m.JobEvent(kind="state"):
-                self._moved_on(host, message)
+                self._jobs.moved_on(host, message)
             case m.Released():
-                if (job := self._placed.get(message.job)) is not None and job.host is host:
-                    del self._placed[message.job]
+                if self._jobs.released(host, message.job):
                     self._unplaced = True
             case m.JobEvent():
                 return
         self._look.set()
-
-    def _moved_on(self, host: Host, event: m.JobEvent) -> None:
-        job, state = self._placed.get(event.job), JobState(event.data["state"])
-        if job is not None and job.host is host:
-            job.state = state
-            if state.final:
-                del self._placed[event.job]
 
     async def _share(self) -> None:
         """Let tenants have their shares over all hosts, not on each alone."""
         account, shared = ClusterShares(), False
         while len(self.hosts) > 1:
             await asyncio.sleep(EVEN_SECONDS)
-            there = {job.claim.tenant for job in self._placed.values() if job.state in _OPEN}
             used = {host.number: host.used for host in self.hosts if host.ready}
-            factors = account.look(used, there, {tenant: rule.share for tenant, rule in self._rules.items()})
+            factors = account.look(
+                used, self._jobs.tenants(), {tenant: rule.share for tenant, rule in self._jobs.rules.items()}
+            )
             for host in self.hosts if len(factors) > 1 or shared else ():
                 host.send(m.EvenOut(factors))
             shared = len(factors) > 1
@@ -257,54 +242,21 @@ class EngineClient:
             self._asked.clear()
             self._unplaced = False
             messages = await asyncio.get_running_loop().run_in_executor(self._handling, handlers.open_jobs)
-            loads = self._loads()  # hosts came and went meanwhile
+            loads = self._jobs.loads()  # hosts came and went meanwhile
             for message in messages:
                 if str(message.job["name"]) not in self._asked:  # else what was read may be old: it is read again
                     self._place(message, loads)
-        if any(host.ready for host in self.hosts):
-            self.ready.set()
-        self._even_out()
+        for host in self.hosts:
+            if host.ready:
+                self.there[host.base].set()
+        for host, job in self._jobs.moves():
+            host.send(m.ReleaseJob(job))
 
     def _place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> None:
-        """Give a job to a host, unless one has it or none can take it, and count it in the loads."""
-        name, rules = str(message.job["name"]), self._rules
-        rules[message.tenant] = message.rule
-        if name in self._placed or not self._settled:
-            return
-        claim, runs = Claim(name, message.tenant, slots=message.slots), message.wanted == "run"
-        number = placed(claim, list(loads.values()), rules if runs else {})
-        if number is None:
+        """Give a job to a host of its base, unless one has it or none can take it."""
+        if not self._settled:
+            self._jobs.rules[message.tenant] = message.rule
+        elif (host := self._jobs.place(message, loads)) is not None:
+            host.send(message)
+        elif self._jobs.get(str(message.job["name"])) is None:
             self._unplaced = True
-            return
-        host = self.hosts[number]
-        if runs:
-            loads[number] = replace(loads[number], waiting=(*loads[number].waiting, claim))
-        self._placed[name] = _Placed(claim, host, JobState.QUEUED if runs else JobState.PAUSED)
-        host.send(message)
-
-    def _even_out(self) -> None:
-        """Ask hosts to let jobs go until all are as even as they can be once those have moved."""
-        while (move := moved(list(self._loads().values()))) is not None:
-            self._placed[move.job].to = self.hosts[move.to]
-            self._placed[move.job].host.send(m.ReleaseJob(move.job))
-
-    def _loads(self) -> dict[int, HostLoad]:
-        return _loads([host for host in self.hosts if host.ready], self._placed.values(), self._rules)
-
-
-def _loads(hosts: Sequence[Host], jobs: Iterable[_Placed], rules: Mapping[str, Rule]) -> dict[int, HostLoad]:
-    """Of the hosts that are there; jobs that are paused, and not by a rule that is lifted by itself, want no slot."""
-    running, waiting, coming = ({host.number: list[Claim]() for host in hosts} for _ in range(3))
-    for job in jobs:
-        held = job.state is JobState.PAUSED and rules.get(job.claim.tenant, FREE).hold
-        if job.to is not None:
-            whose, there = coming, job.to if job.to.ready else job.host
-        else:
-            whose, there = running if job.state is JobState.RUNNING else waiting, job.host
-        if there.ready and (job.to is not None or held or job.state in (JobState.RUNNING, JobState.QUEUED)):
-            whose[there.number].append(job.claim)
-    fast = speeds({host.number: host.speed for host in hosts})
-    return {
-        n: HostLoad(n, host.slots, tuple(running[n]), tuple(waiting[n]), tuple(coming[n]), fast[n])
-        for n, host in ((host.number, host) for host in hosts)
-    }

@@ -60,8 +60,8 @@ Heard = Callable[["Host", m.Ready | m.Failed | m.JobEvent | m.Released | None], 
 """What is called in the event loop when a host says something of itself or of a job; None: its process is gone."""
 
 
-Launch = Callable[[Path], Awaitable[Engine]]
-"""Starts the process of a host somewhere; what it prints goes to the file."""
+Launch = Callable[[m.Start, Path], Awaitable[Engine]]
+"""Starts the process of a host somewhere, which is not sent its first message yet; what it prints goes to the file."""
 
 
 class Host:
@@ -72,7 +72,9 @@ class Host:
     ) -> None:
         """`start` is the first message. What the process prints goes to `log`; events are handled by `handling`."""
         self.number, self.log, self._start, self._handling = number, log, start, handling
-        self._launch: Launch = launch or start_engine
+        self._launch: Launch = launch or (lambda start, log: start_engine(log))
+        self.base = start.serves
+        """Its name among those of a service."""
         self.slots = int(start.engine.get("slots", 1))
         self._handlers: EngineHandlers | None = None
         self._heard: Heard = lambda host, message: None
@@ -213,7 +215,7 @@ class Host:
     async def _run_once(self) -> None:
         self.starts += 1
         self._stopped.clear()
-        self._engine, self._adopted = self._adopted or await self._launch(self.log), None
+        self._engine, self._adopted = self._adopted or await self._launch(self._start, self.log), None
         self._engine.send(self._start)
         async for message in self._engine.messages():
             await self._handle(message)

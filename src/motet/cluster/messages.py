@@ -41,6 +41,8 @@ class Start(Message, frozen=True):
     """Rewards that may run without a wall."""
     patience_seconds: float
     largest: Largest
+    serves: str = ""
+    """The name of the base among those of a service."""
     host: int | None = None
     """Its number, where several share the run directory."""
     own_jobs: bool = False
@@ -67,6 +69,8 @@ class AddJob(Message, frozen=True):
     rule: Rule
     slots: int = 1
     """How many adapters the job has."""
+    base: str = ""
+    """The name of the base that it is for."""
 
 
 class SteerJob(Message, frozen=True):
@@ -142,6 +146,8 @@ class Complete(Message, frozen=True):
     """How many of the likeliest tokens of each place are wanted with it."""
     within_room: bool = False
     """Whether `max_tokens` ends with the room of the model; otherwise more is refused."""
+    base: str = ""
+    """The name of the base that answers, or whose adapter does."""
     key: int = 0
 
 
@@ -150,6 +156,8 @@ class Examine(Message, frozen=True):
 
     directory: str
     key: int = 0
+    base: str = ""
+    """The name of the base that it is to fit."""
 
 
 class Abandon(Message, frozen=True):

@@ -26,7 +26,9 @@ class HostLoad:
     coming: tuple[Claim, ...] = ()
     """Jobs that another host was asked to let go, so that they come here."""
     speed: float = 1.0
-    """Beside other hosts' (`speeds`)."""
+    """Beside other hosts' of the same base (`speeds`)."""
+    base: str = ""
+    """The name of its base, where there are several."""
 
     @cached_property
     def jobs(self) -> tuple[Claim, ...]:
@@ -61,16 +63,17 @@ class Move(NamedTuple):
 
 
 def placed(claim: Claim, hosts: Sequence[HostLoad], rules: Mapping[str, Rule]) -> int | None:
-    """The host that a job goes to; None while no host is there, or while its tenant has as many jobs out as may run.
+    """The host that a job goes to; None while no host of its base is there, or while its tenant has as many out as may run.
 
-    Of the hosts with free slots, or of all where none has any, the emptiest for its slots and speed; of those that are as
-    empty, the one with the fewest jobs of the tenant, so that tenants compete on each host as they do over all of them. One
-    host is given all jobs: it keeps the tenant's limit itself.
+    Of those with free slots, or of all where none has any, the emptiest for its slots and speed; of those that are as empty,
+    the one with the fewest jobs of the tenant, so that tenants compete on each host as they do over all of them. One host is
+    given all jobs: it keeps the tenant's limit itself.
     """
     limit = rules.get(claim.tenant, FREE).running
     if len(hosts) > 1 and limit is not None and sum(host.tenants[claim.tenant] for host in hosts) >= limit:
         return None
-    able = [host for host in hosts if host.has_slots(claim)] or hosts
+    same = [host for host in hosts if host.base == claim.base]
+    able = [host for host in same if host.has_slots(claim)] or same
     least = min((host.fullness for host in able), default=0.0)
     emptiest = (host for host in able if host.fullness == least)
     return min(((host.tenants[claim.tenant], host.host) for host in emptiest), default=(0, None))[1]
@@ -94,9 +97,15 @@ def speeds(measured: Mapping[int, tuple[str, float]]) -> dict[int, float]:
 def moved(hosts: Sequence[HostLoad]) -> Move | None:
     """The job that leaves the fullest host, so that the emptiest can have it; None where hosts are as even as they can be.
 
-    One that waits, which costs nothing, before one that runs; of the tenant that the other host has fewest of; the last. One
-    that runs goes only where a slot is free.
+    Hosts of one base alone are compared. One that waits, which costs nothing, before one that runs; of the tenant that the
+    other host has fewest of; the last. One that runs goes only where a slot is free.
     """
+    bases = dict.fromkeys(host.base for host in hosts)
+    moves = (_moved_of([host for host in hosts if host.base == base]) for base in bases)
+    return next((move for move in moves if move is not None), None)
+
+
+def _moved_of(hosts: Sequence[HostLoad]) -> Move | None:
     if len(hosts) < 2:
         return None
     most, least = max(host.fullness for host in hosts), min(host.fullness for host in hosts)

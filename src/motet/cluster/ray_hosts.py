@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from motet.cluster.host import Engine
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
+from motet.cluster.messages import Start
 from motet.cluster.nodes import NodeFacts
 from motet.errors import EngineError
 from motet.rollout.server_process import free_port
@@ -30,16 +31,22 @@ from motet.rollout.server_process import free_port
 _LOOK_SECONDS = 60.0
 
 
+def cores_and_gpus(start: Start) -> tuple[int, int]:
+    """What a host, with its ranks, asks one node for."""
+    engine = start.engine
+    return int(engine["threads"]) * int(engine["shard"]), int(str(engine["device"]).startswith("cuda"))
+
+
 class RayLauncher:
     """Starts hosts on a cluster: the `Launch` of an `EngineClient`."""
 
-    def __init__(self, address: str, *, cores: int, gpus: int = 0) -> None:
-        """`address` is as for `ray.init`; each host asks for so many cores and GPUs of one node."""
-        self._address, self._cores, self._gpus = address, cores, gpus
+    def __init__(self, address: str) -> None:
+        """`address` is as for `ray.init`."""
+        self._address = address
         self._opening = asyncio.Lock()
 
-    async def __call__(self, log: Path) -> Engine:
-        """Start the process of a host where there is room, and wait until it has connected.
+    async def __call__(self, start: Start, log: Path) -> Engine:
+        """Start the process of a host where there is room for its threads and GPU, and wait until it has connected.
 
         Raises:
             EngineError: the cluster cannot be reached, or the process ended at once.
@@ -47,14 +54,15 @@ class RayLauncher:
         try:
             async with self._opening:
                 await asyncio.to_thread(self._connect)
-            return await self._started(log)
+            return await self._started(start, log)
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             raise EngineError(f"Ray at {self._address!r} could not start a host: {error}") from error
 
-    async def _started(self, log: Path) -> Engine:
+    async def _started(self, start: Start, log: Path) -> Engine:
+        cores, gpus = cores_and_gpus(start)
         here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         process: Any = _HostProcess.options(  # type: ignore[attr-defined]
-            num_cpus=self._cores, num_gpus=self._gpus, scheduling_strategy="SPREAD", max_restarts=0, max_concurrency=2
+            num_cpus=cores, num_gpus=gpus, scheduling_strategy="SPREAD", max_restarts=0, max_concurrency=2
         ).remote()
 
         async def begin(address: str, token: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from msgspec.structs import replace
@@ -15,37 +16,60 @@ from motet.errors import ConfigError
 
 
 def starts(start: Start, engine: EngineConfig, rollout: RolloutConfig) -> list[Start]:
-    """The first message of each host; `start` is that of a host which has the machine alone.
+    """The first message of each host of one base; `start` is that of a host which has the machine alone.
 
     Raises:
         ConfigError: hosts cannot work in this way.
     """
-    if engine.hosts == 1:
-        engines, rollouts = [engine_of_host(engine, 0)], [rollout]
-    else:
-        samples = rollout.engine == "embedded"
-        engines = [engine_of_host(engine, host, samples=samples) for host in range(engine.hosts)]
-        rollouts = [rollout_of_host(rollout, host, engine.hosts) for host in range(engine.hosts)]
-    return [
-        replace(
-            start,
-            engine=engine.model_dump(mode="json"),
-            rollout=rollout.model_dump(mode="json"),
-            host=number if len(engines) > 1 else None,
+    return starts_of([(start, engine)], rollout)
+
+
+def starts_of(bases: Sequence[tuple[Start, EngineConfig]], rollout: RolloutConfig) -> list[Start]:
+    """The same of several bases, whose hosts share the machine.
+
+    Raises:
+        ConfigError: hosts cannot work in this way.
+    """
+    if len(bases) > 1 and rollout.engine != "embedded":
+        raise ConfigError(
+            f"there are {len(bases)} bases, but rollout.engine {rollout.engine} has servers for one; leave it out, or start "
+            "a service for each base"
         )
-        for number, (engine, rollout) in enumerate(zip(engines, rollouts, strict=True))
-    ]
+    devices = [device for _, engine in bases for device in _devices(engine)]
+    made: list[Start] = []
+    for start, engine in bases:
+        for number in range(engine.hosts):
+            own = engine_of_host(engine, number, devices, samples=rollout.engine == "embedded")
+            servers = rollout_of_host(rollout, number, engine.hosts)
+            made.append(
+                replace(
+                    start,
+                    engine=own.model_dump(mode="json"),
+                    rollout=servers.model_dump(mode="json"),
+                    host=len(made) if len(devices) > 1 else None,
+                )
+            )
+    return made
 
 
-def engine_of_host(engine: EngineConfig, host: int, *, samples: bool = True) -> EngineConfig:
-    """The settings of one host: its device, its part of the cores, and, where it samples, of the memory that hosts share."""
-    device = engine.devices[host] if engine.devices else engine.device
+def _devices(engine: EngineConfig) -> list[str]:
+    """Of each of its hosts."""
+    return engine.devices or [engine.device] * engine.hosts
+
+
+def engine_of_host(
+    engine: EngineConfig, host: int, devices: Sequence[str] = (), *, samples: bool = True
+) -> EngineConfig:
+    """The settings of one host: its device, its part of the cores, and, where it samples, of the memory that hosts share.
+
+    `devices` are those of all hosts of the machine, of its own base alone unless they are given.
+    """
+    devices, device = devices or _devices(engine), _devices(engine)[host]
     own = {"hosts": 1, "devices": [], "device": device}
-    if engine.hosts == 1:
+    if len(devices) == 1:
         return engine.model_copy(update=own)
-    threads = engine.threads or max(1, budgets.cores() // (engine.hosts * engine.shard))
-    shared = engine.devices.count(device) if engine.devices else engine.hosts
-    fraction = engine.kv_memory_fraction / (shared if samples else 1)
+    threads = engine.threads or max(1, budgets.cores() // (len(devices) * engine.shard))
+    fraction = engine.kv_memory_fraction / (devices.count(device) if samples else 1)
     return engine.model_copy(update={**own, "threads": threads, "kv_memory_fraction": fraction})
 
 
@@ -71,7 +95,7 @@ def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int) -> RolloutCon
     return rollout.model_copy(update=own)
 
 
-def launcher(cluster: ClusterConfig, engine: EngineConfig) -> Launch | None:
+def launcher(cluster: ClusterConfig, *engines: EngineConfig) -> Launch | None:
     """Who starts the processes; None is this machine.
 
     Raises:
@@ -83,12 +107,11 @@ def launcher(cluster: ClusterConfig, engine: EngineConfig) -> Launch | None:
         raise ConfigError("cluster.launcher torchrun is for `motet run`; for a service leave it out, or use ray")
     if find_spec("ray") is None:
         raise ConfigError("cluster.launcher is ray, which is not installed: pip install 'motet[ray]'")
-    if not engine.threads or engine.devices:
+    if any(not engine.threads or engine.devices for engine in engines):
         raise ConfigError(
             "cluster.launcher is ray: set engine.threads to the cores that each host, and each rank of one in shards, asks Ray "
             "for, and leave engine.devices out, because Ray chooses devices"
         )
     from motet.cluster.ray_hosts import RayLauncher
 
-    cores, gpus = engine.threads * engine.shard, int(engine.device.startswith("cuda"))
-    return RayLauncher(cluster.address, cores=cores, gpus=gpus)
+    return RayLauncher(cluster.address)

@@ -35,9 +35,9 @@ def of_file(client: Client, file: Path, overrides: Sequence[str], agent: str | N
         chosen, function = meant(config.jobs, agent)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    served_jobs.check_service(config, client.health().base or "", file)
+    base = served_jobs.base_meant(config, client.health(), file)
     known = {job.name: served for job in chosen if (served := _known(client, job.name)) is not None}
-    return served_jobs.submit(client, [_elsewhere(job) for job in chosen], known=known), function
+    return served_jobs.submit(client, [_elsewhere(job) for job in chosen], base=base, known=known), function
 
 
 def meant(jobs: Sequence[JobConfig], agent: str | None) -> tuple[list[JobConfig], str]:

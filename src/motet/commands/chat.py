@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -14,6 +15,9 @@ from motet import budgets, seeds
 from motet.model_info import ModelInfo
 from motet.protocols import RolloutEngine
 from motet.types import Message
+
+if TYPE_CHECKING:
+    from motet.client import AsyncClient
 
 Answer = Callable[[Sequence[Message], bool], AsyncIterator[str]]
 """(conversation, whether the base answers) → pieces of the answer."""
@@ -87,11 +91,11 @@ def chat_over_http(url: str | None, key: str | None, model: str, style: Style, s
 
     async def talk() -> None:
         async with AsyncClient(url, key) as client:
-            base = (await client.health()).base
+            base = await _base_of(client, model)
 
             def answer(messages: Sequence[Message], plain: bool) -> AsyncIterator[str]:
                 return client.chat(
-                    str(base) if plain else model,
+                    base if plain else model,
                     [{"role": message.role, "content": message.content} for message in messages],
                     temperature=style.temperature,
                     top_p=style.top_p,
@@ -102,6 +106,13 @@ def chat_over_http(url: str | None, key: str | None, model: str, style: Style, s
             await converse(answer, model, system)
 
     asyncio.run(talk())
+
+
+async def _base_of(client: AsyncClient, model: str) -> str:
+    """The base that a model is on."""
+    health, job = await client.health(), model.partition("@")[0]
+    bases = {one.id.partition("@")[0]: one.base or one.id for one in await client.models()} if health.bases else {}
+    return bases.get(job, str(health.base))
 
 
 async def converse(answer: Answer, adapter: str, system: str | None) -> None:

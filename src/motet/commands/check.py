@@ -100,10 +100,19 @@ def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
     if not isinstance(base, LoraModel):
         return "longest sequence that can be trained: not estimated for a base in shards"
     free, most = free_memory(base.device), base.info.max_positions
-    fits = {kind: min(most, pass_memory(base, recompute=kind).longest(free)) for kind in (False, True)}
-    other = "" if engine.recompute or fits[False] >= most else f", with engine.recompute {fits[True]:,}"
+    ways = {"": (False, False), "recompute": (True, False), "offload": (True, True)}
+    fits = {
+        option: min(most, pass_memory(base, recompute=recompute, offload=offload).longest(free))
+        for option, (recompute, offload) in ways.items()
+    }
+    now = "offload" if engine.offload else "recompute" if engine.recompute else ""
+    others = "".join(
+        f", with engine.{option} {longer:,}"
+        for option, longer in fits.items()
+        if fits[now] < longer and fits[now] < most
+    )
     return (
-        f"longest sequence that can be trained: about {fits[engine.recompute]:,} tokens{other}, of the {most:,} that the base "
+        f"longest sequence that can be trained: about {fits[now]:,} tokens{others}, of the {most:,} that the base "
         f"has positions for, in {free / 2**30:.1f} GiB that are free"
     )
 

@@ -1,12 +1,20 @@
-"""`motet export`: a base and an adapter as one model, for engines that know nothing of LoRA."""
+"""`motet export`: a base and an adapter as one model, or an adapter in the form that a server reads."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from motet.errors import AdapterError, BaseModelError
+from motet.errors import AdapterError, BaseModelError, ConfigError
 from motet.model_info import matches_experts
+from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""What a base that sees images has besides; what is written reads them again."""
 
 
 def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
@@ -22,6 +30,48 @@ def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
         AdapterError: it cannot be read or does not fit the base.
         BaseModelError: the base cannot be loaded, or the target is taken.
     """
+    weights, name, source = _read(adapter, base, target)
+    model, tokenizer = _load(name, source, dtype)
+    _add(model, weights, adapter, name)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    _copy_processors(source, target)
+
+
+def split_experts(adapter: Path, base: str | None, target: Path) -> None:
+    """Write an adapter on experts as vLLM reads it, expert by expert.
+
+    Raises:
+        AdapterError: it cannot be read, or has nothing on experts.
+        BaseModelError: the base is not there or its experts cannot be apart, or the target is taken.
+    """
+    from transformers import AutoConfig
+
+    from motet.model.expert_files import apart, names_apart
+    from motet.model.peft_io import save_tensors
+
+    weights, name, source = _read(adapter, base, target)
+    model_type = AutoConfig.from_pretrained(source).get_text_config().model_type
+    names = names_apart(model_type)
+    if names is None:
+        raise BaseModelError(
+            f"checkpoints of {name} ({model_type}) do not have experts one by one; give a server the adapter as it is"
+        )
+    tensors = apart(weights.tensors, weights.rank, weights.target_modules, names)
+    if tensors.keys() == weights.tensors.keys():
+        raise AdapterError(f"{adapter} has nothing on experts; give a server the adapter as it is")
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    named = config["target_modules"] or []
+    config["target_modules"] = sorted({*([named] if isinstance(named, str) else named), *names})
+    config.pop("target_parameters", None)
+    config.update(r=weights.rank, lora_alpha=weights.alpha)
+    target.mkdir(parents=True, exist_ok=True)
+    save_tensors(tensors, target / ADAPTER_WEIGHTS, {"format": "pt"})
+    (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _read(adapter: Path, base: str | None, target: Path) -> tuple[Any, str, str]:
+    """The adapter, its base's name, and what transformers loads of it."""
     from motet.model.load import find_base
     from motet.model.peft_io import read_adapter
 
@@ -35,21 +85,61 @@ def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
         raise BaseModelError(
             f"{name} is a .gguf file, which an adapter cannot be added to; give what it was made from as --base"
         )
-    model, tokenizer = _load(name, source, dtype)
-    _add(model, weights, adapter, name)
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    return weights, name, source
+
+
+def find_converter(given: str) -> str:
+    """The path of llama.cpp's converter.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    script = given if Path(given).is_file() else shutil.which(given)
+    if script is None:
+        raise ConfigError(
+            f"--gguf {given}: there is no such file, here or on PATH; it is convert_hf_to_gguf.py of llama.cpp's repository"
+        )
+    return script
+
+
+def write_gguf(model: Path, converter: str) -> Path:
+    """Have llama.cpp's converter write a model directory as one .gguf file beside its weights.
+
+    Raises:
+        BaseModelError: it does not, with the last that it said.
+    """
+    target = model / f"{model.resolve().name}.gguf"
+    command = [sys.executable, converter, str(model), "--outfile", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not target.is_file():
+        (*_, said) = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+        raise BaseModelError(f"{converter} does not convert {model}, which stays as it is, and says: {said}")
+    return target
 
 
 def _load(name: str, source: str, dtype: str) -> tuple[Any, Any]:
     import transformers
 
+    from motet.model.text_only import without_towers
+
     transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype), tokenizer
+        sees = without_towers(transformers.AutoConfig.from_pretrained(source)) is not None
+        kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+        return kind.from_pretrained(source, dtype=dtype), tokenizer
     except (OSError, ValueError) as error:
         raise BaseModelError(f"base {name!r} cannot be loaded: {error}; give another as --base") from error
+
+
+def _copy_processors(source: str, target: Path) -> None:
+    """Whatever prepares images, as it is."""
+    from transformers.utils.hub import cached_file
+
+    for name in _PROCESSORS:
+        file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            shutil.copyfile(file, target / name)
 
 
 def _add(model: Any, adapter: Any, source: Path, base: str) -> None:

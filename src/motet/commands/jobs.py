@@ -47,8 +47,8 @@ def submit(
     config = load_jobs(jobs, overrides or [])
     to_submit = RewardFiles(reward).for_service(config.jobs) if reward else config.jobs
     with motet.Client(url, key) as client:
-        served_jobs.check_service(config, client.health().base or "", jobs)
-        submitted = served_jobs.submit(client, to_submit, after=after or (), at=at, quiet=as_json)
+        base = served_jobs.base_meant(config, client.health(), jobs)
+        submitted = served_jobs.submit(client, to_submit, after=after or (), at=at, base=base, quiet=as_json)
         try:
             if follow or reward:
                 again = " ".join(
@@ -79,8 +79,10 @@ def ls(
         newest = client.jobs(state)
         listed = list(itertools.islice(newest, limit or None))
         more = bool(limit) and next(newest, None) is not None
-    headings = "job, state, >steps, >reward, >age"
-    print_answer(listed, as_json, table(map(job_cells, listed), headings, empty="no jobs", folds=("job",)))
+    based = any(job.base for job in listed)
+    rows = [job_cells(job, based=based) for job in listed]
+    headings = "job, state, >steps, >reward, >age" + (", base" if based else "")
+    print_answer(listed, as_json, table(rows, headings, empty="no jobs", folds=("job",)))
     if more and not as_json:
         say(f"the newest {limit}; --limit 0 shows all")
 

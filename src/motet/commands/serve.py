@@ -1,4 +1,4 @@
-"""`motet serve`: one base as a service for a team."""
+"""`motet serve`: a base, or several, as a service for a team."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GRACE_SECONDS = 10
 
 
 def serve(
-    base: str,
+    base: str | None,
     directory: Path,
     *,
     host: str,
@@ -42,6 +42,12 @@ def serve(
     Raises:
         MotetError: it cannot start, and why.
     """
+    if (base is None) != bool(config.bases):
+        raise ConfigError(
+            "name what to serve: --base small, or several as `bases` in the file of --config"
+            if base is None
+            else "--base is for one base: with `bases` in the file of --config leave it out"
+        )
     if no_keys and not _loopback(host):
         raise ConfigError(
             f"--no-keys is for a service that this machine alone can reach, not for {host}; leave one of the two out"
@@ -58,7 +64,7 @@ def serve(
         from motet.service.settings import Settings
 
         app = create_app(
-            Settings(base, directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions)
+            Settings(base or "", directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions)
         )
         _greet(app, f"http://{host}:{port}")
         return app
@@ -116,7 +122,7 @@ def _greet(app: FastAPI, address: str) -> None:
             f"the first key, an admin's, shown this once: [bold]{key}[/bold]", soft_wrap=True, highlight=False
         )
     console.print(
-        f"motet serves {settings.base} at {address} (the dashboard; the API is described at /docs); "
+        f"motet serves {', '.join(settings.bases.names)} at {address} (the dashboard; the API is described at /docs); "
         f"engine log: {settings.directory / 'engine.log'}",
         soft_wrap=True,
     )

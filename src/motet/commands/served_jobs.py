@@ -18,25 +18,37 @@ from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.config.chain import chains
 from motet.errors import ConfigError
 from motet.runtime.progress import JobProgress, figure_of
-from motet.service.schemas import Job, JobEvent, Version
+from motet.service.schemas import Health, Job, JobEvent, Version
 from motet.types import ADAPTER_CONFIG, JobState
 from motet.view import LogView, glyphs_of
 from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, reward_text
 
 
-def check_service(config: RunConfig, served: str, file: Path) -> None:
-    """Refuse jobs that were meant for another base, and say which fields of their file do not count."""
-    same_place = Path(config.base).exists() and Path(config.base).resolve() == Path(served).resolve()
-    if config.base != served and not same_place:
+def base_meant(config: RunConfig, service: Health, file: Path) -> str | None:
+    """The base of a service that a file means, None where there is one alone; says which of the file's fields do not count.
+
+    Raises:
+        ConfigError: it means one that the service does not have.
+    """
+    served = service.base or ""
+    places = service.bases or {served: served}
+    names = [name for name, place in places.items() if name == config.base or _same(config.base, place)]
+    if not names:
+        several = ", ".join(map(repr, places))
         raise ConfigError(
-            f"the file's base is {config.base!r}, but this service trains {served!r}; change the file, give "
+            f"the file's base is {config.base!r}, but this service trains {several}; change the file, give "
             f"--set base={served}, or speak to another service"
         )
     if config.engine != EngineConfig() or config.rollout != RolloutConfig():
         say(f"note: `engine` and `rollout` of {file} do not count here; the service has its own", aside=True)
+    return names[0] if service.bases else None
 
 
-def with_uploads(client: Client, job: JobConfig, files: dict[str, str]) -> JobConfig:
+def _same(base: str, place: str) -> bool:
+    return base == place or (Path(base).exists() and Path(base).resolve() == Path(place).resolve())
+
+
+def with_uploads(client: Client, job: JobConfig, files: dict[str, str], base: str | None = None) -> JobConfig:
     """The job with ids in the place of files and of a PEFT directory, each of which is uploaded once."""
     uploaded = {}
     for name in ("source", "eval_source"):
@@ -48,7 +60,7 @@ def with_uploads(client: Client, job: JobConfig, files: dict[str, str]) -> JobCo
     start = job.adapter.init
     if start is not None and (Path(start) / ADAPTER_CONFIG).is_file():
         if start not in files:
-            files[start] = client.push(start).id
+            files[start] = client.push(start, base=base).id
         start = files[start]
     adapter = job.adapter.model_copy(update={"init": start})
     return job.model_copy(update={"data": job.data.model_copy(update=uploaded), "adapter": adapter})
@@ -60,6 +72,7 @@ def submit(
     *,
     after: Sequence[str] = (),
     at: str | None = None,
+    base: str | None = None,
     quiet: bool = False,
     known: Mapping[str, Job] = {},
 ) -> list[Job]:
@@ -69,13 +82,13 @@ def submit(
     ids: dict[str, str] = {}
     for job in jobs:
         if job.name not in known:
-            first, own = list(after), with_uploads(client, job, files)
+            first, own = list(after), with_uploads(client, job, files, base)
             if (start := chains(jobs).get(job.name)) is not None:
                 own = own.model_copy(
                     update={"adapter": own.adapter.model_copy(update={"init": f"{ids[start.job]}@{start.version}"})}
                 )
                 first.append(ids[start.job])
-            submitted.append(client.submit(own, after=first, at=at))
+            submitted.append(client.submit(own, after=first, at=at, base=base))
             if not quiet:
                 say(f"{submitted[-1].name}  {submitted[-1].id}")
         else:
@@ -172,14 +185,15 @@ class JobLines:
         self._view.update(list(self._progress.values()))
 
 
-def job_cells(job: Job) -> list[str | Text]:
-    """A job's row: name, state, steps, reward, age."""
+def job_cells(job: Job, *, based: bool = False) -> list[str | Text]:
+    """A job's row: name, state, steps, reward, age, and its base."""
     return [
         Text(glyphs_of(Console()).plain(job.name), style="bold"),
         Text(_state(job), style=STATE_STYLES[JobState(job.state)]),
         f"{job.step}/{job.steps}",
         "" if job.reward is None else reward_text(job.reward),
         duration_text(time.time() - job.created),
+        *([job.base or ""] if based else []),
     ]
 
 
@@ -195,6 +209,7 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
         "id": job.id,
         "state": state,
         "steps": f"{job.step}/{job.steps}",
+        "base": job.base or "",
         "now": _now(job),
         "reward": glyphs.to.join(map(reward_text, rewards)),
         "held-out": evaluation_text(progress.evaluations, glyphs, gap=""),

@@ -20,13 +20,16 @@ Shared = Annotated[str, typer.Argument(help="A job or an uploaded adapter, by na
 def push(
     directory: Annotated[Path, typer.Argument(help="A PEFT LoRA directory.", show_default=False)],
     name: Annotated[str | None, typer.Option(help="What to call it [default: an id that the service makes].")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Which base it fits, of a service that has several [default: the first].")
+    ] = None,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
 ) -> None:
     """Bring an adapter to a service, to start jobs from and to talk to; it is checked there against the base."""
     with motet.Client(url, key) as client:
-        adapter = client.push(directory, name)
+        adapter = client.push(directory, name, base)
     print_answer(adapter, as_json, adapter.name)
 
 

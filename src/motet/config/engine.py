@@ -58,6 +58,9 @@ class EngineConfig(Config):
     """Tokens of a job's micro-batch; where it is cut depends on the job's own samples only."""
     recompute: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same bits."""
+    offload: str | None = None
+    """With `recompute`, a directory for the inputs of layers, which otherwise stay on the device until the backward pass: on a
+    disk, or for a GPU in host memory (`/dev/shm`). The same bits; `motet check` says how much longer sequences may be."""
     shard: int = Field(1, ge=1, le=64)
     """Processes that the base of each host lies over while it trains, a part of every weight in each: for a base that is too
     large for one; the bytes are the same. On CPU, with rollouts from servers; with the embedded engine the host has the whole
@@ -95,6 +98,10 @@ class EngineConfig(Config):
             raise ValueError(
                 "resident is set and device is cpu: set parking to a directory on a disk, or nothing is saved"
             )
+        if self.offload is not None and not self.recompute:
+            raise ValueError("offload moves what recompute keeps: set recompute to true, or leave offload out")
+        if self.offload is not None and self.shard > 1:
+            raise ValueError("a base in shards has no offload yet: leave it out, or set shard to 1")
         cards = [device for device in (self.device, *self.devices) if device.startswith("cuda")]
         if self.shard > 1 and cards:
             raise ValueError(

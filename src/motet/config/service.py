@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.job import PRIORITIES
@@ -67,6 +68,7 @@ class InstalledReward(Config):
     loaded before the wall goes up."""
 
 
+BASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,99}")
 _USUAL_RANK = 64
 _USUAL_LAG = 4
 
@@ -84,6 +86,18 @@ class Largest:
 ANY_SIZE = Largest()
 
 
+class ServedBase(EngineConfig):
+    """One of several bases of a service: what it is, and settings of its hosts that go before those of `engine`."""
+
+    base: str = Field(min_length=1)
+    """`small`, a hub id, a directory or a .gguf file."""
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The settings of its hosts."""
+        return EngineConfig.model_validate(self.model_dump(exclude={"base"}))
+
+
 class ServiceConfig(Config):
     """The file that `motet serve --config` reads."""
 
@@ -93,6 +107,8 @@ class ServiceConfig(Config):
     """As in a job file."""
     cluster: Annotated[ClusterConfig, named("launcher")] = ClusterConfig()
     """As in a job file."""
+    bases: dict[str, Annotated[ServedBase, named("base")]] = {}
+    """Bases by the names that jobs give, each on hosts of its own; the first is that of a job which names none."""
     limits: LimitsConfig = LimitsConfig()
     """What each tenant may use unless an admin sets something else for it."""
     rate: RateConfig | None = None
@@ -117,6 +133,28 @@ class ServiceConfig(Config):
     """The largest file of rows."""
     max_adapter_mb: float = Field(512.0, gt=0)
     """The largest uploaded adapter, packed or unpacked."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bases_have_what_engine_says(cls, tree: Any) -> Any:
+        """What a base does not say of its hosts is as in `engine`."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("bases"), dict):
+            return tree
+        engine = tree.get("engine")
+        shared = engine if isinstance(engine, dict) else {}
+        given = {name: {"base": one} if isinstance(one, str) else one for name, one in tree["bases"].items()}
+        bases = {name: {**shared, **one} if isinstance(one, dict) else one for name, one in given.items()}
+        return {**tree, "bases": bases}
+
+    @field_validator("bases")
+    @classmethod
+    def _can_be_named(cls, bases: dict[str, ServedBase]) -> dict[str, ServedBase]:
+        for name in bases:
+            if not BASE_NAME.fullmatch(name) or name == "base":
+                raise ValueError(
+                    f"{name!r} cannot be a name: take letters, digits and . _ - /, and not the word `base`"
+                )
+        return bases
 
     @property
     def largest(self) -> Largest:

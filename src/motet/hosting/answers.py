@@ -36,7 +36,8 @@ Send = Callable[[m.FromEngine], None]
 class Answers:
     """What people are answered, and the versions that are loaded for it."""
 
-    def __init__(self, base: LoraModel | ShardedBase, shared: Services, send: Send) -> None:
+    def __init__(self, base: LoraModel | ShardedBase, shared: Services, room: int, send: Send) -> None:
+        """`room` is what the longest prompt with its answer may have, in tokens."""
         self._base, self._send = base, send
         self._engine, self._scheduler, self._suffix = shared.engine, shared.scheduler, shared.engine_suffix
         info = base.info
@@ -50,7 +51,7 @@ class Answers:
         """Answers that wait or are given, by account."""
         self._caching = asyncio.Lock()
         self._examining = asyncio.Lock()  # one at a time: each is half a gigabyte or so
-        self._positions = info.max_positions
+        self._room = room
         self._longest = info.max_positions * max(map(len, info.tokenizer.get_vocab()))
         """Characters that as many of the longest tokens have as a prompt may have tokens."""
         self._numbers = 0
@@ -82,7 +83,7 @@ class Answers:
         self._numbers += 1
         sampling = replace(question.sampling, stop_token_ids=self._stops if given is None else tuple(given))
         if question.within_room:
-            sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._positions - len(prompt_ids))))
+            sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._room - len(prompt_ids))))
         request = GenerateRequest(
             f"answer/{self._numbers}",
             f"{COMPLETIONS}{question.tenant}",
@@ -167,10 +168,10 @@ class Answers:
 
 
 def _examined(base: LoraModel | ShardedBase, directory: Path) -> AdapterConfig:
-    from motet.model.lora_model import LoraModel
     from motet.model.peft_io import examine
+    from motet.training.sharded.base import ShardedBase
 
-    return examine(base, directory) if isinstance(base, LoraModel) else base.examine(directory)
+    return base.examine(directory) if isinstance(base, ShardedBase) else examine(base, directory)
 
 
 def reason(error: Exception) -> str:

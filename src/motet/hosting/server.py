@@ -21,6 +21,7 @@ from motet.config import JobConfig, RunConfig
 from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
 from motet.hosting.scores import AskedOfService
+from motet.hosting.steps import EveryStep
 from motet.launch import Workshop, assemble, open_base, services
 from motet.preparing import identity, prepare
 from motet.runtime.job import Job
@@ -74,7 +75,8 @@ class EngineServer:
         turns = SlotTurns("" if start.host is None else f"{start.host}")
         slots, max_idle = config.engine.slots, start.patience_seconds
         self.pipeline = Pipeline([], self._shared, slots, stays=True, max_idle=max_idle, turns=turns)
-        self._answers = Answers(self.base, self._shared, parent.send)
+        room = min(info.max_positions, self.workshop.kv_tokens or info.max_positions)
+        self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()
         self._measured, self._windows = time.monotonic(), 0
@@ -223,13 +225,9 @@ class EngineServer:
         open_job(job.directory, identity(job, info, self._config), **accepts)
         for why in self.workshop.inexact:
             job.note_inexact(why)
-        job.observer = lambda kind, data: self._event(job, kind, data)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
-            tokens = job.directory.read_tokens(committed)
-            for record in job.directory.read_metrics(committed):  # one may have got lost with the last process
-                if int(record["step"]) >= first_step:
-                    job.observer("step", {**record, **tokens.get(int(record["step"]), {})})
+        job.observer = EveryStep(job.directory, first_step, lambda kind, data: self._event(job, kind, data))
         return job
 
     def _event(self, job: Job, kind: str, data: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ transformers makes the model and fills it; what is said here is which layers kee
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ class Checkpoint:
         if wanted != "auto" or self.method is None:
             return wanted == "packed"
         try:
-            empty = self._layers().model
+            empty = self._layers.model
         except BaseModelError:
             return False
         n_bytes = sum(weight.numel() for weight in empty.parameters()) * dtype.itemsize
@@ -172,7 +173,7 @@ class Checkpoint:
         Raises:
             BaseModelError: they are in no form that can stay packed.
         """
-        layers = self._layers()
+        layers = self._layers
         source: str | None = self.source
         options = {**options, "config": layers.model.config, "quantization_config": _Packed(layers.forms, dtype)}
         if has_experts(layers.model):
@@ -183,6 +184,7 @@ class Checkpoint:
         model.config.name_or_path = self.source
         return model, report
 
+    @functools.cached_property
     def _layers(self) -> _Layers:
         config = copy.deepcopy(self.config)
         if self.gguf is not None:

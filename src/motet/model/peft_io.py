@@ -1,7 +1,7 @@
 """PEFT directories in and out: `adapter_config.json` and `adapter_model.safetensors`.
 
 What is written is plain PEFT LoRA, fp32, sorted JSON; what is read may come from anywhere, so every tensor is checked.
-Adapters on experts are PEFT's on parameters (`target_parameters`).
+Adapters on experts are PEFT's on parameters (`target_parameters`); what has them expert by expert is read too.
 
 Legend: E experts, R rank, K inputs, N outputs.
 """
@@ -26,6 +26,7 @@ from torch import Tensor
 from motet.checksums import check_version
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
+from motet.model.expert_files import together
 from motet.model.lora import AdapterLayout
 from motet.model.lora_model import LoraModel
 from motet.model_info import ALL_LINEAR, EXPERTS
@@ -206,6 +207,13 @@ def read_adapter(directory: Path) -> PeftAdapter:
         if not isinstance(parameters, list):
             raise AdapterError(f"{config_file} is damaged: target_parameters={parameters!r} is no list of names")
         targets = _with_experts(targets, parameters)
+    try:
+        joined = together(tensors, rank, PREFIX)
+    except (AdapterError, RuntimeError) as error:  # shapes that do not go together
+        raise AdapterError(f"{directory}: {next(iter(str(error).splitlines()), '')}") from error
+    if joined is not None:
+        rank, alpha, tensors = rank * joined.times, alpha * joined.times, joined.tensors
+        targets = [*joined.modules, *joined.parameters]
     return PeftAdapter(rank, float(alpha), targets, tensors, trained_on)
 
 

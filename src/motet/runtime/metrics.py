@@ -215,8 +215,10 @@ def rollout_records(
 
 
 def _conversation(rollout: Rollout) -> dict[str, Any]:
-    """What was said to each turn, and what each was worth, where anything was."""
+    """What it began with, what was said to each turn, and what each was worth, where that is not in the problem."""
     fields: dict[str, Any] = {}
+    if rollout.opening and rollout.opening[-1].content != rollout.problem.messages[-1].content:
+        fields["opening"] = rollout.opening[-1].content
     if any(turn.replies for turn in rollout.turns):
         fields["replies"] = [[reply.content for reply in turn.replies] for turn in rollout.turns]
     if any(turn.reward is not None for turn in rollout.turns):

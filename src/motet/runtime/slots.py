@@ -16,6 +16,8 @@ class Claim:
     priority: int = 0
     slots: int = 1
     """How many adapters it has: a critic, or a reference that is an adapter, is another one."""
+    base: str = ""
+    """The name of the base that it is for, where there are several."""
 
 
 @dataclass(frozen=True)

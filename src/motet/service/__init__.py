@@ -1,1 +1,1 @@
-"""The service: jobs of many tenants over one base, asked for and watched over HTTP."""
+"""The service: jobs of many tenants over one base or several, asked for and watched over HTTP."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Answer, Complete, PromptRead, Tokens
+from motet.errors import ConfigError
 from motet.types import Chunk, FinishReason
 
 
@@ -47,12 +48,14 @@ async def stream(engine: EngineClient, question: Complete) -> tuple[int, AsyncIt
     answers = engine.ask(question)
     first = await anext(answers)
     assert isinstance(first, PromptRead)
-    return first.tokens, _tokens(answers)
+    return first.tokens, _tokens(answers, kept_to_grammar=bool(question.sampling.grammar))
 
 
-async def _tokens(answers: AsyncIterator[Answer]) -> AsyncIterator[Tokens]:
+async def _tokens(answers: AsyncIterator[Answer], *, kept_to_grammar: bool) -> AsyncIterator[Tokens]:
     async for answer in answers:
         if isinstance(answer, Tokens):
+            if kept_to_grammar and answer.chunk.finish_reason is FinishReason.ERROR:
+                raise ConfigError(answer.chunk.error)
             yield answer
 
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from motet.cluster.client import EngineClient
 from motet.cluster.host import EngineHandlers
 from motet.cluster.messages import Start
-from motet.cluster.starts import launcher, starts
+from motet.cluster.starts import launcher, starts_of
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.errors import error_body, handle_errors
@@ -112,7 +112,7 @@ class Lifecycle:
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """A service over one base.
+    """A service over one base, or several.
 
     Raises:
         StoreError: the database cannot be opened.
@@ -150,17 +150,18 @@ def create_app(settings: Settings) -> FastAPI:
 
 def _parts(settings: Settings, store: Store) -> Parts:
     """The parts of a service, in the order in which they need each other."""
-    config, allowed = settings.config, Allowed.by(settings)
+    config, allowed, bases = settings.config, Allowed.by(settings), settings.bases
+    engines = {name: one.engine for name, one in config.bases.items()} or {settings.base: config.engine}
     storage, bus = Storage(settings.directory), EventBus()
     log = EventLog(store, bus)
-    adapters = Adapters(store, storage, settings.base)
+    adapters = Adapters(store, storage, bases)
     engine = EngineClient(
-        starts(_start(settings, storage), config.engine, config.rollout),
+        starts_of([(_start(settings, storage, name), one) for name, one in engines.items()], config.rollout),
         settings.directory,
-        launcher(config.cluster, config.engine),
+        launcher(config.cluster, *engines.values()),
     )
     ledger = Ledger(store)
-    quotas = Quotas(store, storage, ledger, config.limits, config.engine.slots)
+    quotas = Quotas(store, storage, ledger, config.limits, sum(one.slots for one in engines.values()))
     enforcer = QuotaEnforcer(quotas, ledger, engine)
     workers = RewardWorkers(store, bus, config.lease_seconds)
     agents = AgentWorkers(store, bus, config.lease_seconds)
@@ -168,9 +169,9 @@ def _parts(settings: Settings, store: Store) -> Parts:
     scoring = Scoring(store, HttpRewards(allowed.addresses), workers, grading)
     recorder = EventRecorder(store, storage, ledger, bus, (workers, agents))
     initial = InitialAdapters(storage, adapters)
-    handover = Handover(store, storage, log, recorder, initial, enforcer, engine)
+    handover = Handover(store, storage, log, recorder, initial, enforcer, engine, bases)
     queue = JobQueue(store, bus, adapters, initial, recorder.record_state, handover.hand_over)
-    submissions = Submissions(allowed, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine)
+    submissions = Submissions(allowed, bases, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine)
     checks, reads = CheckThreads(), ReadThreads()
 
     def rest(job_id: str, wanted: bool) -> None:
@@ -181,23 +182,24 @@ def _parts(settings: Settings, store: Store) -> Parts:
         handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, rest, ledger.count_completion,
         bus.publish, agents.run,
     )  # fmt: skip
-    models = Models(settings, store, storage, submissions, quotas, engine)
+    models = Models(bases, store, storage, submissions, quotas, engine)
     checkpoints = Checkpoints(models)
     samplers = Samplers(models, checkpoints, storage, engine)
     futures = Futures(models, samplers, quotas, store, bus, settings.directory / "samples")
     leases = Leases(models, futures, store)
     return Parts(
         models, leases, checkpoints, Downloads(), samplers, futures,
-        settings, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading, recorder,
-        handover, queue, submissions, checks, reads, handlers, FineTunings(store, storage, adapters),
+        settings, bases, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
+        recorder, handover, queue, submissions, checks, reads, handlers, FineTunings(store, storage, adapters),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
     )  # fmt: skip
 
 
-def _start(settings: Settings, storage: Storage) -> Start:
+def _start(settings: Settings, storage: Storage, base: str) -> Start:
     config = settings.config
     return Start(
-        base=settings.base,
+        base=settings.bases.place(base),
+        serves=base,
         run=str(storage.run),
         engine={},
         rollout=config.rollout.model_dump(mode="json"),

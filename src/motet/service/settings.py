@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from motet.config.service import ServiceConfig
+from motet.service.bases import Bases
 from motet.tasks.reward_installed import Installed
 
 
@@ -15,6 +17,7 @@ class Settings:
     """What whoever starts a service says of it."""
 
     base: str
+    """The one base, where `config` has none."""
     directory: Path
     """Jobs, uploaded files, logs, and the database unless it has a URL."""
     database: str = ""
@@ -26,3 +29,8 @@ class Settings:
     """Whether jobs may read data from the hub."""
     rewards: Mapping[str, Installed] = field(default_factory=dict)
     """The functions of `config.rewards`, looked at: those that jobs may use by name, besides the built-in rewards."""
+
+    @cached_property
+    def bases(self) -> Bases:
+        """All bases."""
+        return Bases({name: one.base for name, one in self.config.bases.items()} or {self.base: self.base})

@@ -18,6 +18,9 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 from motet.config import Config, RewardConfig
 from motet.errors import RewardError
 
+MOST_LETTERS = 4000
+"""Of the text that says why there is no score."""
+
 
 class Chance(str):
     """A reason for which the clock or the network is to blame: another run could come out differently."""
@@ -142,8 +145,15 @@ def _kind(value: Any) -> str:
 
 
 def to_wire(scores: Sequence[ScoreOrReason]) -> list[Any]:
-    """Scores as JSON values: a number, a text, `{"chance": text}`, or null."""
-    return [{"chance": str(score)} if isinstance(score, Chance) else score for score in scores]
+    """Scores as JSON values: a number, a text, `{"chance": text}`, or null; long texts are cut."""
+    return [
+        {"chance": str(score)[:MOST_LETTERS]}
+        if isinstance(score, Chance)
+        else score[:MOST_LETTERS]
+        if isinstance(score, str)
+        else score
+        for score in scores
+    ]
 
 
 def from_wire(values: Any, n: int) -> list[ScoreOrReason]:

@@ -187,6 +187,10 @@ class RewardPool:
         parts = await self._column(self._registered(job), 0, given, [Answer(text) for text in completions])
         return [_score(part) for part in parts]
 
+    def sees_all(self, job: str) -> bool:
+        """Whether any of a job's rewards asks for the whole conversation."""
+        return any(any(group.loaded.sees_all) for group in self._registered(job).groups)
+
     def _may_start_another(self) -> bool:
         return sum(len(group.workers) for job in self._jobs.values() for group in job.groups) < self._workers
 

@@ -54,14 +54,15 @@ class PassMemory:
         return self.long_rows + in_tiles if in_tiles else bisect.bisect_right(whole, n_bytes, key=self.of)
 
 
-def pass_memory(base: LoraModel, *, recompute: bool) -> PassMemory:
-    """Look at a pass of a few rows, forth alone."""
+def pass_memory(base: LoraModel, *, recompute: bool, offload: bool = False) -> PassMemory:
+    """Look at a pass of a few rows, forth alone; with `offload` the inputs of layers lie elsewhere."""
     arithmetic = base.arithmetic
     rows = max(_ROWS, arithmetic.rows)
-    whole = _for_each_row(base, rows, recompute)
+    inputs = 1 if offload else int(base.model.config.get_text_config().num_hidden_layers)
+    whole = _for_each_row(base, rows, recompute, inputs)
     base.arithmetic = replace(arithmetic, long_rows=0, mlp_rows=rows)
     try:
-        tiled = _for_each_row(base, rows, recompute)
+        tiled = _for_each_row(base, rows, recompute, inputs)
     finally:
         base.arithmetic = arithmetic
     tile = min(arithmetic.mlp_rows, arithmetic.long_rows) * max(0, whole - tiled)
@@ -69,7 +70,8 @@ def pass_memory(base: LoraModel, *, recompute: bool) -> PassMemory:
     return PassMemory(whole, min(whole, tiled), arithmetic.long_rows, heads, tile)
 
 
-def _for_each_row(base: LoraModel, rows: int, recompute: bool) -> int:
+def _for_each_row(base: LoraModel, rows: int, recompute: bool, inputs: int) -> int:
+    """With `recompute` so many layers' inputs are there."""
     config, size = base.model.config.get_text_config(), base.dtype.itemsize
     kept, layers = _kept(base, rows) / rows, int(config.num_hidden_layers)
     scores = _SCORES * 4 * base.block_size * int(config.num_attention_heads)
@@ -77,7 +79,7 @@ def _for_each_row(base: LoraModel, rows: int, recompute: bool) -> int:
     if base.arithmetic.long_rows:  # in tiles what comes and goes is a tile's
         widest = 2 * max(fused.frozen.shape[0] for fused in (layer.fused for layer in base.linears.values()))
     passing = scores + size * (widest + _SUMS * base.info.hidden_size)
-    held = kept / layers + size * layers * base.info.hidden_size if recompute else kept
+    held = kept / layers + size * inputs * base.info.hidden_size if recompute else kept
     return int(held + passing)
 
 

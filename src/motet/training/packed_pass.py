@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.algorithms.losses import LossInputs, loss_and_stats
-from motet.batch import Batch, LossStats, Sample, Segment, Trained, shared_prompts
+from motet.batch import Batch, LossStats, Sample, Segment, Trained
 from motet.model.attention import Prefix
 from motet.model.distribution import Distribution
 from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.training.arena import ValueHead
+from motet.training.layer_inputs import LayerInputs
 from motet.types import FloatArray, IntArray
 
 HEAD_ROWS = 256
@@ -48,12 +50,17 @@ class Learning:
 class PackedPass:
     """A batch laid out for one pass. Nothing is computed before `train` or `score`."""
 
-    def __init__(self, base: LoraModel, batch: Batch, *, share: bool) -> None:
-        """`share` runs the prompt of neighbouring samples once; logprobs have the same bits either way.
+    def __init__(self, base: LoraModel, batch: Batch, *, share: bool, inputs: Path | None = None) -> None:
+        """A batch without segments is a pass of padding.
 
-        A batch without segments is a pass of padding.
+        Args:
+            base: whose adapters are trained.
+            batch: what is laid out.
+            share: run what neighbouring samples share (`Segment.shared`) once; logprobs have the same bits either way.
+            inputs: a directory to which `train` moves the inputs of layers that are computed again.
         """
         self._base, self._batch = base, batch
+        self._inputs = LayerInputs(inputs)
         self.in_step = False
         """Whether every gather of `train` was made, so that other ranks do not wait for this one."""
         self._plan = _Plan.of(batch, base, share=share)
@@ -71,8 +78,9 @@ class PackedPass:
         ]
         heads = [None if one.head is None else one.head.flat.clone().requires_grad_() for one in adapters]
         routing = TrainerRouting(segments, base.device, base.products, backward=True)
-        with base.routed(routing), torch.enable_grad():
-            hidden_TD = self._hidden()
+        with base.routed(routing), torch.enable_grad(), self._inputs.kept():
+            with self._inputs.moved(len(self._plan.token_ids_T)):
+                hidden_TD = self._hidden()
             try:
                 losses = [
                     self._segment_loss(segment, hidden_TD[start:stop], rows, head)
@@ -177,19 +185,23 @@ def _one_order(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a sample's tokens lie among its segment's rows: a prompt that others may share, and rows of its own after it."""
+_Place = tuple[tuple[int, int], ...]
+"""Where a sample's tokens lie among its segment's rows: first row and length of each stretch; the last is its own."""
 
-    prompt_row: int
-    prompt: int
-    own_row: int
 
-    def rows(self, tokens_N: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        """Rows of some of its tokens."""
-        return np.where(
-            tokens_N < self.prompt, self.prompt_row + tokens_N, self.own_row + tokens_N - self.prompt
-        ).astype(np.int64)
+def _beginning(place: _Place, length: int) -> _Place:
+    """Where the first tokens of a sample lie."""
+    stretches = []
+    for row, own in place:
+        if length > 0:
+            stretches.append((row, min(own, length)))
+        length -= own
+    return tuple(stretches)
+
+
+def _rows(place: _Place) -> NDArray[np.int64]:
+    """The row of each of its tokens."""
+    return np.concatenate([np.arange(row, row + length) for row, length in place])
 
 
 @dataclass(frozen=True)
@@ -215,14 +227,15 @@ class _Plan:
         for segment in batch.segments:
             own: list[_Place] = []
             row = 0
-            shared = shared_prompts(segment.samples) if share else (0,) * len(segment.samples)
-            for sample, prompt in zip(segment.samples, shared, strict=True):
-                prompt_row = own[-1].prompt_row if prompt else row
-                own.append(_Place(prompt_row, prompt, row))
-                token_ids.append(sample.token_ids[prompt:])
-                positions.append(np.arange(prompt, sample.n_tokens, dtype=np.int32))
-                prefixes.append(Prefix(start + prompt_row, prompt) if prompt else None)
-                row += sample.n_tokens - prompt
+            shared = segment.shared if share else (0,) * len(segment.samples)
+            for sample, n_shared in zip(segment.samples, shared, strict=True):
+                before = _beginning(own[-1], n_shared) if n_shared else ()
+                own.append((*before, (row, sample.n_tokens - n_shared)))
+                token_ids.append(sample.token_ids[n_shared:])
+                positions.append(np.arange(n_shared, sample.n_tokens, dtype=np.int32))
+                among_all = tuple((start + first, length) for first, length in before)
+                prefixes.append(Prefix(*among_all[-1], among_all[:-1]) if among_all else None)
+                row += sample.n_tokens - n_shared
             pad = -row % base.arithmetic.rows
             if pad:
                 token_ids.append(np.zeros(pad, np.int32))
@@ -260,7 +273,7 @@ class _TrainableRows:
             tokens = np.flatnonzero(sample.loss_mask)
             assert not sample.loss_mask[0], "the first token of a sequence is not predicted by any other"
             wanted = sample.token_ids if sample.targets is None else sample.targets
-            rows.append(place.rows(tokens - 1).repeat(sample.n_targets))
+            rows.append(_rows(place)[tokens - 1].repeat(sample.n_targets))
             targets.append(wanted[tokens].reshape(-1))
             owners.append(np.full(len(targets[-1]), index))
         return cls(

@@ -32,6 +32,7 @@ class TorchTrainer:
         share_prompts: bool = True,
         resident: int = 0,
         parking: Path | None = None,
+        inputs: Path | None = None,
     ) -> None:
         """Nothing is trained yet.
 
@@ -42,12 +43,13 @@ class TorchTrainer:
             share_prompts: run the prompt of neighbouring samples once; logprobs have the same bits either way.
             resident: adapters that keep their masters and moments on the device; 0 is all.
             parking: a directory on a disk for those of the others; None is host memory.
+            inputs: with `recompute`, a directory for the inputs of layers; None keeps them on the device.
 
         Raises:
             BaseModelError: the base cannot recompute.
         """
         self.base = base
-        self._share_prompts = share_prompts
+        self._share_prompts, self._inputs = share_prompts, inputs
         self.slots = slots
         self._residence = Residence(resident, parking)
         self._arenas = self._residence.arenas
@@ -84,7 +86,7 @@ class TorchTrainer:
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         """Add the gradient of each segment to its adapter; sums and logprobs of each."""
-        packed = PackedPass(self.base, batch, share=self._share_prompts)
+        packed = PackedPass(self.base, batch, share=self._share_prompts, inputs=self._inputs)
         with self._using(*(segment.adapter for segment in batch.segments)) as arenas:
             trained = packed.train(
                 [Learning(arena.weights, arena.gradient_matrices, head=arena.head) for arena in arenas]

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from motet.model.kv_cache import KVCache
+from motet.types import IntArray
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,22 @@ class Span:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Packed rows of a prompt that comes before a sequence's own rows and is shared with others."""
+    """Packed rows of what comes before a sequence's own rows and is shared with others: a prompt, or more."""
 
     row: int
     length: int
+    before: tuple[tuple[int, int], ...] = ()
+    """First row and length of each stretch of rows before those, where it goes through several sequences."""
+
+    @property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """First row and length of all, in the order of the tokens."""
+        return *self.before, (self.row, self.length)
+
+    @property
+    def rows(self) -> IntArray:
+        """Of each token."""
+        return np.concatenate([np.arange(row, row + length, dtype=np.int32) for row, length in self.stretches])
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ class LayerCall:
 
 def prefix_length(prefix: Prefix | None) -> int:
     """Keys that come before a sequence's own."""
-    return 0 if prefix is None else prefix.length
+    return 0 if prefix is None else sum(length for _, length in prefix.stretches)
 
 
 class AttentionPass(Protocol):

@@ -285,7 +285,11 @@ def _keys_back(grads: list[Tensor], like_TKE: Tensor, metadata: TorchMetadata) -
     rows_TKE = _rows([padded], metadata.key_places_T)
     for shared in metadata.shared:
         members = padded.index_select(0, shared.places_NP.flatten()).unflatten(0, shared.places_NP.shape)
-        rows_TKE[shared.prefix.row : shared.prefix.row + shared.prefix.length].add_(members.sum(0))
+        stretches = shared.prefix.stretches
+        for (row, length), sums in zip(
+            stretches, members.sum(0).split([length for _, length in stretches]), strict=True
+        ):
+            rows_TKE[row : row + length].add_(sums)
     return rows_TKE
 
 

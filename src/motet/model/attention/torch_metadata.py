@@ -202,7 +202,7 @@ def packed_metadata(
             out_rows[start : start + length] = queries + place * n_queries + own
             key_places[start : start + length] = keys + place * n_keys + prefix_length(prefix) + own
             if prefix is not None:
-                key_rows_SL[place, : prefix.length] = torch.arange(prefix.row, prefix.row + prefix.length)
+                key_rows_SL[place, : prefix_length(prefix)] = torch.from_numpy(prefix.rows).long()
         groups.append(
             Group(
                 (own_SQ + starts_S).to(device),
@@ -256,7 +256,7 @@ def _shared_keys(prefixes: list[Prefix | None], first_keys: list[int], device: t
         if prefix is not None:
             members.setdefault(prefix, []).append(first)
     return [
-        SharedKeys(prefix, (torch.tensor(firsts)[:, None] + torch.arange(prefix.length)).to(device))
+        SharedKeys(prefix, (torch.tensor(firsts)[:, None] + torch.arange(prefix_length(prefix))).to(device))
         for prefix, firsts in members.items()
     ]
 

@@ -128,7 +128,7 @@ class TritonMetadata:
             rows.append(np.arange(row, row + length))
             places.append(np.arange(place + first, place + first + length))
             if prefix is not None:
-                shared_rows.append(np.arange(prefix.row, prefix.row + first))
+                shared_rows.append(prefix.rows)
                 shared_places.append(np.arange(place, place + first))
             row += length
         all_rows, all_places = np.concatenate(rows + shared_rows), np.concatenate(places + shared_places)
@@ -148,7 +148,7 @@ def packed_metadata(
     keys = np.zeros((len(queries), int((firsts + queries).max())), dtype=np.int32)
     for own, row, first, length, prefix in zip(keys, rows, firsts, lengths, before, strict=True):
         if prefix is not None:
-            own[:first] = np.arange(prefix.row, prefix.row + first)
+            own[:first] = prefix.rows
         own[first : first + length] = np.arange(row, row + length)
     rows_S, queries_S, firsts_S, keys_SL = _send(device, rows, queries, firsts, keys)
     return TritonMetadata(rows_S, queries_S, firsts_S, keys_SL, tuple(lengths), before)

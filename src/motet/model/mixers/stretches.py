@@ -1,6 +1,6 @@
 """Which packed row comes after which in its sequence, for mixers that go through a sequence token by token.
 
-Sequences are cut where others leave them (the end of a shared prompt) into stretches of rows that follow one another. A stretch
+Sequences are cut where others leave them (the end of a shared prefix) into stretches of rows that follow one another. A stretch
 begins with the state that another one ended with, with that of a slot, or with zeros. Those of one wave depend on earlier waves
 alone, so they are stepped through side by side.
 
@@ -109,7 +109,7 @@ def packed_stretches(
     """Of whole sequences that together are all rows; each may continue the rows of an earlier one, its prefix.
 
     Raises:
-        ValueError: a prefix does not begin where a sequence without one does.
+        ValueError: a prefix does not end in an earlier sequence.
     """
     before = list(prefixes) or [None] * len(lengths)
     *starts, total = accumulate(lengths, initial=0)
@@ -121,8 +121,8 @@ def packed_stretches(
     ends: dict[tuple[int, int], int] = {}
     for start, length, prefix in zip(starts, lengths, before, strict=True):
         parent = None if prefix is None else ends.get((prefix.row, prefix.length))
-        if prefix is not None and (parent is None or start in cuts):
-            raise ValueError(f"the prompt at row {prefix.row} is not the beginning of an earlier sequence")
+        if prefix is not None and parent is None:
+            raise ValueError(f"the prefix that ends at row {prefix.row} does not lie in earlier sequences")
         for first, last in pairwise(sorted({0, length} | {cut for cut in cuts.get(start, ()) if cut < length})):
             wave = 0 if parent is None else stretches[parent].wave + 1
             ends[start, last] = len(stretches)

@@ -14,6 +14,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.exc import IntegrityError
 
 from motet.errors import StoreError
+from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
 from motet.service.database.tables import Share, StoredJob, UploadedAdapter
 from motet.service.database.tenants import Principal
@@ -48,14 +49,25 @@ class Resolved:
     """What to call it at home: `sort-v12`, `mine`."""
     reference: str
     """The same version under ids: `job-…@12`, `adapter-…`."""
+    base: str | None
+    """The base that it was trained on, as it was stored."""
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """What answers under a model's name."""
+
+    base: str
+    """The name of the base."""
+    directory: Path | None = None
+    """Of a version of an adapter on it; None is the base itself."""
 
 
 class Adapters:
     """Uploaded adapters and shares, and what names mean."""
 
-    def __init__(self, store: Store, storage: Storage, base: str) -> None:
-        """`base` is the name of the base model."""
-        self._store, self._storage, self.base = store, storage, base
+    def __init__(self, store: Store, storage: Storage, bases: Bases) -> None:
+        self._store, self._storage, self.bases = store, storage, bases
 
     def path(self, adapter_id: str) -> Path:
         """Where an uploaded adapter lies."""
@@ -117,18 +129,19 @@ class Adapters:
         named = self.named(who, name)
         return None if named is None else self.resolve(named)
 
-    def of_model(self, who: Principal, model: str) -> Path | None:
-        """The PEFT directory that a model's name means; None for the base.
+    def of_model(self, who: Principal, model: str) -> Answerer:
+        """The base that a model's name means, or the version of an adapter.
 
         Raises:
             NoModelError: there is none for the asker.
+            ConfigError: its base is not served any more.
         """
-        if model in (self.base, "base"):
-            return None
+        if (base := self.bases.find(model)) is not None:
+            return Answerer(base)
         resolved = self.find(who, model)
         if resolved is None:
             raise NoModelError(model)
-        return resolved.path
+        return Answerer(self.bases.of(resolved.base), resolved.path)
 
     def find_by_id(self, reference: str) -> Resolved | None:
         """The PEFT directory of a `Resolved.reference`, or of a job's id with `best` or `latest`."""
@@ -146,12 +159,12 @@ class Adapters:
         thing = named.thing
         if isinstance(thing, UploadedAdapter):
             path = self.path(thing.id)
-            return Resolved(path, thing.name, thing.id) if not named.version and path.is_dir() else None
+            return Resolved(path, thing.name, thing.id, thing.base) if not named.version and path.is_dir() else None
         version = self._storage.version(thing.id, named.version or "best")
         if version is None:
             return None
         number, path = version
-        return Resolved(path, f"{thing.name}-v{number}", f"{thing.id}@{number}")
+        return Resolved(path, f"{thing.name}-v{number}", f"{thing.id}@{number}", thing.base)
 
     def share(self, share: Share) -> Share:
         """Let others use something; the same share again where there is one."""

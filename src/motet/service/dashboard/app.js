@@ -45,15 +45,17 @@ function head(keys) {
 }
 
 async function lookAtEngine() {
-  let text = "no answer", state = "down";
+  let text = "no answer", state = "down", several = false;
   try {
     const response = await fetch("readyz", {cache: "no-store", credentials: "omit"});
     const health = await response.json();
-    context.base = health.base || context.base;
-    [text, state] = response.ok ? [health.base, "ok"] : [health.message, /starting/.test(health.message) ? "" : "down"];
+    const bases = Object.keys(health.bases || {}), names = bases.join(", ") || health.base;
+    several = bases.length > 1;
+    context.base = names || context.base;
+    [text, state] = response.ok ? [names, "ok"] : [health.message, /starting/.test(health.message) ? "" : "down"];
   } catch { /* said below */ }
   engine.className = `engine ${state}`;
-  engine.title = state === "ok" ? `The engine is ready; its base is ${text}.` : text;
+  engine.title = state === "ok" ? `The engine is ready; ${several ? "its bases are" : "its base is"} ${text}.` : text;
   say(engine.firstChild, text);
 }
 

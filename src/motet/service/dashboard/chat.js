@@ -86,7 +86,8 @@ export function chatTab(context, job) {
   async function models() {
     const versions = (await ask("GET", jobPath(job.id, "/versions"))).data;
     const best = versions.find(one => one.best), latest = versions.find(one => one.latest);
-    return {base: [context.base || "base", `base · ${context.base}`],
+    const base = job.base || context.base;
+    return {base: [base || "base", `base · ${base}`],
       best: best && [`${job.id}@${best.version}`, `best · version ${best.version}`],
       latest: latest && [`${job.id}@${latest.version}`, `latest · version ${latest.version}`]};
   }

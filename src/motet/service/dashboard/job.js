@@ -49,7 +49,7 @@ function eventsTab(job, live) {
 function configurationTab(context, job) {
   const text = JSON.stringify(job.spec, null, 2);
   const again = el("button", {type: "button", onclick: () => {
-    context.draft = JSON.stringify({...job.spec, name: `${job.name}-2`}, null, 2);
+    context.draft = JSON.stringify({...(job.base ? {base: job.base} : {}), ...job.spec, name: `${job.name}-2`}, null, 2);
     location.hash = "#/new";
   }}, "Submit a variation");
   const copy = navigator.clipboard && el("button", {type: "button", onclick: () => navigator.clipboard.writeText(text).then(() => say(copy, "Copied"))}, "Copy");
@@ -124,7 +124,7 @@ function makeHead(context, refreshed, complain, leaving) {
     say(state, job.state);
     if (waits && waits[0] !== job.state) waits = null;
     const progress = job.state === "running" ? job.progress : null, reward = job.reward;
-    say(detail, [`step ${count(job.step)} of ${count(job.steps)}`, waits ? waits[1] : progress?.phase, Number.isInteger(progress?.host) && `host ${progress.host}`,
+    say(detail, [`step ${count(job.step)} of ${count(job.steps)}`, waits ? waits[1] : progress?.phase, job.base && `base ${job.base}`, Number.isInteger(progress?.host) && `host ${progress.host}`,
       progress && `${count(progress.tokens_per_second)} tokens/s`, Number.isFinite(progress?.seconds_left) && `${span(progress.seconds_left)} to go`,
       Number.isFinite(reward) && `reward ${measured(reward)}`, job.tenant, `${age(job.created)} old`].filter(Boolean).join(" · "));
     bar.className = `progress ${job.state}`;

@@ -67,7 +67,7 @@ class Rewards {
 
 /** A row of the table, which stays the same element for as long as the job is there. */
 function makeRow(board, hidden, changed) {
-  const row = {node: el("tr"), why: el("tr", {class: "why"}), reason: el("td", {colspan: 8})};
+  const row = {node: el("tr"), why: el("tr", {class: "why"}), reason: el("td", {colspan: 9})};
   row.why.append(row.reason);
   row.swatch = el("button", {type: "button", class: "swatch", onclick: () => {
     if (!hidden.delete(row.id)) hidden.add(row.id);
@@ -75,6 +75,7 @@ function makeRow(board, hidden, changed) {
   }}, el("i"));
   row.name = el("a");
   row.tenant = el("td", {class: "small soft", data: {label: "tenant"}});
+  row.base = el("td", {class: "small soft", data: {label: "base"}});
   row.state = el("span", {class: "state"});
   row.steps = el("span", {class: "number"});
   row.done = el("i");
@@ -99,6 +100,8 @@ function makeRow(board, hidden, changed) {
     say(row.reward, measured(reward ?? job.reward));
     say(row.rate, job.progress ? count(job.progress.tokens_per_second) : "–");
     say(row.age, age(job.created));
+    if (job.base && !row.base.parentNode) row.age.after(row.base);
+    say(row.base, job.base || "");
     if (board.admin && !row.tenant.parentNode) row.node.append(row.tenant);
     say(row.tenant, job.tenant || "");
     row.reason.className = job.state === "failed" ? "bad" : "soft";
@@ -114,8 +117,8 @@ function empty(base) {
     base ? el("p", {class: "small faint"}, `This service trains adapters of ${base}.`) : null);
 }
 
-function headings(admin) {
-  const names = ["job", "state", "steps", ">reward", ">tokens/s", ">age", ...(admin ? ["tenant"] : [])];
+function headings(bases, admin) {
+  const names = ["job", "state", "steps", ">reward", ">tokens/s", ">age", ...(bases ? ["base"] : []), ...(admin ? ["tenant"] : [])];
   return el("tr", {}, names.map(name => el("th", {scope: "col", class: name.startsWith(">") && "right"}, name.replace(">", ""))));
 }
 
@@ -195,8 +198,9 @@ export function overview({board, base}) {
     for (const job of listed.filter(job => job.step > 0 || job.state === "running").slice(0, AT_MOST)) rewards.want(job.id);
     stats.update(jobs);
     device.update();
-    if (headRow.dataset.admin !== String(board.admin)) fill(headRow, headings(board.admin));
-    headRow.dataset.admin = board.admin;
+    const bases = jobs.some(job => job.base), columns = `${bases} ${board.admin}`;
+    if (headRow.dataset.columns !== columns) fill(headRow, headings(bases, board.admin));
+    headRow.dataset.columns = columns;
     arrange(body, listed.flatMap(job => {
       if (!rows.has(job.id)) rows.set(job.id, makeRow(board, hidden, update));
       const row = rows.get(job.id);

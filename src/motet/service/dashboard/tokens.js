@@ -35,8 +35,25 @@ function reward({reward: value, reward_parts: parts}, earlier) {
 export function rolloutCard(rollout, earlier = null) {
   const ended = rollout.error ? el("p", {class: "bad small"}, rollout.error)
     : rollout.finish_reason === "length" ? el("p", {class: "warm small"}, "cut off at max_tokens") : null;
-  return el("article", {class: "rollout"}, el("header", {}, reward(rollout, earlier), el("span", {}, `${rollout.tokens ?? 0} tokens`)), tokens(rollout),
-    rollout.turn_rewards ? el("p", {class: "small"}, `turns: ${rollout.turn_rewards.map(value => value === null ? "–" : measured(value)).join(" · ")}`) : null, ended);
+  return el("article", {class: "rollout"}, el("header", {}, reward(rollout, earlier), el("span", {}, `${rollout.tokens ?? 0} tokens`)),
+    rollout.opening ? el("p", {class: "opening small soft"}, rollout.opening) : null, tokens(rollout),
+    rollout.turn_rewards && !begins(rollout).length ? el("p", {class: "small"}, `turns: ${rollout.turn_rewards.map(value => value === null ? "–" : measured(value)).join(" · ")}`) : null, ended);
+}
+
+/** Where each of several turns begins among the tokens: what is sampled in one go is one; nothing where they cannot be told apart. */
+function begins({logprobs = [], turns = []}) {
+  const places = [...logprobs.keys()].filter(place => logprobs[place] !== null && (place === 0 || logprobs[place - 1] === null));
+  return places.length > 1 && places.length === turns.length ? places : [];
+}
+
+/** The spans, each turn under its number and what it was worth. */
+function inTurns(spans, rollout) {
+  const places = begins(rollout);
+  return spans.flatMap((span, place) => {
+    const turn = places.indexOf(place), worth = rollout.turn_rewards?.[turn] ?? null;
+    if (turn < 0) return [span];
+    return [el("span", {class: "turn"}, `turn ${turn + 1}${worth === null ? "" : ` · reward ${measured(worth)}`}`), span];
+  });
 }
 
 /** The tokens of a rollout, and a line that says what is under the pointer. */
@@ -65,6 +82,6 @@ function tokens(rollout) {
       event.preventDefault();
       look(Math.max(0, Math.min(spans.length - 1, now === null ? 0 : Number(now.dataset.place) + step)));
     },
-  }, spans);
+  }, inTurns(spans, rollout));
   return [node, readout];
 }

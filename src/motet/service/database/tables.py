@@ -80,6 +80,8 @@ class StoredJob(Table):
     """Whether the engine does not know of it yet: `after` or `start_at` holds it back."""
     starts_from: Mapped[str | None] = mapped_column(String(160))
     """What its adapter starts from, under ids instead of names: `job-…@best`, `adapter-…`."""
+    base: Mapped[str | None] = mapped_column(Text)
+    """The name of the base that it trains on; None is the first one, from when there was only one."""
 
 
 class Event(Table):
@@ -144,6 +146,8 @@ class UploadedAdapter(Table):
     rank: Mapped[int]
     alpha: Mapped[float]
     target_modules: Mapped[list[str]] = mapped_column(JSON)
+    base: Mapped[str | None] = mapped_column(Text)
+    """The name of the base that it fits; None as of a job."""
     created: Mapped[float] = mapped_column(default=now)
 
 

@@ -15,11 +15,15 @@ OF_TINKER = "tml-"
 
 
 def bearer(request: Request) -> str:
-    """The key that a request brings, as a bearer or as the `tinker` package does; empty where it brings none."""
+    """The key that a request brings, as a bearer or as the `tinker` package does; empty where it brings none.
+
+    That of an episode counts wherever it stands: some clients send a bearer of nobody's beside it.
+    """
+    other = request.headers.get("x-api-key", "").strip()
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
+    if scheme.lower() == "bearer" and not other.startswith(KEY_PREFIX):
         return key.strip()
-    return request.headers.get("x-api-key", "").strip().removeprefix(OF_TINKER)
+    return other.removeprefix(OF_TINKER)
 
 
 class Access:

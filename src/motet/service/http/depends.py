@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 
 from motet.cluster.client import EngineClient
 from motet.service.adapters.adapters import Adapters
+from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
@@ -52,6 +53,7 @@ def part(kind: type) -> Any:
 AccessDep = Annotated[Access, part(Access)]
 AdaptersDep = Annotated[Adapters, part(Adapters)]
 AgentWorkersDep = Annotated[AgentWorkers, part(AgentWorkers)]
+BasesDep = Annotated[Bases, part(Bases)]
 BusDep = Annotated[EventBus, part(EventBus)]
 CheckThreadsDep = Annotated[CheckThreads, part(CheckThreads)]
 EngineDep = Annotated[EngineClient, part(EngineClient)]

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Complete, Tokens
-from motet.errors import EngineError
-from motet.service.adapters.adapters import NoModelError
+from motet.errors import ConfigError, EngineError
+from motet.service.adapters.adapters import Answerer, NoModelError
 from motet.service.answers import finish_reason, stream
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
@@ -48,7 +48,7 @@ class Sampled(Asked):
     """What both kinds of completions take."""
 
     model: str = Field(max_length=300)
-    """The base's name, or `job@version`: a number, `latest` or `best` (`best` without one)."""
+    """A base's name, or `job@version`: a number, `latest` or `best` (`best` without one)."""
     max_tokens: int | None = Field(None, ge=1, le=100_000)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -73,8 +73,8 @@ class Sampled(Asked):
         """Whether a stream ends with how many tokens were used."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def question(self, who: Principal, adapter: str | None, max_tokens: int, *, logprobs: bool) -> Complete:
-        """What the engine is asked, apart from the prompt; `adapter` is the directory of a version, None for the base."""
+    def question(self, who: Principal, asked: Answerer, max_tokens: int, *, logprobs: bool) -> Complete:
+        """What the engine is asked, apart from the prompt."""
         sampling = SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p or 1.0,
@@ -82,7 +82,8 @@ class Sampled(Asked):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
         )
         seed = self.seed if self.seed is not None else time.time_ns()
-        return Complete(who.tenant_id, adapter, self.n or 1, seed, bool(self.stream), logprobs, sampling)
+        adapter, stream = None if asked.directory is None else str(asked.directory), bool(self.stream)
+        return Complete(who.tenant_id, adapter, self.n or 1, seed, stream, logprobs, sampling, base=asked.base)
 
 
 class ModelNames:
@@ -91,8 +92,8 @@ class ModelNames:
     def __init__(self, quotas: QuotasDep, adapters: AdaptersDep) -> None:
         self._quotas, self._adapters = quotas, adapters
 
-    async def directory(self, who: Principal, model: str) -> str | None:
-        """The directory of the version that a model's name means, for the engine; None for the base.
+    async def answerer(self, who: Principal, model: str) -> Answerer:
+        """What a model's name means.
 
         Raises:
             Refusal: there is no such model for the asker.
@@ -100,10 +101,9 @@ class ModelNames:
         """
         await asyncio.to_thread(self._quotas.check_tokens, who.tenant_id)
         try:
-            directory = await asyncio.to_thread(self._adapters.of_model, who, model)
+            return await asyncio.to_thread(self._adapters.of_model, who, model)
         except NoModelError as error:
             raise Refusal(404, str(error), "model") from error
-        return None if directory is None else str(directory)
 
 
 ModelNamesDep = Annotated[ModelNames, Depends()]
@@ -142,8 +142,9 @@ async def streamed(
             async for body in bodies():
                 yield f"data: {json.dumps(body)}\n\n"
             yield "data: [DONE]\n\n"
-        except EngineError as error:  # its status was sent long ago
-            detail = {"message": str(error), "type": "unavailable_error", "param": None, "code": None}
+        except (EngineError, ConfigError) as error:  # its status was sent long ago
+            kind = "unavailable_error" if isinstance(error, EngineError) else "invalid_request_error"
+            detail = {"message": str(error), "type": kind, "param": None, "code": None}
             yield f"data: {json.dumps({'error': detail})}\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")

@@ -41,7 +41,7 @@ from motet.tasks.rows import answer_of, pair_of
 from motet.types import Problem
 
 GRADER = "method.reinforcement.grader"
-_OWN = ("name", "data", "reward", "rewards", "seed", "steps")
+_OWN = ("name", "base", "data", "reward", "rewards", "seed", "steps")
 _GROUP, _BATCH = 8, 16
 """What `auto` is."""
 _ALGORITHMS: Mapping[type, str] = {Supervised: "sft", Dpo: "dpo"}
@@ -97,7 +97,7 @@ class FineTunings:
                 **({} if validation is None else {"eval_source": validation.file.id}),
             },
             **reward,
-            "adapter": self._start(who, asked.model),
+            **self._start(who, asked.model),
             **({} if asked.seed is None else {"seed": asked.seed}),
         }
         return _with_own(merge(tree, _hyperparameters(method, rows)), asked.motet or {})
@@ -134,21 +134,24 @@ class FineTunings:
         return Rows(file, problems)
 
     def _start(self, who: Principal, model: str) -> dict[str, Any]:
-        """The adapter's shape: that of the version to go on from, or the usual one over the base."""
-        if model in (self._adapters.base, "base"):
-            return {}
+        """The adapter's shape and base: those of the version to go on from, or the usual shape over a base."""
+        bases = self._adapters.bases
+        if (base := bases.find(model)) is not None:
+            return {"adapter": {}, "base": base}
         named = self._adapters.named(who, model)
         if named is None or self._adapters.resolve(named) is None:
-            base = self._adapters.base
+            of_these = f"the base, {bases.first!r}"
+            if bases.several:
+                of_these = f"a base ({', '.join(bases.names)})"
             raise bad_field(
-                "model",
-                f"{model!r} cannot be trained here: name the base, {base!r}, or a version of an adapter, as job@best",
+                "model", f"{model!r} cannot be trained here: name {of_these}, or a version of an adapter, as job@best"
             )
         if isinstance(named.thing, StoredJob):
             shape: Mapping[str, Any] = named.thing.spec["adapter"]
         else:
             shape = {name: getattr(named.thing, name) for name in ("rank", "alpha", "target_modules")}
-        return {**{name: shape[name] for name in ("rank", "alpha", "target_modules")}, "init": model}
+        adapter = {**{name: shape[name] for name in ("rank", "alpha", "target_modules")}, "init": model}
+        return {"adapter": adapter, "base": named.thing.base}
 
     def keep(self, job_id: str, request: Mapping[str, Any]) -> None:
         """Remember what a job was asked for as; nothing happens where that is known."""

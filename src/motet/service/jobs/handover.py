@@ -9,6 +9,7 @@ from motet.cluster.client import EngineClient
 from motet.cluster.messages import AddJob
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError
+from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
@@ -35,9 +36,10 @@ class Handover:
         initial: InitialAdapters,
         enforcer: QuotaEnforcer,
         engine: EngineClient,
+        bases: Bases,
     ) -> None:
         self._store, self._storage, self._log, self._recorder = store, storage, log, recorder
-        self._initial, self._enforcer, self._engine = initial, enforcer, engine
+        self._initial, self._enforcer, self._engine, self._bases = initial, enforcer, engine, bases
 
     def hand_over(self, job: StoredJob) -> None:
         """Give a job to the engine."""
@@ -67,11 +69,13 @@ class Handover:
         Raises:
             MotetError, OSError, ValueError: it cannot be taken up as it stands (`UNFIT`).
         """
+        base = self._bases.of(job.base)
         self._initial.keep(job)
         config = JobConfig.model_validate(job.spec)
         tree = self.tree(Principal.member_of(job.tenant_id), config, job.id)
         first_step = self._log.first_missing_step(job.id)
-        return AddJob(tree, job.wanted, first_step, job.tenant_id, self._enforcer.rule_with_job(job), config.slots)
+        rule = self._enforcer.rule_with_job(job)
+        return AddJob(tree, job.wanted, first_step, job.tenant_id, rule, config.slots, base)
 
     def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
         """The job under its engine-side name, with paths for what it names.

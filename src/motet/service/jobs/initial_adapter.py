@@ -29,8 +29,10 @@ class InitialAdapters:
         """The PEFT directory that a job's adapter starts from."""
         return self._run / job_id / "start"
 
-    def resolve(self, who: Principal, config: JobConfig, awaited: Sequence[str]) -> tuple[str | None, Resolved | None]:
-        """The version that a job names: a reference by ids, and its directory unless an awaited job has still to make it.
+    def resolve(
+        self, who: Principal, config: JobConfig, base: str, awaited: Sequence[str]
+    ) -> tuple[str | None, Resolved | None]:
+        """The version that a job on a base names: a reference by ids, and its directory unless an awaited job is to make it.
 
         Raises:
             ConfigError: it is not there for them, or does not fit.
@@ -39,6 +41,8 @@ class InitialAdapters:
         if name is None:
             return None, None
         named = self._adapters.named(who, name)
+        if named is not None and (its := self._adapters.bases.of(named.thing.base)) != base:
+            raise ConfigError(f"adapter.init: {name!r} is an adapter on the base {its!r}, and the job is for {base!r}")
         if named is not None and named.thing.id in awaited:  # looked up when that job has succeeded
             return f"{named.thing.id}@{named.version or 'best'}", None
         source = None if named is None else self._adapters.resolve(named)

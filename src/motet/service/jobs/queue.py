@@ -74,8 +74,8 @@ class JobQueue:
         self._record_state, self._hand_over = record_state, hand_over
         self._lock = threading.Lock()
 
-    def plan(self, who: Principal, config: JobConfig, condition: StartCondition = AT_ONCE) -> StartPlan:
-        """Look up what a job waits for and starts from.
+    def plan(self, who: Principal, config: JobConfig, base: str, condition: StartCondition = AT_ONCE) -> StartPlan:
+        """Look up what a job for a base waits for and starts from.
 
         Raises:
             ConfigError: something of it is not there for them, or cannot come.
@@ -88,11 +88,11 @@ class JobQueue:
         if condition.at is not None and condition.at > time.time() + FURTHEST:
             raise ConfigError("at: a start may lie a year ahead at most; give an earlier time")
         ids = [job.id for job in before]
-        reference, source = self._initial.resolve(who, config, ids)
+        reference, source = self._initial.resolve(who, config, base, ids)
         message = self._held_back(ids, condition.at)
         columns = {
             "after": ids or None, "start_at": condition.at, "waits": bool(message), "message": message,
-            "starts_from": reference,
+            "starts_from": reference, "base": base,
         }  # fmt: skip
         return StartPlan(columns, source)
 

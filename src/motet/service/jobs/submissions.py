@@ -12,6 +12,7 @@ from motet.cluster.messages import Action, ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
 from motet.errors import ConfigError, StoreError
 from motet.service.adapters.adapters import Adapters
+from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
@@ -31,6 +32,7 @@ class Submissions:
     def __init__(
         self,
         allowed: Allowed,
+        bases: Bases,
         store: Store,
         storage: Storage,
         bus: EventBus,
@@ -42,7 +44,8 @@ class Submissions:
         engine: EngineClient,
     ) -> None:
         """`allowed` is what jobs may use."""
-        self._allowed, self._store, self._storage, self._bus, self._adapters = allowed, store, storage, bus, adapters
+        self._allowed, self._bases = allowed, bases
+        self._store, self._storage, self._bus, self._adapters = store, storage, bus, adapters
         self._quotas, self._enforcer, self._queue = quotas, enforcer, queue
         self._handover, self._engine = handover, engine
         self._changing = threading.Lock()
@@ -50,19 +53,20 @@ class Submissions:
     def check(
         self, who: Principal, tree: Mapping[str, Any], condition: StartCondition = AT_ONCE, *, driven: bool = False
     ) -> tuple[JobConfig, StartPlan]:
-        """A job as it would be taken in, and its start; `driven` is one that a client drives.
+        """A job as it would be taken in, and its start with its base; `driven` is one that a client drives.
 
         Raises:
             MotetError: it cannot be taken, and why.
         """
-        config = validated(tree, self._allowed)
+        base = self._bases.named(tree.get("base"))
+        config = validated({name: value for name, value in tree.items() if name != "base"}, self._allowed)
         if isinstance(config.algorithm, ClientDriven) and not driven:
             raise ConfigError(
                 "algorithm.type client: only a client makes such a job; the page about the Tinker protocol has how"
             )
         self._quotas.check_size(who.tenant_id, config)
         self._handover.tree(who, config, "job")  # what it names has to be there now
-        return config, self._queue.plan(who, config, condition)
+        return config, self._queue.plan(who, config, base, condition)
 
     def submit(
         self,

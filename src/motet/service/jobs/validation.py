@@ -20,6 +20,7 @@ from motet.config import DataConfig, EnvironmentConfig, JobConfig, RewardConfig
 from motet.config.service import ANY_SIZE, Largest
 from motet.errors import ConfigError
 from motet.jobfile import jobs_of, normal_job, validate
+from motet.service.bases import Bases
 from motet.service.schemas.scoring import MOST_COMPLETIONS
 from motet.service.settings import Settings
 from motet.tasks.dataset import parts_of
@@ -245,8 +246,8 @@ def _check_texts(data: DataConfig) -> None:
             )
 
 
-def read_jobs(text: str, base: str) -> list[dict[str, Any]]:
-    """The jobs that a text holds, with defaults and sweeps applied.
+def read_jobs(text: str, bases: Bases) -> list[dict[str, Any]]:
+    """The jobs that a text holds, with defaults and sweeps applied; each with its base where there are several.
 
     Raises:
         ConfigError: it is no YAML, holds no job, more than anybody means, or jobs for another base.
@@ -259,11 +260,11 @@ def read_jobs(text: str, base: str) -> list[dict[str, Any]]:
         raise ConfigError("write a job (name, data, reward, …), or a job file with `jobs:`")
     if "jobs" not in tree:
         return [tree]
-    if (wanted := tree.get("base", base)) != base:
-        raise ConfigError(f"base is {wanted!r}, but this service trains {base!r}; leave `base` out")
+    base = bases.named(tree.get("base"))
     _check_meant(tree)
     config = jobs_of({**tree, "base": base}, "the text")
-    return [job.model_dump(mode="json", exclude_unset=True) for job in config.jobs]
+    of_base = {"base": base} if bases.several else {}
+    return [{**job.model_dump(mode="json", exclude_unset=True), **of_base} for job in config.jobs]
 
 
 def _check_meant(tree: dict[str, Any]) -> None:

@@ -148,8 +148,8 @@ class Grading:
         self, who: Principal, name: str, judge: Judge, item: Mapping[str, Any], output: str, graded: Graded
     ) -> None:
         try:
-            directory = await asyncio.to_thread(self._adapters.of_model, who, judge.model)
-            graded.parts[name], tokens = await judging.ask(self._engine, who.tenant_id, directory, judge, item, output)
+            asked = await asyncio.to_thread(self._adapters.of_model, who, judge.model)
+            graded.parts[name], tokens = await judging.ask(self._engine, who.tenant_id, asked, judge, item, output)
             graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
         except judging.VerdictError as error:
             graded.faults["parse"] = str(error)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Complete
+from motet.service.adapters.adapters import Answerer
 from motet.service.answers import whole
 from motet.tasks.graders.shapes import Judge, JudgeSampling, LabelModel, ScoreModel
 from motet.tasks.graders.template import MOST_FILLED, UnfilledError, fill
@@ -26,9 +26,9 @@ class VerdictError(ValueError):
 
 
 async def ask(
-    engine: EngineClient, tenant: str, directory: Path | None, judge: Judge, item: Mapping[str, Any], output: str
+    engine: EngineClient, tenant: str, asked: Answerer, judge: Judge, item: Mapping[str, Any], output: str
 ) -> tuple[float, int]:
-    """The score of an answer by the judge whose adapter is in `directory` (None: the base), and the tokens that it took.
+    """The score of an answer by the judge that `asked` means, and the tokens that it took.
 
     The tokens are those of `tenant`.
 
@@ -45,10 +45,11 @@ async def ask(
         top_p=sampling.top_p or 1.0,
         max_tokens=sampling.max_tokens or _MAX_TOKENS,
     )
-    adapter = None if directory is None else str(directory)
+    adapter = None if asked.directory is None else str(asked.directory)
     question = Complete(
-        tenant, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params, messages=messages
-    )
+        tenant, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params, messages=messages,
+        base=asked.base,
+    )  # fmt: skip
     answered = await whole(engine, question)
     return verdict(judge, answered.choices[0].text), answered.prompt_tokens + answered.tokens
 

@@ -80,18 +80,21 @@ async def upload(
     name: Annotated[
         str | None, Query(pattern=NAME, description="Unique among the tenant's adapters and jobs; the id without one.")
     ] = None,
+    base: Annotated[
+        str | None, Query(max_length=1000, description="Which base it is for; the first without one.")
+    ] = None,
 ) -> Adapter:
     """Upload an adapter to start jobs from and to talk to. It is checked against the base before it is taken."""
-    adapter_id = new_id("adapter")
+    adapter_id, of_base = new_id("adapter"), adapters.bases.named(base)
     directory = adapters.path(adapter_id)
     directory.mkdir(parents=True)
     try:
         size = await _unpacked(file, directory, int(settings.config.max_adapter_mb * 2**20))
         await asyncio.to_thread(quotas.check_storage, who.tenant_id, size)  # before the engine is troubled
-        shape = await _examined(engine, directory)
+        shape = await _examined(engine, directory, of_base)
         adapter = UploadedAdapter(
             id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape.rank,
-            alpha=shape.alpha, target_modules=shape.target_modules,
+            alpha=shape.alpha, target_modules=shape.target_modules, base=of_base,
         )  # fmt: skip
         with_room = quotas.storing(who.tenant_id, size)
         await asyncio.to_thread(with_room(adapters.add), who, adapter)
@@ -99,13 +102,13 @@ async def upload(
         shutil.rmtree(directory, ignore_errors=True)
         raise
     await asyncio.to_thread(store.audit, who, "upload adapter", adapter_id)
-    return Adapter.model_validate(adapter)
+    return _shown(adapters, adapter)
 
 
 @router.get("/adapters")
 def list_adapters(who: Asker, adapters: AdaptersDep) -> Adapters:
     """The adapters that the tenant uploaded."""
-    return Adapters(data=[Adapter.model_validate(one) for one in adapters.all(who)])
+    return Adapters(data=[_shown(adapters, one) for one in adapters.all(who)])
 
 
 @router.get("/adapters/{adapter:path}/download", response_class=Response)
@@ -120,7 +123,7 @@ def download(who: Asker, storage: StorageDep, adapters: AdaptersDep, adapter: st
 @router.get("/adapters/{adapter}")
 def show(who: Asker, adapters: AdaptersDep, adapter: str) -> Adapter:
     """An uploaded adapter, by id or name."""
-    return Adapter.model_validate(_uploaded(adapters, who, adapter))
+    return _shown(adapters, _uploaded(adapters, who, adapter))
 
 
 @router.delete("/adapters/{adapter}", status_code=204)
@@ -129,6 +132,10 @@ def delete(who: Asker, store: StoreDep, adapters: AdaptersDep, adapter: str) -> 
     uploaded = _uploaded(adapters, who, adapter)
     adapters.remove(uploaded)
     store.audit(who, "delete adapter", uploaded.id)
+
+
+def _shown(adapters: AdaptersPart, adapter: UploadedAdapter) -> Adapter:
+    return Adapter.model_validate(adapter).model_copy(update={"base": adapters.bases.shown(adapter.base)})
 
 
 def _uploaded(adapters: AdaptersPart, who: Principal, name: str) -> UploadedAdapter:
@@ -158,9 +165,9 @@ async def _unpacked(file: UploadFile, directory: Path, limit: int) -> int:
         ) from error
 
 
-async def _examined(engine: EngineClient, directory: Path) -> Examined:
-    """Rank, alpha and modules, as the engine's process reads them, which knows the base."""
-    (answer,) = [answer async for answer in engine.ask(Examine(str(directory)))]
+async def _examined(engine: EngineClient, directory: Path, base: str) -> Examined:
+    """Rank, alpha and modules, as a process reads them that has the base."""
+    (answer,) = [answer async for answer in engine.ask(Examine(str(directory), base=base))]
     if isinstance(answer, Examined):
         return answer
     reason = answer.reason if isinstance(answer, Unfit) else ""

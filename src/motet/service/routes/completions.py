@@ -6,6 +6,7 @@ The base answers, or any saved version, also while it trains.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,9 @@ from fastapi.responses import JSONResponse, Response
 from msgspec.structs import replace
 from pydantic import BaseModel, Field
 
+from motet.agents.structure import grammar_of
 from motet.cluster.messages import Tokens
+from motet.errors import EpisodeRefusal
 from motet.service.answers import whole
 from motet.service.database.tables import new_id
 from motet.service.errors import bad_field
@@ -58,27 +61,45 @@ class ChatRequest(Sampled):
     max_completion_tokens: int | None = Field(None, ge=1, le=100_000)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
+    response_format: dict[str, Any] | None = None
+    """`json_schema`, `json_object` or `text`: tokens that would leave the schema are not drawn."""
+
+    def grammar(self) -> str:
+        """What the answer keeps to.
+
+        Raises:
+            Refusal: it cannot be kept to, and why.
+        """
+        try:
+            return grammar_of(self.response_format, tools=False)
+        except EpisodeRefusal as error:
+            raise bad_field("response_format", str(error).removeprefix("response_format: ")) from error
 
 
-@router.get("/models")
+@router.get("/models", response_model_exclude_none=True)
 def models(who: Asker, store: StoreDep, storage: StorageDep, adapters: AdaptersDep, shares: SharesDep) -> Models:
-    """The base, the versions of the asker's jobs, uploaded adapters, and what others share."""
-    data = [Model(id=adapters.base)]
+    """The bases, the versions of the asker's jobs, uploaded adapters, and what others share."""
+    bases = adapters.bases
+
+    def model(name: str, base: str | None, created: float = 0) -> Model:
+        return Model(id=name, created=int(created), base=bases.shown(base))
+
+    data = [Model(id=name) for name in bases.names]
     for job in store.jobs(who, limit=200):
-        names = storage.version_names(job.id)
-        data.extend(Model(id=f"{job.name}@{name}", created=int(job.created)) for name in names)
-    data.extend(Model(id=one.name, created=int(one.created)) for one in adapters.all(who))
-    data.extend(Model(id=name) for name in shares.received_models(who))
+        data.extend(model(f"{job.name}@{name}", job.base, job.created) for name in storage.version_names(job.id))
+    data.extend(model(one.name, one.base, one.created) for one in adapters.all(who))
+    data.extend(model(name, base) for name, base in shares.received_models(who).items())
     return Models(data=data)
 
 
 @router.post("/chat/completions", response_model=None, responses=STREAMED)
 async def chat(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: ChatRequest) -> Response:
     """Go on with a conversation."""
-    adapter = await names.directory(who, wanted.model)
+    asked = await names.answerer(who, wanted.model)
     limit = wanted.max_completion_tokens or wanted.max_tokens or _CHAT_TOKENS
-    question = wanted.question(who, adapter, limit, logprobs=bool(wanted.logprobs))
-    question = replace(question, messages=[message.plain() for message in wanted.messages])
+    question = wanted.question(who, asked, limit, logprobs=bool(wanted.logprobs))
+    sampling = dataclasses.replace(question.sampling, grammar=await asyncio.to_thread(wanted.grammar))
+    question = replace(question, messages=[message.plain() for message in wanted.messages], sampling=sampling)
     head: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "chat.completion"}
     head |= {"created": int(time.time()), "model": wanted.model}
     if wanted.stream:
@@ -141,7 +162,7 @@ async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: 
     """Go on with prompts. Choice i · n + k is the k-th completion of prompt i."""
     question = wanted.question(
         who,
-        await names.directory(who, wanted.model),
+        await names.answerer(who, wanted.model),
         wanted.max_tokens or _MAX_TOKENS,
         logprobs=wanted.logprobs is not None,
     )

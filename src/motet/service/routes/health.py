@@ -28,10 +28,15 @@ def healthy() -> Health:
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
 def ready(settings: SettingsDep, store: StoreDep, recorder: RecorderDep, engine: EngineDep) -> JSONResponse:
     """Whether jobs can run: the database answers and the engine has loaded its base."""
-    message = engine.failure or ("" if engine.ready.is_set() else "the engine is starting")
+    message = engine.failure or ("" if engine.ready else "the engine is starting")
     message = (message or recorder.failure) if store.alive() else "the database does not answer"
-    health = Health(status="unavailable" if message else "ok", base=settings.base, message=message)
-    return JSONResponse(health.model_dump(), 503 if message else 200)
+    status, bases = "unavailable" if message else "ok", settings.bases
+    away = [name for name, there in engine.there.items() if not there.is_set()]
+    if not message and away:  # jobs on others can run
+        message = "; ".join(f"{name}: {engine.failure_of(name) or 'starts'}" for name in away)
+    places = {name: bases.place(name) for name in bases.names} if bases.several else {}
+    health = Health(status=status, base=bases.first, bases=places, message=message)
+    return JSONResponse(health.model_dump(), 503 if status == "unavailable" else 200)
 
 
 def metrics_access(request: Request, settings: SettingsDep, access: AccessDep) -> None:
@@ -43,7 +48,11 @@ def metrics_access(request: Request, settings: SettingsDep, access: AccessDep) -
 
 @router.get("/metrics", response_class=Response, responses={401: {"model": Error}, 403: {"model": Error}})
 def metrics(
-    store: StoreDep, adapters: AdaptersDep, engine: EngineDep, _: Annotated[None, Depends(metrics_access)]
+    settings: SettingsDep,
+    store: StoreDep,
+    adapters: AdaptersDep,
+    engine: EngineDep,
+    _: Annotated[None, Depends(metrics_access)],
 ) -> Response:
     """Counters for Prometheus; needs the service's metrics token, or an admin's key."""
     registry = CollectorRegistry()
@@ -56,13 +65,13 @@ def metrics(
         job = adapters.by_id(job_id)
         if isinstance(job, StoredJob):
             rate.labels(store.tenants.name_of(job.tenant_id), job.name).set(progress["tokens_per_second"])
-    _add_hosts(registry, engine)
+    _add_hosts(registry, engine, ["host", "base"] if settings.bases.several else ["host"])
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_hosts(registry: CollectorRegistry, engine: EngineClient) -> None:
+def _add_hosts(registry: CollectorRegistry, engine: EngineClient, labels: list[str]) -> None:
     def gauge(name: str, text: str) -> Gauge:
-        return Gauge(f"motet_{name}", text, ["host"], registry=registry)
+        return Gauge(f"motet_{name}", text, labels, registry=registry)
 
     ready, starts = gauge("engine_ready", "Whether the host runs."), gauge("engine_starts", "How often it was started.")
     jobs = gauge("engine_jobs", "Jobs that it has.")
@@ -71,10 +80,10 @@ def _add_hosts(registry: CollectorRegistry, engine: EngineClient) -> None:
         name: gauge(f"device_{name}_seconds", f"Seconds its device spent on {name}.") for name in ("decode", "train")
     }
     for host in engine.hosts:
-        label = str(host.number)
-        ready.labels(label).set(host.ready)
-        starts.labels(label).set(host.starts)
-        jobs.labels(label).set(engine.jobs_on(host))
-        rate.labels(label).set(sum(job["tokens_per_second"] for job in host.progress.values()))
+        of_host = (str(host.number), host.base)[: len(labels)]
+        ready.labels(*of_host).set(host.ready)
+        starts.labels(*of_host).set(host.starts)
+        jobs.labels(*of_host).set(engine.jobs_on(host))
+        rate.labels(*of_host).set(sum(job["tokens_per_second"] for job in host.progress.values()))
         for name, seconds in device.items():
-            seconds.labels(label).set(host.device.get(name, 0.0))
+            seconds.labels(*of_host).set(host.device.get(name, 0.0))

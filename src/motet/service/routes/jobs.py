@@ -14,6 +14,7 @@ from motet.service.errors import Refusal
 from motet.service.http.depends import (
     AgentWorkersDep,
     Asker,
+    BasesDep,
     CheckThreadsDep,
     EngineDep,
     NamedJob,
@@ -43,8 +44,15 @@ class JobAnswers:
     """Jobs as they are answered."""
 
     def __init__(
-        self, who: Asker, store: StoreDep, engine: EngineDep, scorers: WorkersDep, agents: AgentWorkersDep
+        self,
+        who: Asker,
+        store: StoreDep,
+        engine: EngineDep,
+        scorers: WorkersDep,
+        agents: AgentWorkersDep,
+        bases: BasesDep,
     ) -> None:
+        self._bases = bases
         self._who, self._store, self._engine, self._scorers, self._agents = who, store, engine, scorers, agents
 
     def __call__(self, job: StoredJob) -> Job:
@@ -54,7 +62,7 @@ class JobAnswers:
             state=job.state, message=job.message,
             step=job.step, steps=job.steps, created=job.created, ended=job.ended, spec=_masked(job.spec),
             reward=job.reward, after=job.after or [], at=job.start_at,
-            progress=self._progress(job.id),
+            progress=self._progress(job.id), base=self._bases.shown(job.base),
         )  # fmt: skip
 
     def now(self, job: StoredJob) -> Job:
@@ -190,7 +198,7 @@ async def check(
     """Read a job file (YAML or JSON), or a single job, and check its jobs as if they were submitted; nothing is kept."""
 
     def look() -> CheckedJobs:
-        jobs = read_jobs(given.text, settings.base)
+        jobs = read_jobs(given.text, settings.bases)
         for job in jobs:
             submissions.check(who, job)
         return CheckedJobs(jobs=jobs)

@@ -35,10 +35,13 @@ class ShareAnswers:
             models = [f"{owner}/{name}"]
         return Share(id=share.id, name=name, owner=owner, tenant=tenant, models=models, created=share.created)
 
-    def received_models(self, who: Principal) -> list[str]:
-        """How a tenant names what others share with it."""
+    def received_models(self, who: Principal) -> dict[str, str | None]:
+        """How a tenant names what others share with it, and the base of each, as it was stored."""
         shares = [one for one in self._adapters.shares(who) if _received(one, who)]
-        return list(dict.fromkeys(name for one in shares for name in self(one).models))
+        things = {share.object: self._adapters.by_id(share.object) for share in shares}
+        return {
+            name: thing.base for one in shares if (thing := things[one.object]) is not None for name in self(one).models
+        }
 
 
 SharesDep = Annotated[ShareAnswers, Depends()]

@@ -38,6 +38,8 @@ class Job(Answer):
     ended: float | None
     reward: float | None = None
     """Mean reward of the newest step."""
+    base: str | None = None
+    """The name of the base that it trains on, where the service has several."""
     after: list[str] = []
     """Ids of the jobs that have to succeed before it starts."""
     at: float | None = None
@@ -225,6 +227,9 @@ class Health(Answer):
 
     status: str
     base: str | None = None
+    """The base that is meant where none is named."""
+    bases: dict[str, str] = {}
+    """What each base is, by its name, where there are several."""
     message: str = ""
 
 
@@ -235,6 +240,8 @@ class Model(Answer):
     object: Literal["model"] = "model"
     created: int = 0
     owned_by: str = "motet"
+    base: str | None = None
+    """Of an adapter, where the service has several bases: the name of the one that it is on."""
 
 
 class Models(Answer):

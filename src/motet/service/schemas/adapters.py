@@ -18,6 +18,8 @@ class Adapter(Answer):
     alpha: float
     target_modules: list[str]
     """Linear layers that it changes."""
+    base: str | None = None
+    """The name of the base that it fits, where the service has several."""
     bytes: int
     created: float
     """Unix seconds."""

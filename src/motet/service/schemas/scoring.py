@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from motet.service.schemas import Answer, Asked
+from motet.tasks.reward_elsewhere import MOST_LETTERS
 
 MOST_UNITS = 256
 """That a worker may hold, and hand in at once."""
@@ -52,10 +53,10 @@ class Lease(Answer):
 class ByChance(Asked):
     """There is no score, and the clock or the network is to blame: another run could come out differently."""
 
-    chance: str = Field(max_length=4000)
+    chance: str = Field(max_length=MOST_LETTERS)
 
 
-Given = Annotated[float, Field(allow_inf_nan=False)] | Annotated[str, Field(max_length=4000)] | ByChance | None
+Given = Annotated[float, Field(allow_inf_nan=False)] | Annotated[str, Field(max_length=MOST_LETTERS)] | ByChance | None
 """What a worker says of a completion: a finite number, why there is none, or null where the reward does not apply."""
 
 

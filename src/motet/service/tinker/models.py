@@ -12,19 +12,18 @@ from sqlalchemy import select
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Nudge
 from motet.runtime.journal import AnyCommand, Journal, JournalError, Nothing
+from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
 from motet.service.jobs.submissions import Submissions
-from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker.requests import Lora
 from motet.types import JobState
 
 SESSION = re.compile(r"session-[0-9a-f]{16}")
-SMALL_BASE = Path(__file__).parents[2] / "assets" / "small-base"
 STEPS = 1_000_000
 ALPHA = 32.0
 MOST_WAITING = 2**31
@@ -38,16 +37,14 @@ class Models:
 
     def __init__(
         self,
-        settings: Settings,
+        bases: Bases,
         store: Store,
         storage: Storage,
         submissions: Submissions,
         quotas: Quotas,
         engine: EngineClient,
     ) -> None:
-        self.base = settings.base
-        self.tokenizer = str(SMALL_BASE) if settings.base == "small" else settings.base
-        """What `transformers.AutoTokenizer` finds it under."""
+        self.bases = bases
         self._store, self._storage, self._submissions = store, storage, submissions
         self._quotas, self._engine = quotas, engine
         self._writing = threading.Lock()
@@ -67,20 +64,31 @@ class Models:
             raise Refusal(404, f"there is no session {session_id!r}; create_session makes one")
         return f"{session_id}:train:{number}"
 
-    def check_base(self, name: str | None) -> None:
-        """Make sure that somebody wants the base that is here.
+    def base(self, name: str | None) -> str:
+        """The base that a client names, or means by a path of its own machine; the first where it names none.
 
         Raises:
-            Refusal: they want another.
+            Refusal: it is not here.
         """
-        names = {self.base, self.tokenizer, Path(self.base).name, "base"}
-        if name and Path(name).is_absolute():  # a copy of theirs
-            name, names = Path(name).name, {Path(one).name for one in names}
-        if name is not None and name not in names:
-            raise Refusal(400, f"base_model {name!r} is not served here; give {self.base!r}")
+        found = self.bases.find(name) or (name and self.bases.alike(name))
+        if not found:
+            raise Refusal(
+                400, f"base_model {name!r} is not served here; give {' or '.join(map(repr, self.bases.names))}"
+            )
+        return found
 
-    def create(self, who: Principal, model_id: str, lora: Lora, first: AnyCommand, about: dict[str, Any]) -> str:
-        """Queue the job of a new model, whose command 0 is `first`; gives the id of its future.
+    def base_of(self, job: StoredJob) -> str:
+        """The base of a model.
+
+        Raises:
+            ConfigError: it is not served any more.
+        """
+        return self.bases.of(job.base)
+
+    def create(
+        self, who: Principal, model_id: str, base: str, lora: Lora, first: AnyCommand, about: dict[str, Any]
+    ) -> str:
+        """Queue the job of a new model on a base, whose command 0 is `first`; gives the id of its future.
 
         Raises:
             MotetError: it cannot be taken, and why.
@@ -93,6 +101,7 @@ class Models:
         session, _, number = model_id.partition(":train:")
         steps = min(STEPS, self._quotas.of(who.tenant_id).steps or STEPS)
         tree = {
+            "base": base,
             "name": f"tinker-{session.removeprefix('session-')}-{number}",
             "algorithm": "client",
             "data": {"source": "toy:add", "size": 1, "holdout": 0, "chat_template": False},

@@ -43,7 +43,7 @@ def _run(models: Models, checkpoints: Checkpoints, owner: str, job: StoredJob) -
     last = {kind: [one.shown() for one in saved if one.kind == kind][-1:] for kind in (WEIGHTS, SAMPLER)}
     return {
         "training_run_id": job.idempotency_key,
-        "base_model": models.base,
+        "base_model": job.base or models.bases.first,
         "model_owner": owner,
         "is_lora": True,
         "corrupted": job.state == "failed",
@@ -93,7 +93,7 @@ def weights_info(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wan
     source = checkpoints.find(who, wanted.tinker_path)
     lora = models.journal(source.job).description()["lora"]
     shape = {"train_unembed": False, "train_mlp": lora["train_mlp"], "train_attn": lora["train_attn"]}
-    return {"base_model": models.base, "is_lora": True, "lora_rank": lora["rank"], **shape}
+    return {"base_model": models.base_of(source.job), "is_lora": True, "lora_rank": lora["rank"], **shape}
 
 
 @router.delete("/training_runs/{run}/checkpoints/{kind}/{name}", status_code=204)
@@ -182,7 +182,7 @@ def copy_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wan
     session_id, number = wanted.session_id or models.new_session(), wanted.model_seq_id or 0
     model_id = models.model_id(session_id, number)
     lora = Lora(**models.journal(source.job).description()["lora"])
-    models.create(who, model_id, lora, Nothing(), {"from": wanted.source_path})
+    models.create(who, model_id, models.base_of(source.job), lora, Nothing(), {"from": wanted.source_path})
     copy = checkpoints.copy(source, models.find(who, model_id), wanted.ttl_seconds)
     models.finish(copy.job)
     return {"tinker_path": copy.path}

@@ -1,7 +1,7 @@
 """What clients sample from: the base, a checkpoint, a snapshot without a name, or a model as it is trained.
 
 The id of a sampling session says all of it, so nothing has to be remembered:
-<session>:sample:<number>:base · :path-<base64> · :<model>-<command> · :<model>-live
+<session>:sample:<number>:base · :base-<base64> (another than the first) · :path-<base64> · :<model>-<command> · :<model>-live
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from motet import seeds
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Complete, PromptScored, Tokens
 from motet.errors import EngineError, HostGone
+from motet.service.bases import Bases
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
 from motet.service.storage import Storage
@@ -29,7 +30,9 @@ from motet.service.tinker.requests import Sample
 from motet.service.tinker.wire import write_samples
 from motet.types import FinishReason, SamplingParams
 
-_ID = re.compile(r"(session-[0-9a-f]{16}):sample:\d{1,12}:(?:(base)|path-([\w=-]+)|(\d{1,10})-(live|\d{1,10}))")
+_ID = re.compile(
+    r"(session-[0-9a-f]{16}):sample:\d{1,12}:(?:base(?:-([\w=-]+))?|path-([\w=-]+)|(\d{1,10})-(live|\d{1,10}))"
+)
 _MAX_TOKENS = 1024
 NO_LOGPROB = -99999.0
 """What clients know a place without likeliest tokens by, with token id 0."""
@@ -46,12 +49,18 @@ def path_part(path: str) -> str:
     return f"path-{base64.urlsafe_b64encode(path.encode()).decode()}"
 
 
+def base_part(base: str, bases: Bases) -> str:
+    """The end of an id, of a base."""
+    return "base" if base == bases.first else f"base-{base64.urlsafe_b64encode(base.encode()).decode()}"
+
+
 @dataclass(frozen=True)
 class Sampler:
     """What an id means."""
 
-    model_path: str | None
-    directory: Path | None
+    base: str
+    model_path: str | None = None
+    directory: Path | None = None
     """None is the base."""
 
 
@@ -64,7 +73,7 @@ class Samplers:
     @property
     def waits(self) -> str:
         """What samples wait for; empty where they are sampled."""
-        return "" if self._engine.ready.is_set() else "the engine is starting"
+        return "" if self._engine.ready else "the engine is starting"
 
     def find(self, who: Principal, name: str) -> Sampler:
         """What an id means to somebody.
@@ -76,13 +85,13 @@ class Samplers:
         if found is None:
             raise Refusal(404, f"there is no sampling session {name!r}")
         session, base, path, number, what = found.groups()
-        if base:
-            return Sampler(None, None)
-        if path:
-            try:
+        try:
+            if path:
                 return self.of_path(who, base64.urlsafe_b64decode(path).decode())
-            except (binascii.Error, UnicodeDecodeError):
-                raise Refusal(404, f"there is no sampling session {name!r}") from None
+            if number is None:
+                return Sampler(self._models.base(base64.urlsafe_b64decode(base).decode() if base else None))
+        except (binascii.Error, UnicodeDecodeError):
+            raise Refusal(404, f"there is no sampling session {name!r}") from None
         job = self._models.find(who, f"{session}:train:{number}")
         if what == "live":
             version = self._storage.version(job.id, "latest")
@@ -91,7 +100,7 @@ class Samplers:
             directory = self._models.directory(job) / "checkpoints" / SAMPLER / f"snapshot-{what}"
         if directory is None or not directory.is_dir():
             raise Refusal(404, f"the snapshot of {name!r} is gone; save the weights for sampling again")
-        return Sampler(None, directory)
+        return Sampler(self._models.base_of(job), directory=directory)
 
     def of_path(self, who: Principal, path: str) -> Sampler:
         """What a checkpoint's path means.
@@ -99,7 +108,8 @@ class Samplers:
         Raises:
             Refusal: there is no such checkpoint.
         """
-        return Sampler(path, self._checkpoints.find(who, path).directory)
+        found = self._checkpoints.find(who, path)
+        return Sampler(self._models.base_of(found.job), path, found.directory)
 
     def of(self, who: Principal, wanted: Sample) -> Sampler:
         """What a sample is to come from.
@@ -111,8 +121,7 @@ class Samplers:
             return self.find(who, wanted.sampling_session_id)
         if wanted.model_path is not None:
             return self.of_path(who, wanted.model_path)
-        self._models.check_base(wanted.base_model)
-        return Sampler(None, None)
+        return Sampler(self._models.base(wanted.base_model))
 
     @staticmethod
     def seeded(wanted: Sample) -> Sample:
@@ -134,8 +143,10 @@ class Samplers:
             Refusal, EngineError, ConfigError: it cannot be answered, now or ever, and why.
         """
         for left in reversed(range(_TRIES)):
-            await self._engine.ready.wait()
             sampler = await asyncio.to_thread(self.of, who, wanted)
+            if not (there := self._engine.there[sampler.base]).is_set():
+                await there.wait()
+                sampler = await asyncio.to_thread(self.of, who, wanted)  # what it was may be gone
             try:
                 return await self._answer(who, sampler, wanted)
             except HostGone:  # another one comes
@@ -192,4 +203,5 @@ def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
         prompt_logprobs=bool(wanted.prompt_logprobs or wanted.topk_prompt_logprobs),
         prompt_top=wanted.topk_prompt_logprobs,
         within_room=given.max_tokens is None,
+        base=sampler.base,
     )

@@ -10,7 +10,7 @@ from motet.service.http.depends import Asker
 from motet.service.tinker.models import SESSION
 from motet.service.tinker.parts import FuturesDep, ModelsDep, SamplersDep, new_router
 from motet.service.tinker.requests import CreateSampling, Sample
-from motet.service.tinker.samplers import path_part, sampler_id
+from motet.service.tinker.samplers import base_part, path_part, sampler_id
 
 router = new_router()
 
@@ -22,8 +22,7 @@ def create_sampling_session(
     """Something to sample from: the base, or a checkpoint."""
     if not SESSION.fullmatch(wanted.session_id):
         raise Refusal(404, f"there is no session {wanted.session_id!r}")
-    models.check_base(wanted.base_model)
-    what = "base"
+    what = base_part(models.base(wanted.base_model), models.bases)
     if wanted.model_path is not None:
         samplers.of_path(who, wanted.model_path)
         what = path_part(wanted.model_path)
@@ -36,7 +35,7 @@ def sampler(who: Asker, models: ModelsDep, samplers: SamplersDep, name: str) -> 
     """What a sampling session samples from."""
     found = samplers.find(who, name)
     path = {} if found.model_path is None else {"model_path": found.model_path}
-    return {"sampler_id": name, "base_model": models.base, **path}
+    return {"sampler_id": name, "base_model": found.base, **path}
 
 
 @router.post("/asample")

@@ -41,8 +41,10 @@ def healthz() -> dict[str, str]:
 
 @router.get("/get_server_capabilities")
 def capabilities(who: Asker, models: ModelsDep) -> dict[str, Any]:
-    """The base."""
-    return {"supported_models": [{"model_name": models.base, "trainable": True, "sampleable": True}]}
+    """The bases."""
+    return {
+        "supported_models": [{"model_name": name, "trainable": True, "sampleable": True} for name in models.bases.names]
+    }
 
 
 @router.post("/create_session")

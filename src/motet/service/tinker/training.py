@@ -41,24 +41,24 @@ def _promise(request_id: str, **more: Any) -> dict[str, Any]:
 @router.post("/create_model")
 def create_model(who: Asker, models: ModelsDep, wanted: CreateModel) -> dict[str, Any]:
     """A new adapter."""
-    models.check_base(wanted.base_model)
+    base = models.base(wanted.base_model)
     model_id = models.model_id(wanted.session_id, wanted.model_seq_id)
     answer = {"type": "create_model", "model_id": model_id}
     about = {"user_metadata": wanted.user_metadata}
-    return _promise(
-        models.create(who, model_id, wanted.lora_config or Lora(rank=32), Nothing(answer), about), model_id=model_id
-    )
+    lora = wanted.lora_config or Lora(rank=32)
+    return _promise(models.create(who, model_id, base, lora, Nothing(answer), about), model_id=model_id)
 
 
 @router.post("/get_info")
 def get_info(who: Asker, models: ModelsDep, wanted: OfModel) -> dict[str, Any]:
     """What a model is."""
     job = models.find(who, wanted.model_id)
-    data = {"arch": "causal-lm", "model_name": models.base, "tokenizer_id": models.tokenizer}
+    base = models.base_of(job)
+    data = {"arch": "causal-lm", "model_name": base, "tokenizer_id": models.bases.tokenizer(base)}
     rank = job.spec["adapter"]["rank"]
     return {
         "type": "get_info", "model_id": wanted.model_id, "model_data": data, "is_lora": True, "lora_rank": rank,
-        "model_name": models.base,
+        "model_name": base,
     }  # fmt: skip
 
 
@@ -165,16 +165,21 @@ def load_weights(
     if wanted.model_id is not None and wanted.seq_id is not None:
         job = models.find(who, wanted.model_id)
         with _refusing(models, job, wanted.seq_id):
-            command = _load(checkpoints.find(who, wanted.path), wanted)
+            source = checkpoints.find(who, wanted.path)
+            if (base := models.base_of(source.job)) != models.base_of(job):
+                raise Refusal(400, f"path: {wanted.path} is of a model on another base, {base!r}")
+            command = _load(source, wanted)
         return _promise(models.order(job, wanted.seq_id, command))
     if wanted.session_id is None or wanted.model_seq_id is None or not SESSION.fullmatch(wanted.session_id):
         raise Refusal(400, "give model_id and seq_id, or session_id and model_seq_id")
-    models.check_base(wanted.base_model)
     source = checkpoints.find(who, wanted.path)
+    base = models.base_of(source.job)
+    if wanted.base_model is not None and models.base(wanted.base_model) != base:
+        raise Refusal(400, f"base_model {wanted.base_model!r} is not the base of {wanted.path}, which is {base!r}")
     lora = Lora(**models.journal(source.job).description()["lora"])
     model_id = models.model_id(wanted.session_id, wanted.model_seq_id)
     about = {"user_metadata": wanted.user_metadata, "from": wanted.path}
-    return _promise(models.create(who, model_id, lora, _load(source, wanted), about), model_id=model_id)
+    return _promise(models.create(who, model_id, base, lora, _load(source, wanted), about), model_id=model_id)
 
 
 def _load(source: Checkpoint, wanted: LoadWeights) -> Load:

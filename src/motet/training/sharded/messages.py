@@ -63,11 +63,20 @@ class Part(msgspec.Struct, frozen=True):
     """Fields of the algorithm whose loss it is; None where there is no backward pass."""
     denominator: float
     temperature: float
+    share_prefixes: bool
 
     @classmethod
     def of(cls, place: int, segment: Segment, algorithm: dict[str, Any] | None) -> Part:
         """A segment of a batch as its rank gets it."""
-        return cls(place, segment.adapter, segment.samples, algorithm, segment.denominator, segment.temperature)
+        return cls(
+            place,
+            segment.adapter,
+            segment.samples,
+            algorithm,
+            segment.denominator,
+            segment.temperature,
+            segment.share_prefixes,
+        )
 
 
 class Train(Message, frozen=True):

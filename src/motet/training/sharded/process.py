@@ -118,6 +118,7 @@ def _batch(parts: tuple[m.Part, ...]) -> Batch:
                 None if part.algorithm is None else _ALGORITHM.validate_python(part.algorithm),
                 part.denominator,
                 part.temperature,
+                part.share_prefixes,
             )
             for part in parts
         )

@@ -1,0 +1,121 @@
+"""Which host has which job: `placement` asked about the hosts that are there, and its answers remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from motet.cluster import messages as m
+from motet.cluster.host import Host
+from motet.cluster.placement import HostLoad, moved, placed, speeds
+from motet.runtime.slots import FREE, Claim, Rule
+from motet.types import JobState
+
+_OPEN = (JobState.QUEUED, JobState.RUNNING)
+
+
+@dataclass
+class Assigned:
+    """A job that a host has."""
+
+    claim: Claim
+    host: Host
+    state: JobState = JobState.QUEUED
+    to: Host | None = None
+    """For which host it was asked to let it go."""
+
+
+class Assignments:
+    """The jobs that hosts have, and the rules of their tenants."""
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._hosts = hosts
+        self._jobs: dict[str, Assigned] = {}
+        self.rules: dict[str, Rule] = {}
+
+    def get(self, job: str) -> Assigned | None:
+        """What is known of a job that a host has."""
+        return self._jobs.get(job)
+
+    def on(self, host: Host) -> int:
+        """How many jobs a host has."""
+        return sum(job.host is host for job in list(self._jobs.values()))
+
+    def tenants(self) -> set[str]:
+        """Who has jobs that run or want to."""
+        return {job.claim.tenant for job in self._jobs.values() if job.state in _OPEN}
+
+    def place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> Host | None:
+        """Choose the host of a job and count it in the loads; None while none can take it, or where one has it."""
+        name = str(message.job["name"])
+        self.rules[message.tenant] = message.rule
+        if name in self._jobs:
+            return None
+        claim = Claim(name, message.tenant, slots=message.slots, base=message.base)
+        runs = message.wanted == "run"
+        number = placed(claim, list(loads.values()), self.rules if runs else {})
+        if number is None:
+            return None
+        host = self._hosts[number]
+        if runs:
+            loads[number] = replace(loads[number], waiting=(*loads[number].waiting, claim))
+        self._jobs[name] = Assigned(claim, host, JobState.QUEUED if runs else JobState.PAUSED)
+        return host
+
+    def forget(self, job: str) -> None:
+        """No host has a job any more."""
+        self._jobs.pop(job, None)
+
+    def forget_all_on(self, host: Host) -> None:
+        """A host has no job any more."""
+        for name in [name for name, job in self._jobs.items() if job.host is host]:
+            del self._jobs[name]
+
+    def moved_on(self, host: Host, event: m.JobEvent) -> None:
+        """A job has another state on its host."""
+        job, state = self._jobs.get(event.job), JobState(event.data["state"])
+        if job is not None and job.host is host:
+            job.state = state
+            if state.final:
+                del self._jobs[event.job]
+
+    def released(self, host: Host, job: str) -> bool:
+        """A host has let a job go; False where it had it no more."""
+        assigned = self._jobs.get(job)
+        if assigned is None or assigned.host is not host:
+            return False
+        del self._jobs[job]
+        return True
+
+    def has_to_wait(self, job: Assigned) -> bool:
+        """Whether a paused job cannot go on, because its tenant has as many out as may run."""
+        return job.state is JobState.PAUSED and placed(job.claim, list(self.loads().values()), self.rules) is None
+
+    def moves(self) -> Iterator[tuple[Host, str]]:
+        """Jobs that hosts are to let go, until all are as even as they can be once those have moved."""
+        while (move := moved(list(self.loads().values()))) is not None:
+            self._jobs[move.job].to = self._hosts[move.to]
+            yield self._jobs[move.job].host, move.job
+
+    def loads(self) -> dict[int, HostLoad]:
+        """Of the hosts that are there; jobs that are paused, and not by a rule that is lifted by itself, want no slot."""
+        hosts = [host for host in self._hosts if host.ready]
+        running, waiting, coming = ({host.number: list[Claim]() for host in hosts} for _ in range(3))
+        for job in self._jobs.values():
+            held = job.state is JobState.PAUSED and self.rules.get(job.claim.tenant, FREE).hold
+            if job.to is not None:
+                whose, there = coming, job.to if job.to.ready else job.host
+            else:
+                whose, there = running if job.state is JobState.RUNNING else waiting, job.host
+            if there.ready and (job.to is not None or held or job.state in _OPEN):
+                whose[there.number].append(job.claim)
+        fast: dict[int, float] = {}
+        for base in {host.base for host in hosts}:
+            fast |= speeds({host.number: host.speed for host in hosts if host.base == base})
+        return {
+            host.number: HostLoad(
+                host.number, host.slots, tuple(running[host.number]), tuple(waiting[host.number]),
+                tuple(coming[host.number]), fast[host.number], host.base,
+            )
+            for host in hosts
+        }  # fmt: skip

@@ -1,0 +1,37 @@
+"""What a service hears of the steps of one job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.job import JobObserver
+
+
+class EveryStep:
+    """An observer that leaves no step out: before a step come those that another process committed and did not send."""
+
+    def __init__(self, directory: JobDirectory, first_step: int, observe: JobObserver) -> None:
+        """Send what is committed from `first_step` on; a process that was cut off may commit more after this."""
+        self._directory, self._next, self._observe = directory, first_step, observe
+        self._send_committed()
+
+    def __call__(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Take in what happens to the job."""
+        if kind == "step":
+            step = int(data["step"])
+            if step > self._next:
+                self._send_committed(before=step)
+            self._next = step + 1
+        self._observe(kind, data)
+
+    def _send_committed(self, before: float = math.inf) -> None:
+        if (committed := self._directory.newest()) is None:
+            return
+        tokens = self._directory.read_tokens(committed)
+        for record in self._directory.read_metrics(committed):
+            if self._next <= (step := int(record["step"])) < before:
+                self._next = step + 1
+                self._observe("step", {**record, **tokens.get(step, {})})

@@ -1,0 +1,96 @@
+"""The bases of a service: what each is, and how jobs, adapters and clients name it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from motet.errors import ConfigError
+
+SMALL_BASE = Path(__file__).parents[1] / "assets" / "small-base"
+
+
+class Bases:
+    """One or several bases by name; a single one has what it is (`small`, a hub id, a path) as its name."""
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        """`places` says what each base is; the first is meant where none is named."""
+        self._places = dict(places)
+
+    @property
+    def first(self) -> str:
+        """The name of the base that is meant where none is named."""
+        return next(iter(self._places))
+
+    @property
+    def names(self) -> list[str]:
+        """All names, the first base's first."""
+        return list(self._places)
+
+    @property
+    def several(self) -> bool:
+        """Whether it has to be said which."""
+        return len(self._places) > 1
+
+    def place(self, name: str) -> str:
+        """What a base is: `small`, a hub id, a directory or a file."""
+        return self._places[name]
+
+    def tokenizer(self, name: str) -> str:
+        """What `transformers.AutoTokenizer` finds its tokenizer under."""
+        return str(SMALL_BASE) if self.place(name) == "small" else self.place(name)
+
+    def find(self, given: str | None) -> str | None:
+        """The name of the base that somebody means by its name, by what it is, or by naming none; None where it is not here."""
+        if given is None or given == "base":
+            return self.first
+        if given in self._places:
+            return given
+        return next((name for name, place in self._places.items() if place == given), None)
+
+    def named(self, given: object) -> str:
+        """The same.
+
+        Raises:
+            ConfigError: there is no such base here, and which there are.
+        """
+        name = self.find(given) if given is None or isinstance(given, str) else None
+        if name is None:
+            raise ConfigError(f"base: {given!r:.200} is not served here; there {self.listed}")
+        return name
+
+    def of(self, stored: str | None) -> str:
+        """The base of a job or an adapter that was stored under a name; a single base is that of all.
+
+        Raises:
+            ConfigError: it is not served any more.
+        """
+        if not self.several:
+            return self.first
+        name = self.find(stored)
+        if name is None:
+            raise ConfigError(
+                f"its base {stored!r} is not served any more; whoever runs the service puts it back under `bases`"
+            )
+        return name
+
+    def shown(self, stored: str | None) -> str | None:
+        """What people are told of where something stored belongs; None where there is one base alone."""
+        return (stored or self.first) if self.several else None
+
+    def alike(self, given: str) -> str | None:
+        """The base that a client means by a path of its own machine, or by the last part of a name, where it is one alone."""
+        found = [name for name in self._places if given in self._called(name)]
+        if not found and Path(given).is_absolute():
+            last = Path(given).name
+            found = [name for name in self._places if last in {Path(one).name for one in self._called(name)}]
+        return found[0] if len(found) == 1 else None
+
+    def _called(self, name: str) -> set[str]:
+        place = self._places[name]
+        return {name, place, self.tokenizer(name), Path(place).name}
+
+    @property
+    def listed(self) -> str:
+        """All names, for a person."""
+        return ("are " if self.several else "is ") + ", ".join(map(repr, self._places))

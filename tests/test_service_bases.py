@@ -1,0 +1,374 @@
+"""One service over several bases: each job on the base it names, with the bytes of that base alone, whatever dies."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil  # type: ignore[import-untyped]
+import pytest
+import yaml
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+import motet
+from motet import budgets
+from motet.client import Client
+from motet.cluster.messages import Start
+from motet.cluster.placement import HostLoad, Move, moved, placed
+from motet.cluster.starts import launcher, starts_of
+from motet.config.engine import ClusterConfig, EngineConfig
+from motet.config.rollout import RolloutConfig
+from motet.config.service import ANY_SIZE, ServiceConfig
+from motet.errors import ConfigError
+from motet.jobfile import load_service
+from motet.runtime.slots import Claim, Rule
+from motet.service.bases import SMALL_BASE, Bases
+from motet.service.tinker.parts import PREFIX
+from tests.commands import Motet
+from tests.house import House, open_house
+from tests.service_run import Json, Service, serving, tiny
+from tests.tinker_run import job_of, run_script
+
+ENGINE = {"samplers": 0, "threads": 1}
+JOBS = {"a": "small", "b": "twin", "c": "small", "d": "twin"}
+"""Jobs, and their bases."""
+ASKED: Any = [{"role": "user", "content": "Sort the letters of DCBA."}]
+
+
+def job(name: str) -> Json:
+    """Of some seconds."""
+    return tiny(name, steps=6, optimizer={"lr": 1e-3})
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small base with one weight changed: an adapter of either fits both, and no answer is the same."""
+    place = tmp_path_factory.mktemp("bases") / "twin-base"
+    shutil.copytree(SMALL_BASE, place)
+    (file,) = place.glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.norm.weight"] *= 1.25
+    save_file(weights, file, {"format": "pt"})
+    return place
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, twin: Path) -> dict[str, bytes]:
+    """Each job's adapter, by `motet run` on its base."""
+    made: dict[str, bytes] = {}
+    for base, place in (("small", "small"), ("twin", str(twin))):
+        jobs = [job(name) for name, its in JOBS.items() if its == base]
+        run = motet.run(jobs, base=place, directory=tmp_path_factory.mktemp("alone"), engine=ENGINE, quiet=True)
+        made |= {name: (one.adapter / "adapter_model.safetensors").read_bytes() for name, one in run.jobs.items()}
+    assert len(set(made.values())) == len(JOBS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, twin: Path) -> Iterator[Service]:
+    """Two hosts of the small base and one of its twin."""
+    config = tmp_path_factory.mktemp("served") / "bases.yaml"
+    bases = {"small": {"base": "small", "hosts": 2}, "twin": str(twin)}
+    config.write_text(yaml.safe_dump({"engine": ENGINE, "bases": bases}))
+    with serving(config.parent / "service", "--config", str(config), keys=True, base=None) as found:
+        found.become(found.admin_key)
+        found.until(lambda: not found.ask("GET", "/readyz")["message"])
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tenants(service: Service) -> dict[str, str]:
+    """A key of each of two tenants."""
+    return {
+        tenant: service.ask("POST", "/v1/keys", json={"tenant": tenant, "name": tenant, "role": "member"})["key"]
+        for tenant in ("ann", "ben")
+    }
+
+
+def hosts_now(service: Service) -> dict[str, int]:
+    """Which host has each job that runs, as an admin sees it."""
+    running = [one for one in service.ask("GET", "/v1/jobs")["data"] if one["progress"] is not None]
+    return {one["name"]: one["progress"]["host"] for one in running}
+
+
+@dataclass
+class Story:
+    """Which host had each job before one host died, and which have had it since."""
+
+    first: dict[str, int]
+    since: dict[str, set[int]]
+
+
+@pytest.fixture(scope="module")
+def story(service: Service, tenants: dict[str, str]) -> Story:
+    """The jobs of two tenants from their start to their end, while a host of the small base dies in mid-step."""
+    for name, base in JOBS.items():
+        service.become(tenants["ann" if name in "ab" else "ben"])
+        assert service.submit({**job(name), **({} if base == "small" else {"base": base})})["base"] == base
+    service.become(service.admin_key)
+    service.until(lambda: len(hosts_now(service)) == len(JOBS))
+    story = Story(hosts_now(service), {name: set() for name in JOBS})
+    service.reaches("c", 1)
+    psutil.Process(int((service.directory / "run" / f".lock.host-{story.first['c']}").read_text())).kill()
+
+    def ended() -> bool:
+        for name, host in hosts_now(service).items():
+            story.since[name].add(host)
+        return all(service.job(name)["ended"] for name in JOBS)
+
+    service.until(ended)
+    return story
+
+
+def test_each_job_trains_on_its_base_and_a_host_that_dies_loses_nothing(
+    service: Service, story: Story, alone: dict[str, bytes]
+) -> None:
+    service.become(service.admin_key)
+    for name, base in JOBS.items():
+        assert service.job(name)["state"] == "succeeded", service.job(name)["message"]
+        assert service.weights(name) == alone[name], f"not the bytes of {base} alone"
+        assert {story.first[name], *story.since[name]} <= ({2} if base == "twin" else {0, 1})
+    assert {story.first["a"], story.first["c"]} == {0, 1}
+    assert service.states("c").count("running") >= 2
+    service.until(lambda: starts(service)[str(story.first["c"])] == ("small", 2.0))
+    assert starts(service)["2"][0] == "twin"
+
+
+def starts(service: Service) -> dict[str, tuple[str, float]]:
+    """The base of each host, and how often it was started."""
+    found = re.findall(r'^motet_engine_starts\{base="(\w+)",host="(\d)"\} (\S+)$', service.get("/metrics").text, re.M)
+    return {host: (base, float(count)) for base, host, count in found}
+
+
+def test_a_base_whose_only_host_dies_waits_for_it_and_others_go_on(
+    service: Service, tenants: dict[str, str], twin: Path, tmp_path: Path
+) -> None:
+    service.become(tenants["ann"])
+    service.submit({**job("long"), "name": "long", "base": "twin"})
+    service.become(service.admin_key)
+    service.until(lambda: "long" in hosts_now(service))
+    service.reaches("long", 1)
+    psutil.Process(int((service.directory / "run" / ".lock.host-2").read_text())).kill()
+    service.until(lambda: "twin" in service.ask("GET", "/readyz")["message"], 30)
+    said = {"model": "small", "messages": ASKED, "max_tokens": 4, "temperature": 0}
+    assert service.ask("POST", "/v1/chat/completions", json=said)["choices"]
+    service.refused(503, "POST", "/v1/chat/completions", json={**said, "model": "twin"})
+    assert service.ended("long") == "succeeded", service.job("long")["message"]
+    run = motet.run([job("long")], base=str(twin), directory=tmp_path, engine=ENGINE, quiet=True)
+    assert service.weights("long") == (run.jobs["long"].adapter / "adapter_model.safetensors").read_bytes()
+
+
+def test_models_answer_on_their_own_base(
+    service: Service, tenants: dict[str, str], story: Story, twin: Path, tmp_path: Path
+) -> None:
+    """What they say is what a service says that has that base alone."""
+    service.become(service.admin_key)
+
+    def said(url: str, key: str, model: str) -> tuple[str, list[float]]:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+        answer: Any = client.chat.completions.create(
+            model=model,
+            messages=ASKED,
+            max_tokens=12,
+            seed=7,
+            logprobs=True,
+        )
+        choice = answer.choices[0]
+        return choice.message.content, [token.logprob for token in choice.logprobs.content]
+
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=tenants["ann"])
+    models = {one.id: getattr(one, "base", None) for one in client.models.list()}
+    assert [models["small"], models["twin"], models["a@latest"], models["b@latest"]] == [None, None, "small", "twin"]
+    assert "c@best" not in models
+    here = {name: said(service.url, tenants["ann"], name) for name in ("small", "twin", "a@latest", "b@latest")}
+    assert len({str(one) for one in here.values()}) == 4
+    saved = service.adapter("b")
+    with serving(tmp_path / "solo", "--base", str(twin)) as solo:
+        assert here["twin"] == said(solo.url, "none", str(twin))
+        (tmp_path / "b").mkdir()
+        for file, content in saved.items():
+            (tmp_path / "b" / file).write_bytes(content)
+        with Client(solo.url) as pushed:
+            pushed.push(tmp_path / "b", "b")
+        assert here["b@latest"] == said(solo.url, "none", "b")
+
+
+def test_people_see_and_choose_the_base(
+    service: Service,
+    tenants: dict[str, str],
+    story: Story,
+    twin: Path,
+    tmp_path: Path,
+    says: Motet,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service.become(tenants["ann"])
+    monkeypatch.setenv("MOTET_URL", service.url)
+    monkeypatch.setenv("MOTET_API_KEY", tenants["ann"])
+    _, shown, _ = says("ls")
+    assert re.search(r"\bbase\b", shown)
+    assert re.search(r"^ *b .*twin", shown, re.M)
+    assert "base      twin" in says("show", "b")[1]
+    file = tmp_path / "jobs.yaml"
+    for base, name in ((str(twin), "by-path"), ("twin", "by-name")):
+        file.write_text(yaml.safe_dump({"base": base, "jobs": [tiny(name, steps=1)]}))
+        assert says("submit", file)[0] == 0
+        assert service.job(name)["base"] == "twin"
+    file.write_text(yaml.safe_dump({"base": "other", "jobs": [tiny("no", steps=1)]}))
+    code, _, refused = says("submit", file)
+    assert code
+    assert "'small', 'twin'" in refused
+
+    start = {"init": "b@latest", **{name: service.job("b")["spec"]["adapter"][name] for name in ("rank", "alpha")}}
+    on = service.refused(400, "POST", "/v1/jobs", json=tiny("wrong", adapter=start))["message"]
+    assert "'b@latest' is an adapter on the base 'twin', and the job is for 'small'" in on
+    service.submit({**tiny("right", adapter=start), "base": "twin"})
+    for name in ("right", "by-path", "by-name"):
+        assert service.ended(name) == "succeeded", service.job(name)["message"]
+
+
+def test_the_tinker_client_trains_and_samples_on_the_base_it_names(service: Service, tenants: dict[str, str]) -> None:
+    found = run_script(service, "two_bases", tenants["ben"])
+    assert found["supported"] == ["small", "twin"]
+    assert found["bases"] == {"small": "small", "twin": "twin"}
+    assert found["sampled"]["small"] != found["sampled"]["twin"]
+    assert found["adapted"]["small"] != found["adapted"]["twin"]
+    assert "is of a model on another base, 'small'" in found["across"]
+    service.become(tenants["ben"])
+    for base, model in found["models"].items():
+        assert service.job(job_of(model))["base"] == base
+
+
+# --- names and bounds, without an engine ------------------------------------------------------------------------------------
+
+TWO: Json = {"small": "small", "twin": {"base": "/models/twin", "slots": 4}}
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """The routes of a service with two bases."""
+    with open_house(tmp_path_factory.mktemp("house"), bases=TWO) as found:
+        yield found
+
+
+def test_a_job_is_on_the_base_it_names_or_on_the_first(house: House) -> None:
+    asked = {None: "small", "small": "small", "twin": "twin", "/models/twin": "twin"}
+    for number, (given, base) in enumerate(asked.items()):
+        tree = {**tiny(f"on-{number}"), **({} if given is None else {"base": given})}
+        assert house.ask("POST", "/v1/jobs", json=tree).json()["base"] == base
+    for odd in ("other", "", 5, ["twin"], {"twin": 1}):
+        message = house.refused(400, "POST", "/v1/jobs", json=tiny("odd", base=odd))["message"]
+        assert message.endswith("is not served here; there are 'small', 'twin'")
+    text = {"text": yaml.safe_dump({"base": "twin", "jobs": [tiny("one"), tiny("two")]})}
+    assert [one["base"] for one in house.ask("POST", "/v1/check", json=text).json()["jobs"]] == ["twin", "twin"]
+    assert house.ask("GET", "/readyz").json()["bases"] == {"small": "small", "twin": "/models/twin"}
+
+
+def test_a_fine_tuning_goes_on_where_its_model_is(house: House) -> None:
+    file = house.ask("POST", "/v1/files", files={"file": ("r.jsonl", CHATS)}).json()["id"]
+    for number, (model, base) in enumerate({"small": "small", "twin": "twin", "ended@best": "small"}.items()):
+        body = {"model": model, "training_file": file, "suffix": f"ft{number}"}
+        made = house.ask("POST", "/v1/fine_tuning/jobs", json=body).json()
+        assert house.ask("GET", f"/v1/jobs/{made['id']}").json()["base"] == base
+    refused = house.refused(400, "POST", "/v1/fine_tuning/jobs", json={"model": "other", "training_file": file})
+    assert "name a base (small, twin)" in refused["message"]
+
+
+CHATS = b'{"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}\n' * 2
+
+
+def test_a_model_of_a_client_is_on_the_base_it_names(house: House) -> None:
+    session = house.ask("POST", f"{PREFIX}/create_session", json={"tags": []}).json()["session_id"]
+    names = {0: ("twin", "twin"), 1: ("/home/ann/models/twin", "twin"), 2: ("base", "small"), 3: ("small", "small")}
+    for number, (given, base) in names.items():
+        body = {"session_id": session, "model_seq_id": number, "base_model": given, "lora_config": {"rank": 4}}
+        model = house.ask("POST", f"{PREFIX}/create_model", json=body).json()["model_id"]
+        info = house.ask("POST", f"{PREFIX}/get_info", json={"model_id": model}).json()
+        assert info["model_name"] == base
+        assert info["model_data"]["tokenizer_id"] == (str(SMALL_BASE) if base == "small" else "/models/twin")
+        assert house.ask("GET", f"{PREFIX}/training_runs/{model}").json()["base_model"] == base
+        body = {"session_id": session, "sampling_session_seq_id": number, "base_model": given}
+        sampler = house.ask("POST", f"{PREFIX}/create_sampling_session", json=body).json()["sampling_session_id"]
+        assert house.ask("GET", f"{PREFIX}/samplers/{sampler}").json()["base_model"] == base
+    body = {"session_id": session, "model_seq_id": 9, "base_model": "other"}
+    assert "'small' or 'twin'" in house.refused(400, "POST", f"{PREFIX}/create_model", json=body)["message"]
+
+
+def test_one_base_is_as_it_always_was(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:
+        assert house.ask("GET", "/readyz").json()["bases"] == {}
+        assert house.ask("GET", "/v1/models").json()["data"][0] == {
+            "id": "small", "object": "model", "created": 0, "owned_by": "motet",
+        }  # fmt: skip
+        assert house.ask("POST", "/v1/jobs", json=tiny("one", base="small")).json()["base"] is None
+        assert 'base="' not in house.ask("GET", "/metrics", "admin").text
+        refused = house.refused(400, "POST", "/v1/jobs", json=tiny("other", base="other"))["message"]
+        assert refused == "base: 'other' is not served here; there is 'small'"
+
+
+def test_a_job_whose_base_is_not_served_any_more_says_so() -> None:
+    assert Bases({"moved": "/models/a"}).of("/models/b") == "moved"
+    several = Bases({"a": "/models/a", "b": "/models/b"})
+    assert [several.of(None), several.of("b"), several.of("/models/b")] == ["a", "b", "b"]
+    with pytest.raises(ConfigError, match="'c' is not served any more"):
+        several.of("c")
+    alike = Bases({"a": "/models/x", "b": "/other/x"})
+    assert (alike.alike("/home/x"), alike.alike("/models/x")) == (None, "a")
+
+
+def test_hosts_of_other_bases_take_no_job_and_count_for_limits() -> None:
+    mine, other = Claim("mine", "ann", base="b"), Claim("other", "ann", base="a")
+    full = HostLoad(1, 1, running=(Claim("x", "ben", base="b"), Claim("y", "ben", base="b")), base="b")
+    idle = HostLoad(0, 8, base="a")
+    assert placed(mine, [idle, full], {}) == 1
+    assert placed(mine, [idle], {}) is None
+    assert placed(mine, [HostLoad(0, 8, running=(other,), base="a"), full], {"ann": Rule(running=1)}) is None
+    assert moved([idle, full]) is None
+    second = HostLoad(2, 4, base="b")
+    assert moved([idle, full, second]) == Move("y", 1, 2)
+
+
+def test_hosts_of_all_bases_share_the_machine(tmp_path: Path, says: Motet) -> None:
+    config = ServiceConfig.model_validate(
+        {"engine": {"slots": 3, "kv_memory_fraction": 0.4}, "bases": {"a": {"base": "/a", "hosts": 2}, "b": "/b"}}
+    )
+    start = Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
+    made = starts_of([(start, one.engine) for one in config.bases.values()], RolloutConfig())
+    assert [one.host for one in made] == [0, 1, 2]
+    engines = [EngineConfig.model_validate(one.engine) for one in made]
+    assert {one.threads for one in engines} == {max(1, budgets.cores() // 3)}
+    assert [round(one.kv_memory_fraction, 3) for one in engines] == [0.133] * 3
+    assert {one.slots for one in engines} == {3}
+    servers = RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"])
+    with pytest.raises(ConfigError, match="there are 2 bases"):
+        starts_of([(start, EngineConfig()), (start, EngineConfig())], servers)
+    with pytest.raises(ConfigError, match=r"set engine\.threads"):
+        launcher(ClusterConfig(launcher="ray"), EngineConfig(threads=1), EngineConfig())
+    for odd in ({"base": "small"}, {"a b": "small"}, {"a": {"hosts": 2}}, {"a": {"base": "x", "nonsense": 1}}):
+        with pytest.raises(ValidationError):
+            ServiceConfig.model_validate({"bases": odd})
+    file = tmp_path / "service.yaml"
+    (tmp_path / "models" / "b").mkdir(parents=True)
+    file.write_text("bases: {a: small, b: ./models/b}")
+    assert [one.base for one in load_service(file).bases.values()] == ["small", str(tmp_path / "models" / "b")]
+    with pytest.raises(ConfigError, match="--hosts is for one base"):
+        load_service(file, hosts=2)
+    assert "--base is for one base" in says("serve", "--base", "small", "--config", file)[2]
+    assert "name what to serve" in says("serve")[2]
+
+
+def test_an_adapter_is_brought_to_the_base_it_names(house: House) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        archive.addfile(tarfile.TarInfo("x/adapter_config.json"))
+    files = {"file": ("a.tar.gz", packed.getvalue())}
+    refused = house.refused(400, "POST", "/v1/adapters?base=other", files=files)["message"]
+    assert "there are 'small', 'twin'" in refused
