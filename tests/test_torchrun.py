@@ -72,7 +72,7 @@ def ranks(nodes: list[subprocess.Popen[bytes]]) -> list[Any]:
     return sorted(found, key=lambda process: int(process.environ()["RANK"]))
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_process_of_one_of_two_nodes_that_dies_changes_no_byte(
     rank: int, nodes: list[subprocess.Popen[bytes]], tmp_path: Path, alone: bytes
 ) -> None:
@@ -80,7 +80,7 @@ def test_a_process_of_one_of_two_nodes_that_dies_changes_no_byte(
     ranks(nodes)[rank].send_signal(signal.SIGKILL)
     assert [node.wait(180) for node in nodes] == [0, 0], (tmp_path / "log").read_text()
     assert weights(tmp_path / "run") == alone
-    assert (tmp_path / "log").read_text().count("trained over 2 processes") == 2, "it was started once more"
+    assert (tmp_path / "log").read_text().count("loading small") == 2, "it was started once more"
 
 
 @pytest.mark.soak
@@ -108,7 +108,7 @@ def test_whoever_interrupts_torchrun_has_what_was_done_saved(tmp_path: Path, alo
 )
 def test_what_does_not_fit_together_is_told(changed: Json, there: bool, words: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "motet", "run", str(file(tmp_path, **changed))]
-    torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"} if there else {}
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"} if there else {}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, **torchrun, "COLUMNS": "500"}
     )

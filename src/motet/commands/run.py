@@ -41,10 +41,7 @@ def run_file(
         config = config.model_copy(update={"run": str(directory)})
     if ray is not None:
         config = config.model_copy(update={"cluster": ClusterConfig(launcher="ray", address=ray)})
-    if _rank_of_torchrun(config.cluster) > 0:
-        from motet.training.sharded.torchrun import take_part
-
-        take_part()
+    _be_the_rank_that_torchrun_wants(config.cluster)
     console = Console(emoji=False)
     console.print(f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …")
     view = make_view(console, config.base)
@@ -86,8 +83,8 @@ def run_file(
     return _farewell(console, result)
 
 
-def _rank_of_torchrun(cluster: ClusterConfig) -> int:
-    """Which of torchrun's processes this is; 0 without it.
+def _be_the_rank_that_torchrun_wants(cluster: ClusterConfig) -> None:
+    """Only the first of torchrun's processes returns.
 
     Raises:
         ConfigError: torchrun is there and not meant, or the other way round.
@@ -100,7 +97,10 @@ def _rank_of_torchrun(cluster: ClusterConfig) -> int:
             else "torchrun has started this: set cluster.launcher to torchrun and engine.shard to its processes, or start "
             "`motet run` without it"
         )
-    return int(os.environ["RANK"]) if there else 0
+    if there and os.environ["RANK"] != "0":
+        from motet.training.sharded.torchrun import take_part
+
+        take_part()
 
 
 def _print_notes(console: Console, notes: Sequence[str], printed: list[str]) -> None:

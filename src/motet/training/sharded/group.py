@@ -100,12 +100,9 @@ class RankGroup:
         self._closing = False
         self._lock = threading.Lock()
         self._files = tempfile.TemporaryDirectory(prefix="motet-ranks-")
-        found = (
-            [OwnProcess(log) for _ in range(join.n_ranks)]
-            if others is None
-            else [OwnProcess(log), *others(join.n_ranks)]
-        )
-        self._ranks = [_Rank(rank, link, self._ended) for rank, link in enumerate(found)]
+        links: list[Link] = [] if others is None else list(others(join.n_ranks))
+        links = [*(OwnProcess(log) for _ in range(join.n_ranks - len(links))), *links]
+        self._ranks = [_Rank(rank, link, self._ended) for rank, link in enumerate(links)]
         meeting = join.meeting or str(Path(self._files.name) / "meeting")
         try:
             answers = self.ask({rank: replace(join, rank=rank, meeting=meeting) for rank in range(join.n_ranks)})

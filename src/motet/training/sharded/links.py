@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import IO, Protocol
 
 from motet.channel import encode
 from motet.training.sharded.messages import Leave
@@ -21,10 +21,13 @@ _END_SECONDS = 5.0
 class Link(Protocol):
     """A rank's two streams, and its end."""
 
-    lines: BinaryIO
-    """What it sends."""
-    out: BinaryIO
-    """What it is sent; it ends when this does."""
+    @property
+    def lines(self) -> IO[bytes]:
+        """What it sends."""
+
+    @property
+    def out(self) -> IO[bytes]:
+        """What it is sent; it ends when this does."""
 
     def how_it_ended(self) -> str:
         """Wait for its end: `exit status 1`."""
@@ -51,7 +54,8 @@ class OwnProcess:
             )  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self.out, self.lines = self._process.stdin, self._process.stdout
+        self.out: IO[bytes] = self._process.stdin
+        self.lines: IO[bytes] = self._process.stdout
         self.pid = self._process.pid
 
     def how_it_ended(self) -> str:
@@ -80,7 +84,8 @@ class Connected:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self.out, self.lines = connection.makefile("wb"), connection.makefile("rb")
+        self.out: IO[bytes] = connection.makefile("wb")
+        self.lines: IO[bytes] = connection.makefile("rb")
 
     def how_it_ended(self) -> str:
         """Nobody here can know."""

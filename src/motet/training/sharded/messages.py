@@ -26,7 +26,7 @@ class Join(Message, frozen=True):
     n_ranks: int
     rank: int = 0
     meeting: str = ""
-    """Where the ranks find each other: a file that does not exist yet, or an `init_method` of torch."""
+    """Where the ranks find each other: a file that does not exist yet, or an address that the first of them listens at."""
     kind: str = "cpu"
     """Of the ranks' devices."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 from torch import distributed
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from motet.algorithms.algorithm import Algorithm
@@ -42,7 +43,7 @@ def join(message: m.Join) -> RankTrainer:
     torch.set_num_threads(message.threads)
     distributed.init_process_group(
         "gloo",
-        init_method=message.meeting if "://" in message.meeting else f"file://{message.meeting}",
+        store=_store(message),
         rank=message.rank,
         world_size=message.n_ranks,
         timeout=_PATIENCE,
@@ -58,6 +59,14 @@ def join(message: m.Join) -> RankTrainer:
         shards=Shards(init_device_mesh(message.kind, (message.n_ranks,))),
     )
     return RankTrainer(base, slots=message.slots, recompute=message.recompute)
+
+
+def _store(message: m.Join) -> FileStore | TCPStore:
+    """Where the ranks find each other. Not by `init_method`, which under torchrun means torchrun's own store."""
+    host, _, port = message.meeting.rpartition(":")
+    if host:
+        return TCPStore(host, int(port), message.n_ranks, is_master=message.rank == 0)
+    return FileStore(message.meeting, message.n_ranks)
 
 
 def joined(trainer: RankTrainer) -> m.Joined:

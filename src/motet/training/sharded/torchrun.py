@@ -11,11 +11,12 @@ import os
 import secrets
 import signal
 import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 
 from msgspec.structs import replace
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from motet.channel import Parent
 from motet.errors import ConfigError, EngineError
@@ -24,29 +25,39 @@ from motet.training.sharded.group import RankGroup
 from motet.training.sharded.links import Connected
 from motet.training.sharded.process import serve
 
+_KEY = "motet/first"
+"""In torchrun's store: the port at which the first process listens, and what to say there."""
 _CONNECT_SECONDS = 300.0
+_LOOK_SECONDS = 0.2
 
 
-def group_of_torchrun(join: m.Join, log: Path | None = None) -> RankGroup:
-    """As `RankGroup`, in the first process of torchrun, over ranks in all of them."""
-    return RankGroup(replace(join, meeting="env://"), log, _connected)
-
-
-def _connected(n_ranks: int) -> list[Connected]:
-    """All ranks but the first, in their order.
+def rank_group(join: m.Join, log: Path, *, of_torchrun: bool) -> RankGroup:
+    """Ranks that are started here, or, in the first process of torchrun, those in all of them.
 
     Raises:
+        BaseModelError: the base cannot be used.
+        RankGone: a rank ended.
         ConfigError: torchrun has started another number of processes.
         EngineError: one does not connect.
     """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != n_ranks:
+    if not of_torchrun:
+        return RankGroup(join, log)
+    started, host = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+    if started != join.n_ranks:
         raise ConfigError(
-            f"engine.shard is {n_ranks}, and torchrun has started {started} processes: set both to the same number"
+            f"engine.shard is {join.n_ranks}, and torchrun has started {started} processes: set both to the same number"
         )
+    # not torchrun's own store: where it starts everything anew, what the ranks before said may still be in there
+    with socket.create_server((host, 0)) as free:
+        meeting = f"{host}:{free.getsockname()[1]}"
+    return RankGroup(replace(join, meeting=meeting), log, _connected)
+
+
+def _connected(n_ranks: int) -> list[Connected]:
+    """All ranks but the first, in their order."""
     token, found = secrets.token_hex(16), dict[int, Connected]()
     with socket.create_server((os.environ["MASTER_ADDR"], 0)) as server:
-        _store().set(_key(), f"{server.getsockname()[1]} {token}")
+        _store().set(_KEY, f"{server.getsockname()[1]} {token}")
         server.settimeout(_CONNECT_SECONDS)
         while len(found) < n_ranks - 1:
             try:
@@ -69,8 +80,17 @@ def take_part() -> None:
     """Be a rank until the first process ends; what torchrun's processes are told by signals is for that one alone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    port, token = _store().get(_key()).decode().split()
-    serve(Parent[m.ToRank].at(f"{os.environ['MASTER_ADDR']}:{port}", f"{token} {os.environ['RANK']}", m.ToRank))
+    serve(_first_process())
+
+
+def _first_process() -> Parent[m.ToRank]:
+    """Connect to it, once it listens: until then there is nothing in the store, or where an earlier one did."""
+    store, host = _store(), os.environ["MASTER_ADDR"]
+    while True:
+        port, token = store.get(_KEY).decode().split()
+        with contextlib.suppress(ConnectionError):
+            return Parent[m.ToRank].at(f"{host}:{port}", f"{token} {os.environ['RANK']}", m.ToRank)
+        time.sleep(_LOOK_SECONDS)
 
 
 def _store() -> TCPStore:
@@ -78,11 +98,6 @@ def _store() -> TCPStore:
     return TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(days=1)
     )
-
-
-def _key() -> str:
-    """Another one each time that torchrun starts its processes anew."""
-    return f"motet/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
 
 
 def _greeted(connection: socket.socket, token: str) -> int | None:
