@@ -130,8 +130,8 @@ def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.Exit
     if engine.shard == 1:
         return load_for(config)
     from motet.training.sharded.base import ShardedBase
-    from motet.training.sharded.group import RankGroup
     from motet.training.sharded.messages import Join
+    from motet.training.sharded.torchrun import rank_group
 
     here = None
     if config.rollout.engine == "embedded":
@@ -146,7 +146,7 @@ def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.Exit
         recompute=engine.recompute,
         n_ranks=engine.shard,
     )
-    group = RankGroup(join, directory.path / "ranks.log")
+    group = rank_group(join, directory.path / "ranks.log", of_torchrun=config.cluster.launcher == "torchrun")
     stack.callback(group.close)
     if here is not None:
         return ShardedBase.beside(here, group)

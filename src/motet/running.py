@@ -93,7 +93,7 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
-    hosted = config.engine.hosts > 1 or config.cluster.launcher != "local"
+    hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
         return _run_on_hosts(config, accept_changes=accept_changes, observe=observe, notify=notify, watch=watch)
     with contextlib.ExitStack() as stack:

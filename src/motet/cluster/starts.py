@@ -103,6 +103,8 @@ def launcher(cluster: ClusterConfig, *engines: EngineConfig) -> Launch | None:
     """
     if cluster.launcher == "local":
         return None
+    if cluster.launcher == "torchrun":
+        raise ConfigError("cluster.launcher torchrun is for `motet run`; for a service leave it out, or use ray")
     if find_spec("ray") is None:
         raise ConfigError("cluster.launcher is ray, which is not installed: pip install 'motet[ray]'")
     if any(not engine.threads or engine.devices for engine in engines):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from motet.config.engine import ClusterConfig
+from motet.errors import ConfigError
 from motet.jobfile import load_jobs
 from motet.launch import Workshop
 from motet.running import RunResult, run_config
@@ -39,6 +41,7 @@ def run_file(
         config = config.model_copy(update={"run": str(directory)})
     if ray is not None:
         config = config.model_copy(update={"cluster": ClusterConfig(launcher="ray", address=ray)})
+    _be_the_rank_that_torchrun_wants(config.cluster)
     console = Console(emoji=False)
     console.print(f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …")
     view = make_view(console, config.base)
@@ -78,6 +81,26 @@ def run_file(
     _print_notes(console, result.notes, printed)
     console.print(summary_table(last, Path(config.run), view.seconds, glyphs_of(console), console.width))
     return _farewell(console, result)
+
+
+def _be_the_rank_that_torchrun_wants(cluster: ClusterConfig) -> None:
+    """Only the first of torchrun's processes returns.
+
+    Raises:
+        ConfigError: torchrun is there and not meant, or the other way round.
+    """
+    there, meant = "TORCHELASTIC_RUN_ID" in os.environ, cluster.launcher == "torchrun"
+    if there != meant:
+        raise ConfigError(
+            "cluster.launcher is torchrun: start it as torchrun --nproc-per-node N -m motet run FILE"
+            if meant
+            else "torchrun has started this: set cluster.launcher to torchrun and engine.shard to its processes, or start "
+            "`motet run` without it"
+        )
+    if there and os.environ["RANK"] != "0":
+        from motet.training.sharded.torchrun import take_part
+
+        take_part()
 
 
 def _print_notes(console: Console, notes: Sequence[str], printed: list[str]) -> None:

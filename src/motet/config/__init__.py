@@ -70,6 +70,15 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _torchrun_starts_one_host(self) -> RunConfig:
+        if self.cluster.launcher == "torchrun" and (self.engine.shard == 1 or self.engine.hosts > 1):
+            raise ValueError(
+                "cluster.launcher torchrun starts the ranks of one host in shards: set engine.shard to as many processes as it "
+                "starts, and leave engine.hosts out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _chains_fit(self) -> RunConfig:
         check_chains(self.jobs)
         return self

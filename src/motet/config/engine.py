@@ -124,9 +124,9 @@ class EngineConfig(Config):
 class ClusterConfig(Config):
     """Where the processes of `engine.hosts` are; the ranks of one in shards are on its node."""
 
-    launcher: Literal["local", "ray"] = "local"
-    """`local` processes of this machine, or processes that Ray places on the nodes of a cluster (`pip install 'motet[ray]'`);
-    all nodes see the run directory under the same path, and each host asks Ray for `engine.threads` cores of one node, times
-    `engine.shard`."""
+    launcher: Literal["local", "ray", "torchrun"] = "local"
+    """`local` processes of this machine; processes that Ray places on the nodes of a cluster (`motet[ray]`), where each host
+    asks for `engine.threads` cores of one node, times `engine.shard`; or the ranks of one host in shards, `torchrun … -m motet
+    run`, as many as `engine.shard`, also on several nodes. All nodes see the run directory under the same path."""
     address: str = "auto"
     """Of the Ray cluster, `HOST:PORT` of its head; `auto` is the one that runs on this machine."""

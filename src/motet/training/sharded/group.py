@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -23,27 +20,18 @@ from motet import errors
 from motet.channel import decode, encode
 from motet.errors import BaseModelError, MotetError, RankGone
 from motet.training.sharded import messages as m
-
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
-_END_SECONDS = 5.0
+from motet.training.sharded.links import Link, OwnProcess
 
 
 class _Rank:
     """One process. Answers come in the order of the messages."""
 
-    def __init__(self, rank: int, log: Path | None, ended: Callable[[int, int], None]) -> None:
-        """`ended` is called once, in another thread, with the rank and its exit status."""
-        self._rank, self._ended = rank, ended
+    def __init__(self, rank: int, link: Link, ended: Callable[[int, str], None]) -> None:
+        """`ended` is called once, in another thread, with the rank and how it ended."""
+        self._rank, self.link, self._ended = rank, link, ended
         self._waiting: deque[Future[m.FromRank]] = deque()
         self._lock = threading.Lock()
         self._gone: MotetError | None = None
-        with contextlib.ExitStack() as stack:
-            stderr = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "motet.training.sharded.process"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-                env={**os.environ, "PYTHONPATH": _PACKAGE_ROOT}, start_new_session=True,
-            )  # fmt: skip
         self._reader = threading.Thread(target=self._read, name=f"motet-rank-{rank}", daemon=True)
         self._reader.start()
 
@@ -55,10 +43,9 @@ class _Rank:
                 future.set_exception(self._gone)
                 return future
             self._waiting.append(future)
-        assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # a process that is gone is noticed by the reader
-            self.process.stdin.write(encode(message))
-            self.process.stdin.flush()
+            self.link.out.write(encode(message))
+            self.link.out.flush()
         return future
 
     def fail(self, error: MotetError) -> None:
@@ -71,41 +58,36 @@ class _Rank:
             future.set_exception(error)
 
     def close(self) -> None:
-        """End the process, by its own id."""
-        with contextlib.suppress(OSError):
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-        try:
-            self.process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        """End the process."""
+        self.link.close()
         self._reader.join()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        self.link.lines.close()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if not line.endswith(b"\n"):  # it was killed while it wrote
-                break
-            answer = decode(line, m.FromRank)
-            with self._lock:
-                future = self._waiting.popleft() if self._waiting else None
-            if future is not None:
-                future.set_result(answer)
-        self._ended(self._rank, self.process.wait())
+        with contextlib.suppress(OSError):
+            for line in self.link.lines:
+                if not line.endswith(b"\n"):  # it was killed while it wrote
+                    break
+                answer = decode(line, m.FromRank)
+                with self._lock:
+                    future = self._waiting.popleft() if self._waiting else None
+                if future is not None:
+                    future.set_result(answer)
+        self._ended(self._rank, self.link.how_it_ended())
 
 
 class RankGroup:
     """All ranks of one base."""
 
-    def __init__(self, join: m.Join, log: Path | None = None) -> None:
+    def __init__(
+        self, join: m.Join, log: Path | None = None, others: Callable[[int], Sequence[Link]] | None = None
+    ) -> None:
         """Start the ranks and wait until they have loaded and proved the base together.
 
         Args:
-            join: the same for all; each gets its own `rank`, and all one `meeting`.
+            join: the same for all; each gets its own `rank`, and all one `meeting` unless they have one.
             log: where their errors go; thrown away without one.
+            others: finds all ranks but the first, of so many, where somebody else has started them.
 
         Raises:
             BaseModelError: the base cannot be used.
@@ -115,12 +97,13 @@ class RankGroup:
         self.on_death: Callable[[RankGone], object] = _nobody
         """Called once, in another thread, before anybody who waits is told."""
         self.death: RankGone | None = None
-        self._log = log
         self._closing = False
         self._lock = threading.Lock()
         self._files = tempfile.TemporaryDirectory(prefix="motet-ranks-")
-        self._ranks = [_Rank(rank, log, self._ended) for rank in range(join.n_ranks)]
-        meeting = str(Path(self._files.name) / "meeting")
+        links: list[Link] = [] if others is None else list(others(join.n_ranks))
+        links = [*(OwnProcess(log) for _ in range(join.n_ranks - len(links))), *links]
+        self._ranks = [_Rank(rank, link, self._ended) for rank, link in enumerate(links)]
+        meeting = join.meeting or str(Path(self._files.name) / "meeting")
         try:
             answers = self.ask({rank: replace(join, rank=rank, meeting=meeting) for rank in range(join.n_ranks)})
             self.joined = [answer for answer in answers.values() if isinstance(answer, m.Joined)]
@@ -134,8 +117,8 @@ class RankGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes."""
-        return tuple(rank.process.pid for rank in self._ranks)
+        """Of the processes that were started here."""
+        return tuple(rank.link.pid for rank in self._ranks if isinstance(rank.link, OwnProcess))
 
     def ask(self, messages: Mapping[int, m.ToRank]) -> dict[int, m.FromRank]:
         """Send each rank its message and wait for all answers. Threads may ask at once: all ranks hear them in one order.
@@ -193,29 +176,24 @@ class RankGroup:
             rank.close()
         self._files.cleanup()
 
-    def _ended(self, rank: int, status: int) -> None:
+    def _ended(self, rank: int, how: str) -> None:
         """A rank that dies takes the others with it."""
         with contextlib.suppress(AttributeError):  # the first may end before the last has begun
             if not self._closing and self.death is None:
-                told = f"; its last words are in {self._log}" if self._log is not None else ""
                 self.death = RankGone(
-                    f"rank {rank} of {self.n_ranks}, which a part of the base lies on, ended ({_status(status)}){told}. "
+                    f"rank {rank} of {self.n_ranks}, which a part of the base lies on, ended ({how}). "
                     "Nothing that was committed is lost: start again, and every job goes on from its last commit"
                 )
                 self.on_death(self.death)
                 for other in self._ranks:
                     other.fail(self.death)
-                    other.process.kill()
+                    other.link.kill()
         if self.death is not None:
             self._ranks[rank].fail(self.death)
 
 
 def _nobody(error: RankGone) -> None:
     """Nobody has to know."""
-
-
-def _status(status: int) -> str:
-    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
 
 def _error(refused: m.Refused) -> Exception:

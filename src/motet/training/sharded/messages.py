@@ -26,7 +26,7 @@ class Join(Message, frozen=True):
     n_ranks: int
     rank: int = 0
     meeting: str = ""
-    """A file that does not exist yet, where the ranks find each other."""
+    """Where the ranks find each other: a file that does not exist yet, or an address that the first of them listens at."""
     kind: str = "cpu"
     """Of the ranks' devices."""
 
@@ -40,6 +40,10 @@ class AddAdapter(Message, frozen=True):
     seed: int
     owner: int
     """The rank that has its masters, gradient and moments; every rank has the copy that is multiplied with."""
+
+
+class Leave(Message, frozen=True):
+    """There is nothing more to do: a rank that ends without having heard this says that something went wrong."""
 
 
 class RemoveAdapter(Message, frozen=True):
@@ -120,7 +124,7 @@ class Examine(Message, frozen=True):
     directory: str
 
 
-ToRank = Join | AddAdapter | RemoveAdapter | Train | Score | Step | Save | Read | Examine
+ToRank = Join | Leave | AddAdapter | RemoveAdapter | Train | Score | Step | Save | Read | Examine
 
 # --- rank → trainer -----------------------------------------------------------------------------------------------------
 

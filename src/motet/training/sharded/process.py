@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from pydantic import TypeAdapter
 from torch import distributed
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from motet.algorithms.algorithm import Algorithm
@@ -42,7 +43,7 @@ def join(message: m.Join) -> RankTrainer:
     torch.set_num_threads(message.threads)
     distributed.init_process_group(
         "gloo",
-        init_method=f"file://{message.meeting}",
+        store=_store(message),
         rank=message.rank,
         world_size=message.n_ranks,
         timeout=_PATIENCE,
@@ -58,6 +59,14 @@ def join(message: m.Join) -> RankTrainer:
         shards=Shards(init_device_mesh(message.kind, (message.n_ranks,))),
     )
     return RankTrainer(base, slots=message.slots, recompute=message.recompute)
+
+
+def _store(message: m.Join) -> FileStore | TCPStore:
+    """Where the ranks find each other. Not by `init_method`, which under torchrun means torchrun's own store."""
+    host, _, port = message.meeting.rpartition(":")
+    if host:
+        return TCPStore(host, int(port), message.n_ranks, is_master=message.rank == 0)
+    return FileStore(message.meeting, message.n_ranks)
 
 
 def joined(trainer: RankTrainer) -> m.Joined:
@@ -134,24 +143,23 @@ def _refused(error: BaseException | None) -> m.Refused:
     return m.Refused(type(error).__name__, str(error))
 
 
-def main() -> None:
-    """Entry point of the process."""
+def serve(parent: Parent[m.ToRank]) -> None:
+    """Be a rank until the parent is gone; the process ends with it."""
     give_back_freed_memory()
-    parent = Parent[m.ToRank](m.ToRank)
-    parent.on_hang_up(lambda: os._exit(0))  # at once: what it would still write is another process's by now
+    parent.on_hang_up(lambda: os._exit(1))  # at once: what it would still write is another process's by now
     first = parent.first()
     if not isinstance(first, m.Join):
-        return
+        os._exit(int(first is None))
     try:
         trainer = join(first)
     except MotetError as error:
         parent.send(_refused(error))
         os._exit(1)  # the others wait for this rank
     parent.send(joined(trainer))
-    while (message := parent.first()) is not None:
+    while (message := parent.first()) is not None and not isinstance(message, m.Leave):
         parent.send(answer(trainer, message))
-    os._exit(0)  # a group is left one by one
+    os._exit(int(message is None))  # a group is left one by one
 
 
 if __name__ == "__main__":
-    main()
+    serve(Parent[m.ToRank](m.ToRank))

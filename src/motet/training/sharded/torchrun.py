@@ -1,0 +1,112 @@
+"""Ranks that `torchrun` has started, one in each of its processes but the first, which trains and starts its rank itself.
+
+They find the first one through the store that torchrun keeps, and end when it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from msgspec.structs import replace
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from motet.channel import Parent
+from motet.errors import ConfigError, EngineError
+from motet.training.sharded import messages as m
+from motet.training.sharded.group import RankGroup
+from motet.training.sharded.links import Connected
+from motet.training.sharded.process import serve
+
+_KEY = "motet/first"
+"""In torchrun's store: the port at which the first process listens, and what to say there."""
+_CONNECT_SECONDS = 300.0
+_LOOK_SECONDS = 0.2
+
+
+def rank_group(join: m.Join, log: Path, *, of_torchrun: bool) -> RankGroup:
+    """Ranks that are started here, or, in the first process of torchrun, those in all of them.
+
+    Raises:
+        BaseModelError: the base cannot be used.
+        RankGone: a rank ended.
+        ConfigError: torchrun has started another number of processes.
+        EngineError: one does not connect.
+    """
+    if not of_torchrun:
+        return RankGroup(join, log)
+    started, host = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+    if started != join.n_ranks:
+        raise ConfigError(
+            f"engine.shard is {join.n_ranks}, and torchrun has started {started} processes: set both to the same number"
+        )
+    # not torchrun's own store: where it starts everything anew, what the ranks before said may still be in there
+    with socket.create_server((host, 0)) as free:
+        meeting = f"{host}:{free.getsockname()[1]}"
+    return RankGroup(replace(join, meeting=meeting), log, _connected)
+
+
+def _connected(n_ranks: int) -> list[Connected]:
+    """All ranks but the first, in their order."""
+    token, found = secrets.token_hex(16), dict[int, Connected]()
+    with socket.create_server((os.environ["MASTER_ADDR"], 0)) as server:
+        _store().set(_KEY, f"{server.getsockname()[1]} {token}")
+        server.settimeout(_CONNECT_SECONDS)
+        while len(found) < n_ranks - 1:
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, n_ranks)) - set(found))
+                raise EngineError(
+                    f"ranks {missing} of torchrun have not connected for {_CONNECT_SECONDS:.0f} s"
+                ) from None
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            rank = _greeted(connection, token)
+            if rank is None:
+                connection.close()
+            else:
+                found[rank] = Connected(connection)
+    return [found[rank] for rank in sorted(found)]
+
+
+def take_part() -> None:
+    """Be a rank until the first process ends; what torchrun's processes are told by signals is for that one alone."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    serve(_first_process())
+
+
+def _first_process() -> Parent[m.ToRank]:
+    """Connect to it, once it listens: until then there is nothing in the store, or where an earlier one did."""
+    store, host = _store(), os.environ["MASTER_ADDR"]
+    while True:
+        port, token = store.get(_KEY).decode().split()
+        with contextlib.suppress(ConnectionError):
+            return Parent[m.ToRank].at(f"{host}:{port}", f"{token} {os.environ['RANK']}", m.ToRank)
+        time.sleep(_LOOK_SECONDS)
+
+
+def _store() -> TCPStore:
+    """The first process may take long to load the base before it comes; torchrun sees when it ends instead."""
+    return TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(days=1)
+    )
+
+
+def _greeted(connection: socket.socket, token: str) -> int | None:
+    """The rank that has connected; None for a stranger."""
+    connection.settimeout(_CONNECT_SECONDS)
+    said = b""
+    with contextlib.suppress(OSError):
+        while not said.endswith(b"\n") and len(said) < 64 and (more := connection.recv(1)):
+            said += more
+    connection.settimeout(None)
+    given, _, rank = said.decode(errors="replace").strip().partition(" ")
+    return int(rank) if hmac.compare_digest(given.encode(), token.encode()) and rank.isdecimal() else None

@@ -1,0 +1,116 @@
+"""Ranks that torchrun starts, also on several nodes: the bytes of one process, whatever ends in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+import motet
+from motet.rollout.server_process import free_port
+from tests.service_run import Json, tiny
+
+pytestmark = pytest.mark.slow
+ENGINE = {"samplers": 0, "threads": 1}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def job(name: str) -> Json:
+    return tiny(name, steps=6, adapter={"rank": 4, "alpha": 11}, optimizer={"lr": 1e-3})
+
+
+def file(path: Path, **changed: Any) -> Path:
+    tree = {"base": "small", "engine": {**ENGINE, "shard": 2}, "cluster": {"launcher": "torchrun"}, "jobs": [job("a")]}
+    (path / "jobs.yaml").write_text(yaml.safe_dump({**tree, **changed, "run": str(path / "run")}))
+    return path / "jobs.yaml"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    run = motet.run([job("a")], base="small", directory=tmp_path_factory.mktemp("alone"), engine=ENGINE, quiet=True)
+    return weights(run.jobs["a"].adapter.parents[2])
+
+
+def weights(run: Path) -> bytes:
+    return (run / "a" / "versions" / "v6" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two, each with one of torchrun's processes; all are started once more when one ends."""
+    command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    command += ["-m", "motet", "run", str(file(tmp_path))]
+    with (tmp_path / "log").open("wb") as log:
+        started = [subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True) for _ in range(2)]
+    yield started
+    for one in started:
+        for process in [*psutil.Process(one.pid).children(recursive=True), one] if one.poll() is None else []:
+            process.kill()
+        one.wait()
+
+
+def until_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not (run / "a" / "state" / str(step)).is_dir():
+        assert time.monotonic() < deadline, (run.parent / "log").read_text()
+        time.sleep(0.05)
+
+
+def ranks(nodes: list[subprocess.Popen[bytes]]) -> list[Any]:
+    """Torchrun's own processes, by what they are told."""
+    found = [child for node in nodes for child in psutil.Process(node.pid).children()]
+    return sorted(found, key=lambda process: int(process.environ()["RANK"]))
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
+def test_a_process_of_one_of_two_nodes_that_dies_changes_no_byte(
+    rank: int, nodes: list[subprocess.Popen[bytes]], tmp_path: Path, alone: bytes
+) -> None:
+    until_step(tmp_path / "run", 2)
+    ranks(nodes)[rank].send_signal(signal.SIGKILL)
+    assert [node.wait(180) for node in nodes] == [0, 0], (tmp_path / "log").read_text()
+    assert weights(tmp_path / "run") == alone
+    assert (tmp_path / "log").read_text().count("loading small") == 2, "it was started once more"
+
+
+@pytest.mark.soak
+def test_whoever_interrupts_torchrun_has_what_was_done_saved(tmp_path: Path, alone: bytes) -> None:
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "motet", "run", str(file(tmp_path))]
+    with (tmp_path / "log").open("wb") as log:
+        first = subprocess.Popen(command, stdout=log, stderr=log)
+    until_step(tmp_path / "run", 2)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(60) != 0
+    said = (tmp_path / "log").read_text()
+    assert "1 job saved; go on with" in said, said
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert weights(tmp_path / "run") == alone
+
+
+@pytest.mark.parametrize(
+    ("changed", "there", "words"),
+    [
+        ({}, False, "start it as torchrun"),
+        ({"cluster": {}}, True, "set cluster.launcher to torchrun"),
+        ({"engine": ENGINE}, False, "set engine.shard to as many processes"),
+        ({"engine": {**ENGINE, "shard": 3}}, True, "torchrun has started 1 processes"),
+    ],
+)
+def test_what_does_not_fit_together_is_told(changed: Json, there: bool, words: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "motet", "run", str(file(tmp_path, **changed))]
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"} if there else {}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **torchrun, "COLUMNS": "500"}
+    )
+    assert done.returncode != 0
+    assert words in " ".join((done.stdout + done.stderr).split())
