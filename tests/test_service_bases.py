@@ -7,6 +7,7 @@ import re
 import shutil
 import tarfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,26 @@ from safetensors.torch import load_file, save_file
 import motet
 from motet import budgets
 from motet.client import Client
-from motet.cluster.messages import Start
+from motet.cluster.assignments import Assignments
+from motet.cluster.host import Host
+from motet.cluster.messages import AddJob, Start
 from motet.cluster.placement import HostLoad, Move, moved, placed
 from motet.cluster.starts import launcher, starts_of
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.rollout import RolloutConfig
 from motet.config.service import ANY_SIZE, ServiceConfig
-from motet.errors import ConfigError
+from motet.errors import ConfigError, StoreError
 from motet.jobfile import load_service
 from motet.runtime.slots import Claim, Rule
+from motet.service.adapters.adapters import Adapters
+from motet.service.app import create_app
 from motet.service.bases import SMALL_BASE, Bases
+from motet.service.database.store import Store
+from motet.service.database.tables import UploadedAdapter
+from motet.service.database.tenants import Principal
+from motet.service.jobs.handover import Handover
+from motet.service.jobs.submissions import Submissions
+from motet.service.settings import Settings
 from motet.service.tinker.parts import PREFIX
 from tests.commands import Motet
 from tests.house import House, open_house
@@ -324,6 +335,28 @@ def test_a_job_whose_base_is_not_served_any_more_says_so() -> None:
     assert (alike.alike("/home/x"), alike.alike("/models/x")) == (None, "a")
 
 
+def test_jobs_of_a_base_that_is_left_out_wait_until_it_is_back(tmp_path: Path) -> None:
+    def opened(bases: Json) -> Any:
+        return create_app(Settings("small", tmp_path, config=ServiceConfig(bases=bases), open_to_all=True)).state.parts
+
+    parts = opened(TWO)
+    who = Principal.member_of(parts[Store].tenants.made("us").id)
+    names = [parts[Submissions].submit(who, tiny(f"on-{base}", base=base), None).id for base in TWO]
+    parts = opened({"small": "small", "third": "/models/third"})
+    assert [one.job["name"] for one in parts[Handover].open_jobs()] == names[:1]
+    waits = parts[Store].job(who, "on-twin")
+    assert (waits.state, "'twin' is not served any more" in waits.message) == ("queued", True)
+    assert [one.job["name"] for one in opened(TWO)[Handover].open_jobs()] == names
+
+
+def test_nothing_is_named_like_a_base(house: House) -> None:
+    assert "is a base of this service" in house.refused(400, "POST", "/v1/jobs", json=tiny("twin"))["message"]
+    adapters = house.app.state.parts[Adapters]
+    row = UploadedAdapter(id="adapter-x", tenant_id="x", name="twin", bytes=4, rank=1, alpha=1.0, target_modules=[])
+    with pytest.raises(StoreError, match="is a base of this service"):
+        adapters.add(Principal.member_of("x"), row)
+
+
 def test_hosts_of_other_bases_take_no_job_and_count_for_limits() -> None:
     mine, other = Claim("mine", "ann", base="b"), Claim("other", "ann", base="a")
     full = HostLoad(1, 1, running=(Claim("x", "ben", base="b"), Claim("y", "ben", base="b")), base="b")
@@ -331,6 +364,16 @@ def test_hosts_of_other_bases_take_no_job_and_count_for_limits() -> None:
     assert placed(mine, [idle, full], {}) == 1
     assert placed(mine, [idle], {}) is None
     assert placed(mine, [HostLoad(0, 8, running=(other,), base="a"), full], {"ann": Rule(running=1)}) is None
+    here, away = (
+        Host(number, Start(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base), Path(), ThreadPoolExecutor())
+        for number, base in enumerate("ab")
+    )
+    here.ready = True
+    assignments = Assignments([here, away])
+    jobs = [AddJob({"name": name}, "run", 0, "ann", Rule(running=1), 1, "a") for name in ("first", "second")]
+    assert [assignments.place(one, assignments.loads()) for one in jobs] == [here, None], (
+        "also while one alone is there"
+    )
     assert moved([idle, full]) is None
     second = HostLoad(2, 4, base="b")
     assert moved([idle, full, second]) == Move("y", 1, 2)

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
+import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 from motet.algorithms import Grpo, Reinforce
 from motet.batch import AdamW, Batch, Segment
@@ -230,6 +232,15 @@ def test_a_rank_looks_at_adapters_where_the_base_is_nowhere_whole(
         examine(tiny.base("llama"), tmp_path / "absent")
     with pytest.raises(AdapterError, match=re.escape(str(alone.value))):
         base.examine(tmp_path / "absent")
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)}, tmp_path / "adapter_model.safetensors")
+    assert base.examine(tmp_path) == examine(tiny.base("llama"), tmp_path)
+    number = "9" * 5000
+    odd = {f"base_model.model.model.layers.0.mlp.experts.{number}.w1.lora_A.weight": weights[name].clone()}
+    save_file({**weights, **odd}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(AdapterError):
+        base.examine(tmp_path)
 
 
 def test_a_rank_that_dies_ends_the_group(tmp_path: Path) -> None:

@@ -206,10 +206,14 @@ def export(
     """
     from motet.commands import export as writing
 
-    if merge == split_experts or (gguf is not None and not merge):
+    if merge and split_experts:
+        raise typer.BadParameter("a merged model has no adapter to split: leave out --merge or --split-experts")
+    if not merge and not split_experts:
         raise typer.BadParameter(
             "an adapter's directory is what PEFT reads already; add --merge for a whole model, or --split-experts"
         )
+    if split_experts and (gguf is not None or dtype != "auto"):
+        raise typer.BadParameter("--gguf and --dtype are of a whole model: leave them out, or --merge instead")
     if split_experts:
         writing.split_experts(adapter, base, to)
         typer.echo(to)

@@ -32,8 +32,8 @@ def cut(lengths: Sequence[int], budget: int, shared: Sequence[int] = ()) -> tupl
     cuts: list[range] = []
     start = tokens = 0
     for index, length in enumerate(lengths):
-        together = _together(lengths, saved, index)
-        wanted = together if not saved[index] and together <= budget else length - saved[index]
+        together = budget + 1 if saved[index] else _together(lengths, saved, index)
+        wanted = together if together <= budget else length - saved[index]
         if index > start and tokens + wanted > budget:
             cuts.append(range(start, index))
             start, tokens = index, 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from motet.cluster import messages as m
@@ -33,6 +33,11 @@ class Assignments:
         self._jobs: dict[str, Assigned] = {}
         self.rules: dict[str, Rule] = {}
 
+    @property
+    def _limits(self) -> Mapping[str, Rule]:
+        """A single host is given all jobs: it keeps the limits itself."""
+        return self.rules if len(self._hosts) > 1 else {}
+
     def get(self, job: str) -> Assigned | None:
         """What is known of a job that a host has."""
         return self._jobs.get(job)
@@ -53,7 +58,7 @@ class Assignments:
             return None
         claim = Claim(name, message.tenant, slots=message.slots, base=message.base)
         runs = message.wanted == "run"
-        number = placed(claim, list(loads.values()), self.rules if runs else {})
+        number = placed(claim, list(loads.values()), self._limits if runs else {})
         if number is None:
             return None
         host = self._hosts[number]
@@ -89,7 +94,7 @@ class Assignments:
 
     def has_to_wait(self, job: Assigned) -> bool:
         """Whether a paused job cannot go on, because its tenant has as many out as may run."""
-        return job.state is JobState.PAUSED and placed(job.claim, list(self.loads().values()), self.rules) is None
+        return job.state is JobState.PAUSED and placed(job.claim, list(self.loads().values()), self._limits) is None
 
     def moves(self) -> Iterator[tuple[Host, str]]:
         """Jobs that hosts are to let go, until all are as even as they can be once those have moved."""

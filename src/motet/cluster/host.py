@@ -204,8 +204,8 @@ class Host:
     async def _back_off(self, quick: int) -> None:
         """Before it is started again: not at all the first time, then longer and longer."""
         seconds = 0.0 if quick <= 1 else min(2.0 ** (quick - 2), _LONGEST_WAIT)
+        self.hopeless = self.hopeless or quick > 1
         if quick > 1 and not self.failure:
-            self.hopeless = True
             self.failure = f"the engine ended {quick} times right after it was started; {self.log.name} says why"
         _log.warning("%s; it is started again in %g s", self.failure or "the engine ended", seconds)
         with contextlib.suppress(TimeoutError):

@@ -66,11 +66,10 @@ def placed(claim: Claim, hosts: Sequence[HostLoad], rules: Mapping[str, Rule]) -
     """The host that a job goes to; None while no host of its base is there, or while its tenant has as many out as may run.
 
     Of those with free slots, or of all where none has any, the emptiest for its slots and speed; of those that are as empty,
-    the one with the fewest jobs of the tenant, so that tenants compete on each host as they do over all of them. One host is
-    given all jobs: it keeps the tenant's limit itself.
+    the one with the fewest jobs of the tenant, so that tenants compete on each host as they do over all of them.
     """
     limit = rules.get(claim.tenant, FREE).running
-    if len(hosts) > 1 and limit is not None and sum(host.tenants[claim.tenant] for host in hosts) >= limit:
+    if limit is not None and sum(host.tenants[claim.tenant] for host in hosts) >= limit:
         return None
     same = [host for host in hosts if host.base == claim.base]
     able = [host for host in same if host.has_slots(claim)] or same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from motet import budgets, seeds
+from motet.errors import MotetError
 from motet.model_info import ModelInfo
 from motet.protocols import RolloutEngine
 from motet.types import Message
@@ -112,6 +114,9 @@ async def _base_of(client: AsyncClient, model: str) -> str:
     """The base that a model is on."""
     health, job = await client.health(), model.partition("@")[0]
     bases = {one.id.partition("@")[0]: one.base or one.id for one in await client.models()} if health.bases else {}
+    if health.bases and job not in bases:  # a job by its id, or an old one
+        with contextlib.suppress(MotetError):
+            return str((await client.job(job)).base)
     return bases.get(job, str(health.base))
 
 

@@ -239,6 +239,7 @@ async def _train_seconds(job: Job, shared: Services, sampled: SampledStep) -> fl
     if not samples:
         return 0.0
     started = time.perf_counter()
-    batch = Batch((Segment(job.name, samples),))
+    share = getattr(job.config.algorithm, "share_prefixes", False)
+    batch = Batch((Segment(job.name, samples, share_prefixes=share),))
     await shared.on_device(job.name, lambda: shared.trainer.forward(batch))
     return 3 * (time.perf_counter() - started)

@@ -61,7 +61,7 @@ def split_experts(adapter: Path, base: str | None, target: Path) -> None:
     if tensors.keys() == weights.tensors.keys():
         raise AdapterError(f"{adapter} has nothing on experts; give a server the adapter as it is")
     config = json.loads((adapter / ADAPTER_CONFIG).read_text())
-    named = config["target_modules"] or []
+    named = config.get("target_modules") or []
     config["target_modules"] = sorted({*([named] if isinstance(named, str) else named), *names})
     config.pop("target_parameters", None)
     config.update(r=weights.rank, lora_alpha=weights.alpha)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -38,10 +39,11 @@ def main() -> None:
         config = validate({**tree, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")
         engine = config.engine.model_copy(update={"trust_remote_code": start.trust_remote_code})
         config = config.model_copy(update={"engine": engine})
-        server = EngineServer(config, _run_directory(Path(config.run), start.host), start, parent)
-        serving.set()
-        asyncio.run(server.serve())
-        server.close()
+        with contextlib.ExitStack() as stack:
+            server = EngineServer(config, _run_directory(Path(config.run), start.host), start, parent)
+            stack.callback(server.close)
+            serving.set()
+            asyncio.run(server.serve())
     except Exception as error:  # it is started again, and people hear of the reason meanwhile
         sys.stderr.write(f"{(failure := reason(error))}\n")
         parent.send(Failed(failure))

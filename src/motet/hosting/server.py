@@ -113,18 +113,20 @@ class EngineServer:
             device = (
                 f"{info.processor}, {threads or budgets.cores()} threads" if info.device == "cpu" else info.processor
             )
-            self._parent.send(m.Ready(self.workshop.notes, await self._tokens_per_second(), device))
-            while (message := await messages.get()) is not None:
-                if isinstance(message, m.Stop):
-                    self.pipeline.stop()
-                    self._begin(self._stopped(running))  # messages go on: a step may wait for scores
-                else:
-                    self.handle(message)
-            for task in (running, watching, *self._tasks):
-                task.cancel()
-            faults = [fault for task in (running, watching) if (fault := _fault(task)) is not None]
-            await asyncio.gather(running, watching, *self._tasks, return_exceptions=True)
-            await self._shared.rewards.close()
+            try:
+                self._parent.send(m.Ready(self.workshop.notes, await self._tokens_per_second(), device))
+                while (message := await messages.get()) is not None:
+                    if isinstance(message, m.Stop):
+                        self.pipeline.stop()
+                        self._begin(self._stopped(running))  # messages go on: a step may wait for scores
+                    else:
+                        self.handle(message)
+            finally:  # also when a rank has died, and before servers are closed that jobs still ask
+                for task in (running, watching, *self._tasks):
+                    task.cancel()
+                faults = [fault for task in (running, watching) if (fault := _fault(task)) is not None]
+                await asyncio.gather(running, watching, *self._tasks, return_exceptions=True)
+                await self._shared.rewards.close()
         if faults:
             raise faults[0]
 

@@ -251,7 +251,7 @@ def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source
             )
         if tuple(tensor.shape) != shape:
             raise AdapterError(f"{source}: {name} has shape {tuple(tensor.shape)}, the base needs {shape}{origin}")
-        if not torch.isfinite(tensor).all():
+        if not torch.isfinite(tensor.float()).all():
             raise AdapterError(f"{source}: {name} has values that are not finite")
         view.copy_(tensor.float().view(view.shape))
     if left:

@@ -65,14 +65,19 @@ class Bases:
         Raises:
             ConfigError: it is not served any more.
         """
-        if not self.several:
-            return self.first
-        name = self.find(stored)
-        if name is None:
-            raise ConfigError(
-                f"its base {stored!r} is not served any more; whoever runs the service puts it back under `bases`"
-            )
-        return name
+        if (missing := self.missing(stored)) is not None:
+            raise ConfigError(missing)
+        return self.find(stored) or self.first
+
+    def missing(self, stored: str | None) -> str | None:
+        """That, and what to do, where what was stored is of a base that is not served now."""
+        if not self.several or self.find(stored) is not None:
+            return None
+        return f"its base {stored!r} is not served any more; whoever runs the service puts it back under `bases`"
+
+    def hides(self, name: str) -> bool:
+        """Whether a model of this name would be taken for a base; a single base has had its name from the start."""
+        return self.several and self.find(name) is not None
 
     def shown(self, stored: str | None) -> str | None:
         """What people are told of where something stored belongs; None where there is one base alone."""

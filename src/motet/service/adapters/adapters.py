@@ -77,8 +77,10 @@ class Adapters:
         """Remember an uploaded adapter.
 
         Raises:
-            StoreError: the tenant has an adapter or a job of this name.
+            StoreError: the tenant has an adapter or a job of this name, or the service a base.
         """
+        if self.bases.hides(adapter.name):
+            raise StoreError(f"{adapter.name!r} is a base of this service; give the adapter another name")
         taken = f"there is an adapter or a job {adapter.name!r} already; give this one another name"
         if self._store.job(Principal.member_of(who.tenant_id), adapter.name) is not None:
             raise StoreError(taken)

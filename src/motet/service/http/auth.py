@@ -15,15 +15,17 @@ OF_TINKER = "tml-"
 
 
 def bearer(request: Request) -> str:
-    """The key that a request brings, as a bearer or as the `tinker` package does; empty where it brings none.
-
-    That of an episode counts wherever it stands: some clients send a bearer of nobody's beside it.
-    """
-    other = request.headers.get("x-api-key", "").strip()
+    """The key that a request brings, as a bearer or as the `tinker` package does; empty where it brings none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and not other.startswith(KEY_PREFIX):
+    if scheme.lower() == "bearer":
         return key.strip()
-    return other.removeprefix(OF_TINKER)
+    return request.headers.get("x-api-key", "").strip().removeprefix(OF_TINKER)
+
+
+def episode_key(request: Request) -> str:
+    """The same, where an episode's counts wherever it stands: some clients send a bearer of nobody's beside it."""
+    other = request.headers.get("x-api-key", "").strip()
+    return other if other.startswith(KEY_PREFIX) else bearer(request)
 
 
 class Access:

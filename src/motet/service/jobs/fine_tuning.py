@@ -151,7 +151,7 @@ class FineTunings:
         else:
             shape = {name: getattr(named.thing, name) for name in ("rank", "alpha", "target_modules")}
         adapter = {**{name: shape[name] for name in ("rank", "alpha", "target_modules")}, "init": model}
-        return {"adapter": adapter, "base": named.thing.base}
+        return {"adapter": adapter, "base": bases.of(named.thing.base)}
 
     def keep(self, job_id: str, request: Mapping[str, Any]) -> None:
         """Remember what a job was asked for as; nothing happens where that is known."""

@@ -43,6 +43,9 @@ class Handover:
 
     def hand_over(self, job: StoredJob) -> None:
         """Give a job to the engine."""
+        if (missing := self._bases.missing(job.base)) is not None:
+            self._wait(job, missing)
+            return
         try:
             self._engine.send(self.message(job))
         except UNFIT as error:
@@ -57,11 +60,19 @@ class Handover:
             try:
                 if job.wanted == "cancel":
                     self._recorder.record_state(job.id, JobState.CANCELLED, f"cancelled after step {job.step}")
+                elif (missing := self._bases.missing(job.base)) is not None:
+                    self._wait(job, missing)
                 else:
                     messages.append(self.message(job))
             except UNFIT as error:
                 self._recorder.record_state(job.id, JobState.FAILED, str(error))
         return messages
+
+    def _wait(self, job: StoredJob, why: str) -> None:
+        """Leave a job as it is until the service is started with what it needs."""
+        if job.message != why:
+            paused = job.state == JobState.PAUSED.value
+            self._recorder.record_state(job.id, JobState.PAUSED if paused else JobState.QUEUED, why)
 
     def message(self, job: StoredJob) -> AddJob:
         """What the engine has to know of a job.

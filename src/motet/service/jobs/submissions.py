@@ -64,6 +64,8 @@ class Submissions:
             raise ConfigError(
                 "algorithm.type client: only a client makes such a job; the page about the Tinker protocol has how"
             )
+        if self._bases.hides(config.name):
+            raise ConfigError(f"name: {config.name!r} is a base of this service; give the job another")
         self._quotas.check_size(who.tenant_id, config)
         self._handover.tree(who, config, "job")  # what it names has to be there now
         return config, self._queue.plan(who, config, base, condition)

@@ -15,7 +15,7 @@ from motet.agents.episode_messages import AskEpisode, EpisodeEnded
 from motet.agents.served_episode import MODELS, RETRY
 from motet.errors import HostGone
 from motet.service.errors import Refusal
-from motet.service.http.auth import bearer
+from motet.service.http.auth import episode_key
 from motet.service.http.depends import AccessDep, AgentWorkersDep, Asker, NamedJob
 from motet.service.http.sampling import STREAMED
 from motet.service.schemas import Models
@@ -31,7 +31,7 @@ _MODEL_ROUTES = re.compile(r"/episodes/([^/]+)/v1/")
 def allows(request: Request, workers: AgentWorkers) -> bool:
     """Whether a request is for what the model answers in an episode, and brings its key."""
     named = _MODEL_ROUTES.match(request.url.path)
-    return named is not None and workers.owner(named[1], bearer(request)) != ""
+    return named is not None and workers.owner(named[1], episode_key(request)) != ""
 
 
 @router.post("/v1/jobs/{job}/episodes/lease", response_model=EpisodeLease)
@@ -89,7 +89,7 @@ class EpisodeAnswers:
 
     async def __call__(self, episode: str, route: str) -> Response:
         """Ask the engine that has the episode."""
-        request, key = self._request, bearer(self._request)
+        request, key = self._request, episode_key(self._request)
         if owner := self._workers.owner(episode, key):
             self._access.count(f"episodes of {owner}")
         else:

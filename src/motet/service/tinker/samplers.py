@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import re
 import time
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ def path_part(path: str) -> str:
 
 def base_part(base: str, bases: Bases) -> str:
     """The end of an id, of a base."""
-    return "base" if base == bases.first else f"base-{base64.urlsafe_b64encode(base.encode()).decode()}"
+    return "base" if not bases.several else f"base-{base64.urlsafe_b64encode(base.encode()).decode()}"
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Samplers:
                 return self.of_path(who, base64.urlsafe_b64decode(path).decode())
             if number is None:
                 return Sampler(self._models.base(base64.urlsafe_b64decode(base).decode() if base else None))
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:  # also where it is not ASCII, or no text
             raise Refusal(404, f"there is no sampling session {name!r}") from None
         job = self._models.find(who, f"{session}:train:{number}")
         if what == "live":

@@ -22,7 +22,7 @@ from motet.allocator import give_back_freed_memory
 from motet.batch import Batch, Segment
 from motet.channel import Parent
 from motet.config import AdapterConfig
-from motet.errors import AdapterError, MotetError
+from motet.errors import MotetError
 from motet.model.load import load_base
 from motet.model.peft_io import examine
 from motet.model.shards import Shards, own_bytes
@@ -110,7 +110,7 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
         case m.Examine():
             try:
                 found = examine(trainer.base, Path(message.directory))
-            except AdapterError as error:
+            except Exception as error:  # whatever a stranger's files do to it: no other rank takes part
                 return _refused(error)
             return m.Examined(found.model_dump(mode="json"))
         case m.Read():
