@@ -100,6 +100,7 @@ def jobs_of(server: BaseServer) -> set[str]:
     return {name.partition(".")[0] for name in server.loads}
 
 
+@pytest.mark.soak
 @HOSTS
 def test_each_host_has_servers_of_its_own(alone: dict[str, bytes], fresh: list[BaseServer], tmp_path: Path) -> None:
     """Three servers for two hosts: a version is where its host's are, and nobody else unloads it."""
@@ -134,6 +135,7 @@ def test_a_host_that_dies_or_whose_server_goes_loses_nothing(
     assert "no server of this host answers" in (run.directory / "engine.log").read_text()
 
 
+@pytest.mark.soak
 @HOSTS
 def test_each_host_starts_servers_of_its_own(alone: dict[str, bytes], tmp_path: Path) -> None:
     """And they end with it."""

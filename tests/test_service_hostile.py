@@ -150,7 +150,7 @@ def test_a_service_that_stops_lets_go_of_everybody_without_a_word(tmp_path: Path
         started = time.monotonic()
         service.terminate()
         assert time.monotonic() - started < 30
-        assert all(one.result() for one in streams)  # none broke off
+        assert [one.result() >= 0 for one in streams] == [True] * 9, "one broke off"
         assert {one.result() for one in answers} <= {200, 503}
         assert {one.result() for one in leases} == {200}
         for log in ("out", "engine.log"):

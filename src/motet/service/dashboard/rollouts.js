@@ -115,7 +115,8 @@ export function rolloutsTab(job) {
 
   async function drawn() {
     offer();
-    const lists = await Promise.all(sides.map(side => side.index(kind, side.step)));
+    const began = kind, lists = await Promise.all(sides.map(side => side.index(kind, side.step)));
+    if (kind !== began) return; // its steps are not those of the other
     sides.forEach((side, place) => side.choose(kind, lists[place]));
     for (const shared of [both, common]) shared.hidden = kind !== "eval";
     if (kind === "eval") {
