@@ -167,7 +167,7 @@ def test_ten_thousand_jobs_on_a_thousand_hosts(base: str) -> None:
         {
             "tenant": f"{number}",
             "count": 1000,
-            "over_hours": {"8B": 0.11, "30B-A3B": 0.1}[base],
+            "over_hours": {"8B": 0.11, "30B-A3B": 0.075}[base],
             "steps": [8, 24],
             "groups_per_step": 2,
             "group_size": 16,
@@ -186,7 +186,7 @@ def test_ten_thousand_jobs_on_a_thousand_hosts(base: str) -> None:
     assert found.contended >= 0.9
     assert found.arriving >= 0.9
     assert found.utilisation >= 0.75
-    assert found.fairness <= 1.15
+    assert found.fairness <= 1.1
     assert found.publish < 1
 
 
