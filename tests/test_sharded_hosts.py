@@ -89,7 +89,8 @@ def test_a_process_that_dies_changes_no_byte(what: str, service: Service, alone:
         assert service.ended(name) == "succeeded", service.job(name)["message"]
         assert service.weights(name) == alone[name].read_bytes()
         assert "failed" not in service.states(name)
-        assert service.states(name).count("running") == (2 if where[name] == crowded else 1)
+        if where[name] == crowded:  # any may be moved besides, when the host is back
+            assert service.states(name).count("running") >= 2
         service.ask("DELETE", f"/v1/jobs/{name}")
     service.until(lambda: len(ranks(host(service, crowded))) == 2)
     service.until(lambda: service.answers("/readyz"))

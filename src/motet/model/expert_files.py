@@ -20,7 +20,7 @@ from motet.model_info import EXPERTS, matches_experts
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-_APART = re.compile(rf"(.+\.{EXPERTS})\.([0-9]{1, 6})\.(\w+)\.lora_([AB])\.weight")
+_APART = re.compile(rf"(.+\.{EXPERTS})\.([0-9]{{1,6}})\.(\w+)\.lora_([AB])\.weight")
 _BLOCK, _MLP = ".block_sparse_moe.", ".mlp."
 """What the module around experts is called in checkpoints with `w1`, and what transformers calls it now."""
 

@@ -70,7 +70,7 @@ export function rolloutsTab(job) {
   const common = el("div", {class: "card"}, asked, answer), both = el("div", {class: "field"}, el("label", {for: "problem"}, "Problem"), problems);
   const body = el("div", {class: "stack"}, common, el("div", {class: "sides"}, sides.map(side => side.node)));
   const node = el("div", {}, el("div", {class: "choose"}, kinds, both, scale()), status, body);
-  let kind = "eval", steps = [], problem = null, begun = false, working = false;
+  let kind = "eval", steps = [], stepsOf = "", problem = null, begun = false, working = false;
 
   function nothing(text) {
     body.hidden = true;
@@ -79,13 +79,14 @@ export function rolloutsTab(job) {
 
   /** Look which steps there are; the two sides begin at the first and the newest. */
   async function follow(anew) {
-    const answer = await ask("GET", jobPath(job.id, `/rollouts?purpose=${kind}&limit=1`)).catch(error => error);
+    const meant = kind, answer = await ask("GET", jobPath(job.id, `/rollouts?purpose=${kind}&limit=1`)).catch(error => error);
+    if (meant !== kind) return; // whoever chose something else follows that
     if (answer instanceof Error) {
       if (!begun && kind === "eval" && answer.status === 404) return kinds.choose(kind = "train"), begun = true, follow(true);
       return nothing(answer.status === 404 ? `${answer.message[0].toUpperCase()}${answer.message.slice(1)}: come back when it is.` : answer.message);
     }
     begun = true;
-    steps = answer.steps;
+    [steps, stepsOf] = [answer.steps, meant];
     if (!anew && sides.every(side => steps.includes(side.step))) return offer(); // what is looked at stays as it is
     if (anew || !steps.includes(sides[0].step)) sides[0].step = steps[0];
     if (anew || !steps.includes(sides[1].step)) sides[1].step = steps.at(-1);
@@ -101,7 +102,7 @@ export function rolloutsTab(job) {
   }
 
   async function draw() {
-    if (working) return;
+    if (working || stepsOf !== kind) return; // `follow` draws once it knows the steps
     working = true;
     const before = chosen();
     try {
