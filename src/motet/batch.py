@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -137,7 +138,7 @@ class Segment:
     share_prefixes: bool = False
     """Whether neighbouring samples share all that they begin with, not only a group's prompt."""
 
-    @property
+    @cached_property
     def shared(self) -> tuple[int, ...]:
         """For each sample the tokens at its beginning whose rows are those of the sample before it."""
         return shared_prefixes(self.samples) if self.share_prefixes else shared_prompts(self.samples)

@@ -19,6 +19,7 @@ from motet.client.leases import Asked, LeaseWorker, Running
 from motet.errors import EnvironmentFault
 from motet.service.schemas import Job
 from motet.service.schemas.episodes import EpisodeLease, EpisodeWork
+from motet.tasks.reward_elsewhere import MOST_LETTERS
 from motet.types import Problem
 
 if TYPE_CHECKING:
@@ -94,10 +95,10 @@ class AgentWorker(LeaseWorker[EpisodeWork]):
                 url, problem = f"{self._client.url}{work.path}", msgspec.convert(work.problem, Problem)
                 returned = await agent.run(process, problem, url, work.key, deadline, work.seed)
                 result = {"reward": returned.reward, "rewards": returned.rewards or None, "late": returned.late}
-                result["error"] = returned.error[:4000]
+                result["error"] = returned.error[:MOST_LETTERS]
             self._handing_in.add(work.id)
             if refused := await self._hand_in(path, {**result, "id": work.id}):
-                result = {"error": f"the service refuses what the agent returned: {refused}"}
+                result = {"error": f"the service refuses what the agent returned: {refused}"[:MOST_LETTERS]}
                 await self._hand_in(path, {**result, "id": work.id})
         finally:
             self._handing_in.discard(work.id)

@@ -251,9 +251,10 @@ def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source
             )
         if tuple(tensor.shape) != shape:
             raise AdapterError(f"{source}: {name} has shape {tuple(tensor.shape)}, the base needs {shape}{origin}")
-        if not torch.isfinite(tensor.float()).all():
+        values = tensor.float()
+        if not torch.isfinite(values).all():
             raise AdapterError(f"{source}: {name} has values that are not finite")
-        view.copy_(tensor.float().view(view.shape))
+        view.copy_(values.view(view.shape))
     if left:
         raise AdapterError(
             f"{source} has a tensor that nothing asks for: {sorted(left)[0]} ({len(left)} in all){origin}"
