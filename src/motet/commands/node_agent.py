@@ -45,6 +45,7 @@ def listen(
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]}, which is to start the server, is not found; give its path")
     listening = socket.create_server((host, port))
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     host, port = listening.getsockname()[:2]
     place = directory or (MEMORY if MEMORY.is_dir() else Path.cwd()) / f"motet-node-agent-{port}"
     log = Path(f"motet-node-agent-{port}.log").resolve()
