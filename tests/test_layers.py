@@ -104,8 +104,6 @@ OLD_WORDS = {
     "Score": "ScoreRollouts, ScoreOrReason",
     "Run": "a run of what: AdapterRows, KeyRange",
 }
-WORDS_ELSEWHERE = frozenset({"batch", "algorithms", "training", "service", "view", "report"})
-"""Rooms that have words of their own."""
 
 HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
 HEAVY_HOMES = ("model", "training", "rollout", "algorithms.losses")
@@ -373,8 +371,6 @@ def _defined(tree: ast.Module) -> Iterator[tuple[str, int]]:
 def word_faults(modules: dict[str, Module]) -> Iterator[str]:
     """Names that are words which are gone."""
     for module in modules.values():
-        if module.room in WORDS_ELSEWHERE:
-            continue
         for name, line in _defined(module.tree):
             if (instead := OLD_WORDS.get(word := name.strip("_"))) is not None:
                 yield f"{module.name}:{line} {word!r} is an old word; say {instead}"
@@ -504,8 +500,8 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     assert any(message in fault for fault in found), found
 
 
-def test_words_in_strings_and_in_rooms_with_their_own_stay(tmp_path: Path) -> None:
-    files = {"tasks__chat": '"""A play is told."""\nx = "found"', "training__fake": "found = 1"}
+def test_words_in_strings_stay(tmp_path: Path) -> None:
+    files = {"tasks__chat": '"""A play is told."""\nx = "found"'}
     assert faults(_house(tmp_path, **files)) == []
 
 

@@ -313,7 +313,7 @@ def _run_shown(config: RunConfig, *, sequential: bool, accept_changes: bool) -> 
             sequential=sequential,
             accept_changes=accept_changes,
             observe=view.update,
-            notify=view.tell,
+            notify=view.print_line,
             watch=view.watch,
         )
     finally:

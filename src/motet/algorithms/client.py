@@ -106,12 +106,12 @@ class ClientLoss:
         if odd := sorted(set(given) - set(known)):
             takes = ", ".join(known) or "no settings"
             raise ConfigError(f"loss_fn_config.{odd[0]} is nothing that {name} takes; it takes {takes}")
-        found = {key: given.get(key, default) for key, default in known.items()}
-        if missing := [key for key, value in found.items() if value is None]:
+        settings = {key: given.get(key, default) for key, default in known.items()}
+        if missing := [key for key, value in settings.items() if value is None]:
             raise ConfigError(f"{name} needs loss_fn_config.{missing[0]}")
         if not all(np.isfinite(list(given.values()))):
             raise ConfigError("loss_fn_config has a number that is not finite")
-        return cls(name, {key: value for key, value in found.items() if value is not None})
+        return cls(name, {key: value for key, value in settings.items() if value is not None})
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
         """Loss of each trainable token [N], and whether a clip touched it [N]."""

@@ -68,14 +68,14 @@ def _own(value: Any) -> Algorithm:
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise ValueError(f"must be the name of an algorithm or a mapping of fields; there are {', '.join(ALGORITHMS)}")
     try:
-        found = OWN.find(value["type"])
+        algorithm = OWN.find(value["type"])
     except ConfigError as error:
         raise ValueError(str(error)) from error
-    if not (isinstance(found, type) and issubclass(found, PolicyGradient)):
+    if not (isinstance(algorithm, type) and issubclass(algorithm, PolicyGradient)):
         raise ValueError(f"{value['type']} is no class that derives from motet.algorithms.PolicyGradient")
     try:
-        made = found.model_validate({name: field for name, field in value.items() if name != "type"})
+        made = algorithm.model_validate({name: field for name, field in value.items() if name != "type"})
         return made.model_copy(update={"type": value["type"]})
     except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise PydanticCustomError("own_algorithm", "{told}", {"told": told}) from error
+        reasons = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise PydanticCustomError("own_algorithm", "{reasons}", {"reasons": reasons}) from error

@@ -73,7 +73,7 @@ def run_file(
                 accept_changes=accept_changes,
                 observe=observe,
                 started=started,
-                notify=view.tell,
+                notify=view.print_line,
                 watch=watch,
             )
         finally:

@@ -85,11 +85,11 @@ class Bases:
 
     def alike(self, given: str) -> str | None:
         """The base that a client means by a path of its own machine, or by the last part of a name, where it is one alone."""
-        found = [name for name in self._places if given in self._called(name)]
-        if not found and Path(given).is_absolute():
+        alike = [name for name in self._places if given in self._called(name)]
+        if not alike and Path(given).is_absolute():
             last = Path(given).name
-            found = [name for name in self._places if last in {Path(one).name for one in self._called(name)}]
-        return found[0] if len(found) == 1 else None
+            alike = [name for name in self._places if last in {Path(one).name for one in self._called(name)}]
+        return alike[0] if len(alike) == 1 else None
 
     def _called(self, name: str) -> set[str]:
         place = self._places[name]

@@ -185,11 +185,11 @@ def _one_order(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-_Place = tuple[tuple[int, int], ...]
+_Stretches = tuple[tuple[int, int], ...]
 """Where a sample's tokens lie among its segment's rows: first row and length of each stretch; the last is its own."""
 
 
-def _beginning(place: _Place, length: int) -> _Place:
+def _beginning(place: _Stretches, length: int) -> _Stretches:
     """Where the first tokens of a sample lie."""
     stretches = []
     for row, own in place:
@@ -199,7 +199,7 @@ def _beginning(place: _Place, length: int) -> _Place:
     return tuple(stretches)
 
 
-def _rows(place: _Place) -> NDArray[np.int64]:
+def _rows(place: _Stretches) -> NDArray[np.int64]:
     """The row of each of its tokens."""
     return np.concatenate([np.arange(row, row + length) for row, length in place])
 
@@ -213,7 +213,7 @@ class _Plan:
     lengths: list[int]
     prefixes: list[Prefix | None]
     spans: list[tuple[int, int]]
-    places: list[list[_Place]]
+    places: list[list[_Stretches]]
     """Of each segment's samples."""
 
     @classmethod
@@ -222,10 +222,10 @@ class _Plan:
         positions: list[IntArray] = []
         prefixes: list[Prefix | None] = []
         spans: list[tuple[int, int]] = []
-        places: list[list[_Place]] = []
+        places: list[list[_Stretches]] = []
         start = 0
         for segment in batch.segments:
-            own: list[_Place] = []
+            own: list[_Stretches] = []
             row = 0
             shared = segment.shared if share else (0,) * len(segment.samples)
             for sample, n_shared in zip(segment.samples, shared, strict=True):
@@ -267,7 +267,7 @@ class _TrainableRows:
     sample_N: Tensor
 
     @classmethod
-    def of(cls, segment: Segment, placed: list[_Place], device: torch.device) -> _TrainableRows:
+    def of(cls, segment: Segment, placed: list[_Stretches], device: torch.device) -> _TrainableRows:
         rows, targets, owners = [], [], []
         for index, (sample, place) in enumerate(zip(segment.samples, placed, strict=True)):
             tokens = np.flatnonzero(sample.loss_mask)

@@ -173,7 +173,7 @@ class LiveView(View):
         self.clock.see(jobs)
         self._live.update(self.frame(jobs), refresh=True)
 
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Say something above the picture."""
         self._live.console.print(line, style="yellow", markup=False, highlight=False)
 

@@ -39,18 +39,18 @@ class LogView(View):
         for server in self.servers():
             name = server.name if isinstance(server, HostNow) else f"server {server.url}"
             if server.up is not self._up.get(name, False):
-                self.tell(f"{name} {'answers' if server.up else f'is away: {server.note}'}")
+                self.print_line(f"{name} {'answers' if server.up else f'is away: {server.note}'}")
             self._up[name] = server.up
         width = min(max((len(job.name) for job in jobs), default=0), 24)
         for job in jobs:
             for line in self._news(job):
-                self.tell(f"{self.glyphs.plain(job.name):<{width}}  {line}")
+                self.print_line(f"{self.glyphs.plain(job.name):<{width}}  {line}")
 
     def stop(self) -> None:
         """Print what came since the last update."""
         self.update(self._last)
 
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line of its own."""
         self.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 

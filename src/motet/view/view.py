@@ -79,7 +79,7 @@ class View(ABC):
         """Show how things stand now."""
 
     @abstractmethod
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Say something besides."""
 
     @abstractmethod

@@ -40,8 +40,8 @@ class Checkpoint:
 
     def about(self) -> dict[str, Any]:
         """What was said of it when it was saved, or later."""
-        found: dict[str, Any] = msgspec.json.decode((self.directory / ABOUT).read_bytes())
-        return found
+        facts: dict[str, Any] = msgspec.json.decode((self.directory / ABOUT).read_bytes())
+        return facts
 
     def shown(self) -> dict[str, Any]:
         """As clients are told of it."""
@@ -76,12 +76,12 @@ class Checkpoints:
 
     def of(self, job: StoredJob) -> Iterator[Checkpoint]:
         """Those of a model that have a name, oldest first; what has expired goes away."""
-        found = []
+        kept = []
         for kind in _TYPES:
             for place in (self._models.directory(job) / "checkpoints" / kind).glob("[!.]*"):
                 if not _SNAPSHOT.fullmatch(place.name) and (one := self._there(job, kind, place.name)):
-                    found.append(one)
-        yield from sorted(found, key=lambda one: (one.directory / ABOUT).stat().st_mtime)
+                    kept.append(one)
+        yield from sorted(kept, key=lambda one: (one.directory / ABOUT).stat().st_mtime)
 
     def find(self, who: Principal, path: str) -> Checkpoint:
         """The checkpoint of a path.
@@ -106,12 +106,12 @@ class Checkpoints:
         Raises:
             Refusal: there is none.
         """
-        found = self._there(job, kind, name) if kind in _TYPES and re.fullmatch(NAME, name) else None
-        if found is None:
+        checkpoint = self._there(job, kind, name) if kind in _TYPES and re.fullmatch(NAME, name) else None
+        if checkpoint is None:
             raise Refusal(
                 404, f"there is no checkpoint {kind}/{name} of this model; it was never saved, deleted, or has expired"
             )
-        return found
+        return checkpoint
 
     def check_free(self, job: StoredJob, kind: str, name: str, number: int, *, overwrite: bool = False) -> None:
         """Let a command save under a name.
@@ -158,12 +158,12 @@ class Checkpoints:
         draft.rename(checkpoint.directory / ABOUT)
 
     def _there(self, job: StoredJob, kind: str, name: str) -> Checkpoint | None:
-        found = Checkpoint(job, kind, name, self._models.directory(job) / "checkpoints" / kind / name)
+        checkpoint = Checkpoint(job, kind, name, self._models.directory(job) / "checkpoints" / kind / name)
         try:
-            expires = found.about().get("expires")
+            expires = checkpoint.about().get("expires")
         except FileNotFoundError:
             return None
         if expires is not None and expires < time.time():
-            self.remove(found)
+            self.remove(checkpoint)
             return None
-        return found
+        return checkpoint

@@ -54,7 +54,7 @@ def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:
         raise WireError(f"{where}: {len(tokens)} tokens with {len(targets)} target_tokens; give as many, at least one")
     if targets.dtype.kind != "i" or min(tokens.min(), targets.min()) < 0 or targets.max() >= 2**31:
         raise WireError(f"{where}: token ids are whole numbers from 0 on")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in wanted:
         if name not in inputs:
             continue
@@ -63,8 +63,8 @@ def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:
             raise WireError(f"{where}: {name} has shape {list(values.shape)}, target_tokens {list(targets.shape)}")
         if not np.isfinite(values).all():
             raise WireError(f"{where}: {name} has a number that is not finite")
-        found[name] = Tensor.of(values if name != "sequence_ratio_mask" else (values != 0).astype(np.float32))
+        tensors[name] = Tensor.of(values if name != "sequence_ratio_mask" else (values != 0).astype(np.float32))
     if "weights" not in wanted and targets.ndim == 2:
         raise WireError(f"{where}: target_tokens of two dimensions are for cross_entropy")
     count = targets.shape[1] if targets.ndim == 2 else 0
-    return Datum(tokens.astype("<i4").tobytes(), targets.astype("<i4").tobytes(), count, **found)
+    return Datum(tokens.astype("<i4").tobytes(), targets.astype("<i4").tobytes(), count, **tensors)

@@ -70,12 +70,12 @@ class Models:
         Raises:
             Refusal: it is not here.
         """
-        found = self.bases.find(name) or (name and self.bases.alike(name))
-        if not found:
+        base = self.bases.find(name) or (name and self.bases.alike(name))
+        if not base:
             raise Refusal(
                 400, f"base_model {name!r} is not served here; give {' or '.join(map(repr, self.bases.names))}"
             )
-        return found
+        return base
 
     def base_of(self, job: StoredJob) -> str:
         """The base of a model.

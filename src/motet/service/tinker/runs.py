@@ -82,9 +82,9 @@ def all_checkpoints(
     who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, limit: Limit = 100, offset: Offset = 0
 ) -> dict[str, Any]:
     """What all of the asker's models saved."""
-    found = [one for job in models.of_session(who) for one in checkpoints.of(job)]
-    cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-    return {"checkpoints": [one.shown() for one in found[offset : offset + limit]], "cursor": cursor}
+    kept = [one for job in models.of_session(who) for one in checkpoints.of(job)]
+    cursor = {"offset": offset, "limit": limit, "total_count": len(kept)}
+    return {"checkpoints": [one.shown() for one in kept[offset : offset + limit]], "cursor": cursor}
 
 
 @router.post("/weights_info")
@@ -110,9 +110,9 @@ def set_ttl(
     who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, run: str, kind: str, name: str, wanted: Ttls
 ) -> dict[str, Any]:
     """Say how long a checkpoint stays."""
-    found = checkpoints.named(models.find(who, run), kind, name)
-    checkpoints.expire(found, wanted.ttl_seconds)
-    return found.shown()
+    checkpoint = checkpoints.named(models.find(who, run), kind, name)
+    checkpoints.expire(checkpoint, wanted.ttl_seconds)
+    return checkpoint.shown()
 
 
 @router.post("/training_runs/{run}/checkpoints/{kind}/{name}/publish", status_code=204)
@@ -143,10 +143,10 @@ def external_urls(
     run: str, kind: str, name: str,
 ) -> dict[str, Any]:  # fmt: skip
     """A link to each file of a checkpoint."""
-    found, expires = checkpoints.named(models.find(who, run), kind, name), time.time() + SECONDS
+    checkpoint, expires = checkpoints.named(models.find(who, run), kind, name), time.time() + SECONDS
     urls = {
-        file: str(request.url_for("download_checkpoint", token=downloads.token(found, file, expires)))
-        for file in files_of(found)
+        file: str(request.url_for("download_checkpoint", token=downloads.token(checkpoint, file, expires)))
+        for file in files_of(checkpoint)
     }
     return {"urls": urls, "expires": iso(expires)}
 
@@ -157,8 +157,8 @@ def archive(
     run: str, kind: str, name: str,
 ) -> Response:  # fmt: skip
     """A link to all of them in one, as packages before 0.36 ask."""
-    found, expires = checkpoints.named(models.find(who, run), kind, name), time.time() + SECONDS
-    url = request.url_for("download_checkpoint", token=downloads.token(found, ARCHIVE, expires))
+    checkpoint, expires = checkpoints.named(models.find(who, run), kind, name), time.time() + SECONDS
+    url = request.url_for("download_checkpoint", token=downloads.token(checkpoint, ARCHIVE, expires))
     return Response(status_code=302, headers={"Location": str(url), "Expires": formatdate(expires, usegmt=True)})
 
 

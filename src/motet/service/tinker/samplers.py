@@ -80,10 +80,10 @@ class Samplers:
         Raises:
             Refusal: there is no such thing for them.
         """
-        found = _ID.fullmatch(name)
-        if found is None:
+        parts = _ID.fullmatch(name)
+        if parts is None:
             raise Refusal(404, f"there is no sampling session {name!r}")
-        session, base, path, number, what = found.groups()
+        session, base, path, number, what = parts.groups()
         try:
             if path:
                 return self.of_path(who, base64.urlsafe_b64decode(path).decode())
@@ -107,8 +107,8 @@ class Samplers:
         Raises:
             Refusal: there is no such checkpoint.
         """
-        found = self._checkpoints.find(who, path)
-        return Sampler(self._models.base_of(found.job), path, found.directory)
+        checkpoint = self._checkpoints.find(who, path)
+        return Sampler(self._models.base_of(checkpoint.job), path, checkpoint.directory)
 
     def of(self, who: Principal, wanted: Sample) -> Sampler:
         """What a sample is to come from.

@@ -33,9 +33,9 @@ def create_sampling_session(
 @router.get("/samplers/{name}")
 def sampler(who: Asker, models: ModelsDep, samplers: SamplersDep, name: str) -> dict[str, Any]:
     """What a sampling session samples from."""
-    found = samplers.find(who, name)
-    path = {} if found.model_path is None else {"model_path": found.model_path}
-    return {"sampler_id": name, "base_model": found.base, **path}
+    sampler = samplers.find(who, name)
+    path = {} if sampler.model_path is None else {"model_path": sampler.model_path}
+    return {"sampler_id": name, "base_model": sampler.base, **path}
 
 
 @router.post("/asample")

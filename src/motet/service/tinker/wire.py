@@ -95,8 +95,8 @@ def tokens_of(chunks: Sequence[Any]) -> IntArray:
     for chunk in chunks:
         if chunk.HasField("image") or chunk.HasField("dmel"):
             raise WireError("model_input has an image or audio; this base reads text: give encoded_text chunks alone")
-    found: IntArray = array_of(b"".join(chunk.encoded_text.tokens for chunk in chunks), INT32, "model_input")
-    return found
+    tokens: IntArray = array_of(b"".join(chunk.encoded_text.tokens for chunk in chunks), INT32, "model_input")
+    return tokens
 
 
 def array_of(data: bytes, dtype: int, name: str) -> Any:
@@ -107,10 +107,10 @@ def array_of(data: bytes, dtype: int, name: str) -> Any:
     """
     if dtype not in _DTYPES:
         raise WireError(f"{name}: dtype {dtype} is unknown; send float32 or int64")
-    found = np.dtype(_DTYPES[dtype])
-    if len(data) % found.itemsize:
-        raise WireError(f"{name}: {len(data)} bytes are no whole numbers of {found.itemsize} bytes")
-    return np.frombuffer(data, found)
+    kind = np.dtype(_DTYPES[dtype])
+    if len(data) % kind.itemsize:
+        raise WireError(f"{name}: {len(data)} bytes are no whole numbers of {kind.itemsize} bytes")
+    return np.frombuffer(data, kind)
 
 
 def dense(tensor: Any, name: str) -> Any:
@@ -123,11 +123,11 @@ def dense(tensor: Any, name: str) -> Any:
     if any(one < 0 for one in shape) or len(shape) > 2:
         raise WireError(f"{name}: shape {shape} is neither [T] nor [T, K]")
     if not tensor.HasField("sparse_csr"):
-        found = array_of(tensor.dense, tensor.dtype, name)
-        shape = shape or [len(found)]
-        if int(np.prod(shape)) != len(found):
-            raise WireError(f"{name}: {len(found)} numbers do not fill its shape {shape}")
-        return found.reshape(shape)
+        values = array_of(tensor.dense, tensor.dtype, name)
+        shape = shape or [len(values)]
+        if int(np.prod(shape)) != len(values):
+            raise WireError(f"{name}: {len(values)} numbers do not fill its shape {shape}")
+        return values.reshape(shape)
     sparse = tensor.sparse_csr
     values = array_of(sparse.values, tensor.dtype, name)
     rows, columns = (array_of(part, INT64, name) for part in (sparse.crow_indices, sparse.col_indices))
@@ -173,7 +173,7 @@ def write_samples(
     if prompt_logprobs is not None:
         result.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
     if top is not None:
-        found = result.topk_prompt_logprobs
-        found.token_ids, found.logprobs = top[0].astype("<i4").tobytes(), top[1].astype("<f4").tobytes()
-        found.length, found.k = top[0].shape
+        top_k = result.topk_prompt_logprobs
+        top_k.token_ids, top_k.logprobs = top[0].astype("<i4").tobytes(), top[1].astype("<f4").tobytes()
+        top_k.length, top_k.k = top[0].shape
     return bytes(result.SerializeToString())

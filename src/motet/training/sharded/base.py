@@ -31,14 +31,14 @@ class ShardedBase:
             name: tuple(value) if isinstance(value, list) else value for name, value in group.joined[0].facts.items()
         }
         tokenizer = load_tokenizer(facts["name"], trust_remote_code=trust_remote_code)
-        return cls(_told(ModelInfo(tokenizer=tokenizer, **facts), group), group)
+        return cls(_with_memory_note(ModelInfo(tokenizer=tokenizer, **facts), group), group)
 
     @classmethod
     def beside(cls, base: LoraModel, group: RankGroup) -> ShardedBase:
         """A base that lies here too; its ranks say what can be trained."""
         facts = group.joined[0].facts
         info = replace(base.info, experts=tuple(facts["experts"]), experts_idle=facts["experts_idle"])
-        return cls(_told(info, group), group, base)
+        return cls(_with_memory_note(info, group), group, base)
 
     def examine(self, directory: Path) -> AdapterConfig:
         """As `motet.model.peft_io.examine`; where the base is not here, a rank looks.
@@ -53,7 +53,7 @@ class ShardedBase:
         return AdapterConfig.model_validate(answer.shape)
 
 
-def _told(info: ModelInfo, group: RankGroup) -> ModelInfo:
+def _with_memory_note(info: ModelInfo, group: RankGroup) -> ModelInfo:
     share = max(one.own_bytes for one in group.joined) / 2**20
     return replace(
         info, notes=(*info.notes, f"trained over {group.n_ranks} processes, {share:.0f} MiB of the base in each")

@@ -87,7 +87,7 @@ class Train(Message, frozen=True):
     """Of every segment of the batch, in order, its adapter and the rank that runs it."""
 
 
-class Score(Message, frozen=True):
+class Forward(Message, frozen=True):
     """Run a forward pass, all ranks at once."""
 
     parts: tuple[Part, ...]
@@ -124,7 +124,7 @@ class Examine(Message, frozen=True):
     directory: str
 
 
-ToRank = Join | Leave | AddAdapter | RemoveAdapter | Train | Score | Step | Save | Read | Examine
+ToRank = Join | Leave | AddAdapter | RemoveAdapter | Train | Forward | Step | Save | Read | Examine
 
 # --- rank → trainer -----------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class Done(Message, frozen=True):
     """It was done."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class SegmentResult(msgspec.Struct, frozen=True):
     """What a pass says of one segment."""
 
     place: int
@@ -155,7 +155,7 @@ class Found(msgspec.Struct, frozen=True):
 class Ran(Message, frozen=True):
     """What a pass says of the rank's segments."""
 
-    found: tuple[Found, ...]
+    results: tuple[SegmentResult, ...]
 
 
 class Stepped(Message, frozen=True):

@@ -95,10 +95,12 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
         case m.Train():
             trained = trainer.train(_batch(message.parts), [part.place for part in message.parts], message.route)
             pairs = zip(message.parts, trained, strict=True)
-            return m.Ran(tuple(m.Found(part.place, one.logprobs, one.stats) for part, one in pairs))
-        case m.Score():
+            return m.Ran(tuple(m.SegmentResult(part.place, one.logprobs, one.stats) for part, one in pairs))
+        case m.Forward():
             scored = trainer.score(_batch(message.parts), base=message.base)
-            return m.Ran(tuple(m.Found(part.place, one) for part, one in zip(message.parts, scored, strict=True)))
+            return m.Ran(
+                tuple(m.SegmentResult(part.place, one) for part, one in zip(message.parts, scored, strict=True))
+            )
         case m.Step():
             stats = trainer.step(message.name, message.adamw)
             return m.Done() if stats is None else m.Stepped(stats)
@@ -109,10 +111,10 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
                 return _refused(error)
         case m.Examine():
             try:
-                found = examine(trainer.base, Path(message.directory))
+                proof = examine(trainer.base, Path(message.directory))
             except Exception as error:  # whatever a stranger's files do to it: no other rank takes part
                 return _refused(error)
-            return m.Examined(found.model_dump(mode="json"))
+            return m.Examined(proof.model_dump(mode="json"))
         case m.Read():
             trainer.read(message.name, Path(message.directory), optimizer=message.optimizer)
     return m.Done()

@@ -55,15 +55,15 @@ def rank_group(join: m.Join, log: Path, *, of_torchrun: bool) -> RankGroup:
 
 def _connected(n_ranks: int) -> list[Connected]:
     """All ranks but the first, in their order."""
-    token, found = secrets.token_hex(16), dict[int, Connected]()
+    token, joined = secrets.token_hex(16), dict[int, Connected]()
     with socket.create_server((os.environ["MASTER_ADDR"], 0)) as server:
         _store().set(_KEY, f"{server.getsockname()[1]} {token}")
         server.settimeout(_CONNECT_SECONDS)
-        while len(found) < n_ranks - 1:
+        while len(joined) < n_ranks - 1:
             try:
                 connection, _ = server.accept()
             except TimeoutError:
-                missing = sorted(set(range(1, n_ranks)) - set(found))
+                missing = sorted(set(range(1, n_ranks)) - set(joined))
                 raise EngineError(
                     f"ranks {missing} of torchrun have not connected for {_CONNECT_SECONDS:.0f} s"
                 ) from None
@@ -72,8 +72,8 @@ def _connected(n_ranks: int) -> list[Connected]:
             if rank is None:
                 connection.close()
             else:
-                found[rank] = Connected(connection)
-    return [found[rank] for rank in sorted(found)]
+                joined[rank] = Connected(connection)
+    return [joined[rank] for rank in sorted(joined)]
 
 
 def take_part() -> None:

@@ -58,13 +58,13 @@ class ShardedTrainer:
         ranks = self._scatter(batch)
         parts = self._parts(batch, ranks, learns=True)
         route = tuple((segment.adapter, rank) for segment, rank in zip(batch.segments, ranks, strict=True))
-        found = self._run({rank: m.Train(own, route) for rank, own in parts.items()})
-        return tuple(Trained(one.stats, one.logprobs) for one in found if one.stats is not None)
+        ran = self._run({rank: m.Train(own, route) for rank, own in parts.items()})
+        return tuple(Trained(one.stats, one.logprobs) for one in ran if one.stats is not None)
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
         parts = self._parts(batch, self._scatter(batch, base=base), learns=False)
-        return tuple(one.logprobs for one in self._run({rank: m.Score(own, base) for rank, own in parts.items()}))
+        return tuple(one.logprobs for one in self._run({rank: m.Forward(own, base) for rank, own in parts.items()}))
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
@@ -99,11 +99,11 @@ class ShardedTrainer:
             parts[rank].append(m.Part.of(place, segment, _fields(segment) if learns else None))
         return {rank: tuple(own) for rank, own in parts.items()}
 
-    def _run(self, messages: dict[int, m.Train] | dict[int, m.Score]) -> list[m.Found]:
+    def _run(self, messages: dict[int, m.Train] | dict[int, m.Forward]) -> list[m.SegmentResult]:
         """What all ranks say of a pass, in the order of the batch."""
         answers = self._group.ask({**messages})
-        found = [one for answer in answers.values() if isinstance(answer, m.Ran) for one in answer.found]
-        return sorted(found, key=lambda one: one.place)
+        results = [one for answer in answers.values() if isinstance(answer, m.Ran) for one in answer.results]
+        return sorted(results, key=lambda one: one.place)
 
 
 def _fields(segment: Segment) -> dict[str, Any]:
