@@ -192,11 +192,11 @@ def test_a_command_that_fails_at_once_is_given_up_with_its_reason(tmp_path: Path
     process.close()
 
 
-def test_a_server_that_dies_after_a_while_is_not_hopeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_process, "_QUICK_SECONDS", 0.0)
+def test_a_server_that_answered_before_it_died_is_not_hopeless(tmp_path: Path) -> None:
     process = ServerProcess([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path / "log")
     for _ in range(5):
         process.start()
+        process.answered()
         assert ended(process)
     process.close()
     assert process.starts == 5

@@ -132,6 +132,8 @@ class Fleet:
                 if process is not None and not process.alive:
                     process.start()
                 await replica.greet()
+                if process is not None:
+                    process.answered()
                 await self._back(replica)
                 break
             except EngineError as error:

@@ -18,8 +18,6 @@ _EARLY_SECONDS = 0.5
 """The same until it answers."""
 HANGS_SECONDS = 120.0
 """A server that answered once and then not for so long is started again."""
-_IN_VAIN = 3
-"""Starts in a row without an answer, after which a server is given up."""
 LOADS_SECONDS = 1800.0
 """So long it may take to answer for the first time."""
 
@@ -41,8 +39,6 @@ class NodeServer:
         self._look, self._hangs, self._loads = look_seconds, hangs_seconds, loads_seconds
         self._answered = False
         """Since its last start."""
-        self._in_vain = 0
-        """Starts in a row without an answer."""
         self._since = 0.0
         """When it answered last, or was started."""
         self.failure = "it is starting"
@@ -69,11 +65,9 @@ class NodeServer:
             try:
                 if not self._process.alive:
                     self.failure = f"it ended: {self._process.ending}"
-                    self._in_vain = 0 if self._answered else self._in_vain + 1
-                    if self._in_vain == _IN_VAIN:
-                        raise EngineError(self._process.ending)
                     await self._start()
                 elif await healthy():
+                    self._process.answered()
                     self.failure, self._answered, self._since = "", True, time.monotonic()
                 elif time.monotonic() - self._since > (self._hangs if self._answered else self._loads):
                     await asyncio.to_thread(self._process.close)

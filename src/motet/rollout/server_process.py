@@ -12,16 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from motet.errors import EngineError
 
 _END_SECONDS = 15.0
-_QUICK_SECONDS = 20.0
-"""A server that lives shorter than this did not die of its work."""
-_QUICK_DEATHS = 3
+_STARTS_IN_VAIN = 3
+"""In a row, without an answer between them, after which a server is given up."""
 
 
 def free_port() -> int:
@@ -39,8 +37,8 @@ class ServerProcess:
         """Nothing is started yet."""
         self._command, self._env, self._log = list(command), dict(env), log
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = 0.0
-        self._quick = 0
+        self._answered = False
+        self._in_vain = 0
         self._swept = False
         self.starts = 0
 
@@ -57,8 +55,12 @@ class ServerProcess:
 
     @property
     def hopeless(self) -> bool:
-        """Whether it ended again and again right after it was started."""
-        return self._quick >= _QUICK_DEATHS
+        """Whether it ended again and again before it had answered once."""
+        return self._in_vain >= _STARTS_IN_VAIN
+
+    def answered(self) -> None:
+        """It answered somebody since its last start."""
+        self._answered = True
 
     @property
     def ending(self) -> str:
@@ -74,15 +76,15 @@ class ServerProcess:
         """Start it, or start it again.
 
         Raises:
-            EngineError: its program cannot be run, or it ends as soon as it is started.
+            EngineError: its program cannot be run, or it ends whenever it is started.
         """
         if self._process is not None:
             self._reap()
-            self._quick = self._quick + 1 if time.monotonic() - self._started < _QUICK_SECONDS else 0
+            self._in_vain = 0 if self._answered else self._in_vain + 1
             if self.hopeless:
                 raise EngineError(self.ending)
         self.starts += 1
-        self._started = time.monotonic()
+        self._answered = False
         guard = Path(__file__).with_name("server_guard.py")
         try:
             with self._log.open("ab") as log:
