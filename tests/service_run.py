@@ -132,7 +132,7 @@ class Service:
         while not condition():
             assert self.process is None or self.process.poll() is None, (self.directory / "out").read_text()
             assert time.monotonic() < deadline, self._story()
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def _story(self) -> str:
         names = ("out", *sorted(path.name for path in self.directory.glob("engine*.log")))

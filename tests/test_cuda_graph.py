@@ -90,9 +90,9 @@ def test_recorded_decoding_has_the_bits_of_decoding(recorded: LoraModel, plain: 
             tiny.adapter(base, rank=rank, seed=seed) for rank, seed in ((8, 1), (8, 2), (16, 3), (8, 4))
         )
         texts = Texts(base, [first, None, second, wide, first])
-        logits = [texts.decode(10 + turn) for turn in range(5)]
+        logits = [texts.decode(10 + turn) for turn in range(3)]
         texts.adapters[0] = later
-        logits += [texts.decode(40 + turn) for turn in range(2)]
+        logits.append(texts.decode(40))
         found.append(logits)
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)

@@ -113,7 +113,7 @@ def test_hostile_episodes_of_a_service_go_on_elsewhere_when_their_worker_is_kill
 
 
 @pytest.mark.parametrize("episodes", [40, pytest.param(200, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("killed", ["engine", "service"])
+@pytest.mark.parametrize("killed", [pytest.param("engine", marks=pytest.mark.soak), "service"])
 def test_hostile_episodes_of_a_service_begin_anew_when_what_serves_them_is_killed(
     tmp_path: Path, killed: str, episodes: int
 ) -> None:

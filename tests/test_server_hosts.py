@@ -201,6 +201,7 @@ def test_a_run_ends_only_when_no_host_can_start(tmp_path: Path) -> None:
 
 
 @HOSTS
+@pytest.mark.soak
 def test_a_service_with_hosts_in_shards_answers_from_their_servers(
     alone: dict[str, bytes], fresh: list[BaseServer], tmp_path: Path
 ) -> None:

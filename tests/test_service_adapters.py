@@ -145,12 +145,11 @@ def test_weights_that_do_not_fit_are_refused_at_the_upload(client: motet.Client,
 
 def test_jobs_wait_for_each_other_and_for_a_time_across_restarts(service: Service) -> None:
     with motet.Client(service.url) as client:
-        client.submit(tiny("first", 12))
+        client.submit(tiny("first", 8))
         client.submit(tiny("second", 1, adapter={"init": "first@best"}), after=["first"])
         client.submit(tiny("doomed", 1), after=["second", "broken-too"][:1])
         client.submit(tiny("timed", 1), at=time.time() + 4)
         client.cancel("doomed")
-        service.engine().kill()
         assert client.job("second").message == "waits for 'first' to succeed"
         service.reaches("first", 3)
         service.kill()

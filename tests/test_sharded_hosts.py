@@ -69,7 +69,7 @@ def whereabouts(service: Service) -> dict[str, int]:
     return {one["name"]: one["progress"]["host"] for one in jobs if one["progress"] is not None}
 
 
-@pytest.mark.parametrize("what", ["rank", "host"])
+@pytest.mark.parametrize("what", ["rank", pytest.param("host", marks=pytest.mark.soak)])
 def test_a_process_that_dies_changes_no_byte(what: str, service: Service, alone: dict[str, Path]) -> None:
     """A host and its ranks end together. Jobs of that host go on elsewhere; those of the other do not notice."""
     for name in NAMES:

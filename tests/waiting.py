@@ -12,9 +12,11 @@ PATIENCE = 20.0
 
 async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Let other tasks run until it is."""
+    rest = 0.0005
     async with asyncio.timeout(seconds):
         while not condition():
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(rest)
+            rest = min(1.2 * rest, 0.01)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
@@ -22,4 +24,4 @@ def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not true after {seconds:g} s"
-        time.sleep(0.02)
+        time.sleep(0.05)
