@@ -94,6 +94,15 @@ def _good(handler: _Handler, body: Any) -> None:
     handler._answer(200, json.dumps({"scores": lengths(body)}))
 
 
+def conversed(transcript: Any) -> float:
+    """What `conversed` gives: by all that was said."""
+    return sum(len(one["content"]) for one in transcript) % 7 / 5
+
+
+def _conversed(handler: _Handler, body: Any) -> None:
+    handler._answer(200, json.dumps({"scores": list(map(conversed, body["transcripts"]))}))
+
+
 def _hang(handler: _Handler, body: Any) -> None:
     handler.scorer.closing.wait(60)
 
@@ -158,7 +167,7 @@ def _wait(handler: _Handler, body: Any) -> None:
 
 _WAYS: dict[str, Callable[[_Handler, Any], None]] = {
     "hang": _hang, "slow": _slow, "gigabyte": _gigabyte, "error": _error, "at_last": _at_last, "missing": _missing,
-    "redirect": _elsewhere, "gzip": _gzip, "cut": _cut, "reset": _reset, "wait": _wait,
+    "redirect": _elsewhere, "gzip": _gzip, "cut": _cut, "reset": _reset, "wait": _wait, "conversed": _conversed,
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,21 @@ def make_samples(lengths: Sequence[tuple[int, int]], seed: int) -> tuple[Sample,
 
 
 REINFORCE = Reinforce()
+
+
+def branching_samples(prompt: int, seed: int) -> tuple[Sample, ...]:
+    """A rollout of three branches, each of which leaves the one before at another place, and a second rollout of the problem.
+
+    What an earlier branch trains is read by later ones, and the second rollout begins with the tokens that the first sampled.
+    """
+    first, *others = make_samples([(prompt, 40), (prompt, 30), (prompt, 21), (prompt, 33)], seed=seed)
+    samples, parted = [first], (prompt + 25, prompt + 9, prompt + 12)
+    for other, place in zip(others, parted, strict=True):
+        token_ids = np.concatenate([samples[-1].token_ids[:place], other.token_ids[place:]])
+        token_ids[place] = (samples[-1].token_ids[place] + 1) % 50
+        trained = other.loss_mask & (np.arange(other.n_tokens) >= (prompt if other is others[-1] else place))
+        samples.append(replace(other, token_ids=token_ids, loss_mask=trained))
+    return tuple(samples)
 
 
 def make_segment(name: str, loss: Loss = REINFORCE, temperature: float = 0.8) -> Segment:

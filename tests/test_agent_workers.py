@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.agents.episode_messages import AskEpisode, BeginEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
-from motet.channel import Message
+from motet.channel import Child, Message, decode, encode
+from motet.cluster import messages as cluster
+from motet.cluster.host import EngineHandlers, Host
 from motet.config import EnvironmentConfig
+from motet.config.service import ANY_SIZE
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
@@ -207,6 +212,82 @@ def test_a_job_whose_episodes_nobody_takes_rests_when_it_is_to(tmp_path: Path) -
         assert not on.workers.asked("job")
 
     bench(tmp_path, work)
+
+
+class Process:
+    """A host's process that does what the test says: it has offered an episode, and dies when it is told to."""
+
+    def __init__(self) -> None:
+        self.reader, self.sent = asyncio.StreamReader(), list[Message]()
+        self.reader.feed_data(encode(cluster.Ready([])) + encode(OfferEpisode(0, "job", {}, {}, 0, 60.0)))
+
+    def is_closing(self) -> bool:
+        """Of its standard input."""
+        return False
+
+    def write(self, line: bytes) -> None:
+        """Keep what it is sent."""
+        self.sent.append(decode(line, cluster.ToEngine))
+
+    def close(self) -> None:
+        """Nothing more is sent."""
+
+    async def launched(self, start: cluster.Start, log: Path) -> Child[Any]:
+        """As whoever starts processes hands it over."""
+        writer: Any = self
+
+        async def end() -> None:
+            return None
+
+        return Child(cluster.FromEngine, self.reader, writer, end)
+
+
+def test_what_an_engine_offered_ends_with_it_and_no_reward_of_it_reaches_the_next(tmp_path: Path) -> None:
+    """Which counts its episodes from 0 again."""
+    start = cluster.Start("small", str(tmp_path), {}, {}, {}, [], 1.0, ANY_SIZE)
+
+    async def work(on: Bench) -> None:
+        lives = [Process(), Process()]
+        starting = iter(lives)
+        host = Host(
+            0, start, tmp_path / "log", ThreadPoolExecutor(1), lambda start, log: next(starting).launched(start, log)
+        )
+        host.start(
+            EngineHandlers(
+                list,
+                lambda _: None,
+                lambda _: None,
+                never,
+                lambda *_: None,
+                lambda *_: None,
+                lambda _: None,
+                on.workers.run,
+            ),
+            lambda *_: None,
+        )
+        try:
+            await until(lambda: on.workers.asked("job"))
+            (former,) = await on.taken()
+            name, key = former.name, former.key
+            lives[0].reader.feed_eof()
+            await until(lambda: host.starts == 2 and on.workers.asked("job"))
+            assert not on.workers.owner(name, key)
+            assert on.workers.settle("job", name, EpisodeEnded(0, 9.0)) == "unknown"
+            assert on.workers.held("job", "w") == []
+            (again,) = await on.lease(most=MOST_OPEN)
+            assert on.workers.settle("job", again, EpisodeEnded(0, 1.0)) == "counted"
+            await until(lambda: any(isinstance(one, EpisodeEnded) for one in lives[1].sent))
+            assert [one for one in lives[1].sent if isinstance(one, EpisodeEnded)] == [EpisodeEnded(0, 1.0)]
+        finally:
+            on.workers.close()
+            await host.kill()
+
+    bench(tmp_path, work)
+
+
+async def never(request: cluster.ScoreRequest) -> cluster.Scored:
+    """Nothing is to be scored."""
+    raise AssertionError(request)
 
 
 def test_an_episodes_key_hands_no_reward_in_where_no_key_is_needed(tmp_path: Path) -> None:

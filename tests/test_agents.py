@@ -22,9 +22,11 @@ from motet.config import EnvironmentConfig
 from motet.errors import EngineError, EnvironmentFault, EpisodeRefusal
 from motet.jobfile import load_jobs
 from motet.running import run_config
+from motet.runtime.metrics import rollout_records
+from motet.runtime.sampling import SampledStep
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
-from motet.types import Message, Problem, Rollout, ToolCall
+from motet.types import Group, Message, Problem, Rollout, ToolCall
 from tests.captured import check_captured, none_scored
 from tests.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
 
@@ -137,7 +139,7 @@ def test_calls_at_once_come_out_the_same_in_whatever_order_they_arrive():
         last = re.findall("<.im_start.>user\n(.*?)<", read)[-1]
         return {"a": "A", "left": "L"}.get(last, f"{turn % 97}")
 
-    def branches(order: Sequence[int]) -> list[list[int]]:
+    def branches(order: Sequence[int]) -> tuple[list[list[int]], Any]:
         async def agent(ask: Ask) -> None:
             await ask(user("a"))
             await asyncio.gather(*(ask(*histories[number]) for number in order))
@@ -145,11 +147,22 @@ def test_calls_at_once_come_out_the_same_in_whatever_order_they_arrive():
 
         rollout, script = played(says, agent)
         check_captured(rollout, script)
-        return [branch.token_ids.tolist() for branch in rollout.branches]
+        sampled = SampledStep(0, 0, [Group(PROBLEM, 0, 0, (rollout,))], 0.0, 0.0, rollout.sampled)
+        (record,) = rollout_records(sampled, "train", chr_texts)
+        return [branch.token_ids.tolist() for branch in rollout.branches], record
 
-    first, *others = (branches(order) for order in itertools.permutations(range(4)))
+    def chr_texts(ids: Sequence[int]) -> list[str]:
+        return [TOKENIZER.decode([one]) for one in ids]
+
+    (first, record), *others = (branches(order) for order in itertools.permutations(range(4)))
     assert len(first) == 4
-    assert all(other == first for other in others)
+    assert all(other == first for other, _ in others)
+    assert record["replies"] == [["left"], ["on"], ["right"], ["other"], ["other"], []]
+    assert [(one["turn"], one["after"]) for one in record["branches"]] == [(0, None), (3, 0), (4, None), (5, None)]
+    starts = [one["token"] for one in record["branches"]]
+    texts = ["".join(record["token_texts"][start:end]) for start, end in zip(starts, [*starts[1:], None], strict=True)]
+    assert texts[0].startswith(record["turns"][0])
+    assert [text.removesuffix("<|im_end|>") for text in texts[1:]] == record["turns"][3:]
 
 
 def test_an_episode_ends_its_calls_by_number_by_time_and_when_its_agent_has_returned():

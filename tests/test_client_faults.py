@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.server
 import inspect
@@ -22,6 +23,7 @@ from motet.errors import ConfigError, ServiceError
 from motet.types import ADAPTER_FILES
 from tests.adapter_files import link, tarred
 from tests.commands import Motet
+from tests.service_run import Json
 
 
 def test_both_clients_have_the_same_methods() -> None:
@@ -139,6 +141,79 @@ def test_another_server_there() -> None:
         finally:
             server.shutdown()
             thread.join()
+
+
+class _Restarted(http.server.BaseHTTPRequestHandler):
+    """A service that is killed while an agent has its first episode: it is away, and then offers another."""
+
+    asked: list[tuple[str, Any]]
+    JOB: Json = {
+        "id": "job-1", "name": "own", "tenant": "us", "state": "running", "message": "", "step": 0, "steps": 1, "created": 0.0,
+        "ended": None, "spec": {"environment": {"name": "agent", "args": {}}},
+    }  # fmt: skip
+
+    def do_GET(self) -> None:
+        self._answer(200, self.JOB)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append((self.path.rpartition("/")[2], body))
+        if self.path.endswith("results"):
+            self._answer(200, {"counted": [one["id"] for one in body["results"]], "known": [], "unknown": []})
+            return
+        leases = sum(name == "lease" for name, _ in self.asked)
+        if leases in (2, 3):
+            self._answer(503, {"error": {"message": "it is starting"}})
+            return
+        handed_in = any(name == "results" for name, _ in self.asked)
+        offered = ["former"] if leases == 1 else ["next"] if body["most"] and not handed_in else []
+        episodes = [
+            {"id": name, "path": "/e", "key": "ek", "problem": {"id": 1, "messages": [], "answer": name, "metadata": {}},
+             "args": {}, "seed": 1, "seconds": 60.0, "handed_out": 1}
+            for name in offered
+        ]  # fmt: skip
+        self._answer(
+            200,
+            {"episodes": episodes, "held": offered, "seconds": 0.3, "state": "succeeded" if handed_in else "running"},
+        )
+
+    def do_DELETE(self) -> None:
+        self._answer(200, {})
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_an_agent_worker_waits_for_its_service_and_gives_up_what_went_with_it(tmp_path: Path) -> None:
+    """The agent of the former episode hangs; its place is free for the next one at once."""
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import asyncio\nasync def run(problem):\n"
+        "    await asyncio.sleep(3600 if problem.answer == 'former' else 0)\n    return 1.0\n"
+    )
+    handler = type("Handler", (_Restarted,), {"asked": []})
+
+    async def work(url: str) -> None:
+        async with asyncio.timeout(30), motet.AsyncClient(url) as client:
+            await client.run_agent("own", agent=f"{agent}:run", concurrency=1)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            asyncio.run(work(f"http://127.0.0.1:{server.server_port}"))
+        finally:
+            server.shutdown()
+            thread.join()
+    results = [one for name, body in handler.asked if name == "results" for one in body["results"]]
+    assert [(one["id"], one["reward"]) for one in results] == [("next", 1.0)]
 
 
 GOOD = [(f"sort-v3/{name}", b"x" * 100) for name in ADAPTER_FILES]

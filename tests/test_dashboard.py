@@ -387,6 +387,37 @@ def test_an_episode_is_shown_turn_by_turn(service: Keyed, page: Page) -> None:
     assert page.evaluate("window.hacked") is None
 
 
+def test_branches_of_an_episode_are_told_apart(service: Keyed, page: Page) -> None:
+    """Two calls that go on from one turn, the second not trained, and a history of its own."""
+    episode = {
+        "purpose": "train", "problem": 1, "index": 0, "prompt": "Task 1.", "reward": 1.0, "tokens": 4,
+        "turns": ["a", "b", "c", "d"], "replies": [["left"], ["right"], ["other", HOSTILE], []],
+        "trained": [True, True, False, True], "turn_rewards": [0.5, None, None, 1.0],
+        "branches": [
+            {"turn": turn, "after": after, "token": token} for turn, after, token in ((0, None, 0), (2, 0, 3), (3, None, 3))
+        ],
+        "token_texts": ["a", "left", "b", "d"], "logprobs": [-0.1, None, -3.0, -0.1],
+    }  # fmt: skip
+    bare = {name: value for name, value in episode.items() if name not in ("token_texts", "logprobs")}
+    file = service.directory / "run" / str(service.job("ended")["id"]) / "rollouts" / "1.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in (episode, bare)))
+    open_job(page, "ended", "Rollouts")
+    page.get_by_text("Training", exact=True).click()
+    page.get_by_role("combobox", name="Left: step").select_option("1")
+    whole, texts = (page.get_by_role("region", name="Left").locator(".rollout").nth(n) for n in range(2))
+    heads = ["branch 1 · turns 1–2", "branch 2 · turn 3 · goes on from turn 1", "branch 3 · turn 4 · begins anew"]
+    expect(whole.locator(".branch")).to_have_text(heads)
+    expect(whole.locator("header")).to_contain_text("4 tokens · 3 branches")
+    told = whole.locator(".tokens").inner_text()
+    lines = ["turn 1 · reward 0.5", "turn 2", "right", "turn 4 · reward 1"]
+    places = [told.index(line) for line in (*heads[:1], *lines[:2], heads[1], lines[2], heads[2], "other", lines[3])]
+    assert places == sorted(places), told
+    expect(whole.locator(".turn")).to_have_text([lines[0], lines[1], lines[3]])
+    expect(texts.locator(".branch")).to_have_text(heads)
+    expect(texts.locator(".branch, .tokens")).to_have_text([heads[0], "a", "b", heads[1], "c", heads[2], "d"])
+    assert page.evaluate("window.hacked") is None
+
+
 # --- everywhere -------------------------------------------------------------------------------------------------------------
 
 

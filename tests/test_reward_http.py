@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import resource
 import ssl
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +18,10 @@ import trustme
 from motet.config import RewardConfig
 from motet.errors import RewardError
 from motet.tasks import reward_elsewhere
-from motet.tasks.reward_elsewhere import MASK, Chance, ScoreOrReason
+from motet.tasks.reward_elsewhere import LONGEST_TRANSCRIPT, MASK, Chance, ScoreOrReason
 from motet.tasks.reward_http import Addresses, HttpRewards, is_public
 from motet.tasks.reward_pool import RewardPool, Scored, problem_as_given
-from motet.types import Message, Problem
+from motet.types import Message, Problem, ToolCall
 from tests.misbehaving_rewards import Scorer, misbehaving
 
 PROBLEM = Problem(7, (Message("user", "a?"),), "b", {"level": 2})
@@ -38,7 +40,7 @@ def asked(url: str, addresses: Addresses | None = None, **fields: Any) -> list[S
     args = {"url": url, **fields.pop("args", {})}
     rewards = HttpRewards(addresses or Addresses(anywhere=True), **fields.pop("how", {}))
     reward = RewardConfig(name="http", args=args, **fields)
-    return asyncio.run(rewards("job", reward, problem_as_given(PROBLEM), TEXTS))
+    return asyncio.run(rewards("job", reward, problem_as_given(PROBLEM), TEXTS, []))
 
 
 def pooled(url: str, **fields: Any) -> list[Scored]:
@@ -71,6 +73,39 @@ def test_problem_and_completions_are_posted_and_numbers_come_back(server: Scorer
     problem = {"id": 7, "messages": messages, "answer": "b", "metadata": {"level": 2}, "conversational": False}
     assert body == {"problem": problem, "completions": TEXTS, "args": {"scale": 7.0}}
     assert asked(server.url("bools")) == [1.0, 1.0, 1.0]
+
+
+def test_conversations_are_posted_as_a_function_of_ones_own_sees_them(server: Scorer) -> None:
+    def seen(problem: Problem, completion: str, transcript: list[Any]) -> float:
+        return float(zlib.crc32(json.dumps(transcript).encode()))
+
+    said = Message("assistant", "<tool_call>…</tool_call>", (ToolCall("add", {"a": 2, "b": [1]}),))
+    first = (*PROBLEM.messages, said, Message("tool", "3", name="add"), Message("assistant", "one"))
+    long = (Message("user", "x" * LONGEST_TRANSCRIPT), Message("assistant", ""))
+
+    async def work(transcripts: list[Any]) -> list[Scored]:
+        pool = RewardPool(1, {"http": HttpRewards(Addresses(anywhere=True))})
+        try:
+            http = RewardConfig(name="http", args={"url": server.url("good")})
+            await pool.register("job", [http, RewardConfig(name="seen", function=seen)])
+            return await pool.score("job", PROBLEM, TEXTS, transcripts)
+        finally:
+            await pool.close()
+
+    scored = asyncio.run(work([first, (*PROBLEM.messages, Message("assistant", "three")), long]))
+    body = server.asked[-1][2]
+    assert body["completions"] == TEXTS[:2]
+    tool = {"role": "tool", "content": "3", "name": "add"}
+    assert [message for message in body["transcripts"][0] if message["role"] == "tool"] == [tool]
+    assert body["transcripts"][0][1]["tool_calls"] == [{"name": "add", "arguments": {"a": 2, "b": [1]}}]
+    posted = [zlib.crc32(json.dumps(talk).encode()) for talk in body["transcripts"]]
+    assert [one.parts for one in scored[:2]] == [
+        {"http": n / 7, "seen": crc} for n, crc in zip((3, 5), posted, strict=True)
+    ]
+    assert "reward http: the conversation has 1048647 characters; the most" in scored[2].error
+    alike = asyncio.run(work([]))  # of a single turn it is prompt and completion, and nothing is sent twice
+    assert [one.parts["seen"] for one in alike[1:2]] == posted[1:]
+    assert "transcripts" not in server.asked[-1][2]
 
 
 def test_it_is_a_part_of_a_sum_like_any_other(server: Scorer) -> None:
@@ -149,20 +184,21 @@ def test_one_job_asks_so_many_at_a_time_and_holds_up_no_other(server: Scorer) ->
         rewards = HttpRewards(Addresses(anywhere=True))
         hanging = RewardConfig(name="http", args={"url": server.url("hang")}, wall_seconds=60)
         good = RewardConfig(name="http", args={"url": server.url("good")})
-        calls = [asyncio.create_task(rewards("theirs", hanging, problem_as_given(PROBLEM), TEXTS)) for _ in range(40)]
+        calls = [asyncio.create_task(rewards("theirs", hanging, *given)) for _ in range(40)]
         async with asyncio.timeout(20):
             while server.count("hang") - before < 16:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert server.count("hang") - before == 16
         started = time.monotonic()
-        await asyncio.gather(*(rewards("ours", good, problem_as_given(PROBLEM), TEXTS) for _ in range(20)))
+        await asyncio.gather(*(rewards("ours", good, *given) for _ in range(20)))
         took = time.monotonic() - started
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         return took
 
+    given: tuple[Any, ...] = (problem_as_given(PROBLEM), TEXTS, [])
     before = server.count("hang")
     assert asyncio.run(work()) < 10
 

@@ -212,14 +212,14 @@ def test_none_from_a_trl_reward_means_that_it_does_not_count():
 
     async def scenario(pool):
         await pool.register("job", [reward(none_of_my_business)])
-        return await pool.scores("job", asdict(PROBLEM), ["ab", "none"])
+        return await pool.scores("job", asdict(PROBLEM), ["ab", "none"], [])
 
     found = run(scenario)
     assert from_wire(json.loads(json.dumps(to_wire(found))), 2) == found == [1.0, None]
 
 
 def test_a_worker_may_say_that_its_reward_does_not_apply():
-    async def worker(job, reward, problem, completions):
+    async def worker(job, reward, problem, completions, transcripts):
         return from_wire([1.0, None], 2)
 
     async def main():

@@ -18,6 +18,7 @@ from motet.client.reward_files import RewardFiles
 from motet.config import JobConfig, RewardConfig
 from motet.errors import ConfigError, RewardError
 from motet.jobfile import load_service
+from motet.service.events import EventBus
 from motet.service.http.bodies import MOST_SCORES
 from motet.service.workers.rewards import RewardWorkers
 from motet.service.workers.units import key_of
@@ -26,7 +27,7 @@ from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN
 from tests.house import House, open_house
 from tests.service_run import Json, tiny
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 OPERATORS = '''
 """Rewards of the house."""
@@ -191,6 +192,29 @@ def test_a_worker_leases_scores_and_hands_in_as_often_as_it_likes(house: House, 
     assert results(house, job, {keys[1]: ["a reason", 1]})["counted"] == keys[1:]
 
 
+def test_answers_alike_after_other_conversations_are_each_scored(house: House, waiting: tuple[str, list[str]]) -> None:
+    job = house.store.job_by_id(waiting[0])
+    assert job is not None
+    reward, problem = RewardConfig(name="worker"), {"id": 7}
+
+    async def scored() -> list[Any]:
+        workers = RewardWorkers(house.store, EventBus(), 60.0)
+        talks = [[[{"role": "user", "content": text}]] for text in ("a", "b", "a")]
+        asked = [asyncio.create_task(workers.ask(job, reward, problem, ["yes"], talk)) for talk in talks]
+        found: dict[str, list[Any]] = {}
+        async with asyncio.timeout(PATIENCE):
+            while not all(one.done() for one in asked):
+                for unit in workers.units.lease(job.id, "w", 9, 60):
+                    if unit.work["problem"] == problem:
+                        found[unit.key] = [float(ord(unit.work["transcripts"][0][0]["content"]))]
+                await workers.settle(job.id, found)
+                await asyncio.sleep(0.01)
+        workers.close()
+        return [one.result() for one in asked]
+
+    assert asyncio.run(scored()) == [[97.0], [98.0], [97.0]]
+
+
 def test_what_a_worker_gets_wrong_is_refused_and_nothing_is_counted(
     house: House, waiting: tuple[str, list[str]]
 ) -> None:
@@ -276,7 +300,7 @@ def test_a_job_rests_when_it_is_to_and_nobody_scores(house: House) -> None:
     job = house.store.job_by_id(job_id)
     assert job is not None
     reward = RewardConfig(name="worker")
-    asked = asyncio.run_coroutine_threadsafe(workers.ask(job, reward, {"id": 1}, ["a"]), loop)
+    asked = asyncio.run_coroutine_threadsafe(workers.ask(job, reward, {"id": 1}, ["a"], []), loop)
     wait_until(lambda: workers.waits(job_id))
     time.sleep(1.2)
     assert not asked.done()  # as long as it takes

@@ -40,6 +40,11 @@ def reward(problem, completion, scale=1.0):
     return scale * (len(completion) % 7) / 7
 
 
+def conversed(problem, completion, transcript):
+    """By all that was said."""
+    return sum(len(one["content"]) for one in transcript) % 7 / 5
+
+
 def vowels(prompts, completions, answer, **columns):
     """How many letters are vowels; each call leaves a line where it is told to."""
     if "MOTET_TEST_CALLS" in os.environ:
@@ -112,6 +117,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, file: Path, scorer: Scorer) 
         job("shared", *mixed(file), steps=6),
         job("killed", f"{file}:vowels", steps=6),
         job("asked", {"name": "http", "args": {"url": scorer.url("good")}}),
+        {**job("talked", f"{file}:conversed"), "environment": "retry"},
     ]
     result = run_alone(tmp_path_factory.mktemp("alone"), *jobs)
     assert not result.jobs["asked"].inexact
@@ -280,15 +286,24 @@ def test_a_result_that_the_service_refuses_is_told_and_does_not_end_the_worker(s
     service.steer("refused", "cancel")
 
 
-def test_a_reward_that_asks_for_the_conversation_is_refused_by_its_worker(service: Service, tmp_path: Path) -> None:
-    (tmp_path / "talk.py").write_text("def reward(problem, completion, transcript): return 1.0")
-    service.submit(job("talk", {"name": "worker", "args": {}}))
-    with (
-        motet.Client(service.url) as client,
-        pytest.raises(RewardError, match="a reward worker gets the text of last turns"),
-    ):
-        client.score("talk", reward=tmp_path / "talk.py")
-    service.steer("talk", "cancel")
+def test_a_worker_and_an_address_see_the_whole_conversation(
+    service: Service, file: Path, scorer: Scorer, alone: dict[str, bytes]
+) -> None:
+    """As `motet run` shows it to a function of one's own, to the same bytes."""
+    rewards = {
+        "worker": {"name": "worker", "args": {"function": "rewards.py:conversed"}},
+        "http": {"name": "http", "args": {"url": scorer.url("conversed")}},
+    }
+    for name, reward in rewards.items():
+        service.submit({**job(f"talked-{name}", reward), "environment": "retry", "seed": seed_of("talked")})
+    worker = motet_score(service, file, "score", "talked-worker")
+    out, _ = worker.communicate(timeout=120)
+    assert worker.returncode == 0, out
+    for name in rewards:
+        assert service.ended(f"talked-{name}") == "succeeded"
+        assert service.weights(f"talked-{name}") == alone["talked"]
+    lengths = {len(talk) for path, _, body in scorer.asked if path == "/conversed" for talk in body["transcripts"]}
+    assert lengths == {2, 4}
 
 
 # --- from the command line ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from sqlalchemy import create_engine, event, inspect, text
 from motet.errors import StoreError
 from motet.service.database.store import Store
 from motet.service.database.tables import Table, now
-from motet.service.workers.units import ScoringUnits, key_of
+from motet.service.workers.units import MOST_LEASED, ScoringUnits, key_of
 from tests.database import person
 
 Found = TypeVar("Found")
@@ -356,6 +356,14 @@ def test_a_unit_is_asked_once_handed_out_on_lease_and_counted_once(store: Store)
     assert units.completions(job, keys) == {}
     assert units.ask(job, keys[0], 0, work_of(0)) is None  # a job that is gone: nothing is kept, nothing falls over
     assert units.completions(job, keys) == {}
+
+
+def test_one_answer_hands_out_so_much_and_at_least_a_unit(store: Store) -> None:
+    units = ScoringUnits(store)
+    job = store.submit(person(store, "us"), "sort", {}, 3, None).id
+    for number, share in enumerate((4, 4, 1)):
+        units.ask(job, f"{number}", 0, {**work_of(number), "completions": ["x" * (MOST_LEASED // share)]})
+    assert [[unit.key for unit in units.lease(job, "w", 9, 60)] for _ in range(2)] == [["0", "1"], ["2"]]
 
 
 def test_a_lease_that_runs_out_is_handed_out_again_unless_it_is_renewed(store: Store) -> None:

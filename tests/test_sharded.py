@@ -36,7 +36,7 @@ from motet.training.sharded.placement import owner, scatter
 from motet.training.sharded.trainer import ShardedTrainer
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
-from tests.segments import make_samples
+from tests.segments import branching_samples, make_samples
 
 ADAMW = AdamW(1e-2, eps=1e-4, clip_norm=0.5, weight_decay=0.1)
 SHAPES = {  # rank and alpha, whose quotient is no power of two: then it matters that it is multiplied within the sum
@@ -172,6 +172,36 @@ def test_what_one_device_refuses_is_refused_in_the_same_words(
         for name in SHAPES:
             trainer.remove_adapter(name)
     assert said[0] == said[1]
+
+
+def test_branches_that_share_what_they_read_have_the_bits_of_one_device(
+    pair: tuple[TorchTrainer, ShardedTrainer], tmp_path: Path
+) -> None:
+    """Masters, moments and logprobs; and that they share it does show in the masters."""
+    parts = [
+        segment(name, 0, samples=branching_samples(prompt, prompt)) for name, prompt in (("a", 11), ("b", 5), ("a", 7))
+    ]
+
+    def learned(trainer: Trainer, place: str, share: bool) -> tuple[list[Any], dict[str, bytes]]:
+        batch = Batch((*(dataclasses.replace(part, share_prefixes=share) for part in parts), segment("c", 3)))
+        add_all(trainer)
+        said: list[Any] = []
+        for _ in range(2):
+            trained = trainer.forward_backward(batch)
+            said += [(one.stats, [logprobs.tobytes() for logprobs in one.logprobs]) for one in trained]
+            said += [trainer.optim_step(name, ADAMW) for name in SHAPES]
+        trainer.forward_backward(batch)
+        kept = files(trainer, tmp_path / place)
+        for name in SHAPES:
+            trainer.remove_adapter(name)
+        return said, kept
+
+    one, many, apart = (
+        learned(pair[rank], f"{rank}-{share}", share) for rank, share in ((0, True), (1, True), (0, False))
+    )
+    assert many == one
+    assert apart[0][0] == one[0][0]  # before the first step: the logprobs of whole samples
+    assert apart[1] != one[1]
 
 
 def spoilt(what: str) -> Segment:

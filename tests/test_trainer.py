@@ -31,6 +31,7 @@ from tests.segments import (
     ADAMW,
     LR,
     REINFORCE,
+    branching_samples,
     gradient,
     make_samples,
     make_segment,
@@ -420,21 +421,6 @@ def test_shared_prompts_keep_logprobs_and_gradients(name, dtype, prompt):
         tolerance = 1e-5 if dtype == "float32" else 3e-2
         assert float(theirs.abs().max()) > 0
         assert float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
-
-
-def branching_samples(prompt: int, seed: int) -> tuple[Sample, ...]:
-    """A rollout of three branches, each of which leaves the one before at another place, and a second rollout of the problem.
-
-    What an earlier branch trains is read by later ones, and the second rollout begins with the tokens that the first sampled.
-    """
-    first, *others = make_samples([(prompt, 40), (prompt, 30), (prompt, 21), (prompt, 33)], seed=seed)
-    samples, parted = [first], (prompt + 25, prompt + 9, prompt + 12)
-    for other, place in zip(others, parted, strict=True):
-        token_ids = np.concatenate([samples[-1].token_ids[:place], other.token_ids[place:]])
-        token_ids[place] = (samples[-1].token_ids[place] + 1) % 50
-        trained = other.loss_mask & (np.arange(other.n_tokens) >= (prompt if other is others[-1] else place))
-        samples.append(replace(other, token_ids=token_ids, loss_mask=trained))
-    return tuple(samples)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

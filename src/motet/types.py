@@ -227,6 +227,10 @@ class Branch:
     loss_mask: BoolArray  # [T] true where the model sampled the token in this branch
     logprobs: FloatArray  # [T] of the sampler; 0 where the mask is false
     versions: IntArray  # [T] the version that sampled the token; -1 where the mask is false or the base sampled
+    turn: int = 0
+    """Its first turn; those up to the next branch's are its own."""
+    after: int | None = None
+    """The turn of an earlier branch that it goes on from; None where it was read anew."""
 
     @property
     def sampled(self) -> int:

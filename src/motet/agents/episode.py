@@ -181,7 +181,9 @@ class AgentEpisode:
             raise KeyError(unknown[0])
         rollout = Rollout(self.context.problem, self.index, (), (), error=error or self._fault)
         last: AgentCall | None = None
+        place: dict[AgentCall, int] = {}
         for call in _walk(self._roots):
+            place[call] = len(place)
             if last is None:
                 rollout = replace(rollout, opening=call.messages)
             else:
@@ -192,6 +194,7 @@ class AgentEpisode:
                 call.read if goes_on else call.prompt,
                 call.chunk,
                 anew=not goes_on,
+                after=None if call.parent is None else place[call.parent],
                 calls=call.calls,
                 trained=call.trained,
             )

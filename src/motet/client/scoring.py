@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from motet.client.leases import Asked, LeaseWorker, Running
 from motet.client.reward_files import RewardFiles
 from motet.config import RewardConfig
-from motet.errors import RewardError
 from motet.service.schemas import Job
 from motet.service.schemas.scoring import Lease, ScoringWork
 from motet.tasks.reward_elsewhere import WorkerArgs, to_wire
@@ -61,7 +60,7 @@ class RewardWorker(LeaseWorker[ScoringWork]):
 
     async def _do(self, path: str, work: ScoringWork) -> None:
         name = await self._load(work.reward)
-        scores = await self._pool.scores(name, work.problem, work.completions)
+        scores = await self._pool.scores(name, work.problem, work.completions, work.transcripts)
         if refused := await self._hand_in(path, {"id": work.id, "scores": to_wire(scores)}):
             reason = f"the service refuses what the reward returned: {refused}"
             await self._hand_in(path, {"id": work.id, "scores": [reason] * len(scores)})
@@ -76,11 +75,5 @@ class RewardWorker(LeaseWorker[ScoringWork]):
                 config = RewardConfig(name="worker", **limits)
                 asked = WorkerArgs.model_validate(reward["args"])
                 await self._pool.register(name, [self._files.find(asked, config)])
-                if self._pool.sees_all(name):
-                    raise RewardError(
-                        f"the reward {asked.function or 'of this worker'} asks for `transcript`, and a reward worker gets the "
-                        "text of last turns alone: judge that, let the agent return the reward, or have the function installed "
-                        "on the service"
-                    )
                 self._loaded.add(name)
         return name

@@ -259,6 +259,8 @@ class ScoreRequest(Message, frozen=True):
     problem: dict[str, Any]
     """`id`, `messages`, `answer`, `metadata`, `conversational`."""
     completions: list[str]
+    transcripts: list[list[dict[str, Any]]]
+    """The whole conversation of each, or none at all where each is the prompt and the completion."""
 
 
 class CancelScore(Message, frozen=True):

@@ -11,7 +11,7 @@ from motet.cluster.messages import CancelScore, FromEngine, Scored, ScoreRequest
 from motet.config import RewardConfig
 from motet.errors import EngineError, ScorerAway
 from motet.tasks.plain_json import as_json
-from motet.tasks.reward_elsewhere import ScoreOrReason, from_wire
+from motet.tasks.reward_elsewhere import ScoreOrReason, Transcripts, from_wire
 
 
 class AskedOfService:
@@ -24,7 +24,12 @@ class AskedOfService:
         self._keys = itertools.count()
 
     async def __call__(
-        self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
+        self,
+        job: str,
+        reward: RewardConfig,
+        problem: dict[str, Any],
+        completions: list[str],
+        transcripts: Transcripts,
     ) -> list[ScoreOrReason]:
         """Ask, and wait for the scores.
 
@@ -34,10 +39,14 @@ class AskedOfService:
         key = next(self._keys)
         answer = self._open[key] = asyncio.get_running_loop().create_future()
         try:
-            self._send(ScoreRequest(key, job, reward.model_dump(mode="json"), as_json(problem), completions))
+            wanted = reward.model_dump(mode="json")
+            self._send(ScoreRequest(key, job, wanted, as_json(problem), completions, transcripts))
         except EngineError as error:  # too long
             del self._open[key]
-            return [f"cannot be sent to be scored: {error}; leave large columns out of the data"] * len(completions)
+            reason = (
+                f"cannot be sent to be scored: {error}; leave large columns out of the data, or make smaller groups"
+            )
+            return [reason] * len(completions)
         try:
             scored = await answer
         except asyncio.CancelledError:

@@ -99,11 +99,16 @@ def _series(points: Series) -> dict[str, list[float | None]]:
 def _rollout(line: Line | None) -> dict[str, Any] | None:
     if line is None:
         return None
-    turns, parts = line.get("turns"), line.get("reward_parts")
+    turns, parts, branches = line.get("turns"), line.get("reward_parts"), line.get("branches")
     return {
         "turns": [_cut(text) for text in (turns if isinstance(turns, list) and turns else [line.get("completion")])],
         "reward": number(line.get("reward")),
         "reward_parts": {name: number(part) for name, part in parts.items()} if isinstance(parts, dict) else {},
+        "branches": [
+            {"turn": number(one.get("turn")), "after": number(one.get("after"))}
+            for one in (branches if isinstance(branches, list) else [])
+            if isinstance(one, dict)
+        ],
         "error": _cut(line.get("error")),
         "finish_reason": line.get("finish_reason") if isinstance(line.get("finish_reason"), str) else "",
         "tokens": number(line.get("tokens")),

@@ -232,9 +232,12 @@ def _token_fields(rollout: Rollout, texts: Callable[[Sequence[int]], Sequence[st
     """Everything from the first sampled token of each branch on; what the model read in between has no logprob."""
     token_texts: list[str] = []
     logprobs: list[float | None] = []
+    branches: list[dict[str, Any]] = []
     for branch in rollout.branches:
+        branches.append({"turn": branch.turn, "after": branch.after, "token": len(token_texts)})
         start = int(branch.loss_mask.argmax()) if branch.sampled else len(branch.token_ids)
         token_texts += texts(branch.token_ids[start:].tolist())
         pairs = zip(branch.logprobs[start:].tolist(), branch.loss_mask[start:].tolist(), strict=True)
         logprobs += [round(logprob, 4) if own else None for logprob, own in pairs]
-    return {"token_texts": token_texts, "logprobs": logprobs}
+    several = {"branches": branches} if len(branches) > 1 else {}
+    return {**several, "token_texts": token_texts, "logprobs": logprobs}

@@ -345,7 +345,9 @@ class JobSampler:
     async def _scored(self, problem: Problem, rollouts: Sequence[Rollout]) -> list[Scored]:
         if not self._job.config.rewards:  # a teacher judges them
             return [Scored(0.0, {}) for _ in rollouts]
-        texts, transcripts = [one.completion for one in rollouts], [one.transcript for one in rollouts]
+        texts, environment = [one.completion for one in rollouts], self._job.config.environment
+        # of a single turn it is prompt and completion, which would be sent for nothing
+        transcripts = [one.transcript for one in rollouts] if environment.own or environment.turns > 1 else []
         scoring = self._services.rewards.score(self._job.name, problem, texts, transcripts)
         asked = asyncio.create_task(scoring)
         self._scoring.add(asked)

@@ -135,14 +135,18 @@ def extended(
     chunk: Chunk,
     *,
     anew: bool = False,
+    after: int | None = None,
     calls: tuple[ToolCall, ...] = (),
     trained: bool = True,
 ) -> Rollout:
     """The rollout after the model read some tokens and sampled a turn; `anew` begins a branch with what was read.
 
-    A turn that is not trained is as if it had been read.
+    That branch goes on from the turn `after`, if any. A turn that is not trained is as if it had been read.
     """
-    *before, last = rollout.branches if rollout.branches and not anew else (*rollout.branches, _NO_TOKENS)
+    begun = rollout.branches
+    if anew or not begun:
+        begun = (*begun, replace(_NO_TOKENS, turn=len(rollout.turns), after=after))
+    *before, last = begun
     reason = chunk.finish_reason or FinishReason.ERROR
     nothing, own = np.zeros(len(read), np.float32), np.full(len(chunk.token_ids), trained)
     branch = Branch(
@@ -152,6 +156,8 @@ def extended(
         versions=np.concatenate([last.versions, np.full(len(read), -1), np.where(own, chunk.versions, -1)]).astype(
             np.int32
         ),
+        turn=last.turn,
+        after=last.after,
     )
     error = rollout.error
     if reason is FinishReason.ERROR:

@@ -20,6 +20,8 @@ from motet.errors import RewardError
 
 MOST_LETTERS = 4000
 """Of the text that says why there is no score."""
+LONGEST_TRANSCRIPT = 2**20
+"""Characters of a conversation, as JSON, that is sent to be scored."""
 
 
 class Chance(str):
@@ -30,8 +32,10 @@ class Chance(str):
 
 ScoreOrReason = float | str | None
 """What was said of a completion: a finite number, the reason why there is none, or None where the reward does not apply."""
-Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str]], Awaitable[list[ScoreOrReason]]]
-"""(job, reward, problem, completions) → one score per completion, in order. `problem` is a `Problem` as plain values."""
+Transcripts = list[list[dict[str, Any]]]
+"""The messages of each completion's whole conversation; none at all where each is the prompt and the completion."""
+Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str], Transcripts], Awaitable[list[ScoreOrReason]]]
+"""(job, reward, problem, completions, transcripts) → one score per completion, in order; a `Problem` as plain values."""
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 _OWN_HEADERS = ("host", "content-length", "content-type", "transfer-encoding", "connection", "accept-encoding")

@@ -25,7 +25,7 @@ import httpx2
 
 from motet.config import RewardConfig
 from motet.errors import RewardError
-from motet.tasks.reward_elsewhere import Chance, HttpArgs, ScoreOrReason, number
+from motet.tasks.reward_elsewhere import Chance, HttpArgs, ScoreOrReason, Transcripts, number
 
 ATTEMPTS = 3
 """How often an address that fails is asked in all."""
@@ -138,11 +138,17 @@ class HttpRewards:
         self._gates: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
     async def __call__(
-        self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
+        self,
+        job: str,
+        reward: RewardConfig,
+        problem: dict[str, Any],
+        completions: list[str],
+        transcripts: Transcripts,
     ) -> list[ScoreOrReason]:
         """Scores of completions. What goes wrong is a reason."""
         args = HttpArgs.model_validate(reward.args)
-        body = json.dumps({"problem": problem, "completions": completions, "args": args.args}).encode()
+        asked = {"problem": problem, "completions": completions, "args": args.args}
+        body = json.dumps({**asked, "transcripts": transcripts} if transcripts else asked).encode()
         gate = self._gates.setdefault(job, asyncio.Semaphore(AT_ONCE))
         host = f"{httpx2.URL(args.url).host}"
         reason: str

@@ -13,6 +13,7 @@ CPU time or memory, and a call that ran out of memory or killed a used process i
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +25,9 @@ import msgspec
 from motet.config import RewardConfig
 from motet.errors import EngineError, RewardError
 from motet.tasks import reward_elsewhere
+from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_elsewhere import ELSEWHERE, Chance, Elsewhere, ScoreOrReason
+from motet.tasks.reward_elsewhere import ELSEWHERE, LONGEST_TRANSCRIPT, Chance, Elsewhere, ScoreOrReason, Transcripts
 from motet.tasks.reward_installed import Installed, without_folder
 from motet.tasks.reward_link import load_request
 from motet.tasks.reward_walls import Walls
@@ -59,6 +61,11 @@ class Answer:
 
     text: str
     transcript: Transcript = ()
+    """Empty where it is the prompt and the text."""
+
+    def whole(self, problem: Problem) -> list[dict[str, Any]]:
+        """The conversation as rewards get it."""
+        return as_given(self.transcript or (*problem.messages, Message("assistant", self.text)))
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ class RewardPool:
             job: whose rewards.
             problem: of all of them.
             completions: the text of each last turn.
-            transcripts: the whole conversation of each, for rewards that ask for it.
+            transcripts: the whole conversation of each, for rewards that ask for it; none where each is prompt and completion.
 
         Raises:
             RewardError: the job is not registered.
@@ -177,19 +184,19 @@ class RewardPool:
         )
         return [_sum(known, parts) for parts in zip(*columns, strict=True)]
 
-    async def scores(self, job: str, problem: dict[str, Any], completions: Sequence[str]) -> list[ScoreOrReason]:
-        """What the first reward of a job says of completions of a problem (as plain values), before its weight.
+    async def scores(
+        self, job: str, problem: dict[str, Any], completions: Sequence[str], transcripts: Transcripts
+    ) -> list[ScoreOrReason]:
+        """What the first reward of a job says of completions of a problem (all in plain values), before its weight.
 
         Raises:
             RewardError: the job is not registered.
         """
         given = msgspec.convert(problem, Problem)
-        parts = await self._column(self._registered(job), 0, given, [Answer(text) for text in completions])
+        seen = msgspec.convert(transcripts, list[tuple[Message, ...]]) or [()] * len(completions)
+        answers = [Answer(*one) for one in zip(completions, seen, strict=True)]
+        parts = await self._column(self._registered(job), 0, given, answers)
         return [_score(part) for part in parts]
-
-    def sees_all(self, job: str) -> bool:
-        """Whether any of a job's rewards asks for the whole conversation."""
-        return any(any(group.loaded.sees_all) for group in self._registered(job).groups)
 
     def _may_start_another(self) -> bool:
         return sum(len(group.workers) for job in self._jobs.values() for group in job.groups) < self._workers
@@ -237,10 +244,18 @@ class RewardPool:
         return [replace(part, error=without_folder(part.error, known.target)) for part in parts]
 
     async def _asked(self, job: _Job, reward: RewardConfig, problem: Problem, answers: list[Answer]) -> list[_Part]:
-        """Parts of a reward that is scored elsewhere."""
-        given, texts = problem_as_given(problem), [answer.text for answer in answers]
-        scores = await self._elsewhere[reward.name](job.name, reward, given, texts)
-        return [_part(score) for score in scores]
+        """Parts of a reward that is scored elsewhere; an answer whose conversation is too long for that has none."""
+        given = problem_as_given(problem)
+        seen = [as_json(as_given(answer.transcript)) for answer in answers]
+        lengths = [len(json.dumps(one, ensure_ascii=False)) for one in seen]
+        sent = [n for n, length in enumerate(lengths) if length <= LONGEST_TRANSCRIPT]
+        parts = [_Part(error=_too_long(length)) for length in lengths]
+        if sent:
+            texts, talks = [answers[n].text for n in sent], [seen[n] for n in sent]
+            scores = await self._elsewhere[reward.name](job.name, reward, given, texts, talks if any(talks) else [])
+            for n, score in zip(sent, scores, strict=True):
+                parts[n] = _part(score)
+        return parts
 
     async def _in_process(self, group: WorkerGroup, index: int, problem: Problem, answers: list[Answer]) -> list[_Part]:
         """Parts of a reward that a process of the job scores.
@@ -280,7 +295,7 @@ class RewardPool:
         reward, own, n = group.rewards[index], group.index(index), len(answers)
         texts, seen = [answer.text for answer in answers], []
         if group.loaded.sees_all[own]:  # most rewards judge the answer alone: a conversation would be sent for nothing
-            seen = [as_given(answer.transcript) for answer in answers]
+            seen = [answer.whole(problem) for answer in answers]
         request = ScoreCompletions(own, problem, texts, reward.cpu_seconds * n, reward.memory_mb, seen)
         while True:
             fresh = worker.link is None or worker.link.calls == 0
@@ -316,6 +331,10 @@ def problem_as_given(problem: Problem) -> dict[str, Any]:
     fields = {**asdict(problem), "messages": as_given(problem.messages)}
     del fields["continuation"]
     return fields
+
+
+def _too_long(length: int) -> str:
+    return f"the conversation has {length} characters; the most that are sent to be scored are {LONGEST_TRANSCRIPT}"
 
 
 def _part(score: ScoreOrReason) -> _Part:

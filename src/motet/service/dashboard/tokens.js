@@ -35,31 +35,50 @@ function reward({reward: value, reward_parts: parts}, earlier) {
 export function rolloutCard(rollout, earlier = null) {
   const ended = rollout.error ? el("p", {class: "bad small"}, rollout.error)
     : rollout.finish_reason === "length" ? el("p", {class: "warm small"}, "cut off at max_tokens") : null;
-  return el("article", {class: "rollout"}, el("header", {}, reward(rollout, earlier), el("span", {}, `${rollout.tokens ?? 0} tokens`)),
+  const several = rollout.branches?.length > 1 ? ` · ${rollout.branches.length} branches` : "";
+  return el("article", {class: "rollout"}, el("header", {}, reward(rollout, earlier), el("span", {}, `${rollout.tokens ?? 0} tokens${several}`)),
     rollout.opening ? el("p", {class: "opening small soft"}, rollout.opening) : null, tokens(rollout),
-    rollout.turn_rewards && !begins(rollout).length ? el("p", {class: "small"}, `turns: ${rollout.turn_rewards.map(value => value === null ? "–" : measured(value)).join(" · ")}`) : null, ended);
+    rollout.turn_rewards && !begins(rollout).size ? el("p", {class: "small"}, `turns: ${rollout.turn_rewards.map(value => value === null ? "–" : measured(value)).join(" · ")}`) : null, ended);
 }
 
-/** Where each of several turns begins among the tokens: what is sampled in one go is one; nothing where they cannot be told apart. */
-function begins({logprobs = [], turns = []}) {
-  const places = [...logprobs.keys()].filter(place => logprobs[place] !== null && (place === 0 || logprobs[place - 1] === null));
-  return places.length > 1 && places.length === turns.length ? places : [];
+/** Which of several turns begins at a place among the tokens: what is sampled in one go is one; nothing where they cannot be told apart. */
+function begins({logprobs = [], turns = [], trained, branches = []}) {
+  const parted = new Set(branches.map(one => one.token));
+  const places = [...logprobs.keys()].filter(place => logprobs[place] !== null && (place === 0 || logprobs[place - 1] === null || parted.has(place)));
+  const sampled = [...turns.keys()].filter(turn => trained?.[turn] !== false);
+  return new Map(turns.length > 1 && places.length === sampled.length ? places.map((place, number) => [place, sampled[number]]) : []);
 }
 
-/** The spans, each turn under its number and what it was worth. */
+/** Which turns the branches have that a test chooses, and where they began. */
+function branches({branches: all = [], turns}, chosen) {
+  return all.flatMap((one, number) => {
+    if (all.length < 2 || !chosen(one)) return [];
+    const end = all[number + 1]?.turn ?? turns.length, from = one.after === null ? "begins anew" : `goes on from turn ${one.after + 1}`;
+    const own = end - one.turn > 1 ? `turns ${one.turn + 1}–${end}` : `turn ${one.turn + 1}`;
+    return [[`branch ${number + 1} · ${own}${number ? ` · ${from}` : ""}`, one]];
+  });
+}
+
+/** The spans, each turn under its number and what it was worth, each branch under where it began and what was read there. */
 function inTurns(spans, rollout) {
-  const places = begins(rollout);
-  return spans.flatMap((span, place) => {
-    const turn = places.indexOf(place), worth = rollout.turn_rewards?.[turn] ?? null;
-    if (turn < 0) return [span];
-    return [el("span", {class: "turn"}, `turn ${turn + 1}${worth === null ? "" : ` · reward ${measured(worth)}`}`), span];
+  const turns = begins(rollout);
+  return [...spans, null].flatMap((span, place) => {
+    const turn = turns.get(place), worth = rollout.turn_rewards?.[turn] ?? null;
+    const parted = branches(rollout, one => one.token === place).flatMap(([text, {turn: first}]) => {
+      const read = rollout.replies?.[first - 1]?.join("\n");
+      return [el("span", {class: "branch"}, text), read ? el("span", {class: "read"}, visible(read)) : null];
+    });
+    return [...parted, turn === undefined ? null : el("span", {class: "turn"}, `turn ${turn + 1}${worth === null ? "" : ` · reward ${measured(worth)}`}`), span];
   });
 }
 
 /** The tokens of a rollout, and a line that says what is under the pointer. */
 function tokens(rollout) {
   const texts = rollout.token_texts, readout = el("p", {class: "readout", "aria-live": "polite"});
-  if (!texts?.length) return (rollout.turns || [rollout.completion]).map(text => el("div", {class: "tokens"}, text || "(nothing)"));
+  if (!texts?.length) {
+    return (rollout.turns || [rollout.completion]).flatMap((text, turn) => [
+      ...branches(rollout, one => one.turn === turn).map(([words]) => el("p", {class: "branch"}, words)), el("div", {class: "tokens"}, text || "(nothing)")]);
+  }
   const spans = texts.map((text, place) => {
     const logprob = rollout.logprobs[place];
     return el("span", {class: logprob === null ? "read" : `lp${level(logprob)}`, data: {place}}, visible(text));

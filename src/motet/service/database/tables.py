@@ -215,7 +215,7 @@ class ScoringUnit(Table):
     """Steps that the job had done when it was asked."""
     created: Mapped[float] = mapped_column(default=now)
     work: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    """`reward`, `problem` and `completions`, until it is scored."""
+    """`reward`, `problem`, `completions` and `transcripts`, until it is scored."""
     completions: Mapped[int]
     scores: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
     worker: Mapped[str | None] = mapped_column(String(60))

@@ -1,7 +1,8 @@
 """Who scores rollouts for the engine where no process of the job does: an address, a worker of the tenant's, a judge model.
 
-A scorer takes `(job, reward, problem, completions)` and gives a number or a reason for each completion, in order; `problem` is
-a `Problem` as plain values: id, messages, answer, metadata, conversational. Whatever goes wrong in one is that job's business.
+A scorer takes `(job, reward, problem, completions, transcripts)` and gives a number or a reason for each completion, in order;
+`problem` is a `Problem` as plain values: id, messages, answer, metadata, conversational. Whatever goes wrong in one is that
+job's business.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.rewards.grading import Grading
 from motet.service.workers.rewards import RewardWorkers
-from motet.tasks.reward_elsewhere import ScoreOrReason, to_wire
+from motet.tasks.reward_elsewhere import ScoreOrReason, Transcripts, to_wire
 from motet.tasks.reward_http import HttpRewards
 
 _log = logging.getLogger(__name__)
 
-Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str]], Awaitable[list[ScoreOrReason]]]
+Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str], Transcripts], Awaitable[list[ScoreOrReason]]]
 
 
 class Scoring:
@@ -32,9 +33,9 @@ class Scoring:
     def __init__(self, store: Store, addresses: HttpRewards, workers: RewardWorkers, grading: Grading) -> None:
         self._store = store
         self._scorers: dict[str, Scorer] = {
-            "http": lambda job, reward, problem, texts: addresses(job.id, reward, problem, texts),
+            "http": lambda job, reward, *asked: addresses(job.id, reward, *asked),
             "worker": workers.ask,
-            "judge": lambda job, reward, problem, texts: grading.scores(job, reward.args, problem, texts),
+            "judge": lambda job, reward, problem, texts, _: grading.scores(job, reward.args, problem, texts),
         }
 
     async def answer(self, request: ScoreRequest) -> Scored:
@@ -46,7 +47,8 @@ class Scoring:
             if job is None or scorer is None:
                 what = f"reward {reward.name!r}" if job is not None else "job"
                 return Scored(request.key, [f"this service knows no such {what}"] * len(completions))
-            return Scored(request.key, to_wire(await scorer(job, reward, request.problem, completions)))
+            scores = await scorer(job, reward, request.problem, completions, request.transcripts)
+            return Scored(request.key, to_wire(scores))
         except ScorerAway:
             return Scored(request.key, away=True)
         except Exception as error:  # the boundary of a tenant

@@ -36,6 +36,10 @@ class ScoringWork(Answer):
     problem: dict[str, Any]
     """`id`, `messages`, `answer`, `metadata`, `conversational`."""
     completions: list[str]
+    transcripts: list[list[dict[str, Any]]] = []
+    """The whole conversation of each completion: messages with `role` and `content`, `tool_calls` (each a `name` and its
+    `arguments`) of an assistant and the `name` of a tool that answered. Empty where each is the problem's messages and the
+    completion: in a job whose environment is `single`."""
     handed_out: int
     """How often it was handed out, this time included."""
 

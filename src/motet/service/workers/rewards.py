@@ -14,7 +14,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.events import EventBus
 from motet.service.workers.attached import AttachedWorkers, Gone
 from motet.service.workers.units import Leased, ScoringUnits, key_of
-from motet.tasks.reward_elsewhere import ScoreOrReason, from_wire
+from motet.tasks.reward_elsewhere import ScoreOrReason, Transcripts, from_wire
 
 
 class RewardWorkers(AttachedWorkers):
@@ -30,7 +30,12 @@ class RewardWorkers(AttachedWorkers):
         self._pruned: dict[str, int] = {}
 
     async def ask(
-        self, job: StoredJob, reward: RewardConfig, problem: dict[str, Any], completions: list[str]
+        self,
+        job: StoredJob,
+        reward: RewardConfig,
+        problem: dict[str, Any],
+        completions: list[str],
+        transcripts: Transcripts,
     ) -> list[ScoreOrReason]:
         """Scores of completions, once a worker has given them.
 
@@ -41,7 +46,7 @@ class RewardWorkers(AttachedWorkers):
             raise ScorerAway("the service is stopping")
         self._begin_to_look()
         given = reward.model_dump(mode="json", exclude={"name", "weight"})
-        work = {"reward": given, "problem": problem, "completions": completions}
+        work = {"reward": given, "problem": problem, "completions": completions, "transcripts": transcripts}
         key, answer = key_of(work), asyncio.get_running_loop().create_future()
         self._waiting[job.id].setdefault(key, []).append(answer)  # before looking, so that no answer is missed
         try:

@@ -11,13 +11,17 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from sqlalchemy import delete, or_, select, update
+from sqlalchemy import Text, cast, delete, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, new_id, now
+
+MOST_LEASED = 2**24
+"""Characters of work that are handed out at once, unless one unit has more."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Leased:
 
     key: str
     work: Mapping[str, Any]
-    """`reward`, `problem`, `completions`."""
+    """`reward`, `problem`, `completions`, `transcripts`."""
     handed_out: int
     """How often it was handed out, this time included."""
 
@@ -59,21 +63,26 @@ class ScoringUnits:
         return None
 
     def lease(self, job_id: str, worker: str, most: int, seconds: float) -> list[Leased]:
-        """Renew what a worker holds of a job, and hand it more, the oldest first."""
+        """Renew what a worker holds of a job, and hand it more, the oldest first, as far as they fit into one answer."""
         lease, until = new_id("lease"), now() + seconds
         waiting = (ScoringUnit.job_id == job_id, ScoringUnit.scores.is_(None))
         free = or_(ScoringUnit.leased_until.is_(None), ScoringUnit.leased_until < now())
-        oldest = select(ScoringUnit.id).where(*waiting, free).order_by(ScoringUnit.id).limit(most)
+        size = func.length(cast(ScoringUnit.work, Text))
+        oldest = select(ScoringUnit.id, size).where(*waiting, free).order_by(ScoringUnit.id).limit(most)
         with self._store.transaction() as session:
             session.execute(
                 update(ScoringUnit).where(*waiting, ScoringUnit.worker == worker).values(leased_until=until)
             )
             if most < 1:
                 return []
+            found = session.execute(oldest).all()
+            sizes = accumulate(row[1] for row in found)
+            chosen = [row[0] for row, size in zip(found, sizes, strict=True) if size <= MOST_LEASED]
+            chosen = chosen or [row[0] for row in found[:1]]
             # `free` once more: of two that ask at once, the second has to look at what the first has left.
             session.execute(
                 update(ScoringUnit)
-                .where(ScoringUnit.id.in_(oldest), *waiting, free)
+                .where(ScoringUnit.id.in_(chosen), *waiting, free)
                 .values(worker=worker, lease=lease, leased_until=until, handed_out=ScoringUnit.handed_out + 1)
                 .execution_options(synchronize_session=False)
             )
