@@ -1,7 +1,7 @@
 """What copying to host memory saves where the KV cache has half the room that a batch needs.
 
     .venv/bin/python -m bench.paging                      # figures for docs/benchmarks.md; on SmolLM2 half an hour
-    .venv/bin/python -m bench.paging --base small         # a look in a minute
+    .venv/bin/python -m bench.paging --base small         # a look in a few minutes
 
 The same requests with room for all, with half of it and host memory, and with half of it alone, in turn. Tokens and logprobs of
 the three are compared: a bit that differs ends it.
@@ -23,9 +23,34 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, Sequence
-from motet.types import GenerateRequest, SamplingParams
+from motet.types import GenerateRequest, IntArray, SamplingParams
 
-ROOMY = 1 << 40
+ROWS = 32
+SAID = 32
+"""Tokens that are read before each turn but the first."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What every row is asked for."""
+
+    prompt: int
+    new: int
+    group: int
+    """Completions of one prompt."""
+    turns: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a row at its end."""
+        return self.prompt + self.new + (self.turns - 1) * (SAID + self.new)
+
+    def __str__(self) -> str:
+        turns = f", {self.turns} turns" if self.turns > 1 else ""
+        return f"{ROWS // self.group} prompts of {self.prompt} tokens × {self.group}, {self.new} sampled{turns}"
+
+
+SHAPES = (Shape(512, 192, 1), Shape(512, 192, 8), Shape(64, 512, 8), Shape(512, 32, 1, turns=4))
 
 
 @dataclass(frozen=True)
@@ -42,72 +67,76 @@ class Decoded:
     """Tokens that were copied back from host memory."""
 
 
-def decode(base: LoraModel, options: argparse.Namespace, group: int, share: float, host: int) -> Decoded:
-    """Rows in groups of one prompt each, with a share of the blocks that they need together."""
-    block, source = base.block_size, np.random.default_rng(1)
-    per_row = -(-(options.prompt + options.new) // block)
-    shared = options.prompt // block
-    needed = options.rows * per_row - (options.rows - options.rows // group) * shared
-    cache = KVCache(int(needed * share), block, base.device, slots=options.rows + 1)
-    decoder = Decoder(base, cache, max_rows=options.rows, prefill_tokens=2048, host_bytes=host)
-    chunks: list[list[Any]] = []
-    for number in range(options.rows // group):
-        ids = source.integers(5, 200, size=options.prompt - number % 8).astype(np.int32)
-        seeds = tuple(range(number * group, (number + 1) * group))
-        chunks.append([])
-        request = GenerateRequest(f"r{number}", "bench", ids, None, SamplingParams(max_tokens=options.new), seeds)
-        prompt = Prompt(request, None, chunks[-1].append)
-        prompt.waiting = [Sequence(prompt, index, seed) for index, seed in enumerate(seeds)]
-        decoder.add(prompt)
+def decode(base: LoraModel, shape: Shape, share: float, host: int) -> Decoded:
+    """All rows, with a share of the blocks that they need together."""
+    n_groups, block, source = ROWS // shape.group, base.block_size, np.random.default_rng(1)
+    needed = ROWS * -(-shape.tokens // block) - (ROWS - n_groups) * (shape.prompt // block) + n_groups
+    n_blocks = int(needed * share)
+    cache = KVCache(n_blocks, block, base.device, slots=ROWS + 1)
+    decoder = Decoder(base, cache, max_rows=ROWS, prefill_tokens=2048, kept_blocks=n_blocks // 2, host_bytes=host)
+    histories = [source.integers(5, 200, size=shape.prompt - number % 8).astype(np.int32) for number in range(n_groups)]
+    answers: list[bytes] = []
     started = time.perf_counter()
-    while not decoder.idle:
-        decoder.tick()
+    for turn in range(shape.turns):
+        if turn:
+            histories = [
+                np.concatenate([ids, source.integers(5, 200, size=SAID).astype(np.int32)]) for ids in histories
+            ]
+        asked = [_ask(decoder, shape, number, ids) for number, ids in enumerate(histories)]
+        while not decoder.idle:
+            decoder.tick()
+        for number, chunks in enumerate(asked):
+            chunks.sort(key=lambda chunk: chunk.index)
+            answers += [one.token_ids.tobytes() + one.logprobs.tobytes() for one in chunks]
+            histories[number] = np.concatenate([histories[number], chunks[0].token_ids])
     seconds = time.perf_counter() - started
-    answers = tuple(
-        one.token_ids.tobytes() + one.logprobs.tobytes()
-        for some in chunks
-        for one in sorted(some, key=lambda chunk: chunk.index)
-    )
-    return Decoded(seconds, answers, decoder.preemptions, decoder.prefilled_tokens, decoder.host.tokens_in)
+    return Decoded(seconds, tuple(answers), decoder.preemptions, decoder.prefilled_tokens, decoder.host.tokens_in)
+
+
+def _ask(decoder: Decoder, shape: Shape, number: int, ids: IntArray) -> list[Any]:
+    """Queue a group; its chunks gather in the list."""
+    chunks: list[Any] = []
+    seeds = tuple(range(number * shape.group, (number + 1) * shape.group))
+    episodes = (f"e{number}",) if shape.turns > 1 else ()
+    params = SamplingParams(max_tokens=shape.new)
+    request = GenerateRequest(f"r{number}", "bench", ids, None, params, seeds, episodes=episodes)
+    prompt = Prompt(request, None, chunks.append)
+    prompt.waiting = [Sequence(prompt, index, seed) for index, seed in enumerate(seeds)]
+    decoder.add(prompt)
+    return chunks
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="smollm2")
-    parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--new", type=int, default=192)
-    parser.add_argument("--groups", type=int, nargs="+", default=[1, 8], help="completions of one prompt")
+    parser.add_argument("--shapes", type=int, nargs="+", default=range(len(SHAPES)), help="by their numbers, from 0")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     base = load(options.base, EngineConfig(threads=1))
-    print(
-        f"{base.info.name}, {base.info.dtype}, one thread: {options.rows} rows, prompts of {options.prompt} tokens, ",
-        end="",
-    )
-    print(f"{options.new} sampled; time as a share of that with room for all\n")
-    print("| completions of a prompt | room | time | preempted | tokens prefilled | copied back |")
-    print("|---|---|---|---|---|---|")
-    for group in options.groups:
-        runs: dict[str, list[Decoded]] = {"all": [], "half, host memory": [], "half": []}
+    print(f"{base.info.name}, {base.info.dtype}, one thread; times are shares of that with room for all\n")
+    print("| what | room | time | preempted | tokens prefilled | copied back |\n|---|---|---|---|---|---|")
+    for shape in (SHAPES[number] for number in options.shapes):
+        runs: dict[str, list[Decoded]] = {"all": [], "half and host memory": [], "half": []}
         for _ in range(options.repeats):
             for name, some in runs.items():
-                some.append(decode(base, options, group, 1.0 if name == "all" else 0.5, ROOMY if "host" in name else 0))
+                some.append(decode(base, shape, 1.0 if name == "all" else 0.5, 1 << 40 if "host" in name else 0))
             if len({some[-1].answers for some in runs.values()}) > 1:
                 raise SystemExit("the three differ in their answers")
         for name, some in runs.items():
-            ratios = [one.seconds / whole.seconds for one, whole in zip(some, runs["all"], strict=True)]
+            took = (
+                f"{statistics.median(one.seconds for one in some):.0f} s"
+                if name == "all"
+                else _ratio(some, runs["all"])
+            )
             one = some[-1]
-            took = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
-            took = f"{statistics.median(one.seconds for one in some):.0f} s" if name == "all" else took
-            print(f"| {group} | {name} | {took} | {one.preemptions} | {one.prefilled:,} | {one.copied:,} |", flush=True)
-        saved = [
-            paged.seconds / bare.seconds for paged, bare in zip(runs["half, host memory"], runs["half"], strict=True)
-        ]
-        print(
-            f"\nwith host memory {statistics.median(saved):.2f} of the time without ({min(saved):.2f}–{max(saved):.2f})\n"
-        )
+            print(f"| {shape} | {name} | {took} | {one.preemptions} | {one.prefilled:,} | {one.copied:,} |", flush=True)
+        print(f"| {shape} | host memory against none | {_ratio(runs['half and host memory'], runs['half'])} | | | |")
+
+
+def _ratio(some: list[Decoded], others: list[Decoded]) -> str:
+    ratios = [one.seconds / other.seconds for one, other in zip(some, others, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
 if __name__ == "__main__":

@@ -221,6 +221,17 @@ def test_what_is_kept_moves_to_host_memory_and_is_gone_on_from_there(base):
         one.end()
 
 
+def test_what_gives_way_to_others_is_gone_on_from_in_host_memory():
+    """Ten blocks: what another sequence takes comes back for the next turn, its shared beginning once for two branches."""
+    stage, whole = Stage(BASES[0], 10, 10, host=ROOMY), Stage(BASES[0])
+    rounds = [Turn(0, 27)], [Turn(2, 60, answers=10)], [Turn(0, 3)], [Turn(0, 2), Turn(0, 3)]
+    assert stage.play(*rounds) == whole.play(*rounds)
+    assert stage.decoder.prefilled_tokens == whole.decoder.prefilled_tokens
+    assert stage.decoder.host.prefills_saved > 0
+    stage.end()
+    whole.end()
+
+
 def test_another_version_takes_nothing_over():
     stage = Stage(BASES[0])
     stage.play([Turn(0, 21)], [Turn(1, 21)])
