@@ -367,6 +367,7 @@ def _start_samplers(
         base_format=config.base_format,
         block_size=base.block_size,
         trust_remote_code=config.trust_remote_code,
+        numerics=config.numerics,
         limits=limits,
     )
     return [SamplerLink(message, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]
