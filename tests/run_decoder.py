@@ -31,3 +31,4 @@ def assert_all_is_back(decoder: Decoder) -> None:
     assert decoder.idle
     assert len(decoder.kept) == 0
     assert (cache.n_free, cache.states.n_free) == (cache.n_blocks, cache.states.n_slots)
+    assert decoder.host.used == 0

@@ -27,6 +27,7 @@ from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, Sampli
 from tests import tiny_models as tiny
 
 BLOCK = 8
+ROOMY = 1 << 30
 CPU = torch.device("cpu")
 
 
@@ -101,10 +102,15 @@ def outcomes(chunks: Iterable[Chunk], n: int) -> list[Outcome]:
 
 
 def make_decoder(
-    n_blocks: int = 64, max_rows: int = 8, prefill: int = 64, dtype: str = "float32", name: str = "llama"
+    n_blocks: int = 64,
+    max_rows: int = 8,
+    prefill: int = 64,
+    dtype: str = "float32",
+    name: str = "llama",
+    host: int = 0,
 ) -> Decoder:
     cache = KVCache(n_blocks, BLOCK, CPU, slots=max_rows + 1)
-    return Decoder(tiny.base(name, dtype), cache, max_rows=max_rows, prefill_tokens=prefill)
+    return Decoder(tiny.base(name, dtype), cache, max_rows=max_rows, prefill_tokens=prefill, host_bytes=host)
 
 
 def finish(decoder: Decoder, limit: int = 1000) -> None:
@@ -115,6 +121,7 @@ def finish(decoder: Decoder, limit: int = 1000) -> None:
     assert decoder.idle, "the decoder makes progress"
     assert decoder.cache.n_free == decoder.cache.n_blocks, "all blocks are back"
     assert decoder.cache.states.n_free == decoder.cache.states.n_slots, "all slots are back"
+    assert decoder.host.used == 0, "all copies are gone"
 
 
 @functools.cache
@@ -163,12 +170,16 @@ BASES = [("llama", "float32"), ("llama", "bfloat16"), ("qwen3_5", "bfloat16"), (
 """The last two keep states: a slot for each row, and one more."""
 
 
+HOSTS = [0, 30_000, ROOMY]
+"""Bytes of host memory: for nothing, for some of what gives way, for all of it."""
+
+
 @settings(max_examples=40)
-@given(ASKS, st.integers(0, 10), st.integers(1, 9), st.integers(1, 80), st.sampled_from(BASES))
-def test_any_mix_gives_each_request_what_it_gets_alone(asks, more_blocks, max_rows, prefill, base):
+@given(ASKS, st.integers(0, 10), st.integers(1, 9), st.integers(1, 80), st.sampled_from(BASES), st.sampled_from(HOSTS))
+def test_any_mix_gives_each_request_what_it_gets_alone(asks, more_blocks, max_rows, prefill, base, host):
     """Small caches preempt, small budgets delay, others come and go, a tenant's NaN stays in it: not one bit changes."""
     name, dtype = base
-    decoder = make_decoder(max(ask.blocks for ask in asks) + more_blocks, max_rows, prefill, dtype, name)
+    decoder = make_decoder(max(ask.blocks for ask in asks) + more_blocks, max_rows, prefill, dtype, name, host)
     assert_as_alone(asks, decoder, dtype, name)
 
 
@@ -182,6 +193,42 @@ def test_preempted_equals_not_preempted(name, dtype, extra):
     assert_as_alone(asks, decoder, dtype, name)
     assert decoder.preemptions > 0
     assert decoder.prefills > len(asks)
+
+
+@pytest.mark.parametrize(("name", "dtype"), BASES)
+def test_what_gave_way_comes_back_without_being_computed_again(name, dtype):
+    """With room in host memory every prompt is prefilled once; with too little some are again, and no bit differs."""
+    asks = [Ask(19, 30, adapter=i % 3, seeds=(1, 2, 3)) for i in range(4)]
+    prompts = sum(ask.prompt for ask in asks)
+    roomy, none = (make_decoder(2 * asks[0].blocks, dtype=dtype, name=name, host=host) for host in (ROOMY, 0))
+    assert_as_alone(asks, roomy, dtype, name)
+    cache, host = roomy.cache, roomy.host
+    assert (roomy.prefilled_tokens, host.tokens_in) == (prompts, host.tokens_out)
+    assert roomy.preemptions > 0
+    assert host.prefills_saved >= roomy.preemptions
+    tight = make_decoder(
+        2 * asks[0].blocks, dtype=dtype, name=name, host=4 * cache.bytes_per_block + cache.states.bytes_per_slot
+    )
+    for decoder in (tight, none):
+        assert_as_alone(asks, decoder, dtype, name)
+    assert prompts < tight.prefilled_tokens < none.prefilled_tokens
+    assert (tight.host.prefills_saved > 0, none.host.prefills_saved) == (True, 0)
+
+
+def test_a_group_that_gives_way_leaves_its_prompt_once():
+    """Eight completions share three full blocks; of the host's memory they take three, and one or two for each that waits."""
+    decoder = make_decoder(3 + 6, max_rows=8, host=ROOMY)
+    chunks = add(decoder, as_request("group", Ask(24, 14, seeds=tuple(range(8)))), None)
+    waited = 0
+    while not decoder.idle:
+        decoder.tick()
+        waited = max(waited, len(decoder._preempted))
+        assert decoder.host.used <= (3 + 2 * len(decoder._preempted)) * decoder.cache.bytes_per_block
+    finish(decoder)
+    assert waited > 2
+    assert decoder.prefills == 1
+    for seed, outcome in enumerate(outcomes(chunks, 8)):
+        assert outcome == alone(Ask(24, 14, seeds=()), seed, "float32")
 
 
 @pytest.mark.parametrize(("name", "dtype"), BASES)
@@ -243,11 +290,13 @@ def test_abort_ends_one_request_and_keeps_its_tokens(ticks):
         assert outcome == alone(replace(ask, seeds=()), seed, "float32")
 
 
-def test_abort_of_preempted_and_waiting_completions():
-    decoder = make_decoder(7, max_rows=2)
+@pytest.mark.parametrize("host", [0, ROOMY])
+def test_abort_of_preempted_and_waiting_completions(host):
+    decoder = make_decoder(7, max_rows=2, host=host)
     chunks = [add(decoder, as_request(f"r{i}", Ask(19, 30, seeds=(1, 2))), None) for i in range(3)]
     while not decoder.preemptions:
         decoder.tick()
+    assert (decoder.host.used > 0) == (host > 0)
     decoder.abort({"r0", "r1", "r2"})
     finish(decoder, 0)
     assert {reason for each in chunks for *_, reason in outcomes(each, 2)} == {FinishReason.ABORT}
@@ -263,8 +312,8 @@ def device():
     device.close()
 
 
-def make_engine(device: Device, base: LoraModel, kv_tokens: int = 64) -> EmbeddedEngine:
-    return EmbeddedEngine(base, device, max_rows=4, kv_tokens=kv_tokens, prefill_tokens=64)
+def make_engine(device: Device, base: LoraModel, kv_tokens: int = 64, host: int = 0) -> EmbeddedEngine:
+    return EmbeddedEngine(base, device, max_rows=4, kv_tokens=kv_tokens, prefill_tokens=64, host_kv_bytes=host)
 
 
 async def collect(engine: EmbeddedEngine, request: GenerateRequest) -> list[Chunk]:

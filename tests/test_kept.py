@@ -31,6 +31,7 @@ from tests.run_decoder import assert_all_is_back, collected_late, decoders
 from tests.small_runs import fingerprint, run
 
 BLOCK = 8
+ROOMY = 1 << 30
 CPU = torch.device("cpu")
 BASES = [("llama", "float32"), ("gemma3", "bfloat16"), ("qwen3_5", "bfloat16"), ("falcon_h1", "float32")]
 """Full attention, a sliding window, and two that keep states."""
@@ -58,9 +59,19 @@ class Turn:
 class Stage:
     """A decoder on which episodes are played; their histories go on from what was sampled."""
 
-    def __init__(self, base: tuple[str, str], n_blocks: int = 200, kept: int = 100, rows: int = 8, prefill: int = 64):
+    def __init__(
+        self,
+        base: tuple[str, str],
+        n_blocks: int = 200,
+        kept: int = 100,
+        rows: int = 8,
+        prefill: int = 64,
+        host: int = 0,
+    ):
         cache = KVCache(n_blocks, BLOCK, CPU, slots=rows + 1)
-        self.decoder = Decoder(tiny.base(*base), cache, max_rows=rows, prefill_tokens=prefill, kept_blocks=kept)
+        self.decoder = Decoder(
+            tiny.base(*base), cache, max_rows=rows, prefill_tokens=prefill, kept_blocks=kept, host_bytes=host
+        )
         self.histories: dict[int, np.ndarray[Any, Any]] = {}
         self.weights, self.version = weights(*base), 1
         self._asked = 0
@@ -146,10 +157,15 @@ TURNS = st.builds(
 )
 
 
-@settings(max_examples=15)
-@given(st.lists(st.lists(TURNS, min_size=1, max_size=3), max_size=5), st.integers(18, 26), st.sampled_from(BASES))
-def test_in_a_small_cache_what_is_kept_gives_way_and_no_bit_changes(rounds, n_blocks, base):
-    whole, small = Stage(base, kept=0), Stage(base, n_blocks, kept=n_blocks, rows=3)
+@settings(max_examples=20)
+@given(
+    st.lists(st.lists(TURNS, min_size=1, max_size=3), max_size=5),
+    st.integers(18, 26),
+    st.sampled_from(BASES),
+    st.sampled_from([0, 50_000, ROOMY]),
+)
+def test_in_a_small_cache_what_is_kept_gives_way_and_no_bit_changes(rounds, n_blocks, base, host):
+    whole, small = Stage(base, kept=0), Stage(base, n_blocks, kept=n_blocks, rows=3, host=host)
     while rounds and sum(turn.says + turn.answers for turns in rounds for turn in turns) > n_blocks * BLOCK:
         rounds = rounds[:-1]  # no sequence is longer than the cache
     assert small.play(*rounds) == whole.play(*rounds)
@@ -185,6 +201,35 @@ def test_the_least_recently_used_goes_first_and_the_bound_holds():
     assert episodes == ["e2", "e0", "e0", "e3"], "three blocks each, two of the last but one, which shares one"
     assert stage.decoder.cache.n_blocks - stage.decoder.cache.n_free <= 12
     stage.end()
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_what_is_kept_moves_to_host_memory_and_is_gone_on_from_there(base):
+    """One block may stay, and yet no token is computed twice; with room for one sequence, some are."""
+    whole, stage = Stage(base), Stage(base, kept=1, host=ROOMY)
+    for turns in GAME:
+        assert stage.play(turns) == whole.play(turns)
+        assert stage.decoder.cache.n_free == stage.decoder.cache.n_blocks
+        assert stage.decoder.prefilled_tokens == whole.decoder.prefilled_tokens
+    assert stage.decoder.host.prefills_saved > 0
+    cache = stage.decoder.cache
+    few = Stage(base, kept=1, host=7 * cache.bytes_per_block + cache.states.bytes_per_slot)
+    few.play(*GAME)
+    assert whole.decoder.prefilled_tokens < few.decoder.prefilled_tokens
+    assert few.decoder.host.prefills_saved > 0
+    for one in (whole, stage, few):
+        one.end()
+
+
+def test_what_gives_way_to_others_is_gone_on_from_in_host_memory():
+    """Ten blocks: what another sequence takes comes back for the next turn, its shared beginning once for two branches."""
+    stage, whole = Stage(BASES[0], 10, 10, host=ROOMY), Stage(BASES[0])
+    rounds = [Turn(0, 27)], [Turn(2, 60, answers=10)], [Turn(0, 3)], [Turn(0, 2), Turn(0, 3)]
+    assert stage.play(*rounds) == whole.play(*rounds)
+    assert stage.decoder.prefilled_tokens == whole.decoder.prefilled_tokens
+    assert stage.decoder.host.prefills_saved > 0
+    stage.end()
+    whole.end()
 
 
 def test_another_version_takes_nothing_over():

@@ -17,6 +17,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as delta
 
 from motet.model.attention import Prefix, Span
 from motet.model.kv_cache import KVCache
+from motet.model.load import load_base
 from motet.model.lora import NoAdapters
 from motet.model.mixers.functions import MixerFunctions
 from motet.model.mixers.stretches import KEPT, packed_stretches
@@ -111,6 +112,32 @@ def test_values_and_gradients_are_those_of_stock(name: str) -> None:
     for own, mine, gain in zip(pieces(inputs), ours, slope.split(LENGTHS, dim=1), strict=True):
         for one, other in zip(mine, gradients(lambda leaves: mix(name, STOCK, leaves), own, gain), strict=True):
             assert float((one - other).abs().max()) <= 2e-5 * float(other.abs().max())
+
+
+def in_chunks(lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> dict[str, Any]:
+    through = packed(lengths, prefixes)
+    through["attention_pass"].stretches.chunked = True
+    return through
+
+
+@pytest.mark.parametrize("name", MIXERS[1:])
+def test_chunks_of_tokens_say_what_single_steps_do(name: str) -> None:
+    """Around the ends of chunks, behind shared beginnings that end within one, and where states fade away in a few tokens."""
+    inputs, tails = rows(name), (9, 70)
+    prefixes = [None] * 6 + [Prefix(sum(LENGTHS[:5]), 65), Prefix(sum(LENGTHS[:5]), 130)]
+    lengths = [*LENGTHS, *tails]
+    together = [torch.cat([one, one[:, -9:], one[:, -70:]], dim=1) for one in inputs]
+    if name == "delta rule":
+        together[3] = together[3].clone()
+        together[3][:, -20:] *= 60
+    slope = torch.randn_like(mix(name, OURS, together, **packed(lengths, prefixes)))
+    steps, chunks = (
+        gradients(lambda leaves, how=how: mix(name, OURS, leaves, **how(lengths, prefixes)), together, slope)  # type: ignore[misc]
+        for how in (packed, in_chunks)
+    )
+    assert not torch.equal(steps[0], chunks[0])
+    for one, other in zip(chunks, steps, strict=True):
+        assert float((one - other).abs().max()) <= 2e-5 * float(other.abs().max())
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -225,6 +252,26 @@ def test_a_job_samples_and_trains_with_the_same_bits_alone_and_in_company(
     trained = [line for line in metrics(tmp_path / "together" / "mine") if line.get("tokens")]
     assert len(trained) == 2
     assert {line["logprob_gap"] for line in trained} == {0.0}
+
+
+def test_fast_numerics_train_in_chunks_and_say_how_far_that_is_from_sampling(tmp_path: Path) -> None:
+    """What is sampled in the first step is what exact numerics sample."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def letters(problem, completion):\n    return len(set(completion)) / 8\n")
+    steps, gaps = [], []
+    for numerics in ("exact", "fast"):
+        base = load_base(
+            str(tiny.directory("qwen3_5")), dtype="float32", device="cpu", block_size=tiny.BLOCK, numerics=numerics
+        )
+        assert base.arithmetic.chunked == (numerics == "fast")
+        assert bool(base.info.inexact) == (numerics == "fast")
+        assert run(base, tmp_path / numerics, [job("mine", rewards, reward=f"{rewards}:letters", steps=1)]).ok
+        (line,) = [line for line in metrics(tmp_path / numerics / "mine") if line.get("tokens")]
+        gaps.append(line["logprob_gap"])
+        steps.append([line[name] for name in ("reward", "length", "tokens")])
+    assert "(logprobs of a short sequence by up to " in base.info.inexact
+    assert steps[0] == steps[1]
+    assert gaps[0] == 0.0 < gaps[1] < 1e-4
 
 
 def test_layers_that_peft_loads_nothing_for_get_no_adapter() -> None:

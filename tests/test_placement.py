@@ -94,6 +94,9 @@ def test_hosts_share_the_cores_and_the_memory_unless_each_has_a_device() -> None
     apart = whole.model_copy(update={"devices": ["cuda:0", "cuda:1"]})
     assert [engine_of_host(apart, host).device for host in range(2)] == ["cuda:0", "cuda:1"]
     assert engine_of_host(apart, 1).kv_memory_fraction == 0.4
+    assert {engine_of_host(one, 1).host_kv_memory_fraction for one in (whole, apart)} == {0.05}, (
+        "the machine's is shared"
+    )
 
 
 def test_hosts_that_cannot_work_are_refused() -> None:

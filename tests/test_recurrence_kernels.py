@@ -53,7 +53,7 @@ def rows(n: int, *, delta: bool) -> list[Tensor]:
 
 def run(inputs: list[Tensor], stretches: Stretches) -> Tensor:
     query, key, value, decay, *beta = inputs
-    return recur(RecurrentRows(query, key, value, decay, beta[0] if beta else None), stretches, layer=0)
+    return recur(RecurrentRows(query, key, value, decay.log(), beta[0] if beta else None), stretches, layer=0)
 
 
 def gradients(inputs: list[Tensor], stretches: Stretches) -> list[Tensor]:

@@ -44,7 +44,14 @@ from tests.small_runs import REWARDS, config, fingerprint, job
 
 LIMITS = {"max_rows": 8, "kv_tokens": 4096, "prefill_tokens": 1024}
 LOAD = Load(
-    base="small", block_size=64, dtype="bfloat16", pack=True, base_format="auto", trust_remote_code=False, limits=LIMITS
+    base="small",
+    block_size=64,
+    dtype="bfloat16",
+    pack=True,
+    base_format="auto",
+    trust_remote_code=False,
+    numerics="exact",
+    limits=LIMITS,
 )
 LONG = 300
 """Tokens that take the process long enough to be met in the middle of them."""

@@ -63,6 +63,8 @@ class Workshop:
     """The engine, where processes of their own sample too."""
     kv_tokens: int = 0
     """Room of this process's KV cache; servers have their own."""
+    host_kv_bytes: int = 0
+    """Host memory for what gives way in it."""
     inexact: tuple[str, ...] = ()
     """Why the bytes of every job may depend on more than the job."""
     ranks: RankGroup | None = None
@@ -308,6 +310,7 @@ def build(
     kv_tokens = kv_tokens or budgets.kv_tokens(needs, rows, config.block_size, base.info.kv_bytes_per_token, memory)
     limits = {"max_rows": rows, "kv_tokens": kv_tokens, "prefill_tokens": config.prefill_tokens}
     limits["kept_tokens"] = int(kv_tokens * config.kept_kv)
+    limits["host_kv_bytes"] = int(budgets.available_memory() * config.host_kv_memory_fraction) // (1 + n_samplers)
     spread: SpreadEngine | None = None
     tick_threads = 1 if n_samplers or base.info.n_parameters < SMALL_MODEL else threads
 
@@ -337,6 +340,7 @@ def build(
         probe_tolerance=0.05 if base.info.inexact else 0.0,
         spread=spread,
         kv_tokens=here.cache.n_blocks * here.cache.block_size,
+        host_kv_bytes=limits["host_kv_bytes"],
     )
 
 
@@ -363,6 +367,7 @@ def _start_samplers(
         base_format=config.base_format,
         block_size=base.block_size,
         trust_remote_code=config.trust_remote_code,
+        numerics=config.numerics,
         limits=limits,
     )
     return [SamplerLink(message, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]

@@ -69,8 +69,11 @@ def engine_of_host(
     if len(devices) == 1:
         return engine.model_copy(update=own)
     threads = engine.threads or max(1, budgets.cores() // (len(devices) * engine.shard))
-    fraction = engine.kv_memory_fraction / (devices.count(device) if samples else 1)
-    return engine.model_copy(update={**own, "threads": threads, "kv_memory_fraction": fraction})
+    fractions = {
+        "kv_memory_fraction": engine.kv_memory_fraction / (devices.count(device) if samples else 1),
+        "host_kv_memory_fraction": engine.host_kv_memory_fraction / (len(devices) if samples else 1),
+    }
+    return engine.model_copy(update={**own, "threads": threads, **fractions})
 
 
 def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int) -> RolloutConfig:

@@ -27,7 +27,7 @@ from motet.config.job import (
 from motet.config.rollout import LaunchConfig, RolloutConfig
 from motet.section import Config, named
 
-_OF_SAMPLING = ("samplers", "max_rows", "kv_tokens", "kv_memory_fraction", "prefill_tokens")
+_OF_SAMPLING = ("samplers", "max_rows", "kv_tokens", "kv_memory_fraction", "host_kv_memory_fraction", "prefill_tokens")
 """Fields of `engine` that the embedded engine reads alone."""
 
 

@@ -45,6 +45,10 @@ class EngineConfig(Config):
     kv_memory_fraction."""
     kv_memory_fraction: float = Field(0.3, gt=0, lt=1)
     """Share of free memory that the KV cache may take."""
+    host_kv_memory_fraction: float = Field(0.1, ge=0, lt=1)
+    """Share of free host memory for [what gives way in the KV cache](exactness.md#when-the-kv-cache-is-full): it is copied
+    there and back instead of being computed again, which takes far less time, on a CPU too. No byte depends on it; 0 copies
+    nothing."""
     kept_kv: float = Field(0.5, ge=0, le=1)
     """Most of the KV cache that may stay with [episodes between two turns](agents.md#between-turns), so that the next turn
     reads only what is new. All else comes first, and no byte depends on it; 0 keeps nothing."""

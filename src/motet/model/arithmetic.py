@@ -78,6 +78,8 @@ class Arithmetic:
     """The backend of products with adapters."""
     graphs: bool = False
     """Whether decoding is recorded once and replayed, as a CUDA graph."""
+    chunked: bool = False
+    """Whether layers with states take whole sequences in chunks of tokens, where they have no kernels."""
 
     def tile_of(self, n_summed: int) -> int:
         """Rows that are multiplied at a time where each number of the product is a sum of so many; 0 is all of them."""
@@ -85,10 +87,10 @@ class Arithmetic:
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, numerics: Numerics) -> Arithmetic:
-        """What suits a device. On a CPU the fast arithmetic is the exact one, but where that takes tiles."""
+        """What suits a device. On a CPU the fast arithmetic is the exact one, but where that takes tiles or single tokens."""
         if device.type != "cuda":
             cut = dtype == torch.bfloat16 and _has_matrix_units() and numerics == "exact"
-            return cls(tile=_CPU_TILE, long_sum=_CPU_LONG_SUM) if cut else cls()
+            return cls(tile=_CPU_TILE, long_sum=_CPU_LONG_SUM) if cut else cls(chunked=numerics == "fast")
         exact, triton = numerics == "exact", importlib.util.find_spec("triton") is not None
         return cls(
             rows=TILE if exact else 16,

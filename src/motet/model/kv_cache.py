@@ -51,6 +51,7 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._free = list(range(n_blocks, 0, -1))
         self._references = [0] * (n_blocks + 1)
+        self._turns = [0] * (n_blocks + 1)
 
     @property
     def n_free(self) -> int:
@@ -61,10 +62,22 @@ class KVCache:
         """How many hold a block."""
         return self._references[block]
 
+    def turn(self, block: int) -> int:
+        """How often a block was handed out: while it is held and this stays, so do its full rows."""
+        return self._turns[block]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block's keys and values, of the layers that have written so far."""
+        return sum(pool[0].nbytes for pool in self._pools())
+
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values, of the layers that have written so far."""
-        return sum(pool[0].nbytes for pools in self._layers.values() for pool in pools) // self.block_size
+        """The same of one token."""
+        return self.bytes_per_block // self.block_size
+
+    def _pools(self) -> list[Tensor]:
+        return [pool for pools in self._layers.values() for pool in pools]
 
     def layer(self, index: int, key_TKE: Tensor, value_TKE: Tensor) -> tuple[Tensor, Tensor]:
         """Storage of one layer: keys and values, [blocks, K, block_size, E] each."""
@@ -97,11 +110,11 @@ class KVCache:
         blocks = [self._free.pop() for _ in range(n)]
         for block in blocks:
             self._references[block] = 1
+            self._turns[block] += 1
         if blocks and self._clean:
             index = torch.tensor(blocks, device=self.device)
-            for keys, values in self._layers.values():
-                keys.index_fill_(0, index, 0)
-                values.index_fill_(0, index, 0)
+            for pool in self._pools():
+                pool.index_fill_(0, index, 0)
         return blocks
 
     def share(self, blocks: list[int]) -> None:
@@ -112,10 +125,21 @@ class KVCache:
     def copy(self, source: int) -> int:
         """A new block with the contents of another."""
         (block,) = self.take(1)
-        for keys, values in self._layers.values():
-            keys[block] = keys[source]
-            values[block] = values[source]
+        for pool in self._pools():
+            pool[block] = pool[source]
         return block
+
+    def contents(self, block: int) -> Tensor:
+        """A copy of a block's keys and values in all layers, as bytes."""
+        parts = [pool[block].flatten().view(torch.uint8) for pool in self._pools()]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def restore(self, block: int, contents: Tensor) -> None:
+        """Make a block what another was."""
+        pools = self._pools()
+        parts = contents.split([pool[0].nbytes for pool in pools])
+        for pool, part in zip(pools, parts, strict=True):
+            pool[block] = part.view(pool.dtype).view_as(pool[block])
 
     def give_back(self, blocks: list[int]) -> None:
         """Drop a reference to each block; those without any become free."""

@@ -96,7 +96,9 @@ class LoraModel:
         self.attention = attention_backend(self.arithmetic, self.device, self.dtype, width=width, block_size=block_size)
         if self.stateful:
             kernels = self.arithmetic.attention == "triton"
-            self.attention = StatefulBackend(self.attention, self.device, kernels=kernels)
+            self.attention = StatefulBackend(
+                self.attention, self.device, kernels=kernels, chunked=self.arithmetic.chunked
+            )
 
     def compute_slower(self, slower: Arithmetic, without: str, because: Exception) -> None:
         """Replace an arithmetic that does not hold here by a slower one; a person reads the reason."""

@@ -55,6 +55,17 @@ class StateCache:
             pool[slot] = pool[source]
         return slot
 
+    def contents(self, slot: int) -> Tensor:
+        """A copy of a slot's states in all layers, fp32."""
+        parts = [pool[slot].flatten() for pool in self._pools.values()]
+        return torch.cat(parts) if parts else torch.empty(0, device=self.device)
+
+    def restore(self, slot: int, contents: Tensor) -> None:
+        """Make a slot what another was."""
+        pools = list(self._pools.values())
+        for pool, part in zip(pools, contents.split([pool[0].numel() for pool in pools]), strict=True):
+            pool[slot] = part.view_as(pool[slot])
+
     def give_back(self, slot: int) -> None:
         """Let a slot be handed out again; `no_slot` is passed over."""
         if slot != self.no_slot:

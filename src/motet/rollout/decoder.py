@@ -13,8 +13,10 @@ from collections.abc import Sequence as Seq
 
 import torch
 
+from motet.model.host_cache import HostCache
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
+from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import ModelRunner, NewTokens
 from motet.rollout.sequences import Prompt, Sequence
@@ -25,16 +27,28 @@ class Decoder:
     """Sequences of any mix of adapters and versions on one base and one KV cache."""
 
     def __init__(
-        self, base: LoraModel, cache: KVCache, *, max_rows: int, prefill_tokens: int, kept_blocks: int = 0
+        self,
+        base: LoraModel,
+        cache: KVCache,
+        *,
+        max_rows: int,
+        prefill_tokens: int,
+        kept_blocks: int = 0,
+        host_bytes: int = 0,
     ) -> None:
-        """Between the turns of episodes at most `kept_blocks` stay with their sequences; 0 keeps none."""
+        """Between the turns of episodes at most `kept_blocks` stay with their sequences; 0 keeps none.
+
+        What gives way to others is copied to host memory, at most so many bytes of it.
+        """
         self.cache = cache
-        self.kept = KeptSequences(cache, kept_blocks, stateful=bool(base.stateful))
+        self.host = HostCache(cache, host_bytes)
+        self.kept = KeptSequences(cache, self.host, kept_blocks, stateful=bool(base.stateful))
+        self.blocks = BlockAllocator(cache, self.host, self.kept)
         self.runner = ModelRunner(base, cache)
         self.max_rows = max_rows
         self.prefill_tokens = prefill_tokens
         self.prefills = 0
-        """Prompts prefilled so far; preempted sequences count again."""
+        """Prompts prefilled so far; preempted sequences count again, unless they lay in host memory."""
         self.prefilled_tokens = 0
         """Tokens of these that were computed; those that were kept are not."""
         self.preemptions = 0
@@ -82,7 +96,7 @@ class Decoder:
         prompts = {id(item.prompt): item.prompt for item in [*self._running, *self._preempted]}
         prompts |= {id(prompt): prompt for prompt in self._waiting}
         for item in [*self._running, *self._preempted]:
-            self._give_back(item)
+            self.blocks.give_back(item)
         for prompt in self._waiting:
             self._release_prompt(prompt)
         self.kept.clear()
@@ -114,20 +128,19 @@ class Decoder:
         resumed: list[Sequence] = []
         if self._preempted:
             self._reclaim_prompts()
-        while self._preempted and self._rows_left(len(resumed)):
+        while self._preempted and self._rows_left():
             sequence = self._preempted[0]
-            n_blocks = -(-sequence.length // self.cache.block_size)
-            if (inputs and sequence.length > budget) or not self.kept.make_room(n_blocks, 1):
+            computes = sequence.copy is None
+            if (computes and inputs and sequence.length > budget) or not self.blocks.resume(sequence):
                 break
-            self._preempted.popleft()
-            sequence.blocks, sequence.slot = self.cache.take(n_blocks), self.cache.states.take()
-            inputs.append(NewTokens(sequence.prompt.weights, sequence.read_ids(), 0, sequence.blocks, sequence.slot))
-            budget -= sequence.length
-            resumed.append(sequence)
-        opened: list[Prompt] = []
-        if not self._preempted:
-            opened = self._open_prompts(inputs, budget, len(resumed))
-        self._running.extend(resumed)  # before anything can fail, so that `fail_all` finds them
+            if computes:
+                inputs.append(
+                    NewTokens(sequence.prompt.weights, sequence.read_ids(), 0, sequence.blocks, sequence.slot)
+                )
+                budget -= sequence.length
+                resumed.append(sequence)
+            self._running.append(self._preempted.popleft())  # before anything can fail, so that `fail_all` finds it
+        opened = [] if self._preempted else self._open_prompts(inputs, budget)
         if inputs:
             logits_NV = self.runner.logits(inputs)
             self.prefills += len(inputs)
@@ -140,23 +153,24 @@ class Decoder:
     def _rows_left(self, taken: int = 0) -> int:
         return self.max_rows - len(self._running) - taken
 
-    def _open_prompts(self, inputs: list[NewTokens], budget: int, taken: int) -> list[Prompt]:
+    def _open_prompts(self, inputs: list[NewTokens], budget: int) -> list[Prompt]:
         """Give blocks to prompts that will be prefilled now; room for at least one completion of each is left free."""
         opened = []
-        rows = self._rows_left(taken)
+        rows = self._rows_left()
         reserved = 0
         for prompt in self._waiting:
             if rows <= 0:
                 break
-            if prompt.logits is None:
+            if not prompt.blocks:
                 spare = 1 if inputs or self._running else 0
-                known = self.kept.begin(prompt, reserved + spare, budget if inputs else None)
+                known = self.blocks.begin(prompt, reserved + spare, budget if inputs else None)
                 if known is None:
                     break
                 token_ids = prompt.request.prompt_ids[known:].tolist()
-                inputs.append(NewTokens(prompt.weights, token_ids, known, prompt.blocks, prompt.slot))
+                if token_ids:
+                    inputs.append(NewTokens(prompt.weights, token_ids, known, prompt.blocks, prompt.slot))
+                    opened.append(prompt)
                 budget -= len(token_ids)
-                opened.append(prompt)
             rows -= len(prompt.waiting)
             reserved += len(prompt.waiting)
         return opened
@@ -165,11 +179,11 @@ class Decoder:
         """Start completions of prefilled prompts and sample their first tokens."""
         born: list[Sequence] = []
         logits = []
-        while self._waiting and self._waiting[0].logits is not None:
+        while self._waiting and self._waiting[0].blocks:
             prompt = self._waiting[0]
-            while prompt.waiting and prompt.logits is not None and self._rows_left(len(born)) > 0:
+            while prompt.waiting and prompt.blocks and self._rows_left(len(born)) > 0:
                 last_logits = prompt.logits
-                sequence = self._fork_one(prompt, alone=not (self._running or born))
+                sequence = self.blocks.fork(prompt, alone=not (self._running or born))
                 if sequence is None:
                     break
                 born.append(sequence)
@@ -183,36 +197,9 @@ class Decoder:
             self.runner.sample(born, torch.cat(logits))
         return born
 
-    def _fork_one(self, prompt: Prompt, *, alone: bool) -> Sequence | None:
-        """The prompt's next completion: full blocks are shared, a partly filled one is copied, or taken over by the last.
-
-        Its states are copied: there is a slot for each row of the decode batch, and one for the prompt at hand.
-
-        When no block is free and nothing runs, it is taken over all the same, and the prompt will be prefilled again.
-        """
-        n_full, rest = divmod(len(prompt.request.prompt_ids), self.cache.block_size)
-        last = len(prompt.waiting) == 1
-        take_over = bool(rest) and (last or (alone and not self.kept.make_room(1)))
-        if not self.kept.make_room(1 if rest and not take_over else 0, 1):
-            return None
-        sequence = prompt.waiting.pop(0)
-        self.cache.share(prompt.blocks[:n_full])
-        sequence.slot = self.cache.states.copy(prompt.slot)
-        sequence.blocks = list(prompt.blocks[:n_full])
-        if rest:
-            sequence.blocks.append(prompt.blocks.pop() if take_over else self.cache.copy(prompt.blocks[n_full]))
-        if take_over:
-            self._release_prompt(prompt)
-        return sequence
-
     def _release_prompt(self, prompt: Prompt) -> None:
-        self._give_back(prompt)
+        self.blocks.give_back(prompt)
         prompt.logits = None
-
-    def _give_back(self, owner: Prompt | Sequence) -> None:
-        self.cache.give_back(owner.blocks)
-        self.cache.states.give_back(owner.slot)
-        owner.blocks, owner.slot = [], self.cache.states.no_slot
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
@@ -222,16 +209,12 @@ class Decoder:
         queue = deque(self._running)
         while queue:
             sequence = queue.popleft()
-            position = sequence.length - 1
-            if position // self.cache.block_size < len(sequence.blocks):
-                kept.append(sequence)
-                continue
-            while not self.kept.make_room(1) and queue:
+            while not (grown := self.blocks.grow(sequence)) and queue:
                 self._preempt(queue.pop())
-            if not self.kept.make_room(1):
+            if not grown:
                 self._reclaim_prompts()
-            if self.kept.make_room(1):
-                sequence.blocks.extend(self.cache.take(1))
+                grown = self.blocks.grow(sequence)
+            if grown:
                 kept.append(sequence)
             else:
                 self._preempt(sequence)
@@ -239,12 +222,15 @@ class Decoder:
         return sorted(kept, key=_adapter_order)
 
     def _reclaim_prompts(self) -> None:
-        """Take back the blocks of prompts that wait for a row; they are prefilled again later."""
+        """Take back the blocks of prompts that wait for a row; those that left no copy are prefilled again later."""
         for prompt in self._waiting:
-            self._release_prompt(prompt)
+            if prompt.blocks:
+                self.blocks.page_out(prompt)
+            if prompt.copy is None:
+                prompt.logits = None
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._give_back(sequence)
+        self.blocks.page_out(sequence)
         self._preempted.appendleft(sequence)
         self.preemptions += 1
 
@@ -262,7 +248,7 @@ class Decoder:
         sequence.finish = reason
         if sequence.prompt.request.episodes and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.kept.keep(sequence)
-        self._give_back(sequence)
+        self.blocks.give_back(sequence)
         sequence.prompt.emit(sequence.chunk(self.runner.text))
 
 

@@ -42,10 +42,12 @@ class EmbeddedEngine:
         kv_tokens: int,
         prefill_tokens: int,
         kept_tokens: int = 0,
+        host_kv_bytes: int = 0,
         share: float = 1.0,
     ) -> None:
         """Of the cache's tokens at most `kept_tokens` may be those of episodes between two turns.
 
+        `host_kv_bytes` of host memory are for what gives way in the cache.
         `share` is what a second of decoding here counts for, where other processes sample too.
         """
         self.base = base
@@ -62,6 +64,7 @@ class EmbeddedEngine:
             max_rows=max_rows,
             prefill_tokens=prefill_tokens,
             kept_blocks=kept_tokens // base.block_size,
+            host_bytes=host_kv_bytes,
         )
         self._grammars = Grammars(base.info)
         self._preparing: dict[str, str] = {}

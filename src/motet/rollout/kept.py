@@ -2,7 +2,7 @@
 
 A turn whose prompt begins as a kept sequence of its episode does reads what is new alone. Keys, values and states of a token
 depend on the tokens before it and on the weights, so its bits are those of a prefill of everything. Whatever else needs a
-block or a slot comes first: what was used least recently is let go.
+block or a slot comes first: what was used least recently moves to host memory, and is let go where that has no room.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from motet.model.host_cache import HostCache, HostCopy
 from motet.model.kv_cache import KVCache
 from motet.rollout.sequences import Prompt, Sequence
 from motet.types import AdapterRef, IntArray
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Kept:
-    """One sequence as the cache has it: all of it but the token that was sampled last."""
+    """One sequence as the cache has it, or host memory: all of it but the token that was sampled last."""
 
     episode: str
     job: str
@@ -28,24 +29,28 @@ class Kept:
     blocks: list[int]
     slot: int
     """Of its states after the last token; `no_slot` on a base without any."""
+    copy: HostCopy | None = None
+    """In the place of blocks and slot, where it gave way to others."""
 
 
 class KeptSequences:
     """Sequences of episodes that are between two turns, in a part of a cache."""
 
-    def __init__(self, cache: KVCache, most_blocks: int, *, stateful: bool) -> None:
+    def __init__(self, cache: KVCache, host: HostCache, most_blocks: int, *, stateful: bool) -> None:
         """`stateful`: whether the base has states, which can be gone on from at the end of a sequence alone."""
-        self._cache, self._most, self._stateful = cache, most_blocks, stateful
+        self._cache, self._host, self._most, self._stateful = cache, host, most_blocks, stateful
         self._kept: dict[Kept, None] = {}
-        """The least recently used first."""
+        """The least recently used first; those in host memory may have been forgotten there."""
         self._held: Counter[int] = Counter()
-        """Blocks, by how many kept sequences have them."""
+        """Blocks of the cache, by how many kept sequences have them."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def keep(self, sequence: Sequence) -> None:
         """Take over the blocks and the slot of a sequence that ended; what it went on from is not needed any more."""
+        if not self._most:
+            return
         ids = np.array(sequence.read_ids()[:-1], np.int32)
         request, slot = sequence.prompt.request, sequence.slot
         if not self._stateful:
@@ -59,35 +64,14 @@ class KeptSequences:
         self._kept[one] = None
         self._held.update(one.blocks)
         while len(self._held) > self._most:
-            self._drop(next(iter(self._kept)))
+            self._page_out(next(one for one in self._kept if one.copy is None))
 
-    def begin(self, prompt: Prompt, more: int, budget: int | None) -> int | None:
-        """Give a prompt its blocks and a slot; so many of its tokens are there already. None where it has to wait.
-
-        Beside its own blocks so many `more` are left free; `budget` is the most tokens to compute.
-        """
-        kept, known = self._find(prompt)
-        n_tokens = len(prompt.request.prompt_ids)
-        n_blocks = -(-n_tokens // self._cache.block_size)
-        n_new = n_blocks - known // self._cache.block_size
-        if kept is not None and not self.make_room(n_new + more, 1, but=kept):
-            kept, known, n_new = None, 0, n_blocks
-        if budget is not None and n_tokens - known > budget:
-            return None
-        if not self.make_room(n_new + more, 1, but=kept):
-            return None
-        prompt.blocks = [] if kept is None else self._beginning(kept, known)
-        prompt.blocks += self._cache.take(n_blocks - len(prompt.blocks))
-        states = self._cache.states
-        prompt.slot = states.copy(kept.slot) if kept is not None and self._stateful else states.take()
-        return known
-
-    def _find(self, prompt: Prompt) -> tuple[Kept | None, int]:
+    def find(self, prompt: Prompt) -> tuple[Kept | None, int]:
         """What a prompt goes on from, and how many of its tokens that has; sequences of other versions are let go."""
         request = prompt.request
         best, most = None, 0
         for one in [one for one in self._kept if one.episode in request.episodes]:
-            if one.adapter != request.adapter:
+            if one.adapter != request.adapter or (one.copy is not None and one.copy.gone):
                 self._drop(one)
                 continue
             known = min(_common(one.token_ids, request.prompt_ids), len(request.prompt_ids) - 1)
@@ -99,12 +83,6 @@ class KeptSequences:
             self._kept[best] = self._kept.pop(best)
         return best, most
 
-    def _beginning(self, one: Kept, known: int) -> list[int]:
-        """Blocks with the first `known` tokens of a sequence: full ones are shared, one that is filled in part is copied."""
-        n_full, rest = divmod(known, self._cache.block_size)
-        self._cache.share(one.blocks[:n_full])
-        return one.blocks[:n_full] + ([self._cache.copy(one.blocks[n_full])] if rest else [])
-
     def make_room(self, n_blocks: int, n_slots: int = 0, *, but: Kept | None = None) -> bool:
         """Whether so many blocks and slots are free, once sequences other than `but` have given way.
 
@@ -114,8 +92,8 @@ class KeptSequences:
             return True
         if n_blocks > self._cache.n_free + self._only_here(but):
             return False
-        for one in [one for one in self._kept if one is not but]:
-            self._drop(one)
+        for one in [one for one in self._kept if one is not but and one.copy is None]:
+            self._page_out(one)
             if self._free(n_blocks, n_slots):
                 return True
         return False
@@ -143,14 +121,28 @@ class KeptSequences:
         needed = set() if but is None else set(but.blocks)
         return sum(self._cache.references(block) == count for block, count in self._held.items() if block not in needed)
 
+    def _page_out(self, one: Kept) -> None:
+        """Move a sequence to host memory, or let go of it."""
+        one.copy = self._host.put(one.blocks, one.slot, len(one.token_ids), spare=True)
+        if one.copy is None:
+            self._drop(one)
+        else:
+            self._give_back(one)
+
     def _drop(self, one: Kept) -> None:
         del self._kept[one]
+        if one.copy is not None:
+            self._host.forget(one.copy)
+        self._give_back(one)
+
+    def _give_back(self, one: Kept) -> None:
         for block in one.blocks:
             self._held[block] -= 1
             if not self._held[block]:
                 del self._held[block]
         self._cache.give_back(one.blocks)
         self._cache.states.give_back(one.slot)
+        one.blocks, one.slot = [], self._cache.states.no_slot
 
 
 def _common(left: IntArray, right: IntArray) -> int:

@@ -19,8 +19,9 @@ class Load(Message, frozen=True):
     pack: bool
     base_format: Literal["auto", "unpacked", "packed"]
     trust_remote_code: bool
+    numerics: Literal["exact", "fast"]
     limits: dict[str, int]
-    """Of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`, `kept_tokens`."""
+    """Of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`, `kept_tokens`, `host_kv_bytes`."""
     files: str = ""
     """The directory of the adapters' bytes, which the process removes at its end."""
 

@@ -43,6 +43,7 @@ class SamplerProcess:
             pack=load.pack,
             base_format=load.base_format,
             trust_remote_code=load.trust_remote_code,
+            numerics=load.numerics,
         )
         self.device = Device()
         self.engine = EmbeddedEngine(self.base, self.device, **load.limits)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from motet.model.host_cache import HostCopy
 from motet.model.lora import AdapterWeights
 from motet.rollout.grammars import Grammar
 from motet.stops import certain, ending
@@ -30,6 +31,8 @@ class Prompt:
     blocks: list[int] = field(default_factory=list)
     slot: int = 0
     """Of its states after the last token."""
+    copy: HostCopy | None = None
+    """Of what it had in the cache, once it has given way."""
     logits: Any = None
     """Of the last prompt token, [1, V], from prefill until the last completion is admitted."""
 
@@ -45,6 +48,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     slot: int = 0
+    copy: HostCopy | None = None
+    """Of what it had in the cache, once it was preempted."""
     finish: FinishReason | None = None
     error: str = ""
     grammar: Grammar | None = None

@@ -32,9 +32,11 @@ class StatefulPass:
 class StatefulBackend:
     """The `AttentionBackend` of a base with such layers, over that of its attention."""
 
-    def __init__(self, attention: AttentionBackend, device: torch.device, *, kernels: bool) -> None:
-        """`kernels` steps through recurrences in Triton."""
-        self._attention, self._device, self._kernels = attention, device, kernels
+    def __init__(
+        self, attention: AttentionBackend, device: torch.device, *, kernels: bool, chunked: bool = False
+    ) -> None:
+        """`kernels` steps through recurrences in Triton; `chunked` takes those of whole sequences in chunks."""
+        self._attention, self._device, self._kernels, self._chunked = attention, device, kernels, chunked
         self.fixed_shapes = attention.fixed_shapes and kernels
         self.reads_past_end = attention.reads_past_end
 
@@ -42,7 +44,7 @@ class StatefulBackend:
         """A pass over whole sequences."""
         return StatefulPass(
             self._attention.packed(lengths, prefixes),
-            packed_stretches(lengths, self._device, prefixes, kernels=self._kernels),
+            packed_stretches(lengths, self._device, prefixes, kernels=self._kernels, chunked=self._chunked),
         )
 
     def cached(self, spans: Sequence[Span], cache: KVCache) -> StatefulPass:

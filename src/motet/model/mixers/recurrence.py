@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motet.model.arithmetic import ROWS
+from motet.model.mixers.chunks import recur_in_chunks
 from motet.model.mixers.stretches import KEPT, Stretches, Wave
 
 
@@ -34,27 +35,22 @@ class RecurrentRows:
     query_THK: Tensor
     key_THK: Tensor
     value_THV: Tensor
-    decay_TH: Tensor
-    """a, between 0 and 1."""
+    log_decay_TH: Tensor
+    """Of a, at most 0."""
     beta_TH: Tensor | None
     """How much of a value replaces what was there; None without the delta rule."""
 
 
 def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
     """What each row reads: [T, H, V]; rows of padding are zeros where there is a cache."""
-    key_THK, value_THV = rows.key_THK, rows.value_THV
-    shape = (*key_THK.shape[1:], value_THV.shape[-1])
-    reads_TH4K = F.pad(torch.stack([key_THK, rows.query_THK], dim=-2), (0, 0, 0, ROWS - 2))
-    inputs = [reads_TH4K, value_THV, rows.decay_TH, (rows.query_THK * key_THK).sum(-1)]
-    if rows.beta_TH is not None:
-        inputs.append(rows.beta_TH)
+    value_THV = rows.value_THV
+    shape = (*rows.key_THK.shape[1:], value_THV.shape[-1])
+    through, inputs = _backend(rows, stretches)
     outputs: list[Tensor] = []
     ends: list[Tensor] = []
     for wave in stretches.waves:
         begin_SHKV = _begin(wave, ends, stretches, layer, shape, value_THV)
-        output_RHV, end_SHKV = _backend(stretches)(
-            wave, begin_SHKV, *(one.index_select(0, wave.rows_R) for one in inputs)
-        )
+        output_RHV, end_SHKV = through(wave, begin_SHKV, *(one.index_select(0, wave.rows_R) for one in inputs))
         outputs.append(output_RHV)
         ends.append(end_SHKV)
         if stretches.states is not None:
@@ -63,14 +59,20 @@ def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
     return torch.zeros_like(value_THV).index_copy(0, rows_T, torch.cat(outputs))
 
 
-def _backend(stretches: Stretches) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Of a wave: torch's products, or kernels."""
+def _backend(rows: RecurrentRows, stretches: Stretches) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
+    """What goes through a wave: torch's products, kernels, or chunks; and what that takes of each row."""
+    query_THK, key_THK, value_THV = rows.query_THK, rows.key_THK, rows.value_THV
+    betas = [] if rows.beta_TH is None else [rows.beta_TH]
+    if stretches.chunked:
+        return recur_in_chunks, [query_THK, key_THK, value_THV, rows.log_decay_TH, *betas]
+    reads_TH4K = F.pad(torch.stack([key_THK, query_THK], dim=-2), (0, 0, 0, ROWS - 2))
+    inputs = [reads_TH4K, value_THV, rows.log_decay_TH.exp(), (query_THK * key_THK).sum(-1), *betas]
     if not stretches.kernels:
-        return _Recurrence.apply
+        return _Recurrence.apply, inputs
     # there is no Triton on most machines without a GPU
     from motet.model.mixers.triton_recurrence import recur_by_kernels
 
-    return recur_by_kernels
+    return recur_by_kernels, inputs
 
 
 def _begin(

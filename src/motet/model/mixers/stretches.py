@@ -68,6 +68,8 @@ class Stretches:
     states: StateCache | None = None
     kernels: bool = False
     """Whether the recurrence is stepped through by kernels."""
+    chunked: bool = False
+    """Whether it takes chunks of tokens at a time, where it is not."""
     _taps: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def taps(self, width: int, n_rows: int) -> Tensor:
@@ -104,7 +106,12 @@ class Stretches:
 
 
 def packed_stretches(
-    lengths: Sequence[int], device: torch.device, prefixes: Sequence[Prefix | None] = (), *, kernels: bool = False
+    lengths: Sequence[int],
+    device: torch.device,
+    prefixes: Sequence[Prefix | None] = (),
+    *,
+    kernels: bool = False,
+    chunked: bool = False,
 ) -> Stretches:
     """Of whole sequences that together are all rows; each may continue the rows of an earlier one, its prefix.
 
@@ -145,7 +152,7 @@ def packed_stretches(
             place[index] = len(place)
             one = None if parent is None else stretches[parent]
             previous[stretches[index].first] = -1 if one is None else one.first + one.length - 1
-    return Stretches(tuple(waves), total, previous.to(device), kernels=kernels)
+    return Stretches(tuple(waves), total, previous.to(device), kernels=kernels, chunked=chunked)
 
 
 def cached_stretches(

@@ -1,0 +1,168 @@
+"""Copies in host memory of KV blocks and states that gave way to others, so that they are not computed again.
+
+A full block is written no more, so the copy of one that several sequences share is made once, and comes back once: it knows
+the block of the cache that has the same, for as long as somebody holds that. Copies between a GPU and pinned memory are queued
+on the stream that computes: a block is read before its next owner writes to it, and written before it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from motet.model.kv_cache import KVCache
+
+
+@dataclass(eq=False)
+class HostBlock:
+    """One block of keys and values."""
+
+    contents: Tensor
+    holders: int = 0
+    """Copies of sequences that it is part of."""
+    twin: int = KVCache.zero_block
+    """The block of the cache with the same contents, if it was not handed out again since."""
+    turn: int = 0
+    """How often that block had been handed out."""
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """What one sequence had in the cache."""
+
+    blocks: list[HostBlock]
+    states: Tensor | None
+    """None where it had no slot."""
+    gone: bool = False
+    """Whether the copy was forgotten."""
+
+
+class HostCache:
+    """The second place of a `KVCache`, in host memory up to a bound."""
+
+    def __init__(self, cache: KVCache, most_bytes: int) -> None:
+        """With a bound of 0 nothing is ever copied."""
+        self._cache, self._most = cache, most_bytes
+        self.used = 0
+        """Bytes of all copies."""
+        self.tokens_out = 0
+        """Tokens whose keys and values were copied to host memory; those that lay there already are not counted again."""
+        self.tokens_in = 0
+        """Tokens that were copied back."""
+        self.prefills_saved = 0
+        """Sequences and prompts that came back."""
+        self._by_block: dict[int, HostBlock] = {}
+        self._spare: dict[HostCopy, None] = {}
+        """Copies that may be forgotten, the least recently used first."""
+
+    def put(self, blocks: Sequence[int], slot: int, n_tokens: int, *, spare: bool = False) -> HostCopy | None:
+        """Copy what a sequence of so many tokens has; None where there is no room. Its blocks and its slot stay its own.
+
+        A copy that is `spare` is forgotten when others need the room.
+        """
+        n_full, rest = divmod(n_tokens, self._cache.block_size)
+        blocks = blocks[: n_full + bool(rest)]
+        state_bytes = 0 if slot == self._cache.states.no_slot else self._size(self._cache.states.bytes_per_slot)
+        while True:
+            present = [self._copy_of(block) if place < n_full else None for place, block in enumerate(blocks)]
+            needed = present.count(None) * self._size(self._cache.bytes_per_block) + state_bytes
+            if self.used + needed <= self._most:
+                break
+            if needed > self._most or not self._spare:
+                return None
+            self.forget(next(iter(self._spare)))
+        fresh = {
+            place: HostBlock(self._to_host(self._cache.contents(blocks[place])))
+            for place, one in enumerate(present)
+            if one is None
+        }
+        states = self._to_host(self._cache.states.contents(slot)) if state_bytes else None
+        copy = HostCopy([one or fresh[place] for place, one in enumerate(present)], states)
+        for place, one in enumerate(copy.blocks):
+            one.holders += 1
+            if place in fresh:
+                self.tokens_out += min(self._cache.block_size, n_tokens - place * self._cache.block_size)
+                if place < n_full:
+                    self._pair(one, blocks[place])
+        self.used += needed
+        if spare:
+            self._spare[copy] = None
+        return copy
+
+    def present(self, copy: HostCopy, n_tokens: int) -> list[int]:
+        """Blocks of the cache that have the beginning of a copy already, of its first tokens; they may be shared."""
+        blocks = []
+        for one in copy.blocks[: n_tokens // self._cache.block_size]:
+            if not self._is_current(one):
+                break
+            blocks.append(one.twin)
+        return blocks
+
+    def get(self, copy: HostCopy, n_tokens: int, present: Sequence[int]) -> tuple[list[int], int]:
+        """Blocks with the first tokens of a copy, the first of which are `present`, and a slot with its states.
+
+        There has to be room for them in the cache, and whoever asks has a share in those that are present. The copy stays.
+        """
+        n_full, rest = divmod(n_tokens, self._cache.block_size)
+        blocks = [*present, *self._cache.take(n_full + bool(rest) - len(present))]
+        for place in range(len(present), len(blocks)):
+            self._cache.restore(blocks[place], self._to_device(copy.blocks[place].contents))
+            if place < n_full:
+                self._pair(copy.blocks[place], blocks[place])
+        slot = self._cache.states.take()
+        if copy.states is not None:
+            self._cache.states.restore(slot, self._to_device(copy.states))
+        if copy in self._spare:
+            self._spare[copy] = self._spare.pop(copy)
+        self.tokens_in += n_tokens - len(present) * self._cache.block_size
+        self.prefills_saved += 1
+        return blocks, slot
+
+    def forget(self, copy: HostCopy) -> None:
+        """Let go of a copy; what others share stays."""
+        copy.gone = True
+        self._spare.pop(copy, None)
+        for one in copy.blocks:
+            one.holders -= 1
+            if one.holders == 0:
+                self.used -= self._size(one.contents.nbytes)
+                self._unpair(one)
+        self.used -= 0 if copy.states is None else self._size(copy.states.nbytes)
+        copy.blocks, copy.states = [], None
+
+    def _copy_of(self, block: int) -> HostBlock | None:
+        one = self._by_block.get(block)
+        return one if one is not None and self._is_current(one) else None
+
+    def _is_current(self, one: HostBlock) -> bool:
+        """Whether its twin is still held, by the same."""
+        return self._cache.references(one.twin) > 0 and self._cache.turn(one.twin) == one.turn
+
+    def _pair(self, one: HostBlock, block: int) -> None:
+        self._unpair(one)
+        one.twin, one.turn = block, self._cache.turn(block)
+        self._by_block[block] = one
+
+    def _unpair(self, one: HostBlock) -> None:
+        if self._by_block.get(one.twin) is one:
+            del self._by_block[one.twin]
+
+    @property
+    def _pinned(self) -> bool:
+        return self._cache.device.type == "cuda"
+
+    def _size(self, n_bytes: int) -> int:
+        """What a copy takes: torch rounds pinned memory up to a power of two."""
+        return 1 << (n_bytes - 1).bit_length() if self._pinned and n_bytes else n_bytes
+
+    def _to_host(self, contents: Tensor) -> Tensor:
+        if not self._pinned:
+            return contents
+        host = torch.empty(contents.shape, dtype=contents.dtype, pin_memory=True)
+        return host.copy_(contents, non_blocking=True)
+
+    def _to_device(self, contents: Tensor) -> Tensor:
+        return contents.to(self._cache.device, non_blocking=True)

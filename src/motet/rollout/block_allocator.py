@@ -1,0 +1,129 @@
+"""Blocks and slots of prompts and sequences: given, shared by a group, copied to host memory and back.
+
+What is kept between turns gives way to all of it. What host memory has no room for is computed again.
+"""
+
+from __future__ import annotations
+
+from motet.model.host_cache import HostCache, HostCopy
+from motet.model.kv_cache import KVCache
+from motet.rollout.kept import Kept, KeptSequences
+from motet.rollout.sequences import Prompt, Sequence
+
+
+class BlockAllocator:
+    """Who has what of a cache, and of the copies in host memory."""
+
+    def __init__(self, cache: KVCache, host: HostCache, kept: KeptSequences) -> None:
+        self._cache, self._host, self._kept = cache, host, kept
+
+    def begin(self, prompt: Prompt, more: int, budget: int | None) -> int | None:
+        """Give a prompt its blocks and a slot; so many of its tokens are there already. None where it has to wait.
+
+        Beside its own blocks so many `more` are left free; `budget` is the most tokens to compute.
+        """
+        n_tokens = len(prompt.request.prompt_ids)
+        n_blocks = self._blocks_of(n_tokens)
+        if prompt.copy is not None:
+            return n_tokens if self._come_back(prompt, n_tokens, n_blocks, more) else None
+        kept, known = self._kept.find(prompt)
+        if budget is not None and n_tokens - known > budget:
+            return None
+        if kept is not None and self._go_on(prompt, kept, known, n_blocks, more):
+            return known
+        if budget is not None and n_tokens > budget:
+            return None
+        if not self._kept.make_room(n_blocks + more, 1):
+            return None
+        prompt.blocks, prompt.slot = self._cache.take(n_blocks), self._cache.states.take()
+        return 0
+
+    def fork(self, prompt: Prompt, *, alone: bool) -> Sequence | None:
+        """The prompt's next completion: full blocks are shared, a partly filled one is copied, or taken over by the last.
+
+        Its states are copied: there is a slot for each row of the decode batch, and one for the prompt at hand.
+
+        When no block is free and it is `alone`, it is taken over all the same, and the prompt will be prefilled again.
+        """
+        n_full, rest = divmod(len(prompt.request.prompt_ids), self._cache.block_size)
+        last = len(prompt.waiting) == 1
+        take_over = bool(rest) and (last or (alone and not self._kept.make_room(1)))
+        if not self._kept.make_room(1 if rest and not take_over else 0, 1):
+            return None
+        sequence = prompt.waiting.pop(0)
+        self._cache.share(prompt.blocks[:n_full])
+        sequence.slot = self._cache.states.copy(prompt.slot)
+        sequence.blocks = list(prompt.blocks[:n_full])
+        if rest:
+            sequence.blocks.append(prompt.blocks.pop() if take_over else self._cache.copy(prompt.blocks[n_full]))
+        if take_over:
+            self.give_back(prompt)
+        return sequence
+
+    def resume(self, sequence: Sequence) -> bool:
+        """Give a preempted sequence its blocks, one for its next token too, and a slot; False where it has to wait."""
+        n_blocks = self._blocks_of(sequence.length)
+        if sequence.copy is not None:
+            return self._come_back(sequence, sequence.length - 1, n_blocks)
+        if not self._kept.make_room(n_blocks, 1):
+            return False
+        sequence.blocks, sequence.slot = self._cache.take(n_blocks), self._cache.states.take()
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """See that a running sequence has a block for its next token; False where none is free."""
+        if self._blocks_of(sequence.length) > len(sequence.blocks):
+            if not self._kept.make_room(1):
+                return False
+            sequence.blocks += self._cache.take(1)
+        return True
+
+    def page_out(self, owner: Prompt | Sequence) -> None:
+        """Take back all that it has, and leave it a copy in host memory where there is room."""
+        n_tokens = owner.length - 1 if isinstance(owner, Sequence) else len(owner.request.prompt_ids)
+        copy = self._host.put(owner.blocks, owner.slot, n_tokens)
+        self.give_back(owner)
+        owner.copy = copy
+
+    def give_back(self, owner: Prompt | Sequence) -> None:
+        """Take back all that it has, its copy too."""
+        if owner.copy is not None:
+            self._host.forget(owner.copy)
+            owner.copy = None
+        self._cache.give_back(owner.blocks)
+        self._cache.states.give_back(owner.slot)
+        owner.blocks, owner.slot = [], self._cache.states.no_slot
+
+    def _come_back(self, owner: Prompt | Sequence, n_tokens: int, n_blocks: int, more: int = 0) -> bool:
+        if owner.copy is None or not self._copy_back(owner, owner.copy, n_tokens, n_blocks, more):
+            return False
+        self._host.forget(owner.copy)
+        owner.copy = None
+        return True
+
+    def _go_on(self, prompt: Prompt, kept: Kept, known: int, n_blocks: int, more: int) -> bool:
+        """Begin with what was kept: full blocks are shared, one that is filled in part is copied."""
+        if kept.copy is not None:
+            return self._copy_back(prompt, kept.copy, known, n_blocks, more)
+        n_full, rest = divmod(known, self._cache.block_size)
+        if not self._kept.make_room(n_blocks - n_full + more, 1, but=kept):
+            return False
+        states = self._cache.states
+        prompt.slot = states.take() if kept.slot == states.no_slot else states.copy(kept.slot)
+        self._cache.share(kept.blocks[:n_full])
+        prompt.blocks = kept.blocks[:n_full] + ([self._cache.copy(kept.blocks[n_full])] if rest else [])
+        prompt.blocks += self._cache.take(n_blocks - len(prompt.blocks))
+        return True
+
+    def _copy_back(self, owner: Prompt | Sequence, copy: HostCopy, n_tokens: int, n_blocks: int, more: int) -> bool:
+        present = self._host.present(copy, n_tokens)
+        self._cache.share(present)  # before others give way, who may hold them alone
+        if not self._kept.make_room(n_blocks - len(present) + more, 1) or copy.gone:
+            self._cache.give_back(present)
+            return False
+        owner.blocks, owner.slot = self._host.get(copy, n_tokens, present)
+        owner.blocks += self._cache.take(n_blocks - len(owner.blocks))
+        return True
+
+    def _blocks_of(self, n_tokens: int) -> int:
+        return -(-n_tokens // self._cache.block_size)
