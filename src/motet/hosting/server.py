@@ -315,8 +315,8 @@ class _Servers:
 
 def away_seconds(rollout: RolloutConfig) -> float:
     """For which all servers of one host of several may be away; those that it starts itself have time to start again."""
-    patience = rollout.patience_seconds
-    return min(_AWAY_SECONDS, patience / 2) if rollout.launch is None else _OF_PATIENCE * patience
+    longest = rollout.patience_seconds
+    return min(_AWAY_SECONDS, longest / 2) if rollout.launch is None else _OF_PATIENCE * longest
 
 
 def _fault(task: asyncio.Task[None]) -> BaseException | None:
