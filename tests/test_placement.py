@@ -104,7 +104,7 @@ def test_hosts_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="each host needs a server of its own; name more, or set hosts to 1"):
         starts(start, EngineConfig(hosts=2), RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"]))
     with pytest.raises(ConfigError, match=r"set engine\.threads"):
-        launcher(ClusterConfig(launcher="ray"), EngineConfig())
+        launcher(ClusterConfig(launcher="ray"), (EngineConfig(), RolloutConfig()))
     (with_ranks,) = starts(start, EngineConfig(threads=2, shard=3), RolloutConfig())
     assert cores_and_gpus(with_ranks) == (6, 0)
     with pytest.raises(ValidationError, match="name one for each host"):

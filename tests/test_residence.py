@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from motet.runtime.learner import Learner
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
 from tests.adapter_files import run_alone, weights_of
+from tests.conftest import ROOT
 from tests.segments import ADAMW, SHAPES, make_segment
 from tests.small_disk import small_disk
 
@@ -133,6 +136,35 @@ def test_a_run_with_room_for_one(tmp_path: Path) -> None:
     engine = {"samplers": 0, "threads": 1, "device": "cpu", "resident": 1, "parking": str(tmp_path)}
     tree = {"base": "small", "run": str(tmp_path / "run"), "engine": engine, "jobs": jobs}
     assert weights_of(run_config(validate(tree, "the test"))) == alone
+
+
+GROWTH = """
+import sys
+from pathlib import Path
+
+from motet.allocator import keep_freed_memory
+from motet.config import AdapterConfig
+from motet.training.torch_trainer import TorchTrainer
+from tests import tiny_models as tiny
+
+def memory():
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+keep_freed_memory()
+trainer = TorchTrainer(tiny.base("llama"), slots=100, resident=2, parking=Path(sys.argv[1]))
+before = memory()
+for number in range(100):
+    trainer.add_adapter(f"{number}", AdapterConfig(rank=256, alpha=8.0), seed=number)
+print((memory() - before) / 100 / trainer.weights("0").flat.nbytes)
+"""
+
+
+def test_a_parked_adapter_takes_the_version_in_use_and_nothing_else(tmp_path: Path) -> None:
+    """What it held leaves no holes in the heap: in a process of its own, whose heap has none yet."""
+    command = [sys.executable, "-c", GROWTH, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert 0.9 < float(done.stdout) < 1.5, "vectors for each adapter"
 
 
 def test_what_saves_nothing_is_refused() -> None:

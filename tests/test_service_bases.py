@@ -384,17 +384,14 @@ def test_hosts_of_all_bases_share_the_machine(tmp_path: Path, says: Motet) -> No
         {"engine": {"slots": 3, "kv_memory_fraction": 0.4}, "bases": {"a": {"base": "/a", "hosts": 2}, "b": "/b"}}
     )
     start = Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
-    made = starts_of([(start, one.engine) for one in config.bases.values()], RolloutConfig())
+    made = starts_of([(start, one.engine, one.rollout) for one in config.bases.values()])
     assert [one.host for one in made] == [0, 1, 2]
     engines = [EngineConfig.model_validate(one.engine) for one in made]
     assert {one.threads for one in engines} == {max(1, budgets.cores() // 3)}
     assert [round(one.kv_memory_fraction, 3) for one in engines] == [0.133] * 3
     assert {one.slots for one in engines} == {3}
-    servers = RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"])
-    with pytest.raises(ConfigError, match="there are 2 bases"):
-        starts_of([(start, EngineConfig()), (start, EngineConfig())], servers)
     with pytest.raises(ConfigError, match=r"set engine\.threads"):
-        launcher(ClusterConfig(launcher="ray"), EngineConfig(threads=1), EngineConfig())
+        launcher(ClusterConfig(launcher="ray"), *((EngineConfig(threads=n), RolloutConfig()) for n in (1, 0)))
     for odd in ({"base": "small"}, {"a b": "small"}, {"a": {"hosts": 2}}, {"a": {"base": "x", "nonsense": 1}}):
         with pytest.raises(ValidationError):
             ServiceConfig.model_validate({"bases": odd})

@@ -70,7 +70,7 @@ def test_usage_is_kept_once_and_told_by_job_day_and_tenant(store: Store) -> None
     day[0] = "2026-03-02"
     told(sort.id, 1, 1, 2)
     told(other.id, 0, 100, 200)
-    ledger.count_completion(us.tenant_id, 7, 3)
+    ledger.count_completion(us.tenant_id, "", 7, 3)
     ledger.flush()
     micro = {sort.id: 1_500_000, other.id: 250_000, f"answers/{us.tenant_id}": 1, "": 249_999}
     assert ledger.window("one", 1, micro)
@@ -116,7 +116,7 @@ def test_many_writers_at_once_lose_nothing_of_the_ledger(store: Store) -> None:
             for turn in range(10):
                 data = {"tokens_sampled": 1, "tokens_trained": 2}
                 store.add_event(job.id, "step", f"{number}.{turn}", data, ledger.step(job.id, data))
-                ledger.count_completion(us.tenant_id, 1, 1)
+                ledger.count_completion(us.tenant_id, "", 1, 1)
                 ledger.flush()
                 ledger.window(f"engine-{number}", turn, {job.id: 10, "": 1})
         except Exception as error:
@@ -141,7 +141,7 @@ def test_usage_over_http(house: House) -> None:
     (own,) = house.ask("GET", "/v1/usage").json()["data"]
     assert own == {
         "day": None, "tenant": "us", "job": job, "name": "ended", "kind": "job", "tokens_prompt": 0,
-        "tokens_sampled": 10, "tokens_trained": 20, "device_seconds": 2.0,
+        "tokens_sampled": 10, "tokens_trained": 20, "device_seconds": 2.0, "base": None,
     }  # fmt: skip
     assert house.ask("GET", "/v1/usage", "theirs").json()["data"] == []
     assert house.ask("GET", "/v1/usage?tenant=us").json()["data"] == [own]
@@ -289,7 +289,7 @@ def test_spent_tokens_hold_a_tenant_until_the_next_day(house: House, monkeypatch
     enforcer.enforce()
     assert sent == [SetRule(us, Rule(share=2.0))]
     step(house, job, 0, 10, 10)
-    ledger.count_completion(us, 2, 3)
+    ledger.count_completion(us, "", 2, 3)
     enforcer.enforce()
     (held,) = sent[1:]
     assert held.tenant == us

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, event, inspect, text
+from sqlalchemy import Connection, create_engine, event, inspect, text
 
 from motet.errors import StoreError
 from motet.service.database.store import Store
@@ -87,7 +87,7 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
-        assert context.get_current_revision() == "0002"
+        assert context.get_current_revision() == "0003"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
     engine.dispose()
 
@@ -99,6 +99,7 @@ def test_a_database_of_the_first_release_learns_of_bases(url: str) -> None:
     store.close()
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
+        before_usage_by_base(connection)
         for table in ("jobs", "adapters"):
             connection.execute(text(f"ALTER TABLE {table} DROP COLUMN base"))
         connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
@@ -108,6 +109,40 @@ def test_a_database_of_the_first_release_learns_of_bases(url: str) -> None:
     store.close()
     with engine.begin() as connection:
         assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
+    engine.dispose()
+
+
+def before_usage_by_base(connection: Connection) -> None:
+    """Make the tables what they were, with a line of the only job and one of completions."""
+    number, count = ("INTEGER", "INTEGER") if connection.dialect.name == "sqlite" else ("BIGSERIAL", "BIGINT")
+    for statement in (
+        "DROP TABLE bases",
+        "DROP TABLE usage",
+        f"CREATE TABLE usage (id {number} NOT NULL, day VARCHAR(10) NOT NULL, tenant_id VARCHAR(40) NOT NULL, "
+        f"job_id VARCHAR(40) NOT NULL, job_name VARCHAR(100) NOT NULL, tokens_prompt {count} NOT NULL, tokens_sampled {count} "
+        f"NOT NULL, tokens_trained {count} NOT NULL, microseconds {count} NOT NULL, PRIMARY KEY (id), "
+        "UNIQUE (day, tenant_id, job_id))",
+        "CREATE INDEX ix_usage_job_id ON usage (job_id)",
+        "CREATE INDEX usage_of_tenant ON usage (tenant_id, day)",
+        "INSERT INTO usage (day, tenant_id, job_id, job_name, tokens_prompt, tokens_sampled, tokens_trained, microseconds) "
+        "SELECT '2026-03-01', tenant_id, id, name, 0, 1, 2, 3 FROM jobs UNION ALL SELECT '2026-03-01', '', '', '', 4, 5, 6, 7",
+        "UPDATE alembic_version SET version_num = '0002'",
+    ):
+        connection.execute(text(statement))
+
+
+def test_usage_of_an_older_release_is_of_the_base_of_its_job(url: str) -> None:
+    store = Store(url)
+    job = store.submit(person(store, "us"), "elder", {}, 1, None, base="math")
+    store.close()
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        before_usage_by_base(connection)
+    Store(url).close()
+    with engine.begin() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
+        rows = connection.execute(text("SELECT job_id, base, tokens_trained FROM usage ORDER BY job_id")).all()
+        assert [tuple(row) for row in rows] == [("", "", 6), (job.id, "math", 2)]
     engine.dispose()
 
 

@@ -211,7 +211,7 @@ def test_a_client_is_told_what_it_waits_for(house: House) -> None:
     assert told(f"{model}/0") == ("paused_rate_limit", "paused by hand")
 
     limits = f"/v1/tenants/{who.tenant}/limits"
-    house.part(Ledger).count_completion(who.tenant_id, 2, 3)
+    house.part(Ledger).count_completion(who.tenant_id, "small", 2, 3)
     house.part(Ledger).flush()
     house.ask("PUT", limits, "admin", json={"tokens_per_day": 5})
     sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}}

@@ -148,7 +148,7 @@ def _run_on_hosts(
                 job = HostedJob(one, at, JobProgress(one.name, one.steps))
                 job.lines.update(_take_up(at, job.progress))
                 jobs.append(job)
-            launch = launcher(config.cluster, config.engine)
+            launch = launcher(config.cluster, (config.engine, config.rollout))
             run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes)
             if watch is not None:
                 watch(run.now)

@@ -196,7 +196,7 @@ def _server(info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchCo
         cpu_loras=launch.max_cpu_loras or wanted.versions + (config.keep_versions or 0) * wanted.adapters,
         rank=rank,
         targets=tuple(sorted({path.rpartition(".")[2] for path in info.linears})),
-        on_cpu=info.device == "cpu",
+        on_cpu=info.device == "cpu" and not launch.names_gpus,
         fetches=config.publish_by == "tensors",
         launch=launch,
     )

@@ -32,6 +32,8 @@ class Assignments:
         self._hosts = hosts
         self._jobs: dict[str, Assigned] = {}
         self.rules: dict[str, Rule] = {}
+        self.refused: set[tuple[str, str, bool]] = set()
+        """Of jobs that no host could take: base, tenant, and whether they run."""
 
     @property
     def _limits(self) -> Mapping[str, Rule]:
@@ -60,12 +62,21 @@ class Assignments:
         runs = message.wanted == "run"
         number = placed(claim, list(loads.values()), self._limits if runs else {})
         if number is None:
+            self.refused.add((message.base, message.tenant, runs))
             return None
         host = self._hosts[number]
         if runs:
             loads[number] = replace(loads[number], waiting=(*loads[number].waiting, claim))
         self._jobs[name] = Assigned(claim, host, JobState.QUEUED if runs else JobState.PAUSED)
         return host
+
+    def can_place_more(self) -> bool:
+        """Whether a host could take now what none could: there is one of its base, and its tenant may have more out."""
+        hosts = list(self.loads().values()) if self.refused else []
+        return any(
+            placed(Claim("", tenant, base=base), hosts, self._limits if runs else {}) is not None
+            for base, tenant, runs in self.refused
+        )
 
     def forget(self, job: str) -> None:
         """No host has a job any more."""

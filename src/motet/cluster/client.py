@@ -16,7 +16,7 @@ from typing import Any
 
 from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments
-from motet.cluster.host import Engine, EngineHandlers, Host, Launch
+from motet.cluster.host import Engine, EngineHandlers, Host, Launch, OfHost
 from motet.cluster.placement import HostLoad
 from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.errors import EngineError, HostGone
@@ -49,7 +49,7 @@ class EngineClient:
         self._asked: set[str] = set()
         """Jobs of which something was asked while no host had them."""
         self._unplaced = True
-        """Whether there may be jobs that no host has."""
+        """Whether there may be jobs that no host has, and that nobody has looked at since something changed."""
         self._look = asyncio.Event()
         self._settled = len(starts) == 1
         """Whether jobs are given out: not before all hosts are there, or too late."""
@@ -64,12 +64,12 @@ class EngineClient:
     @property
     def failure(self) -> str:
         """Why there is no engine, for a person."""
-        return "" if self.ready else next((host.failure for host in self.hosts if host.failure), "")
+        return "" if self.ready else next(filter(None, map(self.failure_of, self.there)), "")
 
     def failure_of(self, base: str) -> str:
         """Why there is no host of a base, for a person; empty where there is one, or where one starts."""
-        failures = (host.failure for host in self.hosts if host.base == base and host.failure)
-        return "" if self.there[base].is_set() else next(failures, "")
+        failures = (host.failure or host.away for host in self.hosts if host.base == base)
+        return "" if self.there[base].is_set() else next(filter(None, failures), "")
 
     @property
     def progress(self) -> dict[str, dict[str, Any]]:
@@ -122,13 +122,16 @@ class EngineClient:
             ConfigError: it can never be answered, and why.
         """
         base = question.base
-        ready = [host for host in self.hosts if host.ready and host.base == base]
-        if not self.there[base].is_set() or not ready:
+        answering = self._answering(base)
+        if not self.there[base].is_set() or not answering:
             raise HostGone(self.failure_of(base))
-        host = min(ready, key=lambda host: (host.asked, host.number))
+        host = min(answering, key=lambda host: (host.asked, host.number))
         async with contextlib.aclosing(host.ask(question)) as answers:
             async for answer in answers:
                 yield answer
+
+    def _answering(self, base: str) -> list[Host]:
+        return [host for host in self.hosts if host.ready and not host.away and host.base == base]
 
     def send(self, *messages: m.ToEngine) -> None:
         """Send messages, from any thread, each to the host that it is for; what no host has yet goes out with `open_jobs`."""
@@ -174,12 +177,12 @@ class EngineClient:
         elif not (job.to is not None and isinstance(message, m.SteerJob) and message.action != "cancel"):
             job.host.send(message)
 
-    def _hear(self, host: Host, message: m.Ready | m.Failed | m.JobEvent | m.Released | None) -> None:
+    def _hear(self, host: Host, message: OfHost | None) -> None:
+        if not self._answering(host.base):
+            self.there[host.base].clear()
         match message:
             case None:
                 self._jobs.forget_all_on(host)
-                if not any(one.ready for one in self.hosts if one.base == host.base):
-                    self.there[host.base].clear()
                 self._unplaced = True
             case m.Ready():
                 self._unplaced = True
@@ -238,17 +241,18 @@ class EngineClient:
     async def _place_open(self, handlers: EngineHandlers) -> None:
         if not any(host.ready for host in self.hosts):
             return
-        if self._unplaced:
+        if self._unplaced or self._jobs.can_place_more():
             self._asked.clear()
             self._unplaced = False
+            self._jobs.refused.clear()
             messages = await asyncio.get_running_loop().run_in_executor(self._handling, handlers.open_jobs)
             loads = self._jobs.loads()  # hosts came and went meanwhile
             for message in messages:
                 if str(message.job["name"]) not in self._asked:  # else what was read may be old: it is read again
                     self._place(message, loads)
-        for host in self.hosts:
-            if host.ready:
-                self.there[host.base].set()
+        for base, there in self.there.items():
+            if self._answering(base):
+                there.set()
         for host, job in self._jobs.moves():
             host.send(m.ReleaseJob(job))
 
@@ -258,5 +262,3 @@ class EngineClient:
             self._jobs.rules[message.tenant] = message.rule
         elif (host := self._jobs.place(message, loads)) is not None:
             host.send(message)
-        elif self._jobs.get(str(message.job["name"])) is None:
-            self._unplaced = True

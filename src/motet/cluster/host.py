@@ -48,16 +48,18 @@ class EngineHandlers:
     score: Callable[[m.ScoreRequest], Awaitable[m.Scored]]
     rest: Callable[[str, bool], None]
     """Whether a job is to rest as soon as nobody is there who scores for it."""
-    tokens: Callable[[str, int, int], None]
-    """(tenant, read, sampled): tokens of a tenant's completions."""
+    tokens: Callable[[str, str, int, int], None]
+    """(tenant, base, read, sampled): tokens of a tenant's completions."""
     obeyed: Callable[[str], None]
     """A command of a job's client is done."""
     episode: Callable[[Host, e.OfferEpisode], Awaitable[e.EpisodeEnded]] = _no_agents
     """What comes of an episode whose agent runs elsewhere; the host that offers it answers what the agent asks."""
 
 
-Heard = Callable[["Host", m.Ready | m.Failed | m.JobEvent | m.Released | None], None]
-"""What is called in the event loop when a host says something of itself or of a job; None: its process is gone."""
+OfHost = m.Ready | m.Failed | m.Progress | m.JobEvent | m.Released
+"""What a host says of itself or of a job."""
+Heard = Callable[["Host", OfHost | None], None]
+"""What is called with it in the event loop, with `Progress` when servers went away or came back; None: its process is gone."""
 
 
 Launch = Callable[[m.Start, Path], Awaitable[Engine]]
@@ -91,6 +93,8 @@ class Host:
         self.ready = False
         self.failure = ""
         """Why it is not there, for a person."""
+        self.away = ""
+        """Why it answers nobody while it is there: its servers are away."""
         self.hopeless = False
         """Whether it could not be started the last time, or ended again and again before it was of use."""
         self.progress: dict[str, dict[str, Any]] = {}
@@ -152,9 +156,9 @@ class Host:
 
     def _count(self, tenant: str, answer: m.Answer) -> None:
         if self._handlers is not None and isinstance(answer, m.PromptRead):
-            self._handlers.tokens(tenant, answer.tokens, 0)
+            self._handlers.tokens(tenant, self.base, answer.tokens, 0)
         elif self._handlers is not None and isinstance(answer, m.Tokens):
-            self._handlers.tokens(tenant, 0, len(answer.chunk.token_ids))
+            self._handlers.tokens(tenant, self.base, 0, len(answer.chunk.token_ids))
 
     def refuse(self, reason: str) -> None:
         """Give up the questions that are open."""
@@ -225,7 +229,7 @@ class Host:
         if self._engine is not None:
             await self._engine.kill()
             self._engine = None
-        self.ready = False
+        self.ready, self.away = False, ""
         self._stopped.set()
         self.progress, self.used = {}, {}
         for task in [*self._scoring.values(), *self._episodes.values()]:  # the next process asks again
@@ -251,6 +255,9 @@ class Host:
                 self._stopped.set()
             case m.Progress():
                 self.progress, self.device, self.used = message.jobs, message.device, message.used
+                before, self.away = self.away, message.away
+                if bool(before) != bool(self.away):
+                    self._heard(self, message)
             case m.ScoreRequest():
                 self._begin(self._scoring, message.key, handlers.score(message))
             case m.CancelScore():

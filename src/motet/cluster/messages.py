@@ -213,6 +213,8 @@ class Progress(Message, frozen=True):
     device: dict[str, float]
     used: dict[str, float] = {}
     """Tokens by tenant since the start, each divided by the weight of its job."""
+    away: str = ""
+    """Why nobody can be answered now, because no server of this host is there."""
 
 
 class JobEvent(Message, frozen=True):
@@ -247,6 +249,8 @@ class Usage(Message, frozen=True):
     """Its number, growing."""
     microseconds: dict[str, int]
     """By account: a job, completions of a tenant, or nobody."""
+    base: str = ""
+    """The name of the base among those of a service."""
 
 
 class ScoreRequest(Message, frozen=True):

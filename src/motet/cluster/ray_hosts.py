@@ -25,6 +25,8 @@ from motet.cluster.host import Engine
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
 from motet.cluster.messages import Start
 from motet.cluster.nodes import NodeFacts
+from motet.config.engine import EngineConfig
+from motet.config.rollout import RolloutConfig
 from motet.errors import EngineError
 from motet.rollout.server_process import free_port
 
@@ -33,8 +35,11 @@ _LOOK_SECONDS = 60.0
 
 def cores_and_gpus(start: Start) -> tuple[int, int]:
     """What a host, with its ranks, asks one node for."""
-    engine = start.engine
-    return int(engine["threads"]) * int(engine["shard"]), int(str(engine["device"]).startswith("cuda"))
+    engine, launch = EngineConfig.model_validate(start.engine), RolloutConfig.model_validate(start.rollout).launch
+    gpus = int(engine.device.startswith("cuda"))
+    if launch is not None and (gpus or launch.names_gpus):  # servers see those of their host
+        gpus = max(gpus, launch.tensor_parallel)
+    return engine.threads * engine.shard, gpus
 
 
 class RayLauncher:

@@ -177,7 +177,7 @@ class HostedRun:
             usage=lambda usage: None,
             score=score,
             rest=lambda job, wanted: None,
-            tokens=lambda tenant, read, sampled: None,
+            tokens=lambda tenant, base, read, sampled: None,
             obeyed=lambda job: None,
         )
 

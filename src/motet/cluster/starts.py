@@ -11,7 +11,7 @@ from motet import budgets
 from motet.cluster.host import Launch
 from motet.cluster.messages import Start
 from motet.config.engine import ClusterConfig, EngineConfig
-from motet.config.rollout import RolloutConfig
+from motet.config.rollout import LaunchConfig, RolloutConfig
 from motet.errors import ConfigError
 
 
@@ -21,26 +21,25 @@ def starts(start: Start, engine: EngineConfig, rollout: RolloutConfig) -> list[S
     Raises:
         ConfigError: hosts cannot work in this way.
     """
-    return starts_of([(start, engine)], rollout)
+    return starts_of([(start, engine, rollout)])
 
 
-def starts_of(bases: Sequence[tuple[Start, EngineConfig]], rollout: RolloutConfig) -> list[Start]:
-    """The same of several bases, whose hosts share the machine.
+def starts_of(bases: Sequence[tuple[Start, EngineConfig, RolloutConfig]]) -> list[Start]:
+    """The same of several bases, each with its servers where it has some; their hosts share the machine.
 
     Raises:
         ConfigError: hosts cannot work in this way.
     """
-    if len(bases) > 1 and rollout.engine != "embedded":
-        raise ConfigError(
-            f"there are {len(bases)} bases, but rollout.engine {rollout.engine} has servers for one; leave it out, or start "
-            "a service for each base"
-        )
-    devices = [device for _, engine in bases for device in _devices(engine)]
+    devices = [device for _, engine, _ in bases for device in _devices(engine)]
+    sampling = [device for _, engine, rollout in bases if not _served(rollout) for device in _devices(engine)]
     made: list[Start] = []
-    for start, engine in bases:
+    launching: list[LaunchConfig | None] = []
+    for start, engine, rollout in bases:
+        before = launching.count(rollout.launch)  # hosts of another base that start the same servers
         for number in range(engine.hosts):
-            own = engine_of_host(engine, number, devices, samples=rollout.engine == "embedded")
-            servers = rollout_of_host(rollout, number, engine.hosts)
+            own = engine_of_host(engine, number, devices, [] if _served(rollout) else sampling)
+            servers = rollout_of_host(rollout, number, engine.hosts, before)
+            launching.append(rollout.launch)
             made.append(
                 replace(
                     start,
@@ -57,29 +56,36 @@ def _devices(engine: EngineConfig) -> list[str]:
     return engine.devices or [engine.device] * engine.hosts
 
 
+def _served(rollout: RolloutConfig) -> bool:
+    return rollout.engine != "embedded"
+
+
 def engine_of_host(
-    engine: EngineConfig, host: int, devices: Sequence[str] = (), *, samples: bool = True
+    engine: EngineConfig, host: int, devices: Sequence[str] = (), sampling: Sequence[str] | None = None
 ) -> EngineConfig:
     """The settings of one host: its device, its part of the cores, and, where it samples, of the memory that hosts share.
 
-    `devices` are those of all hosts of the machine, of its own base alone unless they are given.
+    `devices` are those of all hosts of the machine, of its own base alone unless they are given; `sampling` those of hosts that
+    sample themselves, all of them unless they are given, none for a host that has servers.
     """
     devices, device = devices or _devices(engine), _devices(engine)[host]
+    sampling = devices if sampling is None else sampling
     own = {"hosts": 1, "devices": [], "device": device}
     if len(devices) == 1:
         return engine.model_copy(update=own)
     threads = engine.threads or max(1, budgets.cores() // (len(devices) * engine.shard))
     fractions = {
-        "kv_memory_fraction": engine.kv_memory_fraction / (devices.count(device) if samples else 1),
-        "host_kv_memory_fraction": engine.host_kv_memory_fraction / (len(devices) if samples else 1),
+        "kv_memory_fraction": engine.kv_memory_fraction / max(1, sampling.count(device)),
+        "host_kv_memory_fraction": engine.host_kv_memory_fraction / max(1, len(sampling)),
     }
     return engine.model_copy(update={**own, "threads": threads, **fractions})
 
 
-def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int) -> RolloutConfig:
+def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, before: int = 0) -> RolloutConfig:
     """The servers of one host, which no other host has: so nobody publishes to them, or unloads from them, but this one.
 
-    Of `urls`, with their agents, each host has every so manieth; what `launch` starts is of each, on devices of its own.
+    Of `urls`, with their agents, each host has every so manieth; what `launch` starts is of each, on devices of its own, after
+    those of so many hosts `before`, of another base.
 
     Raises:
         ConfigError: there are fewer servers than hosts.
@@ -93,13 +99,13 @@ def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int) -> RolloutCon
             )
         own = {"urls": rollout.urls[host::hosts], "agents": rollout.agents[host::hosts]}
     if rollout.launch is not None and (devices := rollout.launch.devices):
-        first = host * rollout.launch.replicas % len(devices)
+        first = (before + host) * rollout.launch.replicas % len(devices)
         own["launch"] = rollout.launch.model_copy(update={"devices": [*devices[first:], *devices[:first]]})
     return rollout.model_copy(update=own)
 
 
-def launcher(cluster: ClusterConfig, *engines: EngineConfig) -> Launch | None:
-    """Who starts the processes; None is this machine.
+def launcher(cluster: ClusterConfig, *bases: tuple[EngineConfig, RolloutConfig]) -> Launch | None:
+    """Who starts the processes of the hosts of these bases; None is this machine.
 
     Raises:
         ConfigError: nobody can.
@@ -110,10 +116,15 @@ def launcher(cluster: ClusterConfig, *engines: EngineConfig) -> Launch | None:
         raise ConfigError("cluster.launcher torchrun is for `motet run`; for a service leave it out, or use ray")
     if find_spec("ray") is None:
         raise ConfigError("cluster.launcher is ray, which is not installed: pip install 'motet[ray]'")
-    if any(not engine.threads or engine.devices for engine in engines):
+    if any(not engine.threads or engine.devices for engine, _ in bases):
         raise ConfigError(
             "cluster.launcher is ray: set engine.threads to the cores that each host, and each rank of one in shards, asks Ray "
             "for, and leave engine.devices out, because Ray chooses devices"
+        )
+    if any(rollout.launch is not None and rollout.launch.devices for _, rollout in bases):
+        raise ConfigError(
+            "cluster.launcher is ray: leave rollout.launch.devices out, because Ray chooses devices; servers see the GPUs of "
+            "their host, as many as rollout.launch.tensor_parallel"
         )
     from motet.cluster.ray_hosts import RayLauncher
 

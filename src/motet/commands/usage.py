@@ -24,6 +24,7 @@ class _By(StrEnum):
     JOB = "job"
     DAY = "day"
     TENANT = "tenant"
+    BASE = "base"
 
 
 @app.command(epilog="Example: motet usage --by day --since 2026-03-01 --csv > usage.csv")
@@ -47,10 +48,12 @@ def usage(
             typer.echo(client.usage_csv(groups, since, until, tenant), nl=False)
             return
         lines = client.usage(groups, since, until, tenant)
-    days = any(line.day for line in lines)
-    rows = [([line.day or ""] if days else []) + _usage_cells(line) for line in lines]
-    headings = ("day, " if days else "") + "tenant, job, >prompts, >sampled, >trained, >device"
-    print_answer(lines, as_json, table(rows, headings, empty="nothing was used", folds=("job", "tenant")))
+    days, based = any(line.day for line in lines), any(line.base for line in lines)
+    rows = [
+        ([line.day or ""] if days else []) + _usage_cells(line) + ([line.base or ""] if based else []) for line in lines
+    ]
+    headings = ("day, " if days else "") + "tenant, job, >prompts, >sampled, >trained, >device" + ", base" * based
+    print_answer(lines, as_json, table(rows, headings, empty="nothing was used", folds=("job", "tenant", "base")))
 
 
 def _usage_cells(line: UsageLine) -> list[str]:

@@ -24,16 +24,8 @@ from motet.config.job import (
     RewardConfig,
     SamplingConfig,
 )
-from motet.config.rollout import LaunchConfig, RolloutConfig
+from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.section import Config, named
-
-_OF_SAMPLING = ("samplers", "max_rows", "kv_tokens", "kv_memory_fraction", "host_kv_memory_fraction", "prefill_tokens")
-"""Fields of `engine` that the embedded engine reads alone."""
-
-
-def _set(section: Config) -> list[str]:
-    """Fields that are not as they are by themselves."""
-    return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
 
 
 class RunConfig(Config):
@@ -55,18 +47,7 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _settings_are_of_the_engine(self) -> RunConfig:
         """What an engine would pass over is refused."""
-        kind = self.rollout.engine
-        if kind == "embedded":
-            idle = [f"rollout.{name}" for name in _set(self.rollout)]
-            instead = "it is of servers; the embedded engine has engine.max_rows and its neighbours"
-        else:
-            idle = [f"engine.{name}" for name in _set(self.engine) if name in _OF_SAMPLING]
-            idle += ["rollout.launch.lora_backend"] * bool(
-                kind == "vllm" and self.rollout.launch and "lora_backend" in _set(self.rollout.launch)
-            )
-            instead = f"rollout.engine {kind} does not read it; servers have rollout.rows and rollout.launch"
-        if idle:
-            raise ValueError(f"{idle[0]} has no effect here: {instead}. Leave it out")
+        check_effect(self.engine, self.rollout)
         return self
 
     @model_validator(mode="after")

@@ -6,10 +6,13 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from motet.config.engine import EngineConfig
 from motet.section import Config
 
 VERSIONS_BESIDES = 2
 """Versions of a job that servers hold at a time, besides one for each step that it may lag."""
+OF_SAMPLING = ("samplers", "max_rows", "kv_tokens", "kv_memory_fraction", "host_kv_memory_fraction", "prefill_tokens")
+"""Fields of `engine` that the embedded engine reads alone."""
 
 
 class LaunchConfig(Config):
@@ -45,6 +48,11 @@ class LaunchConfig(Config):
     """Further arguments of the server's command line."""
     env: dict[str, str] = {}
     """Further environment variables."""
+
+    @property
+    def names_gpus(self) -> bool:
+        """Whether it says that servers have GPUs, also where the trainer has none."""
+        return bool(self.devices) or self.gpu_memory_utilization is not None or self.tensor_parallel > 1
 
 
 class RolloutConfig(Config):
@@ -124,3 +132,28 @@ class RolloutConfig(Config):
                 "keep_versions: 0 keeps versions for after the run, when nobody is there to fetch them from: "
                 "leave out publish_by: tensors"
             )
+
+
+def check_effect(engine: EngineConfig, rollout: RolloutConfig) -> None:
+    """Refuse what the engine that samples would pass over.
+
+    Raises:
+        ValueError: which field, and what there is instead.
+    """
+    kind = rollout.engine
+    if kind == "embedded":
+        idle = [f"rollout.{name}" for name in _set(rollout)]
+        instead = "it is of servers; the embedded engine has engine.max_rows and its neighbours"
+    else:
+        idle = [f"engine.{name}" for name in _set(engine) if name in OF_SAMPLING]
+        idle += ["rollout.launch.lora_backend"] * bool(
+            kind == "vllm" and rollout.launch and "lora_backend" in _set(rollout.launch)
+        )
+        instead = f"rollout.engine {kind} does not read it; servers have rollout.rows and rollout.launch"
+    if idle:
+        raise ValueError(f"{idle[0]} has no effect here: {instead}. Leave it out")
+
+
+def _set(section: Config) -> list[str]:
+    """Fields that are not as they are by themselves."""
+    return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.job import PRIORITIES
-from motet.config.rollout import VERSIONS_BESIDES, RolloutConfig
+from motet.config.rollout import OF_SAMPLING, VERSIONS_BESIDES, RolloutConfig, check_effect
 from motet.section import Config, named
 
 
@@ -91,11 +92,19 @@ class ServedBase(EngineConfig):
 
     base: str = Field(min_length=1)
     """`small`, a hub id, a directory or a .gguf file."""
+    rollout: Annotated[RolloutConfig, named("engine")] = RolloutConfig()
+    """Where rollouts on it are sampled and people who ask it are answered: as `rollout` in a job file, which is taken from the
+    top of the file where the base has none. A server has one base."""
 
     @property
     def engine(self) -> EngineConfig:
         """The settings of its hosts."""
-        return EngineConfig.model_validate(self.model_dump(exclude={"base"}))
+        return EngineConfig.model_validate(self.model_dump(exclude={"base", "rollout"}))
+
+    @model_validator(mode="after")
+    def _settings_are_of_the_engine(self) -> ServedBase:
+        check_effect(self.engine, self.rollout)
+        return self
 
 
 class ServiceConfig(Config):
@@ -137,14 +146,10 @@ class ServiceConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _bases_have_what_engine_says(cls, tree: Any) -> Any:
-        """What a base does not say of its hosts is as in `engine`."""
+        """What a base does not say of its hosts is as in `engine`, and of its servers as in `rollout`."""
         if not isinstance(tree, dict) or not isinstance(tree.get("bases"), dict):
             return tree
-        engine = tree.get("engine")
-        shared = engine if isinstance(engine, dict) else {}
-        given = {name: {"base": one} if isinstance(one, str) else one for name, one in tree["bases"].items()}
-        bases = {name: {**shared, **one} if isinstance(one, dict) else one for name, one in given.items()}
-        return {**tree, "bases": bases}
+        return {**tree, "bases": {name: _with_shared(one, tree) for name, one in tree["bases"].items()}}
 
     @field_validator("bases")
     @classmethod
@@ -156,11 +161,35 @@ class ServiceConfig(Config):
                 )
         return bases
 
-    @property
-    def largest(self) -> Largest:
-        """What servers that the service starts have room for: as `rollout.launch` says, as limits allow, or what is usual."""
-        launch = self.rollout.launch
+    @field_validator("bases")
+    @classmethod
+    def _have_servers_of_their_own(cls, bases: dict[str, ServedBase]) -> dict[str, ServedBase]:
+        owners: dict[str, str] = {}
+        for name, base in bases.items():
+            for url in base.rollout.urls:
+                if (other := owners.setdefault(url, name)) != name:
+                    raise ValueError(
+                        f"the server {url} is for {other!r} and for {name!r}, but a server has one base: give each base the "
+                        "`urls` of its own servers, in a `rollout` of its own"
+                    )
+        return bases
+
+    def largest(self, engine: EngineConfig, rollout: RolloutConfig) -> Largest:
+        """What servers that a base's hosts start have room for: as `rollout.launch` says, as limits allow, or what is usual."""
+        launch = rollout.launch
         if launch is None:
             return ANY_SIZE
-        lag = launch.max_cpu_loras // self.engine.slots - VERSIONS_BESIDES if launch.max_cpu_loras else _USUAL_LAG
+        lag = launch.max_cpu_loras // engine.slots - VERSIONS_BESIDES if launch.max_cpu_loras else _USUAL_LAG
         return Largest(launch.max_rank or self.limits.rank or _USUAL_RANK, max(lag, 0))
+
+
+def _with_shared(base: Any, tree: Mapping[str, Any]) -> Any:
+    """A base of a file with what the file says of all; one with servers does without what the embedded engine alone reads."""
+    base = {"base": base} if isinstance(base, str) else base
+    if not isinstance(base, dict):
+        return base
+    rollout = base.get("rollout", tree.get("rollout"))
+    kind = rollout.get("engine") if isinstance(rollout, dict) else rollout
+    engine = tree["engine"] if isinstance(tree.get("engine"), dict) else {}
+    shared = {name: value for name, value in engine.items() if kind in (None, "embedded") or name not in OF_SAMPLING}
+    return {**shared, **({} if rollout is None else {"rollout": rollout}), **base}

@@ -17,7 +17,7 @@ from motet.agents import episode_messages as e
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.channel import Parent
 from motet.cluster import messages as m
-from motet.config import JobConfig, RunConfig
+from motet.config import JobConfig, RolloutConfig, RunConfig
 from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
 from motet.hosting.scores import AskedOfService
@@ -48,7 +48,8 @@ _USAGE_SECONDS = 2.0
 _IDLE_SECONDS = 30.0
 """Between two that nobody used it."""
 _AWAY_SECONDS = 60.0
-"""For which all servers of one host of several may be away."""
+_OF_PATIENCE = 0.9
+"""A host that starts its servers itself ends before its jobs have waited for one in vain."""
 
 
 class EngineServer:
@@ -80,7 +81,7 @@ class EngineServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()
         self._measured, self._windows = time.monotonic(), 0
-        self._servers = _Servers(self.workshop, min(_AWAY_SECONDS, config.rollout.patience_seconds / 2))
+        self._servers = _Servers(self.workshop, away_seconds(config.rollout))
         self._changes: dict[str, m.ChangeJob] = {}
         """Of jobs that are being prepared: another budget or priority."""
         self._leaving: set[str] = set()
@@ -270,14 +271,13 @@ class EngineServer:
             for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
                 self.pipeline.forget(job.name)
             self._release()
-            if start.host is not None:  # others can go on with its jobs
-                self._servers.look()
+            away = self._servers.look() if start.host is not None else ""  # of several: others go on
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
             jobs = {job.name: as_json(_progress(job.progress)) for job in running}
             self._parent.send(
-                m.Progress(jobs, {"decode": busy.decode, "train": busy.train}, dict(self._shared.scheduler.used))
+                m.Progress(jobs, {"decode": busy.decode, "train": busy.train}, dict(self._shared.scheduler.used), away)
             )
 
     def _measure(self, every: float) -> None:
@@ -287,7 +287,7 @@ class EngineServer:
             return
         self._measured = time.monotonic()
         self._windows += 1
-        self._parent.send(m.Usage(self._shared.engine_suffix, self._windows, dict(self._used)))
+        self._parent.send(m.Usage(self._shared.engine_suffix, self._windows, dict(self._used), self._start.serves))
         self._used.clear()
 
 
@@ -297,8 +297,8 @@ class _Servers:
     def __init__(self, workshop: Workshop, seconds: float) -> None:
         self._workshop, self._seconds, self._seen = workshop, seconds, time.monotonic()
 
-    def look(self) -> None:
-        """Look at them.
+    def look(self) -> str:
+        """Why none can be asked now; empty where one can, or where there are none.
 
         Raises:
             EngineError: none has answered for so many seconds, and what each said.
@@ -306,9 +306,17 @@ class _Servers:
         loads = self._workshop.loads()
         if not loads or any(load.up for load in loads):
             self._seen = time.monotonic()
-        elif time.monotonic() - self._seen > self._seconds:
-            said = "; ".join(f"{load.url}: {load.note}" for load in loads)
-            raise EngineError(f"no server of this host answers, and its jobs go on at others ({said})")
+            return ""
+        said = "; ".join(f"{load.url}: {load.note}" for load in loads)
+        if time.monotonic() - self._seen > self._seconds:
+            raise EngineError(f"no server of this host answers, and its jobs go on where one does ({said})")
+        return f"no server answers ({said})"
+
+
+def away_seconds(rollout: RolloutConfig) -> float:
+    """For which all servers of one host of several may be away; those that it starts itself have time to start again."""
+    longest = rollout.patience_seconds
+    return min(_AWAY_SECONDS, longest / 2) if rollout.launch is None else _OF_PATIENCE * longest
 
 
 def _fault(task: asyncio.Task[None]) -> BaseException | None:

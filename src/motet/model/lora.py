@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from motet import seeds
+from motet.allocator import memory_apart
 from motet.model.arithmetic import ROWS, Arithmetic, least_rows, round_up
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.packed import PackedLinear, frozen_weight, joint_weight
@@ -238,10 +239,17 @@ class AdapterWeights:
     @classmethod
     def from_masters(cls, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype) -> AdapterWeights:
         """A compute copy of fp32 masters."""
-        source, flat = masters.detach(), torch.empty_like(masters, dtype=dtype, requires_grad=False)
+        source, flat = masters.detach(), new_vector(len(masters), dtype, masters.device)
         torch.mul(source[: layout.size_a], scaling, out=flat[: layout.size_a])  # in fp32, and rounded once
         flat[layout.size_a :].copy_(source[layout.size_a :])
         return cls(layout, scaling, flat, layout.matrices(flat))
+
+
+def new_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros for the numbers of an adapter, which on a CPU leave no hole in the heap when it goes."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.frombuffer(memory_apart(size * dtype.itemsize), dtype=dtype, count=size)
 
 
 @dataclass(frozen=True)

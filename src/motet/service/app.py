@@ -151,17 +151,14 @@ def create_app(settings: Settings) -> FastAPI:
 def _parts(settings: Settings, store: Store) -> Parts:
     """The parts of a service, in the order in which they need each other."""
     config, allowed, bases = settings.config, Allowed.by(settings), settings.bases
-    engines = {name: one.engine for name, one in config.bases.items()} or {settings.base: config.engine}
     storage, bus = Storage(settings.directory), EventBus()
+    bases.known = store.known_bases({name: bases.place(name) for name in bases.names} if bases.several else {})
     log = EventLog(store, bus)
     adapters = Adapters(store, storage, bases)
-    engine = EngineClient(
-        starts_of([(_start(settings, storage, name), one) for name, one in engines.items()], config.rollout),
-        settings.directory,
-        launcher(config.cluster, *engines.values()),
-    )
+    starts = starts_of([(_start(settings, storage, name), *hosts) for name, hosts in settings.hosts.items()])
+    engine = EngineClient(starts, settings.directory, launcher(config.cluster, *settings.hosts.values()))
     ledger = Ledger(store)
-    quotas = Quotas(store, storage, ledger, config.limits, sum(one.slots for one in engines.values()))
+    quotas = Quotas(store, storage, ledger, config.limits, sum(hosts.slots for hosts, _ in settings.hosts.values()))
     enforcer = QuotaEnforcer(quotas, ledger, engine)
     workers = RewardWorkers(store, bus, config.lease_seconds)
     agents = AgentWorkers(store, bus, config.lease_seconds)
@@ -202,9 +199,9 @@ def _start(settings: Settings, storage: Storage, base: str) -> Start:
         serves=base,
         run=str(storage.run),
         engine={},
-        rollout=config.rollout.model_dump(mode="json"),
+        rollout={},
         rewards={name: asdict(one) for name, one in settings.rewards.items()},
         unwalled=list(config.unwalled),
         patience_seconds=config.patience_seconds,
-        largest=config.largest,
+        largest=config.largest(*settings.hosts[base]),
     )

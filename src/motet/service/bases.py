@@ -16,6 +16,8 @@ class Bases:
     def __init__(self, places: Mapping[str, str]) -> None:
         """`places` says what each base is; the first is meant where none is named."""
         self._places = dict(places)
+        self.known: Mapping[str, str] = {}
+        """What the bases of this service are or were, by name, the first ever first; none where it never had several."""
 
     @property
     def first(self) -> str:
@@ -60,20 +62,31 @@ class Bases:
         return name
 
     def of(self, stored: str | None) -> str:
-        """The base of a job or an adapter that was stored under a name; a single base is that of all.
+        """The base of a job or an adapter that was stored under a name; a base that was always alone is that of all.
 
         Raises:
             ConfigError: it is not served any more.
         """
         if (missing := self.missing(stored)) is not None:
             raise ConfigError(missing)
-        return self.find(stored) or self.first
+        return self._now(stored) or self.first
 
     def missing(self, stored: str | None) -> str | None:
         """That, and what to do, where what was stored is of a base that is not served now."""
-        if not self.several or self.find(stored) is not None:
+        if self._now(stored) is not None or not (self.several or self._former(stored)):
             return None
-        return f"its base {stored!r} is not served any more; whoever runs the service puts it back under `bases`"
+        name = self._former(stored) or stored
+        return f"its base {name!r} is not served any more; whoever runs the service puts it back under `bases`"
+
+    def _former(self, stored: str | None) -> str | None:
+        """The name of one of several that were served once, as something was stored under it."""
+        return next(iter(self.known), None) if stored is None else stored if stored in self.known else None
+
+    def _now(self, stored: str | None) -> str | None:
+        """The name under which the base is served now that something was stored under."""
+        if self.several or (former := self._former(stored)) is None:
+            return self.find(stored)
+        return self.find(former) or self.find(self.known[former])
 
     def hides(self, name: str) -> bool:
         """Whether a model of this name would be taken for a base; a single base has had its name from the start."""
@@ -81,7 +94,14 @@ class Bases:
 
     def shown(self, stored: str | None) -> str | None:
         """What people are told of where something stored belongs; None where there is one base alone."""
-        return (stored or self.first) if self.several else None
+        return self.called(stored) if self.several else None
+
+    def called(self, stored: str | None) -> str:
+        """The name of the base that something was stored under, as it is served now, or as it was."""
+        stored = stored or None
+        if self.missing(stored) is None:
+            return self._now(stored) or self.first
+        return self._former(stored) or str(stored)
 
     def alike(self, given: str) -> str | None:
         """The base that a client means by a path of its own machine, or by the last part of a name, where it is one alone."""
@@ -94,6 +114,10 @@ class Bases:
     def _called(self, name: str) -> set[str]:
         place = self._places[name]
         return {name, place, self.tokenizer(name), Path(place).name}
+
+    def public(self, name: str) -> str:
+        """The name of a base for somebody without a key, to whom it is no business where things lie on this machine."""
+        return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name
 
     @property
     def listed(self) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from motet.config.engine import EngineConfig
+from motet.config.rollout import RolloutConfig
 from motet.config.service import ServiceConfig
 from motet.service.bases import Bases
 from motet.tasks.reward_installed import Installed
@@ -34,3 +36,9 @@ class Settings:
     def bases(self) -> Bases:
         """All bases."""
         return Bases({name: one.base for name, one in self.config.bases.items()} or {self.base: self.base})
+
+    @cached_property
+    def hosts(self) -> dict[str, tuple[EngineConfig, RolloutConfig]]:
+        """The settings of each base's hosts and of their servers, by its name."""
+        several = {name: (one.engine, one.rollout) for name, one in self.config.bases.items()}
+        return several or {self.base: (self.config.engine, self.config.rollout)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from motet.batch import AdamW, OptimStats
 from motet.errors import AdapterError
-from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices
+from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, new_vector
 from motet.model.peft_io import save_tensors
 
 OPTIMIZER = "optimizer.safetensors"
@@ -41,14 +41,15 @@ class AdapterArena:
         self, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype, *, head: int = 0
     ) -> None:
         """`head` numbers, zero at first, stand behind the matrices: a vector as wide as the model, and a bias."""
-        masters = torch.cat([masters, masters.new_zeros(head)])
+        flat = new_vector(len(masters) + head, masters.dtype, masters.device)
+        flat[: len(masters)] = masters
         self.layout = layout
         self.scaling = scaling
         self.valuing = head > 0
         """Whether it makes values."""
         self.dtype = dtype
-        self.masters = torch.nn.Parameter(masters)
-        self.gradient = torch.zeros_like(masters)
+        self.masters = torch.nn.Parameter(flat)
+        self.gradient = new_vector(len(flat), flat.dtype, flat.device)
         self.masters.grad = self.gradient
         self.gradient_matrices = layout.matrices(self.gradient)
         self.pending = False
@@ -129,9 +130,10 @@ class AdapterArena:
         if not self.parked:
             return
         assert self._outside is not None
-        back = [place.to(self.gradient.device, copy=True) for place in self._outside[: self.parked]]
+        device, moved = self.gradient.device, self._outside[: self.parked]
+        back = [new_vector(len(place), place.dtype, device).copy_(place) for place in moved]
         self.masters.data = back.pop(0)
-        self.gradient = back.pop() if self.pending else torch.zeros_like(self.masters.data)
+        self.gradient = back.pop() if self.pending else new_vector(len(self.masters), self.masters.dtype, device)
         if back:
             self._adamw.state[self.masters].update(dict(zip(MOMENTS, back, strict=True)))
         self.masters.grad = self.gradient

@@ -32,7 +32,8 @@ export async function request(method, path, options = {}) {
   }
 }
 
-async function send(method, path, {body, headers = {}, signal}) {
+/** Any response, with the key. */
+export async function send(method, path, {body, headers = {}, signal}) {
   const sent = {...headers};
   if (session.key) sent.Authorization = `Bearer ${session.key}`;
   if (body !== undefined) sent["Content-Type"] = "application/json";

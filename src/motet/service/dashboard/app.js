@@ -1,5 +1,5 @@
 // The dashboard: who asks, which page is shown, and whether the service is there.
-import {ask, Live, request, session} from "./api.js";
+import {ask, Live, request, send, session} from "./api.js";
 import {Board} from "./board.js";
 import {el, fill, say} from "./dom.js";
 import {jobPage} from "./job.js";
@@ -47,7 +47,7 @@ function head(keys) {
 async function lookAtEngine() {
   let text = "no answer", state = "down", several = false;
   try {
-    const response = await fetch("readyz", {cache: "no-store", credentials: "omit"});
+    const response = await send("GET", "readyz", {});
     const health = await response.json();
     const bases = Object.keys(health.bases || {}), names = bases.join(", ") || health.base;
     several = bases.length > 1;

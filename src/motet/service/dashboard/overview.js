@@ -152,7 +152,7 @@ function makeDevice(board) {
     const used = lines.filter(line => line.device_seconds >= 0.5).sort((a, b) => (a.kind === "idle") - (b.kind === "idle") || b.device_seconds - a.device_seconds);
     const total = used.reduce((sum, line) => sum + line.device_seconds, 0);
     const shown = used.slice(0, PARTS), rest = used.slice(PARTS).reduce((sum, line) => sum + line.device_seconds, 0);
-    const parts = shown.map(line => [colour(line), line.name || line.kind, line.device_seconds]);
+    const parts = shown.map(line => [colour(line), [line.name || line.kind, line.base].filter(Boolean).join(" · "), line.device_seconds]);
     if (rest) parts.push(["var(--faint)", "others", rest]);
     node.hidden = !parts.length;
     fill(bar, parts.map(([background, , seconds]) => {

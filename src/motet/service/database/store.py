@@ -23,6 +23,7 @@ from motet.service.database.tables import (
     Event,
     FineTuning,
     Key,
+    KnownBase,
     StoredFile,
     StoredJob,
     Table,
@@ -113,6 +114,16 @@ class Store:
             query = query.where(AuditEntry.id < before)
         with self.transaction() as session:
             return [(entry, tenant or "", key or "") for entry, tenant, key in session.execute(query).all()]
+
+    def known_bases(self, places: Mapping[str, str]) -> dict[str, str]:
+        """Remember what bases are, and tell it of all that were remembered, the first ever first."""
+        with self.transaction() as session:
+            known = {one.name: one for one in session.scalars(select(KnownBase).order_by(KnownBase.number))}
+            for name, place in places.items():
+                if (one := known.setdefault(name, KnownBase(name=name, place=place))) not in session:
+                    session.add(one)
+                one.place = place
+            return {name: one.place for name, one in known.items()}
 
     # --- jobs ---------------------------------------------------------------------------------------------------------------
 

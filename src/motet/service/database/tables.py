@@ -175,11 +175,25 @@ class TenantLimits(Table):
     """Fields of `LimitsConfig`; null is no limit."""
 
 
+class KnownBase(Table):
+    """A base of a service that has, or had, several; what was stored under its name is of no other."""
+
+    __tablename__ = "bases"
+    number: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
+    """In the order they came: what was stored under no name is of the first."""
+    name: Mapped[str] = mapped_column(Text, unique=True)
+    place: Mapped[str] = mapped_column(Text)
+    """What it was the last time: `small`, a hub id, a path."""
+
+
 class Usage(Table):
     """What was used on one day: by a job, by a tenant's completions (no job), or by nobody (no tenant: the device idled)."""
 
     __tablename__ = "usage"
-    __table_args__ = (UniqueConstraint("day", "tenant_id", "job_id"), Index("usage_of_tenant", "tenant_id", "day"))
+    __table_args__ = (
+        UniqueConstraint("day", "tenant_id", "job_id", "base", name="usage_once"),
+        Index("usage_of_tenant", "tenant_id", "day"),
+    )
     id: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
     day: Mapped[str] = mapped_column(String(10))
     """In UTC, as 2026-01-31."""
@@ -192,6 +206,8 @@ class Usage(Table):
     tokens_trained: Mapped[int] = mapped_column(BIG)
     microseconds: Mapped[int] = mapped_column(BIG)
     """Of the device."""
+    base: Mapped[str] = mapped_column(Text, default="")
+    """The name of the base, as with a job; empty as None there."""
 
 
 class MeterReading(Table):

@@ -59,7 +59,7 @@ class EventRecorder:
 
     def record_usage(self, usage: Usage) -> None:
         """Keep who used the device."""
-        self._write(lambda: self._ledger.window(usage.engine, usage.window, usage.microseconds))
+        self._write(lambda: self._ledger.window(usage.engine, usage.window, usage.microseconds, usage.base))
 
     def close(self) -> None:
         """Wait no longer for a database that is away."""

@@ -59,7 +59,7 @@ class Submissions:
             MotetError: it cannot be taken, and why.
         """
         base = self._bases.named(tree.get("base"))
-        config = validated({name: value for name, value in tree.items() if name != "base"}, self._allowed)
+        config = validated({name: value for name, value in tree.items() if name != "base"}, self._allowed, base)
         if isinstance(config.algorithm, ClientDriven) and not driven:
             raise ConfigError(
                 "algorithm.type client: only a client makes such a job; the page about the Tinker protocol has how"

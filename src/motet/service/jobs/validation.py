@@ -5,6 +5,7 @@ Texts come from strangers: a few lines of YAML can mean gigabytes.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -92,8 +93,8 @@ class Allowed:
     """Where rewards may be asked."""
     walls: Walls
     """Which rewards have to run behind a wall."""
-    largest: Largest = ANY_SIZE
-    """What the servers have room for."""
+    largest: Mapping[str, Largest] = dataclasses.field(default_factory=dict)
+    """What the servers of a base have room for, by its name; any size where it has none that the service starts."""
 
     @classmethod
     def by(cls, settings: Settings) -> Allowed:
@@ -101,11 +102,12 @@ class Allowed:
         config = settings.config
         hosts = None if config.reward_hosts is None else tuple(config.reward_hosts)
         walls = Walls(required=True, exempt=frozenset(config.unwalled))
-        return cls(settings.hub, settings.rewards, Addresses(hosts), walls, config.largest)
+        largest = {name: config.largest(*of_base) for name, of_base in settings.hosts.items()}
+        return cls(settings.hub, settings.rewards, Addresses(hosts), walls, largest)
 
 
-def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
-    """Check a job that a tenant submits, as it stands in a job file.
+def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobConfig:
+    """Check a job that a tenant submits for a base, as it stands in a job file.
 
     Raises:
         ConfigError, DataError, RewardError: what is wrong, or not allowed here.
@@ -127,7 +129,7 @@ def validated(tree: Mapping[str, Any], allowed: Allowed) -> JobConfig:
         raise ConfigError("algorithm.over_provision puts rollouts aside, which an agent cannot be: leave it out")
     _check_sizes(config)
     _check_texts(config.data)
-    _check_room(config, allowed.largest)
+    _check_room(config, allowed.largest.get(base, ANY_SIZE))
     for source in filter(None, (config.data.source, config.data.eval_source)):
         uploaded = source.startswith("file-")
         on_hub = (
@@ -164,8 +166,8 @@ def _check_room(config: JobConfig, largest: Largest) -> None:
     ):
         if most is not None and wanted > most:
             raise ConfigError(
-                f"{name}: {wanted} is more than {most}, the most that the servers of this service were started for; whoever "
-                f"runs it sets rollout.launch.{setting}"
+                f"{name}: {wanted} is more than {most}, the most that the servers of its base were started for; whoever runs "
+                f"the service sets rollout.launch.{setting}"
             )
 
 

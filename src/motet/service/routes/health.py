@@ -12,11 +12,21 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 from motet.cluster.client import EngineClient
 from motet.service.database.tables import StoredJob
 from motet.service.http.auth import bearer
-from motet.service.http.depends import AccessDep, AdaptersDep, EngineDep, RecorderDep, SettingsDep, StoreDep, admin_only
+from motet.service.http.depends import (
+    AccessDep,
+    AdaptersDep,
+    BasesDep,
+    EngineDep,
+    RecorderDep,
+    SettingsDep,
+    StoreDep,
+    admin_only,
+)
 from motet.service.schemas import Error, Health
 from motet.types import JobState
 
 router = APIRouter(tags=["health"])
+_STARTING = "the engine is starting"
 
 
 @router.get("/healthz")
@@ -26,16 +36,26 @@ def healthy() -> Health:
 
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
-def ready(settings: SettingsDep, store: StoreDep, recorder: RecorderDep, engine: EngineDep) -> JSONResponse:
-    """Whether jobs can run: the database answers and the engine has loaded its base."""
-    message = engine.failure or ("" if engine.ready else "the engine is starting")
-    message = (message or recorder.failure) if store.alive() else "the database does not answer"
-    status, bases = "unavailable" if message else "ok", settings.bases
+def ready(
+    request: Request, bases: BasesDep, store: StoreDep, recorder: RecorderDep, engine: EngineDep, access: AccessDep
+) -> JSONResponse:
+    """Whether jobs can run: the database answers and the engine has loaded its base.
+
+    Reasons, and what bases are, name places of this machine: they are for who brings a key.
+    """
+    known = access.allows(request)
+    message = engine.failure or ("" if engine.ready else _STARTING)
+    message = (message or recorder.failure) if (alive := store.alive()) else "the database does not answer"
+    status = "unavailable" if message else "ok"
     away = [name for name, there in engine.there.items() if not there.is_set()]
+    if alive and not known and message not in ("", _STARTING):
+        message = "the engine or the database is away; ask with a key, and this says why"
     if not message and away:  # jobs on others can run
-        message = "; ".join(f"{name}: {engine.failure_of(name) or 'starts'}" for name in away)
-    places = {name: bases.place(name) for name in bases.names} if bases.several else {}
-    health = Health(status=status, base=bases.first, bases=places, message=message)
+        reasons = {name: (engine.failure_of(name) if known else "") or "is not there yet" for name in away}
+        message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    places = {name: bases.place(name) if known else name for name in bases.names} if bases.several else {}
+    first = bases.first if known or bases.several else bases.public(bases.first)
+    health = Health(status=status, base=first, bases=places, message=message)
     return JSONResponse(health.model_dump(), 503 if status == "unavailable" else 200)
 
 
@@ -48,7 +68,6 @@ def metrics_access(request: Request, settings: SettingsDep, access: AccessDep) -
 
 @router.get("/metrics", response_class=Response, responses={401: {"model": Error}, 403: {"model": Error}})
 def metrics(
-    settings: SettingsDep,
     store: StoreDep,
     adapters: AdaptersDep,
     engine: EngineDep,
@@ -60,12 +79,15 @@ def metrics(
     counts = store.counts()
     for state in JobState:
         states.labels(state.value).set(counts.get(state.value, 0))
-    rate = Gauge("motet_tokens_per_second", "Tokens sampled and trained, by job.", ["tenant", "job"], registry=registry)
+    bases = adapters.bases
+    labels = ["tenant", "job", *(["base"] if bases.several else [])]
+    rate = Gauge("motet_tokens_per_second", "Tokens sampled and trained, by job.", labels, registry=registry)
     for job_id, progress in engine.progress.items():
         job = adapters.by_id(job_id)
         if isinstance(job, StoredJob):
-            rate.labels(store.tenants.name_of(job.tenant_id), job.name).set(progress["tokens_per_second"])
-    _add_hosts(registry, engine, ["host", "base"] if settings.bases.several else ["host"])
+            of_job = (store.tenants.name_of(job.tenant_id), job.name, bases.called(job.base))
+            rate.labels(*of_job[: len(labels)]).set(progress["tokens_per_second"])
+    _add_hosts(registry, engine, ["host", "base"] if bases.several else ["host"])
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 

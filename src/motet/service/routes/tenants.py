@@ -14,7 +14,7 @@ from motet.config.service import LimitsConfig
 from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
-from motet.service.http.depends import Admin, Asker, LedgerDep, QuotasDep, StoreDep
+from motet.service.http.depends import Admin, Asker, BasesDep, LedgerDep, QuotasDep, StoreDep
 from motet.service.schemas.usage import By, TenantInfo, Tenants, UsageLine, UsageReport
 
 router = APIRouter(prefix="/v1")
@@ -56,8 +56,9 @@ def usage(
     who: Asker,
     store: StoreDep,
     ledger: LedgerDep,
+    bases: BasesDep,
     by: Annotated[
-        list[By], Query(max_length=3, description="What gets lines of its own: job (unless given), day, tenant.")
+        list[By], Query(max_length=4, description="What gets lines of its own: job (unless given), day, tenant, base.")
     ] = ["job"],  # noqa: B006 - FastAPI copies it
     since: Annotated[date | None, Query(description="The first day (UTC).")] = None,
     until: Annotated[date | None, Query(description="The last day (UTC).")] = None,
@@ -67,11 +68,13 @@ def usage(
     form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
 ) -> Response:
     """Tokens and device time, of the asker's tenant; of all tenants, and of nobody, for admins."""
+    based = "base" in by or (bases.several and "job" in by)
     lines = ledger.report(
         _whose(store, who, tenant),
         by,
         None if since is None else since.isoformat(),
         None if until is None else until.isoformat(),
+        bases.called if based else None,
     )
     if form == "csv":
         return Response(_table(lines), media_type="text/csv")

@@ -9,7 +9,7 @@ from pydantic import Field
 from motet.config.service import LimitsConfig
 from motet.service.schemas import Answer, Asked
 
-By = Literal["job", "day", "tenant"]
+By = Literal["job", "day", "tenant", "base"]
 """What gets lines of its own in a report of usage."""
 
 
@@ -32,10 +32,12 @@ class UsageLine(Answer):
     tokens_trained: int
     device_seconds: float
     """Of the device. All lines of an admin, idle ones included, sum to the time that the engine was up."""
+    base: str | None = None
+    """The name of the base; where usage is told by base, and with every job where the service has several."""
 
 
 class UsageReport(Answer):
-    """Usage in lines: by day, tenant and job, where these are told."""
+    """Usage in lines: by day, tenant, job and base, where these are told."""
 
     data: list[UsageLine]
 

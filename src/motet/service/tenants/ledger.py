@@ -36,8 +36,8 @@ class Ledger:
         """`day` says which day it is."""
         self._store, self.day = store, day
         self._counting = threading.Lock()
-        self._counted: dict[str, tuple[int, int]] = {}
-        """Tokens of completions that are not written down yet, by tenant id: (read as prompts, sampled)."""
+        self._counted: dict[tuple[str, str], tuple[int, int]] = {}
+        """Tokens of completions that are not written down yet, by tenant id and base: (read as prompts, sampled)."""
 
     def step(self, job_id: str, data: Mapping[str, Any]) -> Callable[[Session], None]:
         """What a step's event adds, for the transaction that keeps the event."""
@@ -46,34 +46,35 @@ class Ledger:
             job = find_job(session, job_id)
             if job is not None:
                 counts = {name: int(data.get(name) or 0) for name in ("tokens_sampled", "tokens_trained")}
-                _add(session, self.day(), job.tenant_id, job.id, job.name, counts)
+                _add(session, self.day(), (job.tenant_id, job.id, job.name, job.base or ""), counts)
 
         return add
 
-    def window(self, engine: str, number: int, microseconds: Mapping[str, int]) -> bool:
+    def window(self, engine: str, number: int, microseconds: Mapping[str, int], base: str = "") -> bool:
         """Keep a window of device time; False where it was kept before.
 
         Args:
             engine: the engine's name, another for each start.
             number: of the window, growing.
             microseconds: by job, by tenant (`COMPLETIONS` and its id), and `IDLE`.
+            base: the name of the engine's base; what a job used is of the base that the job was stored with.
         """
         with self._store.transaction() as session:
             if not _is_new(session, engine, number):
                 return False
             owners = _owners(session, [name for name in microseconds if name.startswith("job-")])
             for name in sorted(microseconds):  # one order for all, so that no two transactions wait for each other
-                tenant, job, title = owners.get(name, ("", "" if name == IDLE else name, ""))
+                owner = owners.get(name, ("", "" if name == IDLE else name, "", base))
                 if name.startswith(COMPLETIONS):
-                    tenant, job = name.removeprefix(COMPLETIONS), ""
-                _add(session, self.day(), tenant, job, title, {"microseconds": microseconds[name]})
+                    owner = (name.removeprefix(COMPLETIONS), "", "", base)
+                _add(session, self.day(), owner, {"microseconds": microseconds[name]})
         return True
 
-    def count_completion(self, tenant_id: str, prompt: int, sampled: int) -> None:
-        """Remember tokens of a completion until `flush` writes them down."""
+    def count_completion(self, tenant_id: str, base: str, prompt: int, sampled: int) -> None:
+        """Remember tokens of a completion on a base until `flush` writes them down."""
         with self._counting:
-            before = self._counted.get(tenant_id, (0, 0))
-            self._counted[tenant_id] = (before[0] + prompt, before[1] + sampled)
+            before = self._counted.get((tenant_id, base), (0, 0))
+            self._counted[tenant_id, base] = (before[0] + prompt, before[1] + sampled)
 
     def flush(self) -> None:
         """Write down what was counted."""
@@ -83,12 +84,12 @@ class Ledger:
             return
         try:
             with self._store.transaction() as session:
-                for tenant in sorted(counted):
-                    prompt, sampled = counted[tenant]
-                    _add(session, self.day(), tenant, "", "", {"tokens_prompt": prompt, "tokens_sampled": sampled})
+                for (tenant, base), (prompt, sampled) in sorted(counted.items()):
+                    counts = {"tokens_prompt": prompt, "tokens_sampled": sampled}
+                    _add(session, self.day(), (tenant, "", "", base), counts)
         except AWAY:
-            for tenant, counts in counted.items():
-                self.count_completion(tenant, *counts)  # a database that is away for a while comes back
+            for asked, tokens in counted.items():
+                self.count_completion(*asked, *tokens)  # a database that is away for a while comes back
             raise
 
     def tokens_today(self) -> dict[str, int]:
@@ -103,13 +104,22 @@ class Ledger:
         return int(self._store.scalar(query) or 0)
 
     def report(
-        self, tenant_id: str | None, by: Sequence[By] = ("job",), since: str | None = None, until: str | None = None
+        self,
+        tenant_id: str | None,
+        by: Sequence[By] = ("job",),
+        since: str | None = None,
+        until: str | None = None,
+        called: Callable[[str], str] | None = None,
     ) -> list[UsageLine]:
-        """Usage in lines, of a tenant, or of everybody and of the device when idle; `since` and `until` are days."""
+        """Usage in lines, of a tenant, or of everybody and of the device when idle; `since` and `until` are days.
+
+        `called` is the name that a base has now which something was stored under; without it bases are not told.
+        """
         columns: list[Any] = [
             Usage.tenant_id,
             *([Usage.day] if "day" in by else ()),
             *([Usage.job_id] if "job" in by else ()),
+            *([Usage.base] if called is not None else ()),
         ]
         sums = [func.sum(getattr(Usage, name)).label(name) for name in _COUNTS]
         query = select(Tenant.name, func.max(Usage.job_name).label("job_name"), *columns, *sums)
@@ -122,11 +132,21 @@ class Ledger:
             query = query if wanted is None else query.where(wanted)
         with self._store.transaction() as session:
             rows = [row._mapping for row in session.execute(query)]
-        lines = [_line(row, by) for row in rows]
-        return sorted(lines, key=lambda one: (one.day or "", one.tenant is None, one.tenant or "", one.job or ""))
+        lines: dict[tuple[Any, ...], UsageLine] = {}
+        for row in rows:
+            line = _line(row, by, None if called is None else called(row["base"]))
+            whose = (line.day or "", line.tenant is None, line.tenant or "", line.job or "", line.base or "")
+            lines[whose] = line if (same := lines.get(whose)) is None else _sum(same, line)
+        return [lines[whose] for whose in sorted(lines)]
 
 
-def _line(row: Mapping[Any, Any], by: Sequence[By]) -> UsageLine:
+def _sum(one: UsageLine, other: UsageLine) -> UsageLine:
+    """Of what was stored under two names of one base."""
+    names = ("tokens_prompt", "tokens_sampled", "tokens_trained", "device_seconds")
+    return one.model_copy(update={name: getattr(one, name) + getattr(other, name) for name in names})
+
+
+def _line(row: Mapping[Any, Any], by: Sequence[By], base: str | None) -> UsageLine:
     job = str(row.get("job_id") or "")
     kind: Literal["job", "completions", "idle", "all"] = "job" if job else "completions"
     if row["name"] is None and not job:
@@ -143,6 +163,7 @@ def _line(row: Mapping[Any, Any], by: Sequence[By]) -> UsageLine:
         tokens_sampled=int(row["tokens_sampled"]),
         tokens_trained=int(row["tokens_trained"]),
         device_seconds=int(row["microseconds"]) / 1e6,
+        base=base,
     )
 
 
@@ -151,15 +172,20 @@ def _insert(session: Session) -> Any:
     return postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
 
 
-def _add(session: Session, day: str, tenant: str, job: str, name: str, counts: Mapping[str, int]) -> None:
+_Owner = tuple[str, str, str, str]
+"""Tenant id, job id, the job's name, base."""
+
+
+def _add(session: Session, day: str, owner: _Owner, counts: Mapping[str, int]) -> None:
     """Add to a row, made where there is none."""
     row = {**dict.fromkeys(_COUNTS, 0), **counts}
     if not any(row.values()):
         return
-    values = {"day": day, "tenant_id": tenant, "job_id": job, "job_name": name, **row}
+    tenant, job, name, base = owner
+    values = {"day": day, "tenant_id": tenant, "job_id": job, "job_name": name, "base": base, **row}
     more = {column: getattr(Usage, column) + amount for column, amount in counts.items()}
     statement = _insert(session)(Usage).values(values)
-    session.execute(statement.on_conflict_do_update(index_elements=["day", "tenant_id", "job_id"], set_=more))
+    session.execute(statement.on_conflict_do_update(index_elements=["day", "tenant_id", "job_id", "base"], set_=more))
 
 
 def _is_new(session: Session, engine: str, number: int) -> bool:
@@ -171,10 +197,10 @@ def _is_new(session: Session, engine: str, number: int) -> bool:
     return session.scalar(first.returning(MeterReading.window)) is not None
 
 
-def _owners(session: Session, jobs: Sequence[str]) -> dict[str, tuple[str, str, str]]:
-    """(tenant id, job id, name) of jobs; of those that were deleted, as they were known."""
-    columns = (StoredJob.tenant_id, StoredJob.id, StoredJob.name)
-    known = (Usage.tenant_id, Usage.job_id, Usage.job_name)
+def _owners(session: Session, jobs: Sequence[str]) -> dict[str, _Owner]:
+    """Those of jobs; of jobs that were deleted, as they were known."""
+    columns = (StoredJob.tenant_id, StoredJob.id, StoredJob.name, StoredJob.base)
+    known = (Usage.tenant_id, Usage.job_id, Usage.job_name, Usage.base)
     before = session.execute(select(*known).where(Usage.job_id.in_(jobs)).distinct()).all()
     there = session.execute(select(*columns).where(StoredJob.id.in_(jobs))).all()
-    return {str(row[1]): (str(row[0]), str(row[1]), str(row[2])) for row in (*before, *there)}
+    return {str(row[1]): (str(row[0]), str(row[1]), str(row[2]), row[3] or "") for row in (*before, *there)}
