@@ -135,7 +135,10 @@ def _noted() -> Iterator[list[int]]:
 
 
 def _greet(app: FastAPI, address: str, heard: Sequence[int]) -> None:
-    """Say where the service is, and the first key, which nobody can ask for later; and what is missing, unless a signal is `heard` meanwhile."""
+    """Say where the service is, the first key, which nobody can ask for later, and that there is no wall.
+
+    Where a signal was `heard` meanwhile, it may have ended what looked for the wall.
+    """
     from motet.service.database.store import Store
     from motet.service.settings import Settings
 
@@ -151,7 +154,7 @@ def _greet(app: FastAPI, address: str, heard: Sequence[int]) -> None:
         f"engine log: {settings.directory / 'engine.log'}",
         soft_wrap=True,
     )
-    if (reason := wall.missing()) and not heard:  # Ctrl-C ends what looks for the wall too
+    if (reason := wall.missing()) and not heard:
         console.print(
             f"this machine has no wall ({reason}): jobs whose rewards need one are refused, unless `unwalled` or `wall: false` "
             "names them; data that tenants give is parsed under limits of memory and time alone",
