@@ -26,11 +26,20 @@ from http_reference import http
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
-from motet.config import Config, RunConfig
+from motet.config import Config, EngineConfig, RunConfig
+from motet.config.service import InstalledReward, LimitsConfig, RateConfig, ServedBase, ServiceConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTICE = "<!-- Written by scripts/make_reference.py: change what it describes, then run `make docs`. -->\n\n"
 PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null", Any: "anything"}
+OF_A_SERVICE: tuple[tuple[str, str, type[Config]], ...] = (
+    ("service", "", ServiceConfig),
+    ("bases", "bases.NAME", ServedBase),
+    ("limits", "limits", LimitsConfig),
+    ("rate", "rate", RateConfig),
+    ("installed rewards", "rewards.NAME", InstalledReward),
+)
+"""Of the file of `motet serve --config`; what it has as a job file does is not repeated."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "at least"}  # attributes of annotated-types
 
 
@@ -123,6 +132,8 @@ def section_text(name: str, path: str, model: type[Config]) -> str:
     for field_name, field in model.model_fields.items():
         if name.startswith("algorithm ") and _is_shared(model, field_name, field):
             continue
+        if model is ServedBase and field_name in EngineConfig.model_fields:
+            continue
         if not (field.description or name.startswith("algorithm")):
             raise ValueError(f"{model.__name__}.{field_name} has no docstring")
         description = field.description or _inherited(model, field_name)
@@ -144,17 +155,22 @@ def _is_shared(model: type[Config], name: str, field: FieldInfo) -> bool:
 
 
 def configuration() -> str:
-    """The page about every field that a job file may hold.
+    """The page about every field that a job file or a service's file may hold.
 
     Raises:
         ValueError: two sections would share a heading.
     """
-    found = list(sections(RunConfig, "run", ""))
+    found = [*sections(RunConfig, "run", ""), *OF_A_SERVICE]
     names = [name for name, _, _ in found]
     if len(set(names)) < len(names):
         raise ValueError(f"two sections of the configuration share a heading: {names}")
-    head = "# Configuration\n\nEvery field of a job file, with its default. An unknown field is an error.\n\n"
-    contents = "".join(f"- [{name}](#{name}){f': `{path}`' if path else ''}\n" for name, path, _ in found)
+    head = (
+        "# Configuration\n\nEvery field of a job file, with its default; from [service](#service) on of the file that "
+        "`motet serve --config` reads. An unknown field is an error.\n\n"
+    )
+    contents = "".join(
+        f"- [{name}](#{name.replace(' ', '-')}){f': `{path}`' if path else ''}\n" for name, path, _ in found
+    )
     return NOTICE + head + contents + "\n" + "\n".join(section_text(*section) for section in found)
 
 

@@ -20,7 +20,7 @@ from motet.errors import RewardError
 from tests.pages import FENCE, fences
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[[^\]\n]*\]\(([^)\n]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 TARGET = re.compile(r"^([a-z0-9-]+):", re.MULTILINE)
 
@@ -45,7 +45,11 @@ def broken_links(page: Path) -> list[str]:
             continue
         name, _, fragment = link.partition("#")
         target = (page.parent / name).resolve() if name else page
-        if not target.exists() or (fragment and fragment not in anchors(target.read_text(encoding="utf-8"))):
+        if (
+            " " in link
+            or not target.exists()
+            or (fragment and fragment not in anchors(target.read_text(encoding="utf-8")))
+        ):
             broken.append(link)
     return broken
 
@@ -121,11 +125,11 @@ def test_links_in_the_pages_resolve() -> None:
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "# One two\n[a](#one-two) [b](other.md) [c](https://example.org) [d](#three) [e](page.md#nine)\n"
+        "# One two\n[a](#one-two) [b](other.md) [c](https://example.org) [d](#three) [e](page.md#nine) [g](#one two)\n"
         "```sh\n[f](in-code.md)\n```\n",
         encoding="utf-8",
     )
-    assert broken_links(page) == ["other.md", "#three", "page.md#nine"]
+    assert broken_links(page) == ["other.md", "#three", "page.md#nine", "#one two"]
 
 
 def job_files() -> list[Path]:
@@ -316,3 +320,11 @@ def test_the_pages_about_the_house_name_what_exists(page: str) -> None:
         elif re.fullmatch(r"\w+/", name):
             assert (source / name).is_dir(), name
     assert len(text.splitlines()) < 250
+
+
+def test_addresses_of_a_service_in_the_pages_have_the_port_that_it_takes() -> None:
+    from motet.client.connection import DEFAULT_URL
+
+    for page in pages():
+        for url in re.findall(r"(?:TINKER_BASE_URL|MOTET_URL)=(http://[\w.]+:\d+)", page.read_text(encoding="utf-8")):
+            assert url == DEFAULT_URL, f"{page.name}: {url}"

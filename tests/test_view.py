@@ -327,6 +327,12 @@ def test_a_resumed_job_counts_on() -> None:
     assert [line.split("  ")[1] for line in steps] == ["step 11/40", "step 12/40"]
 
 
+def test_steps_of_an_earlier_process_are_not_printed_again() -> None:
+    log = Log()
+    taken_up = job("add", done=2, rewards=[0.3, 0.4], started=0.0)
+    assert log.lines(taken_up) == ["add  running from step 2"]
+
+
 # --- which view, and time ----------------------------------------------------------------------------------------
 
 

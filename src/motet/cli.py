@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,9 @@ A reward of your own in rewards.py is named `rewards.py:reward`:
     motet run jobs.yaml
     motet run jobs.yaml --set steps=100 --set jobs.add.optimizer.lr=1e-4
 """
+
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EISDIR)
+"""What a file that cannot be written says, wherever it is met."""
 
 app = typer.Typer(
     name="motet",
@@ -367,4 +371,9 @@ def main() -> None:
         app()
     except MotetError as error:
         typer.secho(f"motet: {error}", fg="red", err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in _NOT_OURS or error.filename is None:
+            raise
+        typer.secho(f"motet: {error.filename}: {error.strerror}", fg="red", err=True)
         sys.exit(2)

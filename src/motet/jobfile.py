@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,10 +39,8 @@ def load_jobs(path: str | Path, overrides: Sequence[str] = (), *, trust_remote_c
     file = Path(path)
     try:
         text = file.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read the job file {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read the job file {file}: it is not UTF-8 text") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the job file {file}: {_why_unread(file, error)}") from error
     config = parse_jobs(text, str(file), overrides, directory=file.parent)
     engine = config.engine.model_copy(update={"trust_remote_code": trust_remote_code})
     return config.model_copy(update={"engine": engine})
@@ -65,15 +64,12 @@ def load_service(path: Path | None, hosts: int | None = None, ray: str | None = 
 
 
 def _read_service(path: Path) -> ServiceConfig:
-    try:
-        tree = plain_yaml.read(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    known = list(ServiceConfig.model_fields)
-    if not isinstance(tree, dict) or set(tree) - set(known):
-        raise ConfigError(
-            f"{path} must hold {', '.join(known)} and nothing else; engine, rollout and cluster are those of a job file"
-        )
+    tree = _read_tree(path) or {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold fields such as `engine:` and `limits:`; docs/configuration.md lists them")
+    for name in tree:
+        if name not in ServiceConfig.model_fields:
+            raise ConfigError(f"{path}: {name}: {no_such_field(str(name), ServiceConfig)}")
     job = {"name": "none", "data": "toy:add", "reward": "exact"}
     of_run = {name: tree[name] for name in ("engine", "rollout", "cluster") if name in tree}
     validate({"base": "small", "run": "none", **of_run, "jobs": [job]}, str(path))  # errors as for a job file
@@ -88,16 +84,31 @@ def _read_service(path: Path) -> ServiceConfig:
     return config.model_copy(update={"rewards": rewards, "bases": bases})
 
 
+def _read_tree(path: Path) -> Any:
+    try:
+        return plain_yaml.read(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {_why_unread(path, error)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _why_unread(file: Path, error: OSError | UnicodeDecodeError) -> str:
+    """In words, with the file that was perhaps meant."""
+    if not isinstance(error, OSError):
+        return "it is not UTF-8 text"
+    beside = [item.name for item in file.parent.glob("*.y*ml")] if isinstance(error, FileNotFoundError) else []
+    near = difflib.get_close_matches(file.name, beside, n=1)
+    return f"{error.strerror}; did you mean {file.parent / near[0]}?" if near else str(error.strerror)
+
+
 def load_simulation(path: Path, hosts: int | None = None) -> SimulationConfig:
     """Read and validate a cluster that is only thought of, with so many hosts where they are given.
 
     Raises:
         ConfigError: it cannot be read, or says what to change.
     """
-    try:
-        tree = plain_yaml.read(path.read_text())
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    tree = _read_tree(path)
     if not isinstance(tree, dict) or not isinstance(tree.get("hosts"), dict):
         raise ConfigError(f"{path} must hold `hosts:` and `jobs:`; see examples/cluster.yaml")
     if hosts is not None:
@@ -238,8 +249,12 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
         elif top == "jobs":
             chosen = [job for job in jobs if rest.startswith(f"{job.get('name')}.")]  # names may have dots
             if not chosen:
-                names = ", ".join(str(job.get("name")) for job in jobs)
-                raise ConfigError(f"--set {override!r}: write jobs.NAME.field=value; there are the jobs {names}")
+                names = [str(job.get("name")) for job in jobs]
+                near = difflib.get_close_matches(rest.partition(".")[0], names, n=1)
+                meant = f"; did you mean jobs.{near[0]}?" if near else ""
+                raise ConfigError(
+                    f"--set {override!r}: write jobs.NAME.field=value; there are the jobs {', '.join(names)}{meant}"
+                )
             job = max(chosen, key=lambda job: len(str(job["name"])))
             _override(job, rest.removeprefix(f"{job['name']}."), value)
         else:

@@ -59,8 +59,10 @@ class OwnCode:
         """
         path = Path(source).expanduser().resolve()
         if not path.is_file():
+            near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*.py")], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise self.error(
-                f"{self.kind} file {source!r} does not exist (looked for {path}, from where motet was started)"
+                f"{self.kind} file {source!r} does not exist{hint} (looked for {path}, from where motet was started)"
             )
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # so that the file may import its neighbours

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from motet.client.adapters import AdapterMethods
 from motet.client.connection import Following, path_of
@@ -31,6 +32,7 @@ from motet.service.schemas import (
     Versions,
 )
 from motet.service.schemas.scoring import Reward, Rewards
+from motet.tasks.row_files import rows_of
 from motet.types import JobState
 
 if TYPE_CHECKING:
@@ -149,13 +151,10 @@ class AsyncClient(AdapterMethods, TenantMethods):
         return (await self._ask(CheckedJobs, "POST", "/v1/check", json={"text": text})).jobs
 
     async def upload(self, path: str | Path) -> str:
-        """Upload rows (.jsonl or .parquet); the id that comes back is a job's `data.source`."""
-        try:
-            file = Path(path).open("rb")  # noqa: ASYNC230, SIM115 - rows are read as they are sent
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        with file:
-            return (await self._ask(File, "POST", "/v1/files", files={"file": (Path(path).name, file)})).id
+        """Upload rows (.jsonl, .parquet, .csv or .json); the id that comes back is a job's `data.source`."""
+        name, rows = await asyncio.to_thread(_to_send, Path(path))
+        with rows:
+            return (await self._ask(File, "POST", "/v1/files", files={"file": (name, rows)})).id
 
     async def files(self) -> list[File]:
         """Uploaded files, newest first."""
@@ -285,3 +284,14 @@ def _piece(line: str) -> str:
     if "error" in message:
         raise ServiceError(str(message["error"].get("message", "the answer broke off; try again")))
     return "".join(choice["delta"].get("content") or "" for choice in message["choices"])
+
+
+def _to_send(path: Path) -> tuple[str, IO[bytes]]:
+    """Name and content of a file of rows; .csv and .json go as lines of JSON, which a service reads one after another."""
+    try:
+        if path.suffix.lower() not in (".csv", ".json"):
+            return path.name, path.open("rb")
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows_of(path))
+        return f"{path.stem}.jsonl", io.BytesIO(lines.encode())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
 from motet.tasks.rows import row_of
 from motet.types import Group
+from motet.view.text import duration_text
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -153,11 +155,13 @@ async def _check_all(
 def _row(job: Job, seconds: float, figures: tuple[str, str, str, str]) -> tuple[str, ...]:
     """Of the table; `seconds` are those of a step, and `figures` those from the reward to what was truncated."""
     rows = f"{len(job.data.train)} / {len(job.data.holdout)}"
-    return job.name, rows, *figures, f"≈ {seconds:.1f} s", f"≈ {seconds * job.config.steps / 60:.0f} min"
+    return job.name, rows, *figures, f"≈ {seconds:.1f} s", f"≈ {duration_text(seconds * job.config.steps)}"
 
 
 def _figures(groups: Sequence[Group]) -> tuple[str, str, str, str]:
     figures, signal = group_metrics(groups), f"{sum(group.has_signal for group in groups)} of {len(groups)}"
+    if math.isnan(figures["reward"]):
+        return "none", signal, "", ""
     return f"{figures['reward']:.3g}", signal, f"{figures['length']:.0f} tokens", f"{figures['truncated']:.0%}"
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Sequence
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
+from motet.commands.listening import bound
 from motet.errors import ConfigError
 from motet.rollout.dialects import DIALECTS
 from motet.servers import MEMORY
@@ -44,9 +44,8 @@ def listen(
         raise ConfigError(f"whoever reaches {host} could replace adapters: give --key-env, or listen on 127.0.0.1")
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]}, which is to start the server, is not found; give its path")
-    listening = socket.create_server((host, port))
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    host, port = listening.getsockname()[:2]
+    sockets = bound(host, port)
+    host, port = sockets[0].getsockname()[:2]
     place = directory or (MEMORY if MEMORY.is_dir() else Path.cwd()) / f"motet-node-agent-{port}"
     log = Path(f"motet-node-agent-{port}.log").resolve()
     kept = NodeServer(command, log) if command else None
@@ -54,7 +53,7 @@ def listen(
     if kept is not None:
         print(f"The server is started, and started again when it dies or hangs; it writes to {log}", flush=True)
     print(f"Versions that are sent to http://{host}:{port} are written to {place} and loaded into {server}", flush=True)
-    uvicorn.Server(uvicorn.Config(agent.app(), log_level="warning")).run([listening])
+    uvicorn.Server(uvicorn.Config(agent.app(), log_level="warning")).run(sockets)
 
 
 def _of_this_machine(host: str) -> bool:

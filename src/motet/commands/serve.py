@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import ipaddress
+import os
+import signal
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 
 from motet import wall
 from motet.cluster.client import EngineClient
 from motet.cluster.host import start_engine
+from motet.commands.listening import bound
 from motet.config.service import RateConfig, ServiceConfig
-from motet.errors import ConfigError
+from motet.errors import ConfigError, RunError
 from motet.tasks.reward_installed import install
 
 if TYPE_CHECKING:
@@ -58,36 +64,43 @@ def serve(
     wall.check_outside(directory)
     installed = {name: one.model_dump() for name, one in config.rewards.items()}
     functions = install(installed, rewards) if installed or rewards else {}
+    lock = _alone(directory)  # noqa: F841 - held until the process ends
+    sockets = bound(host, port)
 
-    def make() -> FastAPI:
+    def make(heard: Sequence[int]) -> FastAPI:
         from motet.service.app import create_app
         from motet.service.settings import Settings
 
         app = create_app(
             Settings(base or "", directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions)
         )
-        _greet(app, f"http://{host}:{port}")
+        if not heard:
+            _greet(app, f"http://{host}:{port}", heard)
         return app
 
-    directory.mkdir(parents=True, exist_ok=True)
     try:
         here = config.cluster.launcher == "local"
-        asyncio.run(_run(make, directory / "engine.log" if here else None, host, port))
+        asyncio.run(_run(make, directory / "engine.log" if here else None, sockets))
     except KeyboardInterrupt:
         return
 
 
-async def _run(make: Callable[[], FastAPI], log: Path | None, host: str, port: int) -> None:
+async def _run(make: Callable[[Sequence[int]], FastAPI], log: Path | None, sockets: Sequence[socket.socket]) -> None:
     """Make the application and serve it. With `log` an engine's process is started first: both take seconds to be loaded."""
-    engine = None if log is None else await start_engine(log)
-    try:
-        import uvicorn
+    with _noted() as heard:
+        engine = None if log is None else await start_engine(log)
+        try:
+            import uvicorn
 
-        app = make()
-    except BaseException:
+            app = make(heard)
+        except BaseException:
+            if engine is not None:
+                await engine.kill()
+            raise
+    if heard:
         if engine is not None:
             await engine.kill()
-        raise
+        return
     if engine is not None:
         app.state.parts[EngineClient].adopt(engine)
 
@@ -96,21 +109,36 @@ async def _run(make: Callable[[], FastAPI], log: Path | None, host: str, port: i
     class Server(uvicorn.Server):
         """Tells whoever waits for something that it stops; uvicorn would wait for them, and then break them off."""
 
-        async def shutdown(self, sockets: object = None) -> None:
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             lifecycle.drain(_GRACE_SECONDS / 2)
-            await super().shutdown()
+            await super().shutdown(sockets)
 
-    config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS
-    )  # fmt: skip
-    server = Server(config)
-    await server.serve()
+    server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS))
+    await server.serve(list(sockets))
     if not server.started:
         sys.exit(3)
 
 
-def _greet(app: FastAPI, address: str) -> None:
-    """Say where the service is, and the first key, which nobody can ask for later."""
+@contextlib.contextmanager
+def _noted() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM while the service is put together; obeyed as soon as there is something that can be ended."""
+    heard: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: heard.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _greet(app: FastAPI, address: str, heard: Sequence[int]) -> None:
+    """Say where the service is, the first key, which nobody can ask for later, and that there is no wall.
+
+    Where a signal was `heard` meanwhile, it may have ended what looked for the wall.
+    """
     from motet.service.database.store import Store
     from motet.service.settings import Settings
 
@@ -126,12 +154,37 @@ def _greet(app: FastAPI, address: str) -> None:
         f"engine log: {settings.directory / 'engine.log'}",
         soft_wrap=True,
     )
-    if reason := wall.missing():
+    if (reason := wall.missing()) and not heard:
         console.print(
             f"this machine has no wall ({reason}): jobs whose rewards need one are refused, unless `unwalled` or `wall: false` "
             "names them; data that tenants give is parsed under limits of memory and time alone",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
+
+
+def _alone(directory: Path) -> IO[str]:
+    """The directory's lock, for as long as the file is open; its engine holds another one, of `run/`.
+
+    Raises:
+        RunError: another service uses the directory, or it cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / ".lock").open("a+")
+    except OSError as error:
+        raise RunError(f"{directory} cannot be written: {error.strerror}; give another one with --directory") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise RunError(
+            f"{directory} is served by another process (pid {file.read().strip()}); stop it, or give another one with "
+            "--directory"
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
 
 
 def _loopback(host: str) -> bool:

@@ -19,6 +19,7 @@ from motet.config.chain import chains
 from motet.errors import ConfigError
 from motet.runtime.progress import JobProgress, figure_of
 from motet.service.schemas import Health, Job, JobEvent, Version
+from motet.tasks.row_files import READERS
 from motet.types import ADAPTER_CONFIG, JobState
 from motet.view import LogView, glyphs_of
 from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, reward_text
@@ -53,7 +54,7 @@ def with_uploads(client: Client, job: JobConfig, files: dict[str, str], base: st
     uploaded = {}
     for name in ("source", "eval_source"):
         source = getattr(job.data, name)
-        if isinstance(source, str) and source.endswith((".jsonl", ".parquet")):
+        if isinstance(source, str) and Path(source).suffix.lower() in READERS:
             if source not in files:
                 files[source] = client.upload(source)
             uploaded[name] = files[source]

@@ -169,8 +169,11 @@ def read_run(path: Path) -> RunRecord:
         item for item in sorted(path.glob("*"), key=_natural) if any((item / file).is_file() for file in _JOB_FILES)
     ]
     if not jobs:
+        below = sorted({item.parent.parent for where in ("", "runs/") for item in path.glob(f"{where}*/*/job.yaml")})
+        hint = f"; did you mean {' or '.join(map(str, below[:3]))}?" if below else ""
         raise RunError(
-            f"{path} has no jobs: give the directory of a run (`run:` in the job file, runs/default by default)"
+            f"{path} has no jobs: give the directory of a run, runs/<name of the job file> unless `run:` or --run says "
+            f"otherwise{hint}"
         )
     return RunRecord(path, tuple(read_job(item) for item in jobs))
 

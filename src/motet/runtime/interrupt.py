@@ -16,6 +16,7 @@ from motet.runtime.progress import JobProgress
 from motet.types import JobState
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ECHO_SECONDS = 1.0
 
 
 class Interrupt:
@@ -31,6 +32,7 @@ class Interrupt:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pressed = False
         self._early = False  # asked for while nothing was heard yet
+        self._terminated = 0.0  # when the last SIGTERM that counts came
         self._press: Callable[[], None] = lambda: None  # until something is heard
 
     def run(self, main: Callable[[], Awaitable[None]]) -> None:
@@ -97,6 +99,12 @@ class Interrupt:
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
+        def terminate() -> None:
+            """`timeout` and others send the signal twice, to the process and to its group: that is one word."""
+            if not self._terminated or loop.time() - self._terminated > _ECHO_SECONDS:
+                self._terminated = loop.time()
+                press()
+
         def press() -> None:
             if self._pressed and task is not None:
                 self._notify("stopping now; what was saved stays")
@@ -109,7 +117,7 @@ class Interrupt:
         self._loop, self._press = loop, press
         signals = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
         for number in signals:
-            loop.add_signal_handler(number, press)
+            loop.add_signal_handler(number, terminate if number == signal.SIGTERM else press)
         if self._early:
             press()
         try:

@@ -85,6 +85,9 @@ class Lifecycle:
         parts = self._parts
         parts[EngineClient].start(parts[EngineHandlers])
         self._watching = asyncio.gather(parts[JobQueue].watch(), parts[QuotaEnforcer].watch(), parts[Leases].watch())
+        self._watching.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # a second Ctrl-C skips `close`
 
     def drain(self, seconds: float) -> None:
         """Let everybody go who waits for events or for work; answers under way have so many seconds."""

@@ -142,6 +142,9 @@ def _values(text: bytes) -> int:
 def _parse(text: bytes, where: str) -> Any:
     try:
         return json.loads(text.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 and error.pos < len(error.doc.rstrip()) else ""
+        raise DataError(f"{where} is not valid JSON: {error.msg} ({line}character {error.colno})") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not valid JSON in UTF-8: {error}") from error
 

@@ -86,7 +86,8 @@ def _toy(config: DataConfig, name: str) -> Iterator[Row]:
     from motet.tasks.toys import FAMILIES, make_rows
 
     if name not in FAMILIES:
-        raise DataError(f"there is no toy task {name!r}{_near(name, list(FAMILIES))}; there are: {', '.join(FAMILIES)}")
+        near = _near(name, list(FAMILIES)) or ";"
+        raise DataError(f"there is no toy task {name!r}{near} there are {', '.join(FAMILIES)}")
     return iter(make_rows(name, config.size or GENERATED_ROWS, config.seed))
 
 

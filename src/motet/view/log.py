@@ -55,11 +55,12 @@ class LogView(View):
         self.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _news(self, job: JobProgress) -> list[str]:
-        printed = self._printed.setdefault(job.name, _Printed())
+        here = job.step - job.first_step if job.started else 0  # the others were done by an earlier process
+        printed = self._printed.setdefault(job.name, _Printed(steps=max(len(job.rewards) - here, 0)))
         before, printed.state = printed.state, job.state
         lines = []
         if job.state is not before and job.state is JobState.RUNNING:
-            lines.append(_running(job))
+            lines.append(_running(job.first_step or printed.steps))
         fresh = range(printed.steps, len(job.rewards))
         printed.steps = len(job.rewards)
         lines.extend(step_line(job, index, self.glyphs) for index in fresh)
@@ -80,8 +81,8 @@ class LogView(View):
         return "  ".join(parts) + (f": {message}" if message else "")
 
 
-def _running(job: JobProgress) -> str:
-    return f"running from step {job.first_step}" if job.first_step else "running"
+def _running(first: int) -> str:
+    return f"running from step {first}" if first else "running"
 
 
 def step_line(job: JobProgress, index: int, glyphs: Glyphs) -> str:
