@@ -30,9 +30,10 @@ from starlette.routing import Route
 
 from motet.budgets import Need
 from motet.config import EngineConfig
-from motet.launch import Workshop, build, load
+from motet.launch import build, load
 from motet.model.lora_model import LoraModel
 from motet.types import AdapterRef, GenerateRequest, SamplingParams
+from motet.workshop import Workshop
 from tests.conftest import ROOT
 from tests.service_run import free_port
 

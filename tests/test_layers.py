@@ -42,6 +42,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "launch",
+            "workshop",
             "verbs",
             "preparing",
             "hosting",

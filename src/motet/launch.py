@@ -6,9 +6,8 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,86 +18,26 @@ from motet.config.service import Largest
 from motet.device import Device
 from motet.errors import ConfigError
 from motet.model_info import ModelInfo
-from motet.protocols import RolloutEngine, Trainer, WeightSync
+from motet.protocols import Trainer
 from motet.runtime.job import Services
 from motet.runtime.learner import Learner
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.scheduler import FairScheduler
 from motet.tasks.reward_http import Addresses, HttpRewards
 from motet.tasks.reward_pool import RewardPool
-from motet.types import ServerLoad
+from motet.workshop import Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
     from motet.rollout.sampler_link import SamplerLink
-    from motet.rollout.server import ServerEngine
     from motet.rollout.spread import SpreadEngine
     from motet.training.sharded.base import ShardedBase
-    from motet.training.sharded.group import RankGroup
     from motet.training.torch_trainer import TorchTrainer
 
 _SPINS = "2000"
 """Turns of libgomp's waiting loop, some ten microseconds."""
 SMALL_MODEL = 500_000_000
 """Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
-
-
-@dataclass
-class Workshop:
-    """Everything that runs on a base's device."""
-
-    device: Device
-    engine: RolloutEngine
-    trainer: Trainer
-    sync: WeightSync
-    config: EngineConfig
-    notes: list[str] = field(default_factory=list)
-    probe_tolerance: float = 0.0
-    """Largest mean difference between the engine's and the trainer's logprobs of a probe."""
-    keep_versions: int | None = None
-    """Versions that the engine keeps besides those that are needed."""
-    servers: ServerEngine | None = None
-    """The engine, where it asks servers."""
-    spread: SpreadEngine | None = None
-    """The engine, where processes of their own sample too."""
-    kv_tokens: int = 0
-    """Room of this process's KV cache; servers have their own."""
-    host_kv_bytes: int = 0
-    """Host memory for what gives way in it."""
-    inexact: tuple[str, ...] = ()
-    """Why the bytes of every job may depend on more than the job."""
-    ranks: RankGroup | None = None
-    """The processes that a base in shards lies over."""
-
-    @contextlib.asynccontextmanager
-    async def open(self) -> AsyncIterator[None]:
-        """The engine while requests are sent: servers are there, and are let go or ended afterwards.
-
-        Raises:
-            MotetError: no server can be used, or a rank of the base ended meanwhile.
-        """
-        with contextlib.nullcontext() if self.ranks is None else self.ranks.watched():
-            if self.servers is None:
-                yield
-                return
-            try:
-                await self.servers.ready()
-                yield
-            finally:
-                await self.servers.close()
-
-    def loads(self) -> Sequence[ServerLoad]:
-        """What each server is doing; empty where there is none."""
-        return () if self.servers is None else self.servers.loads()
-
-    def close(self) -> None:
-        """End the device's thread and the sampling processes."""
-        self.device.close()
-        if self.servers is not None:
-            self.notes.extend(self.servers.fleet.notes())
-        if self.spread is not None:
-            self.notes.extend(self.spread.notes())
-            self.spread.close()
 
 
 def _spin_briefly() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
-from motet.launch import Workshop, assemble, open_base, services
+from motet.launch import assemble, open_base, services
 from motet.preparing import identity, prepare_all
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
@@ -24,6 +24,7 @@ from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.types import HostNow, JobState
+from motet.workshop import Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel

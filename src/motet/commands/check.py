@@ -20,7 +20,7 @@ from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.jobfile import load_jobs
-from motet.launch import Workshop, assemble, open_base, services
+from motet.launch import assemble, open_base, services
 from motet.preparing import prepare_all
 from motet.running import config_of
 from motet.runtime.interrupt import Interrupt
@@ -34,6 +34,7 @@ from motet.tasks.dataset import data_window
 from motet.tasks.rows import row_of
 from motet.types import Group
 from motet.view.text import duration_text
+from motet.workshop import Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel

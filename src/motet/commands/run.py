@@ -15,13 +15,13 @@ from rich.console import Console
 from motet.config.engine import ClusterConfig
 from motet.errors import ConfigError
 from motet.jobfile import load_jobs
-from motet.launch import Workshop
 from motet.running import RunResult, run_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.tensorboard import TensorBoardExport
 from motet.types import HostNow, JobState
 from motet.view import glyphs_of, make_view, summary_table
+from motet.workshop import Workshop
 
 
 def run_file(

@@ -22,7 +22,7 @@ from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
 from motet.hosting.scores import AskedOfService
 from motet.hosting.steps import EveryStep
-from motet.launch import Workshop, assemble, open_base, services
+from motet.launch import assemble, open_base, services
 from motet.preparing import identity, prepare
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
@@ -38,6 +38,7 @@ from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.row_files import OF_A_JOB
 from motet.types import JobState
+from motet.workshop import Workshop
 
 USUAL = budgets.Need(512, 512)
 """What the KV cache is sized for: jobs come later, and nobody knows their lengths yet."""

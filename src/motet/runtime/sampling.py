@@ -25,7 +25,7 @@ from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import ENVIRONMENTS, GroupContext
-from motet.tasks.reward_pool import Scored
+from motet.tasks.reward_pool import Scored, Transcript
 from motet.types import Chunk, Group, IntArray, Problem, Rollout, SamplingParams
 
 if TYPE_CHECKING:
@@ -345,9 +345,7 @@ class JobSampler:
     async def _scored(self, problem: Problem, rollouts: Sequence[Rollout]) -> list[Scored]:
         if not self._job.config.rewards:  # a teacher judges them
             return [Scored(0.0, {}) for _ in rollouts]
-        texts, environment = [one.completion for one in rollouts], self._job.config.environment
-        # of a single turn it is prompt and completion, which would be sent for nothing
-        transcripts = [one.transcript for one in rollouts] if environment.own or environment.turns > 1 else []
+        texts, transcripts = [one.completion for one in rollouts], _conversations(self._job, rollouts)
         scoring = self._services.rewards.score(self._job.name, problem, texts, transcripts)
         asked = asyncio.create_task(scoring)
         self._scoring.add(asked)
@@ -360,6 +358,12 @@ class JobSampler:
             raise ScorerAway("the scores did not come, and another job has a use for the slot") from None
         finally:
             self._scoring.discard(asked)
+
+
+def _conversations(job: Job, rollouts: Sequence[Rollout]) -> list[Transcript]:
+    """What rewards see beside the answers; nothing of a single turn, where it is prompt and completion."""
+    environment = job.config.environment
+    return [one.transcript for one in rollouts] if environment.own or environment.turns > 1 else []
 
 
 async def _until_done(

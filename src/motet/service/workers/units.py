@@ -75,10 +75,10 @@ class ScoringUnits:
             )
             if most < 1:
                 return []
-            found = session.execute(oldest).all()
-            sizes = accumulate(row[1] for row in found)
-            chosen = [row[0] for row, size in zip(found, sizes, strict=True) if size <= MOST_LEASED]
-            chosen = chosen or [row[0] for row in found[:1]]
+            rows = session.execute(oldest).all()
+            sizes = accumulate(row[1] for row in rows)
+            chosen = [row[0] for row, size in zip(rows, sizes, strict=True) if size <= MOST_LEASED]
+            chosen = chosen or [row[0] for row in rows[:1]]
             # `free` once more: of two that ask at once, the second has to look at what the first has left.
             session.execute(
                 update(ScoringUnit)
