@@ -334,7 +334,7 @@ def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
     [
         ({"logit_bias": {"5": 1}}, "logit_bias: is not supported"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}, "type: objekt"),
-        ({"messages": []}, "messages"),
+        ({"messages": []}, "400 - messages: List should have at least 1 item after validation, not 0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "is no text"),
     ],
 )
