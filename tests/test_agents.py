@@ -15,7 +15,7 @@ import openai
 import pytest
 
 import motet
-from motet.agents.episode import AgentCall, AgentEpisode, CallLimits
+from motet.agents.episode import AgentCall, AgentEpisode, CallLimits, rewarded
 from motet.agents.gateway import Gateway
 from motet.agents.runner import AgentRunner
 from motet.config import EnvironmentConfig
@@ -188,6 +188,9 @@ def test_sampling_that_fails_is_the_rollouts_and_a_prompt_that_is_too_long_the_a
     with pytest.raises(EpisodeRefusal, match="9000 tokens"):
         asyncio.run(one.complete([user("a")], (), CallLimits()))
     assert one.rollout({}).error == "the agent never called the model"
+    assert rewarded(one, 1.0, {}, "").error == "the agent never called the model"
+    assert rewarded(one, None, {}, "it raised").error == "it raised"
+    assert "return a number, or give the job a reward" in rewarded(one, None, {}, "").error
 
 
 # --- over HTTP ------------------------------------------------------------------------------------------------------------

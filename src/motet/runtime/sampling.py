@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from motet import seeds
 from motet.agents.elsewhere import AgentsElsewhere
+from motet.config import JobConfig
 from motet.errors import EngineError, ScorerAway
 from motet.runtime.generation import Generation, PutAside, ended
 from motet.runtime.job import Job, Services
@@ -26,7 +27,7 @@ from motet.tasks.dataset import data_window
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import ENVIRONMENTS, GroupContext
 from motet.tasks.reward_pool import Scored
-from motet.types import Chunk, Group, IntArray, Problem, Rollout, SamplingParams
+from motet.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
 
 if TYPE_CHECKING:
     from motet.agents.runner import AgentRunner
@@ -345,9 +346,7 @@ class JobSampler:
     async def _scored(self, problem: Problem, rollouts: Sequence[Rollout]) -> list[Scored]:
         if not self._job.config.rewards:  # a teacher judges them
             return [Scored(0.0, {}) for _ in rollouts]
-        texts, environment = [one.completion for one in rollouts], self._job.config.environment
-        # of a single turn it is prompt and completion, which would be sent for nothing
-        transcripts = [one.transcript for one in rollouts] if environment.own or environment.turns > 1 else []
+        texts, transcripts = [one.completion for one in rollouts], _transcripts(self._job.config, rollouts)
         scoring = self._services.rewards.score(self._job.name, problem, texts, transcripts)
         asked = asyncio.create_task(scoring)
         self._scoring.add(asked)
@@ -360,6 +359,12 @@ class JobSampler:
             raise ScorerAway("the scores did not come, and another job has a use for the slot") from None
         finally:
             self._scoring.discard(asked)
+
+
+def _transcripts(config: JobConfig, rollouts: Sequence[Rollout]) -> list[tuple[Message, ...]]:
+    """The conversations; none where each is the prompt and one turn, which would be sent to be scored for nothing."""
+    several = config.environment.own or config.environment.turns > 1
+    return [one.transcript for one in rollouts] if several else []
 
 
 async def _until_done(
