@@ -15,7 +15,7 @@ import openai
 import pytest
 
 import motet
-from motet.agents.episode import AgentCall, AgentEpisode, CallLimits
+from motet.agents.episode import AgentCall, AgentEpisode, CallLimits, rewarded
 from motet.agents.gateway import Gateway
 from motet.agents.runner import AgentRunner
 from motet.config import EnvironmentConfig
@@ -188,6 +188,9 @@ def test_sampling_that_fails_is_the_rollouts_and_a_prompt_that_is_too_long_the_a
     with pytest.raises(EpisodeRefusal, match="9000 tokens"):
         asyncio.run(one.complete([user("a")], (), CallLimits()))
     assert one.rollout({}).error == "the agent never called the model"
+    assert rewarded(one, 1.0, {}, "").error == "the agent never called the model"
+    assert rewarded(one, None, {}, "it raised").error == "it raised"
+    assert "return a number, or give the job a reward" in rewarded(one, None, {}, "").error
 
 
 # --- over HTTP ------------------------------------------------------------------------------------------------------------
@@ -334,7 +337,7 @@ def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
     [
         ({"logit_bias": {"5": 1}}, "logit_bias: is not supported"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}, "type: objekt"),
-        ({"messages": []}, "messages"),
+        ({"messages": []}, "400 - messages: List should have at least 1 item after validation, not 0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "is no text"),
     ],
 )

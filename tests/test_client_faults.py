@@ -198,7 +198,8 @@ def test_an_agent_worker_waits_for_its_service_and_gives_up_what_went_with_it(tm
         "import asyncio\nasync def run(problem):\n"
         "    await asyncio.sleep(3600 if problem.answer == 'former' else 0)\n    return 1.0\n"
     )
-    handler = type("Handler", (_Restarted,), {"asked": []})
+    asked: list[tuple[str, Any]] = []
+    handler = type("Handler", (_Restarted,), {"asked": asked})
 
     async def work(url: str) -> None:
         async with asyncio.timeout(30), motet.AsyncClient(url) as client:
@@ -212,7 +213,7 @@ def test_an_agent_worker_waits_for_its_service_and_gives_up_what_went_with_it(tm
         finally:
             server.shutdown()
             thread.join()
-    results = [one for name, body in handler.asked if name == "results" for one in body["results"]]
+    results = [one for name, body in asked if name == "results" for one in body["results"]]
     assert [(one["id"], one["reward"]) for one in results] == [("next", 1.0)]
 
 

@@ -105,6 +105,23 @@ class Trouble:
         return float(self.turns)
 
 
+class Counter:
+    """TRL's form, where a reward function reads `env.reward`."""
+
+    def reset(self, **row):
+        self.count, self.reward = 0, 0.0
+
+    def increment(self, by: int) -> int:
+        """Count on.
+
+        Args:
+            by: how far
+        """
+        self.count += by
+        self.reward = self.count / 4 if by < 9 else "much"
+        return self.count
+
+
 class Nothing:
     pass
 '''
@@ -315,6 +332,14 @@ def test_rewards_of_the_job_are_added_and_may_see_the_whole_transcript(file: Pat
     (rollout,), _, _ = played(file, "Guess", lambda index, turn, read: "57"[turn], 1, score=main)
     assert rollout.reward_parts == {"turns": 1.0, "polite": 20.0}
     assert rollout.reward == 21.0
+
+
+def test_what_an_instance_has_as_its_reward_counts_where_nothing_else_says_it(file: Path) -> None:
+    said = [[call("increment", by=1), call("increment", by=2), "Done."], ["No."], [call("increment", by=9), "Done."]]
+    one, none, odd = played(file, "Counter", lambda index, turn, read: said[index][turn], 3)[0]
+    assert (one.reward, one.reward_parts) == (0.75, {"environment": 0.75})
+    assert (none.reward, none.error) == (0.0, "")
+    assert "self.reward is 'much', not a finite number" in odd.error
 
 
 def test_one_that_nothing_rewards_says_so(file: Path) -> None:

@@ -233,6 +233,22 @@ def test_a_worker_may_say_that_its_reward_does_not_apply():
     assert [(s.reward, s.error) for s in asyncio.run(main())] == [(1.0, ""), (1.0, "")]
 
 
+def test_a_judge_model_is_sent_no_conversations():
+    async def count(job, reward, problem, completions, transcripts):
+        return [float(len(transcripts))] * len(completions)
+
+    async def main():
+        pool = RewardPool(1, {"worker": count, "judge": count})
+        grader = {"type": "score_model", "name": "g", "model": "m", "input": [{"role": "user", "content": "?"}]}
+        await pool.register("job", [RewardConfig(name="worker"), RewardConfig(name="judge", args=grader)])
+        try:
+            return await pool.score("job", PROBLEM, ["42"], [[*PROBLEM.messages, Message("assistant", "42")]])
+        finally:
+            await pool.close()
+
+    assert [dict(one.parts) for one in asyncio.run(main())] == [{"worker": 1.0, "judge": 0.0}]
+
+
 def test_rewards_of_files_are_called_by_the_files_name(tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

@@ -124,7 +124,10 @@ def test_rewards_from_files_and_modules(tmp_path):
     for name, message in [
         (f"{path}:skore", "has no 'skore'; did you mean 'score'"),
         (f"{tmp_path / 'none.py'}:score", "none.py' does not exist"),
-        (f"{tmp_path / 'broken.py'}:score", "does not load: ModuleNotFoundError: No module named 'nothing_of"),
+        (
+            f"{tmp_path / 'broken.py'}:score",
+            "ModuleNotFoundError: No module named 'nothing_of.*install what has it beside Motet",
+        ),
         ("nothing_of_that_name:score", "No module named 'nothing_of_that_name'.*must be installed"),
         ("exakt", "no reward 'exakt': did you mean 'exact'"),
         ("scorer", "only reasoning-gym:NAME data has a scorer"),
@@ -169,6 +172,14 @@ def test_wrong_parameters_are_refused_at_load(function, told):
         rf"reward 'mine' {told}; write def reward\(problem, completion\), or TRL's def reward\(completions, \*\*col"
     )
     with pytest.raises(RewardError, match=expected):
+        resolved(function)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda environments, **columns: [1.0], lambda completions, environments, **columns: [1.0]]
+)
+def test_a_reward_that_reads_environments_is_told_that_these_say_it_themselves(function):
+    with pytest.raises(RewardError, match=r"takes environments.*leave it out.*self\.reward"):
         resolved(function)
 
 

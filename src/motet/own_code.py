@@ -73,7 +73,11 @@ class OwnCode:
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
-            raise self.error(f"{self.kind} file {source!r} does not load: {describe(error, str(path))}") from error
+            missing = isinstance(error, ModuleNotFoundError)
+            hint = f"; install what has it beside Motet, for {sys.executable}" if missing else ""
+            raise self.error(
+                f"{self.kind} file {source!r} does not load: {describe(error, str(path))}{hint}"
+            ) from error
         return module
 
     def _load_module(self, source: str) -> Any:

@@ -211,6 +211,8 @@ def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, 
         parts["agent"] = reward
     if rewards:
         parts["turns"] = math.fsum(rewards.values())
+    if not (parts or error or episode.context.judged):
+        error = "the agent returned no reward, and the job has none: return a number, or give the job a reward"
     try:
         rollout = episode.rollout(rewards, error)
     except KeyError as unknown:

@@ -65,7 +65,12 @@ class ServedEpisode:
         try:
             wanted: Any = kind.model_validate_json(body)
             calls = await self._calls(wanted, body, again=again)
-        except (EpisodeRefusal, EngineError, ValidationError) as error:  # 400: the stock clients send all others again
+        except ValidationError as error:
+            mistakes = error.errors(include_url=False)[:5]
+            return refusal(
+                400, "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in mistakes)
+            )
+        except (EpisodeRefusal, EngineError) as error:  # 400: the stock clients send all others again
             return refusal(400, str(error))
         except asyncio.CancelledError:
             if not self.episode.closed:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from motet import seeds
 from motet.agents.elsewhere import AgentsElsewhere
+from motet.config import JobConfig
 from motet.errors import EngineError, ScorerAway
 from motet.runtime.generation import Generation, PutAside, ended
 from motet.runtime.job import Job, Services
@@ -25,8 +26,8 @@ from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import ENVIRONMENTS, GroupContext
-from motet.tasks.reward_pool import Scored, Transcript
-from motet.types import Chunk, Group, IntArray, Problem, Rollout, SamplingParams
+from motet.tasks.reward_pool import Scored
+from motet.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
 
 if TYPE_CHECKING:
     from motet.agents.runner import AgentRunner
@@ -345,7 +346,7 @@ class JobSampler:
     async def _scored(self, problem: Problem, rollouts: Sequence[Rollout]) -> list[Scored]:
         if not self._job.config.rewards:  # a teacher judges them
             return [Scored(0.0, {}) for _ in rollouts]
-        texts, transcripts = [one.completion for one in rollouts], _conversations(self._job, rollouts)
+        texts, transcripts = [one.completion for one in rollouts], _transcripts(self._job.config, rollouts)
         scoring = self._services.rewards.score(self._job.name, problem, texts, transcripts)
         asked = asyncio.create_task(scoring)
         self._scoring.add(asked)
@@ -360,10 +361,10 @@ class JobSampler:
             self._scoring.discard(asked)
 
 
-def _conversations(job: Job, rollouts: Sequence[Rollout]) -> list[Transcript]:
-    """What rewards see beside the answers; nothing of a single turn, where it is prompt and completion."""
-    environment = job.config.environment
-    return [one.transcript for one in rollouts] if environment.own or environment.turns > 1 else []
+def _transcripts(config: JobConfig, rollouts: Sequence[Rollout]) -> list[tuple[Message, ...]]:
+    """The conversations; none where each is the prompt and one turn, which would be sent to be scored for nothing."""
+    several = config.environment.own or config.environment.turns > 1
+    return [one.transcript for one in rollouts] if several else []
 
 
 async def _until_done(

@@ -10,6 +10,7 @@ own is written in one of two ways, or in both:
     def list_tools(self) -> list              # schemas of tools that are no methods, which
     def call_tool(self, name, arguments)      # is asked for
     done: bool                                # once true, the episode has ended
+    reward: float                             # of the whole episode, where there is neither step nor get_reward
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Environments:
                 tools += tuple(first.list_tools())
             finally:
                 _close(first)
-        return m.EnvironmentLoaded(tools, hasattr(self._class, "step"), hasattr(self._class, "get_reward"))
+        steps, judges = (hasattr(self._class, name) for name in ("step", "get_reward"))
+        return m.EnvironmentLoaded(tools, steps, judges or not steps)
 
     def answer(self, episode: str, action: m.AnyAction) -> m.EpisodeReply:
         """One call of an episode."""
@@ -94,7 +96,7 @@ class Environments:
             case m.CallTool():
                 return self._call(instance, action.name, action.arguments)
             case m.Judge():
-                return m.EpisodeReply(reward=_number(instance.get_reward(), "get_reward"))
+                return m.EpisodeReply(reward=_worth(instance))
 
     def _reset(self, episode: str, row: Mapping[str, Any]) -> m.EpisodeReply:
         instance = self._instances[episode] = self._class(**self._args)
@@ -114,7 +116,7 @@ class Environments:
         reply, reward, done = (*parts, *(None, None)[: 3 - len(parts)]) if len(parts) < 3 else parts[:3]
         if not isinstance(reply, str | None):
             raise TypeError(f"step returned {type(reply).__name__}, not text, None, or (text, reward, done)")
-        number = None if reward is None else _number(reward, "step")
+        number = None if reward is None else _number(reward, "step returned")
         return m.EpisodeReply(text=reply or "", reward=number, done=_done(instance) or bool(done) or reply is None)
 
     def _call(self, instance: Any, name: str, arguments: Mapping[str, Any]) -> m.EpisodeReply:
@@ -146,6 +148,14 @@ def _close(instance: Any) -> None:
         instance.close()
 
 
+def _worth(instance: Any) -> float | None:
+    """What an episode is worth; where nothing says so, `reward`, which functions of TRL's read from their environments."""
+    if hasattr(instance, "get_reward"):
+        return _number(instance.get_reward(), "get_reward returned")
+    worth = getattr(instance, "reward", None)
+    return None if worth is None or callable(worth) else _number(worth, "self.reward is")
+
+
 def _done(instance: Any) -> bool:
     return getattr(instance, "done", False) is True
 
@@ -153,7 +163,7 @@ def _done(instance: Any) -> bool:
 def _number(value: Any, of: str) -> float:
     number = float(value) if hasattr(value, "__float__") and not isinstance(value, str) else math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{of} returned {value!r:.80}, not a finite number")
+        raise ValueError(f"{of} {value!r:.80}, not a finite number")
     return number
 
 

@@ -262,7 +262,8 @@ async def _with_own_rewards(workers: EnvironmentWorkers, rollout: Rollout, episo
         parts["turns"] = float(sum(turns))
     if workers.info.judges:
         reply = await episode.do(m.Judge())
-        if reply.error or reply.reward is None:
-            return replace(rollout, error=reply.error or "get_reward returned nothing")
-        parts["environment"] = reply.reward
+        if reply.error:
+            return replace(rollout, error=reply.error)
+        if reply.reward is not None:
+            parts["environment"] = reply.reward
     return replace(rollout, reward_parts=parts)

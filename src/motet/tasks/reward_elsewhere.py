@@ -99,6 +99,8 @@ class JudgeArgs(Config):
 
 ELSEWHERE: Mapping[str, type[Config]] = {"http": HttpArgs, "worker": WorkerArgs, "judge": JudgeArgs}
 """Rewards that no process of the job scores, with their arguments; a model's first line says who scores."""
+SEES_ALL = frozenset({"http", "worker"})
+"""Those of them that are sent whole conversations."""
 
 
 def check(reward: RewardConfig) -> None:

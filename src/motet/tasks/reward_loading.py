@@ -86,6 +86,11 @@ def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
     if parameters is None:
         return LoadedReward(lambda problem, completions: function(problem, completions[0], **args), False, is_async)
+    if "environments" in parameters and parameters["environments"].default is inspect.Parameter.empty:
+        raise RewardError(
+            f"reward {name!r} takes environments, which are not where rewards run: leave it out. What the environment's "
+            "get_reward() returns counts without a reward, and self.reward where it has neither that nor step"
+        )
     if "completions" in parameters:
         return LoadedReward(_trl_call(function, parameters, args, name), True, is_async)
     return LoadedReward(_own_call(function, parameters, args, name), False, is_async, "transcript" in parameters)

@@ -27,7 +27,15 @@ from motet.errors import EngineError, RewardError
 from motet.tasks import reward_elsewhere
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_elsewhere import ELSEWHERE, LONGEST_TRANSCRIPT, Chance, Elsewhere, ScoreOrReason, Transcripts
+from motet.tasks.reward_elsewhere import (
+    ELSEWHERE,
+    LONGEST_TRANSCRIPT,
+    SEES_ALL,
+    Chance,
+    Elsewhere,
+    ScoreOrReason,
+    Transcripts,
+)
 from motet.tasks.reward_installed import Installed, without_folder
 from motet.tasks.reward_link import load_request
 from motet.tasks.reward_walls import Walls
@@ -246,7 +254,8 @@ class RewardPool:
     async def _asked(self, job: _Job, reward: RewardConfig, problem: Problem, answers: list[Answer]) -> list[_Part]:
         """Parts of a reward that is scored elsewhere; an answer whose conversation is too long for that has none."""
         given = problem_as_given(problem)
-        seen = [as_json(as_given(answer.transcript)) for answer in answers]
+        sees_all = reward.name in SEES_ALL
+        seen = [as_json(as_given(answer.transcript)) if sees_all else [] for answer in answers]
         lengths = [len(json.dumps(one, ensure_ascii=False)) for one in seen]
         sent = [n for n, length in enumerate(lengths) if length <= LONGEST_TRANSCRIPT]
         parts = [_Part(error=_too_long(length)) for length in lengths]
