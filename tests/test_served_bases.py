@@ -361,6 +361,31 @@ def test_usage_of_a_base_is_told_under_the_name_that_it_has(tmp_path: Path) -> N
         assert house.ask("GET", "/v1/usage?format=csv").text.splitlines()[0].endswith(",base")
 
 
+@pytest.mark.slow
+def test_the_dashboard_tells_the_base_of_jobs_and_of_device_time(tmp_path: Path) -> None:
+    pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+    from tests.browser import CHROMIUM, browsing, watched
+
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium: apt install chromium")
+    with open_house(tmp_path, bases=TWO) as house:
+        made = house.ask("POST", "/v1/jobs", json=tiny("sums", base="math")).json()["id"]
+        for number, base in enumerate(TWO):
+            used = {"": 10**6, **({made: 2 * 10**6} if base == "math" else {})}
+            house.recorder.record_usage(Usage(f"host {number}", 1, used, base))
+        url = str(house.http.base_url).rstrip("/")
+        with browsing() as browser, watched(browser, url, expected=("503",)) as page:  # no engine is started
+            page.goto(url)
+            page.get_by_label("API key").fill(house.keys["admin"])
+            page.get_by_role("button", name="Log in").click()
+            row = page.get_by_role("row", name="sums")
+            row.wait_for()
+            assert row.locator("td[data-label=base]").inner_text() == "math"
+            page.get_by_text("idle · small").wait_for()
+            told = page.locator(".keys").last.inner_text()
+            assert [name in told for name in ("sums · math 2 s", "idle · math 1 s", "idle · small 1 s")] == [True] * 3
+
+
 # --- who is told where things lie ---------------------------------------------------------------------------------------------
 
 
