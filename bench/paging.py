@@ -1,10 +1,11 @@
 """What copying to host memory saves where the KV cache has half the room that a batch needs.
 
-    .venv/bin/python -m bench.paging                      # figures for docs/benchmarks.md; on SmolLM2 half an hour
+    .venv/bin/python -m bench.paging                      # figures for docs/benchmarks.md; on SmolLM2 an hour
     .venv/bin/python -m bench.paging --base small         # a look in a few minutes
 
 The same requests with room for all, with half of it and host memory, and with half of it alone, in turn. Tokens and logprobs of
-the three are compared: a bit that differs ends it.
+the three are compared: a bit that differs ends it. Times are those of the processor, one thread's, so that other programs count
+less.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def decode(base: LoraModel, shape: Shape, share: float, host: int) -> Decoded:
     decoder = Decoder(base, cache, max_rows=ROWS, prefill_tokens=2048, kept_blocks=n_blocks // 2, host_bytes=host)
     histories = [source.integers(5, 200, size=shape.prompt - number % 8).astype(np.int32) for number in range(n_groups)]
     answers: list[bytes] = []
-    started = time.perf_counter()
+    started = time.process_time()
     for turn in range(shape.turns):
         if turn:
             histories = [
@@ -89,7 +90,7 @@ def decode(base: LoraModel, shape: Shape, share: float, host: int) -> Decoded:
             chunks.sort(key=lambda chunk: chunk.index)
             answers += [one.token_ids.tobytes() + one.logprobs.tobytes() for one in chunks]
             histories[number] = np.concatenate([histories[number], chunks[0].token_ids])
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     return Decoded(seconds, tuple(answers), decoder.preemptions, decoder.prefilled_tokens, decoder.host.tokens_in)
 
 

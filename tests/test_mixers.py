@@ -124,7 +124,7 @@ def in_chunks(lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) ->
 def test_chunks_of_tokens_say_what_single_steps_do(name: str) -> None:
     """Around the ends of chunks, behind shared beginnings that end within one, and where states fade away in a few tokens."""
     inputs, tails = rows(name), (9, 70)
-    prefixes = [None] * 6 + [Prefix(sum(LENGTHS[:5]), 65), Prefix(sum(LENGTHS[:5]), 130)]
+    prefixes = [None] * 6 + [Prefix(sum(LENGTHS[:5]), 129), Prefix(sum(LENGTHS[:4]), 65)]
     lengths = [*LENGTHS, *tails]
     together = [torch.cat([one, one[:, -9:], one[:, -70:]], dim=1) for one in inputs]
     if name == "delta rule":

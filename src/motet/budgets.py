@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MOST_SAMPLERS = 7
+_SMALL_MODEL = 500_000_000
+"""Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ def samplers(threads: int, base_bytes: int, memory: int) -> int:
     """Sampling processes: one for each further core, as far as copies of the base take a quarter of the free memory."""
     copies = memory // 4 // max(1, 2 * base_bytes)  # weights and their second copy
     return max(0, min(threads - 1, copies, _MOST_SAMPLERS))
+
+
+def tick_threads(threads: int, n_samplers: int, n_parameters: int) -> int:
+    """Torch threads of this process while it samples: one where others sample beside it, or the base is small."""
+    return 1 if n_samplers or n_parameters < _SMALL_MODEL else threads
 
 
 def available_memory() -> int:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 _SPINS = "2000"
 """Turns of libgomp's waiting loop, some ten microseconds."""
-SMALL_MODEL = 500_000_000
-"""Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
 
 
 def _spin_briefly() -> None:
@@ -251,7 +249,7 @@ def build(
     limits["kept_tokens"] = int(kv_tokens * config.kept_kv)
     limits["host_kv_bytes"] = int(budgets.available_memory() * config.host_kv_memory_fraction) // (1 + n_samplers)
     spread: SpreadEngine | None = None
-    tick_threads = 1 if n_samplers or base.info.n_parameters < SMALL_MODEL else threads
+    tick_threads = budgets.tick_threads(threads, n_samplers, base.info.n_parameters)
 
     def turn(training: bool) -> None:
         """Training takes every core; sampling takes one in each process."""
@@ -279,7 +277,6 @@ def build(
         probe_tolerance=0.05 if base.info.inexact else 0.0,
         spread=spread,
         kv_tokens=here.cache.n_blocks * here.cache.block_size,
-        host_kv_bytes=limits["host_kv_bytes"],
     )
 
 

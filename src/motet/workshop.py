@@ -38,8 +38,6 @@ class Workshop:
     """The engine, where processes of their own sample too."""
     kv_tokens: int = 0
     """Room of this process's KV cache; servers have their own."""
-    host_kv_bytes: int = 0
-    """Host memory for what gives way in it."""
     inexact: tuple[str, ...] = ()
     """Why the bytes of every job may depend on more than the job."""
     ranks: RankGroup | None = None

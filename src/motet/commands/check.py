@@ -89,7 +89,8 @@ def _check(config: RunConfig, rollouts: int) -> bool:
             workshop.close()
             directory.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    beside = f" and {workshop.host_kv_bytes / 2**30:.1f} GiB of host memory" if workshop.host_kv_bytes else ""
+    share = config.engine.host_kv_memory_fraction
+    beside = f" and {share:.0%} of free host memory for what gives way" if share else ""
     held = f"KV cache: {workshop.kv_tokens:,} tokens{beside} · " if workshop.kv_tokens else ""
     console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
     return not failing

@@ -19,7 +19,8 @@ class EngineConfig(Config):
     """Type of the base's weights; `auto` keeps what the model was saved in (bfloat16 or float32)."""
     numerics: Literal["exact", "fast"] = "exact"
     """`exact` gives each row the same bits in any company, `fast` lets the libraries choose kernels by the number of rows, and
-    says how far sampler and trainer differ. On a CPU they are the same, but for bfloat16 where it has units for matrices."""
+    says how far sampler and trainer differ. On a CPU they are the same, but for bfloat16 where it has units for matrices and
+    for [states](hybrids.md#fast-numerics)."""
     threads: int = Field(0, ge=0, le=4096)
     """Cores to use on CPU; 0 takes OMP_NUM_THREADS, or all there are. Training uses them together."""
     samplers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"

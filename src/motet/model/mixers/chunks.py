@@ -29,7 +29,7 @@ def recur_in_chunks(wave: Wave, begin_SHKV: Tensor, *rows: Tensor) -> tuple[Tens
 
     Of rows there are queries, keys, values, log decays and, with the delta rule, betas.
     """
-    read_RHV, end_SHKV = _Chunks.apply(wave, begin_SHKV, *rows)
+    read_RHV, end_SHKV = _Chunks.apply(wave, begin_SHKV, *rows)  # type: ignore[no-untyped-call]
     return read_RHV, end_SHKV
 
 
@@ -109,4 +109,5 @@ def _chunks(wave: Wave) -> tuple[Tensor, list[int]]:
 def _gather(rows: Tensor, places_NC: Tensor) -> Tensor:
     """Rows [R, H, ...] by chunk [N, H, C, ...], with zeros where places are left over."""
     padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
-    return padded.index_select(0, places_NC.flatten()).unflatten(0, places_NC.shape).transpose(1, 2)
+    chunks_NCH = padded.index_select(0, places_NC.flatten()).view(*places_NC.shape, *rows.shape[1:])
+    return chunks_NCH.transpose(1, 2)
