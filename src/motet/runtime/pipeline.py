@@ -225,10 +225,9 @@ class Pipeline:
                 self._held.discard(job.name)
             _move(job, *_outcome(job, state, self._pauses.get(job.name, ""), preempted=job.name in self._preempted))
         except asyncio.CancelledError:
-            if not self._closing:
-                _move(job, JobState.CANCELLED, f"cancelled after step {job.progress.step}")
-            elif not self._stays:  # a service that is torn down leaves its jobs as they are: they go on next time
-                _move(job, JobState.PAUSED, f"stopped after step {job.progress.step}")
+            if not (self._closing and self._stays):  # a service that is torn down leaves its jobs as they are
+                state, what = (JobState.PAUSED, "stopped") if self._closing else (JobState.CANCELLED, "cancelled")
+                _move(job, state, f"{what} after step {job.progress.step}")
         except DeviceError as error:
             self._restart(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
