@@ -114,6 +114,10 @@ def test_files(service: Service, tmp_path: Path) -> None:
         assert [event.data.get("state") for event in client.events(job.id, follow=True)][-1] == "succeeded"
         client.delete_file(file)
         assert client.files() == []
+        (tmp_path / "table.csv").write_text("prompt,answer\n1 + 1 =,2\n")
+        table = client.upload(tmp_path / "table.csv")
+        assert [(one.filename, one.rows) for one in client.files()] == [("table.jsonl", 1)], "it goes as lines of JSON"
+        client.delete_file(table)
         with pytest.raises(DataError, match=r"gone\.jsonl cannot be read: No such file"):
             client.upload(tmp_path / "gone.jsonl")
         rows.write_text("not JSON\n")

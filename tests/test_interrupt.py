@@ -69,6 +69,23 @@ def test_the_first_finishes_and_the_second_stops(somewhere: Callable[[Run], None
     assert (twice.told, twice.ended) == ([FIRST, SECOND], False)
 
 
+def test_a_sigterm_that_comes_twice_at_once_is_one_word() -> None:
+    """As `timeout` sends it: to the process, and to its group."""
+    told: list[str] = []
+    interrupt = Interrupt(told.append)
+
+    async def main() -> None:
+        asked = asyncio.Event()
+        with interrupt.heard(asked.set, [ADD, SORT]):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asked.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)
+
+    interrupt.run(main)
+    assert told == [FIRST]
+
+
 def test_a_notebook_that_is_stopped_before_its_run_listens_is_heard() -> None:
     told: list[str] = []
     interrupt = Interrupt(told.append)

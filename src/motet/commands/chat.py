@@ -16,7 +16,7 @@ from motet import budgets, seeds
 from motet.errors import MotetError
 from motet.model_info import ModelInfo
 from motet.protocols import RolloutEngine
-from motet.types import Message
+from motet.types import AdapterRef, Message
 
 if TYPE_CHECKING:
     from motet.client import AsyncClient
@@ -55,24 +55,26 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
         prefill_tokens=info.max_positions,
     )
     try:
-        asyncio.run(_here(info, engine, adapter, style, system))
+        with asyncio.Runner() as runner:
+            ref = None
+            if adapter is not None:
+                ref = AdapterRef("chat", 0)
+                runner.run(engine.load_adapter(ref, adapter))
+            answer = _from_engine(info, engine, ref, style)
+            converse(runner, answer, "" if adapter is None else f"adapter {adapter}", system)
     finally:
         device.close()
 
 
-async def _here(info: ModelInfo, engine: RolloutEngine, adapter: Path | None, style: Style, system: str | None) -> None:
+def _from_engine(info: ModelInfo, engine: RolloutEngine, ref: AdapterRef | None, style: Style) -> Answer:
     from motet.tasks.chat import Chat, stop_token_ids
-    from motet.types import AdapterRef, GenerateRequest, Problem, SamplingParams
+    from motet.types import GenerateRequest, Problem, SamplingParams
 
     chat = Chat.plain(info.tokenizer)
     stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
     params = SamplingParams(
         temperature=style.temperature, top_p=style.top_p, max_tokens=style.max_tokens, stop_token_ids=stops
     )
-    ref = None
-    if adapter is not None:
-        ref = AdapterRef("chat", 0)
-        await engine.load_adapter(ref, adapter)
     numbers = itertools.count()
 
     async def answer(messages: Sequence[Message], plain: bool) -> AsyncIterator[str]:
@@ -84,30 +86,29 @@ async def _here(info: ModelInfo, engine: RolloutEngine, adapter: Path | None, st
         async for chunk in engine.generate(request):
             yield chunk.text
 
-    await converse(answer, "" if adapter is None else f"adapter {adapter}", system)
+    return answer
 
 
 def chat_over_http(url: str | None, key: str | None, model: str, style: Style, system: str | None) -> None:
     """Talk to a version of a service's job, also while it trains."""
     from motet.client import AsyncClient
 
-    async def talk() -> None:
-        async with AsyncClient(url, key) as client:
-            base = await _base_of(client, model)
+    with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
+        client = runner.run(AsyncClient(url, key).__aenter__())
+        stack.callback(lambda: runner.run(client.__aexit__(None, None, None)))
+        base = runner.run(_base_of(client, model))
 
-            def answer(messages: Sequence[Message], plain: bool) -> AsyncIterator[str]:
-                return client.chat(
-                    base if plain else model,
-                    [{"role": message.role, "content": message.content} for message in messages],
-                    temperature=style.temperature,
-                    top_p=style.top_p,
-                    max_tokens=style.max_tokens,
-                    seed=seeds.key(style.seed, "chat", len(messages)) >> 1,
-                )
+        def answer(messages: Sequence[Message], plain: bool) -> AsyncIterator[str]:
+            return client.chat(
+                base if plain else model,
+                [{"role": message.role, "content": message.content} for message in messages],
+                temperature=style.temperature,
+                top_p=style.top_p,
+                max_tokens=style.max_tokens,
+                seed=seeds.key(style.seed, "chat", len(messages)) >> 1,
+            )
 
-            await converse(answer, model, system)
-
-    asyncio.run(talk())
+        converse(runner, answer, model, system)
 
 
 async def _base_of(client: AsyncClient, model: str) -> str:
@@ -120,16 +121,20 @@ async def _base_of(client: AsyncClient, model: str) -> str:
     return bases.get(job, str(health.base))
 
 
-async def converse(answer: Answer, adapter: str, system: str | None) -> None:
-    """Read lines, stream answers; the conversation goes on until an empty line or Ctrl-D."""
+def converse(runner: asyncio.Runner, answer: Answer, adapter: str, system: str | None) -> None:
+    """Read lines, stream answers; the conversation goes on until an empty line, Ctrl-D or Ctrl-C.
+
+    Lines are read outside of the event loop, in the main thread, where Ctrl-C reaches `input`.
+    """
     console = Console(emoji=False)
     opening = [Message("system", system)] if system else []
     messages, plain = list(opening), not adapter
     console.print(f"[dim]{adapter or 'base'}; an empty line ends, /new starts over[/dim]", highlight=False)
     while True:
         try:
-            line = (await asyncio.to_thread(input, "> ")).strip()
+            line = input("> ").strip()
         except EOFError:
+            console.print()
             return
         if not line:
             return
@@ -138,10 +143,18 @@ async def converse(answer: Answer, adapter: str, system: str | None) -> None:
             messages = list(opening)
             console.print(f"[dim]{'base' if plain else 'adapter'} answers; a new conversation begins[/dim]")
             continue
+        if line.startswith("/"):
+            console.print("[dim]there are /base, /adapter and /new[/dim]", highlight=False)
+            continue
         messages.append(Message("user", line))
-        text = ""
-        async for piece in answer(messages, plain):
-            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
-            text += piece
-        console.print()
-        messages.append(Message("assistant", text))
+        messages.append(Message("assistant", runner.run(_shown(console, answer(messages, plain)))))
+
+
+async def _shown(console: Console, pieces: AsyncIterator[str]) -> str:
+    """An answer, printed as it comes."""
+    text = ""
+    async for piece in pieces:
+        console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+        text += piece
+    console.print()
+    return text

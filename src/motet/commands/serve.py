@@ -176,10 +176,11 @@ def _alone(directory: Path) -> IO[str]:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
+        with file:
+            file.seek(0)
+            owner = file.read().strip()
         raise RunError(
-            f"{directory} is served by another process (pid {file.read().strip()}); stop it, or give another one with "
-            "--directory"
+            f"{directory} is served by another process (pid {owner}); stop it, or give another one with --directory"
         ) from None
     file.truncate(0)
     file.write(str(os.getpid()))

@@ -226,7 +226,8 @@ class Pipeline:
             _move(job, *_outcome(job, state, self._pauses.get(job.name, ""), preempted=job.name in self._preempted))
         except asyncio.CancelledError:
             if not (self._closing and self._stays):  # a service that is torn down leaves its jobs as they are
-                _move(job, *_cut_off(job, closing=self._closing))
+                state, what = (JobState.PAUSED, "stopped") if self._closing else (JobState.CANCELLED, "cancelled")
+                _move(job, state, f"{what} after step {job.progress.step}")
         except DeviceError as error:
             self._restart(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
@@ -287,13 +288,6 @@ def _move(job: Job, state: JobState, message: str = "") -> None:
         job.move(state, message)
     except RunError as error:  # a full disk: the state holds here, and the next process starts from the last commit
         job.progress.message = f"{message} ({error})" if message else str(error)
-
-
-def _cut_off(job: Job, *, closing: bool) -> tuple[JobState, str]:
-    """The state of a job that was ended in a step, and what to say of it; when a run closes it may go on later."""
-    if closing:
-        return JobState.PAUSED, f"stopped after step {job.progress.step}"
-    return JobState.CANCELLED, f"cancelled after step {job.progress.step}"
 
 
 def _may_begin(job: Job) -> bool:

@@ -117,7 +117,7 @@ function makeHead(context, refreshed, complain, leaving) {
   };
   const node = el("div", {}, el("p", {class: "crumbs"}, el("a", {href: "#/"}, "Jobs"), el("span", {class: "faint"}, " /")),
     el("div", {class: "title"}, name, el("div", {class: "row"}, Object.values(buttons))), facts, bar, note);
-  return {node, update(now) {
+  return {node, close() { for (const one of Object.values(buttons)) one.hidden = true; }, update(now) {
     job = now;
     say(name, job.name);
     state.className = `state ${job.state}`;
@@ -225,7 +225,11 @@ export function jobPage(context, id, tab) {
   const deaf = [context.live.listen(hear), context.board.listen(jobs => {
     const now = jobs.find(one => one.id === job?.id);
     if (now) take(now);
-    else if (job && !gone) ask("GET", jobPath(job.id)).then(take, error => error.status === 404 && complain("This job was deleted."));
+    else if (job && !gone) ask("GET", jobPath(job.id)).then(take, error => {
+      if (error.status !== 404) return;
+      complain("This job was deleted.");
+      head.close();
+    });
   })];
   begin().catch(error => fill(node, el("div", {class: "card empty"}, el("h2", {}, error.status === 404 ? "There is no such job" : "This does not work now"),
     el("p", {}, error.message), el("p", {}, el("a", {href: "#/"}, "All jobs")))));

@@ -1,0 +1,59 @@
+"""`motet chat` in a terminal: Ctrl-C at the prompt ends it at once, though nobody presses Enter."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+SCRIPT = """
+import asyncio, fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal is this process's: Ctrl-C in it is a signal
+from motet.commands.chat import converse
+
+async def answer(messages, plain):
+    yield ("base" if plain else "adapter") + f" {len(messages)}"
+
+with asyncio.Runner() as runner:
+    converse(runner, answer, "an adapter", None)
+"""
+
+
+def test_ctrl_c_ends_a_conversation() -> None:
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=follower, stdout=follower, stderr=follower, start_new_session=True
+    )
+    os.close(follower)
+    shown = ""
+
+    def until(text: str) -> None:
+        nonlocal shown
+        deadline = time.monotonic() + 20
+        while text not in shown:
+            assert time.monotonic() < deadline, shown
+            if select.select([leader], [], [], 1.0)[0]:
+                shown += os.read(leader, 4096).decode()
+
+    try:
+        until("> ")
+        for line, said in (
+            ("Hello", "adapter 1"),
+            ("And?", "adapter 3"),
+            ("/base", "base answers"),
+            ("/help", "there are /base"),
+        ):
+            os.write(leader, f"{line}\n".encode())
+            until(said)
+        os.write(leader, b"Hi\n")
+        until("base 1")
+        time.sleep(0.2)
+        os.write(leader, b"\x03")
+        assert process.wait(10) != 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
