@@ -131,7 +131,7 @@ def test_jobs_answers_and_usage_are_of_the_servers_of_their_base(
     assert all("base" not in one or one["base"] is None for one in service.ask("GET", "/v1/usage?by=tenant")["data"])
     monkeypatch.setenv("MOTET_URL", service.url)
     assert re.search(r"served .* twin *$", says("usage")[1], re.M)
-    assert re.search(r"^local +[\d,]+ .* twin *$", says("usage", "--by", "tenant", "--by", "base")[1], re.M)
+    assert re.search(r"^ *local +[\d,]+ .* twin *$", says("usage", "--by", "tenant", "--by", "base")[1], re.M)
 
 
 @pytest.mark.slow
