@@ -66,7 +66,8 @@ def test_a_broken_reward_fails_its_job_with_a_reason(fault: str, tmp_path: Path)
     assert run.state("bad") is JobState.FAILED
     message = run.jobs["bad"].progress.message
     assert reason in message
-    assert "2 of 2 rollouts have no reward (limit: algorithm.max_failed_fraction = 0.25)" in message
+    assert message.startswith("2 of 2 rollouts have no reward")
+    assert "(limit: algorithm.max_failed_fraction = 0.25)" in message
     assert json.loads((tmp_path / "all" / "bad" / "status.json").read_text())["message"] == message
 
 

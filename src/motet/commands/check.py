@@ -162,7 +162,7 @@ def _row(job: Job, seconds: float, figures: tuple[str, str, str, str]) -> tuple[
 
 def _figures(groups: Sequence[Group]) -> tuple[str, str, str, str]:
     figures, signal = group_metrics(groups), f"{sum(group.has_signal for group in groups)} of {len(groups)}"
-    if math.isnan(figures["reward"]):
+    if not isinstance(figures["reward"], float) or math.isnan(figures["reward"]):
         return "none", signal, "", ""
     return f"{figures['reward']:.3g}", signal, f"{figures['length']:.0f} tokens", f"{figures['truncated']:.0%}"
 

@@ -142,6 +142,6 @@ def check_failures(groups: Sequence[Group], limit: float) -> None:
     if rollouts and len(errors) > limit * len(rollouts):
         commonest = max(sorted(set(errors)), key=errors.count)
         raise JobFailed(
-            f"no reward for {len(errors)} of {len(rollouts)} rollouts, commonest reason: {commonest} "
+            f"{len(errors)} of {len(rollouts)} rollouts have no reward, commonest reason: {commonest} "
             f"(limit: algorithm.max_failed_fraction = {limit:g})"
         )
