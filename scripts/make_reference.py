@@ -28,6 +28,7 @@ from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
 from motet.config import Config, EngineConfig, RunConfig
 from motet.config.service import InstalledReward, LimitsConfig, RateConfig, ServedBase, ServiceConfig
+from motet.config.simulation import HostCosts, HostsConfig, JobsConfig, SimulationConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTICE = "<!-- Written by scripts/make_reference.py: change what it describes, then run `make docs`. -->\n\n"
@@ -40,6 +41,15 @@ OF_A_SERVICE: tuple[tuple[str, str, type[Config]], ...] = (
     ("installed rewards", "rewards.NAME", InstalledReward),
 )
 """Of the file of `motet serve --config`; what it has as a job file does is not repeated."""
+OF_A_SIMULATION: tuple[tuple[str, str, type[Config]], ...] = (
+    ("simulation", "", SimulationConfig),
+    ("simulated hosts", "hosts", HostsConfig),
+    ("simulated costs", "hosts.costs", HostCosts),
+    ("simulated jobs", "jobs[]", JobsConfig),
+)
+"""Of the file of `motet simulate`."""
+HEADINGS = {model: name for name, _, model in (*OF_A_SERVICE, *OF_A_SIMULATION)}
+"""Where a field's name is not that of its section."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "at least"}  # attributes of annotated-types
 
 
@@ -78,7 +88,8 @@ def type_text(annotation: Any, section: str) -> str:
     if annotation in PLAIN:
         return PLAIN[annotation]
     if isinstance(annotation, type) and issubclass(annotation, Config):
-        return f"[{section}](#{section})"
+        section = HEADINGS.get(annotation, section)
+        return f"[{section}](#{section.replace(' ', '-')})"
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_text(args[0], section)
@@ -160,13 +171,14 @@ def configuration() -> str:
     Raises:
         ValueError: two sections would share a heading.
     """
-    found = [*sections(RunConfig, "run", ""), *OF_A_SERVICE]
+    found = [*sections(RunConfig, "run", ""), *OF_A_SERVICE, *OF_A_SIMULATION]
     names = [name for name, _, _ in found]
     if len(set(names)) < len(names):
         raise ValueError(f"two sections of the configuration share a heading: {names}")
     head = (
         "# Configuration\n\nEvery field of a job file, with its default; from [service](#service) on of the file that "
-        "`motet serve --config` reads. An unknown field is an error.\n\n"
+        "`motet serve --config` reads, from [simulation](#simulation) on of that of `motet simulate`. An unknown field is an "
+        "error.\n\n"
     )
     contents = "".join(
         f"- [{name}](#{name.replace(' ', '-')}){f': `{path}`' if path else ''}\n" for name, path, _ in found

@@ -75,6 +75,8 @@ def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None
     (tmp_path / "taken" / "file").touch()
     with pytest.raises(BaseModelError, match="is not empty; give a directory that is not there yet"):
         export(adapter, None, tmp_path / "taken", "auto")
+    with pytest.raises(BaseModelError, match="Not a directory; give another directory as --to"):
+        export(adapter, None, adapter / ADAPTER_CONFIG / "merged", "auto")
     with pytest.raises(BaseModelError, match="there is no directory"):
         export(adapter, "/not/there", tmp_path / "merged", "auto")
     nameless = tmp_path / "nameless"

@@ -142,7 +142,7 @@ def _transport_errors(url: str) -> Iterator[None]:
     except httpx2.ConnectError as error:
         raise ServiceError(
             f"nothing answers at {url} ({error}); start a service with `motet serve --base small --no-keys`, or set "
-            "MOTET_URL (or --url) to where it runs"
+            "MOTET_URL (or --url) to where it runs; what `motet run` did is shown by `motet report runs/NAME`"
         ) from error
     except (httpx2.TransportError, httpx2.StreamError) as error:
         raise ServiceError(f"the connection to {url} broke off ({error or type(error).__name__}); try again") from error

@@ -65,7 +65,6 @@ def split_experts(adapter: Path, base: str | None, target: Path) -> None:
     config["target_modules"] = sorted({*([named] if isinstance(named, str) else named), *names})
     config.pop("target_parameters", None)
     config.update(r=weights.rank, lora_alpha=weights.alpha)
-    target.mkdir(parents=True, exist_ok=True)
     save_tensors(tensors, target / ADAPTER_WEIGHTS, {"format": "pt"})
     (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
@@ -85,6 +84,10 @@ def _read(adapter: Path, base: str | None, target: Path) -> tuple[Any, str, str]
         raise BaseModelError(
             f"{name} is a .gguf file, which an adapter cannot be added to; give what it was made from as --base"
         )
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BaseModelError(f"{target} cannot be written: {error.strerror}; give another directory as --to") from error
     return weights, name, source
 
 

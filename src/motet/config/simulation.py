@@ -29,17 +29,20 @@ class HostCosts(Config):
     own_sampler: bool = False
     """Whether sampling has devices of its own (servers); otherwise it stands still while the host trains."""
     price_per_hour: float = Field(0.0, ge=0)
+    """Of one host, in any currency."""
 
 
 class HostsConfig(Config):
     """The hosts of a cluster, all alike."""
 
     count: int = Field(ge=1, le=10**5)
+    """How many; `--hosts` says another."""
     slots: int = Field(16, ge=1, le=10**5)
     """Jobs that train at a time on each."""
     rows: int = Field(64, ge=1, le=10**6)
     """Completions that each samples at a time."""
     costs: HostCosts
+    """Of each."""
     hours_between_deaths: float | None = Field(None, gt=0)
     """Of one host, on average; without it none dies."""
 
@@ -48,14 +51,21 @@ class JobsConfig(Config):
     """Jobs of one tenant; where there are two numbers, each job draws from between them."""
 
     tenant: str = ""
+    """Whose they are; those with the same name have one share."""
     share: float = Field(1.0, gt=0)
+    """Of the tenant, against those of the others."""
     count: int = Field(ge=1, le=10**6)
+    """How many."""
     over_hours: float = Field(0.0, ge=0)
     """They come within so long, at times drawn evenly; 0 is all at once."""
     steps: tuple[int, int] = (20, 20)
+    """Of one job."""
     groups_per_step: int = Field(8, ge=1)
+    """Problems of a step."""
     group_size: int = Field(8, ge=1)
+    """Completions of a problem."""
     prompt_tokens: tuple[int, int] = (128, 128)
+    """Of one prompt."""
     completion_tokens: tuple[int, int] = (256, 256)
     """Of one completion."""
     evaluation: int = Field(0, ge=0)
@@ -78,6 +88,8 @@ class SimulationConfig(Config):
     """A cluster and its jobs."""
 
     hosts: HostsConfig
+    """What there is."""
     jobs: list[JobsConfig] = Field(min_length=1)
+    """What comes, tenant by tenant."""
     seed: int = 0
     """Of what is drawn."""
