@@ -300,7 +300,7 @@ FILES = {
     "no base": ("jobs: [{name: a, data: x, reward: exact}]", "base: is missing"),
     "engine": (
         "base: small\nengine: {gpu: 1}\njobs: [{name: a, data: x, reward: exact}]",
-        "engine.gpu: there is no such field; there are base_format, block_size, device, devices, dtype, hosts",
+        "engine.gpu: there is no such field; there are base_format, block_size, device, devices, dtype, host_kv",
     ),
     "duplicate names": (
         "base: small\njobs: [{name: a, data: x, reward: exact}, {name: a, data: y, reward: exact}]",

@@ -81,13 +81,13 @@ def turn_advantages(groups: Sequence[Group], kind: AdvantageKind, discount: floa
         )
         for turn in range(deepest)
     ]
-    returns = []
+    advantages = []
     for number, group in enumerate(returns):
         own = [np.array([by_turn[k][number][at] for k in range(len(one))]) for at, one in enumerate(group)]
         if kind == "grpo" and own:
             own = np.split(over_std(np.concatenate(own)), np.cumsum([len(one) for one in group])[:-1])
-        returns.append(own)
-    return returns
+        advantages.append(own)
+    return advantages
 
 
 def placed(rollout: Rollout, advantages_K: Rewards) -> list[FloatArray]:

@@ -111,10 +111,10 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
                 return _refused(error)
         case m.Examine():
             try:
-                proof = examine(trainer.base, Path(message.directory))
+                shape = examine(trainer.base, Path(message.directory))
             except Exception as error:  # whatever a stranger's files do to it: no other rank takes part
                 return _refused(error)
-            return m.Examined(proof.model_dump(mode="json"))
+            return m.Examined(shape.model_dump(mode="json"))
         case m.Read():
             trainer.read(message.name, Path(message.directory), optimizer=message.optimizer)
     return m.Done()
