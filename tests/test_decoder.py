@@ -174,7 +174,7 @@ HOSTS = [0, 30_000, ROOMY]
 """Bytes of host memory: for nothing, for some of what gives way, for all of it."""
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(ASKS, st.integers(0, 10), st.integers(1, 9), st.integers(1, 80), st.sampled_from(BASES), st.sampled_from(HOSTS))
 def test_any_mix_gives_each_request_what_it_gets_alone(asks, more_blocks, max_rows, prefill, base, host):
     """Small caches preempt, small budgets delay, others come and go, a tenant's NaN stays in it: not one bit changes."""

@@ -306,6 +306,7 @@ def process_of_host(settings: dict[str, str], log: Path) -> subprocess.Popen[byt
         return subprocess.Popen([sys.executable, "-m", "motet.hosting"], env=settings, stderr=out)
 
 
+@pytest.mark.soak
 def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alone: dict[str, bytes]) -> None:
     """It trains on, unseen, while the other host has its jobs."""
     started, cut = list[subprocess.Popen[bytes]](), asyncio.Event()

@@ -191,9 +191,8 @@ def start(directory: Path, rewards: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", SCRIPT, str(directory), str(rewards)], env=environment)
 
 
-@pytest.mark.parametrize(
-    "kills", [pytest.param((3,), id="once"), pytest.param((1, 3, 5), id="often", marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("kills", [pytest.param((3,), id="once"), pytest.param((1, 3, 5), id="often")])
 def test_nothing_is_lost_on_a_real_base(tmp_path: Path, rewards: Path, kills: tuple[int, ...]) -> None:
     """5: killed with -9 again and again, the same command ends with the bytes of a run that nobody disturbed."""
     whole = start(tmp_path / "whole", rewards)

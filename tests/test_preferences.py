@@ -172,6 +172,7 @@ def test_a_real_base_learns_what_was_liked_better(tmp_path: Path) -> None:
     assert margins["base"] > 0.5
 
 
+@pytest.mark.soak
 def test_thumbs_go_on_to_the_same_bytes_after_kill_9(tmp_path: Path) -> None:
     thumbs = [{"prompt": f"Say {i}", "completion": f"Well, {i}.", "label": i % 2 == 0} for i in range(24)]
     job = dpo("a", data={"source": "thumbs.jsonl", "holdout": 4}, algorithm={"type": "kto", "rows_per_step": 6})

@@ -117,6 +117,7 @@ def test_each_host_has_servers_of_its_own(alone: dict[str, bytes], fresh: list[B
 
 
 @HOSTS
+@pytest.mark.soak
 def test_a_host_that_dies_or_whose_server_goes_loses_nothing(
     alone: dict[str, bytes], fresh: list[BaseServer], tmp_path: Path
 ) -> None:

@@ -21,7 +21,6 @@ from motet.client.scoring import RewardWorker
 from motet.errors import RewardError, ServiceError
 from motet.tasks.reward_elsewhere import Chance, to_wire
 from tests.adapter_files import run_alone, weights_of
-from tests.cases import few
 from tests.misbehaving_rewards import Scorer, misbehaving
 from tests.service_run import Json, Service, serving, tiny
 
@@ -190,7 +189,8 @@ def test_workers_side_by_side_share_the_work_and_one_that_dies_loses_none(
     assert len(lines) - 12 <= 2  # what the dead one held
 
 
-@pytest.mark.parametrize("often", few([False, True], False))
+@pytest.mark.soak
+@pytest.mark.parametrize("often", [False, True])
 def test_a_server_that_is_killed_between_lease_and_result_asks_nothing_twice(
     service: Service, tmp_path: Path, file: Path, alone: dict[str, bytes], often: bool
 ) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import openai
 import pytest
 
-from tests.cases import few
 from tests.commands import Motet
 from tests.service_run import Json, Service, serving, tiny
 
@@ -93,7 +92,8 @@ def test_usage_is_what_the_jobs_did_and_all_of_the_time(service: Service) -> Non
     assert device * 0.9 <= busy, "time of the device was not told"
 
 
-@pytest.mark.parametrize("kills", few([1, 3], 1))
+@pytest.mark.soak
+@pytest.mark.parametrize("kills", [1, 3])
 def test_a_crash_counts_no_token_twice_and_loses_none(service: Service, kills: int) -> None:
     name, calm = f"killed-{kills}", {**tiny(f"calm-{kills}", 10), "seed": 5, "checkpoint": {"every": 4}}
     service.submit(calm)

@@ -85,6 +85,15 @@ def pairs(path: Path) -> Path:
 
 
 @pytest.mark.slow
+def test_the_arithmetic_recipe_runs_as_it_comes(service: Service, tmp_path: Path) -> None:
+    words = ("group_size=4", "groups_per_batch=4", "learning_rate=1e-3", "save_every=1", "max_steps=2")
+    metrics = recipe(service, tmp_path / "rl", ARITHMETIC, *words).done()
+    assert [one["step"] for one in metrics if "env/all/reward/total" in one] == [0, 1]
+    assert all(one["optim/kl_sample_train_v1"] == 0.0 for one in metrics if "optim/kl_sample_train_v1" in one)
+    assert checkpoints(tmp_path / "rl")
+
+
+@pytest.mark.soak
 def test_supervised_then_reinforcement_and_a_run_that_goes_on(service: Service, tmp_path: Path) -> None:
     data = conversations(tmp_path / "sums.jsonl")
     words = (f"dataset={data}", "batch_size=16", "learning_rate=4e-3", "lr_schedule=constant", "save_every=0")
