@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +12,10 @@ from hypothesis import strategies as st
 
 from motet.model.host_cache import HostCache, HostCopy
 from motet.model.kv_cache import KVCache
+from motet.rollout.block_allocator import BlockAllocator
+from motet.rollout.kept import KeptSequences
+from motet.rollout.sequences import Prompt
+from motet.types import GenerateRequest, SamplingParams
 
 BLOCK = 4
 NAN = float("nan")
@@ -102,7 +107,8 @@ def brought_in(cache: KVCache, host: HostCache, owner: Owner) -> bool:
     if -(-owner.n_tokens // BLOCK) - len(present) > cache.n_free or not cache.states.n_free:
         return False
     cache.share(present)
-    owner.blocks, owner.slot = host.get(owner.copy, owner.n_tokens, present)
+    owner.blocks, owner.slot = [*present, *cache.take(-(-owner.n_tokens // BLOCK) - len(present))], cache.states.take()
+    host.restore(owner.copy, owner.n_tokens, owner.blocks, owner.slot, len(present))
     host.forget(owner.copy)
     owner.copy = None
     return True
@@ -129,8 +135,7 @@ def test_what_comes_back_is_what_went_and_nothing_is_left(actions, bound):
             if one.copy is not None:
                 host.forget(one.copy)
         elif action in ("out", "spare") and one is not None:
-            one.copy = host.put(one.blocks, one.slot, one.n_tokens, spare=action == "spare")
-            give_back(cache, one)
+            paged_out(cache, host, one, spare=action == "spare")
         elif action == "in" and one is not None:
             assert brought_in(cache, host, one) <= one.right(cache)
         owners = [one for one in owners if one.blocks or (one.copy is not None and not one.copy.gone)]
@@ -156,7 +161,11 @@ def group(cache: KVCache, n: int) -> list[Owner]:
 
 
 def paged_out(cache: KVCache, host: HostCache, owner: Owner, *, spare: bool = False) -> None:
-    owner.copy = host.put(owner.blocks, owner.slot, owner.n_tokens, spare=spare)
+    def forget() -> None:
+        assert owner.copy is not None
+        host.forget(owner.copy)
+
+    owner.copy = host.put(owner.blocks, owner.slot, owner.n_tokens, spare=forget if spare else None)
     give_back(cache, owner)
 
 
@@ -199,7 +208,8 @@ def test_what_is_spare_goes_the_least_recently_used_first_and_all_else_stays():
     first, second = owners[0].copy, owners[1].copy
     assert first is not None
     assert second is not None
-    blocks, slot = host.get(first, owners[0].n_tokens, [])
+    blocks, slot = cache.take(-(-owners[0].n_tokens // BLOCK)), cache.states.take()
+    host.restore(first, owners[0].n_tokens, blocks, slot, 0)
     cache.give_back(blocks)
     cache.states.give_back(slot)
     paged_out(cache, host, owners[2])
@@ -209,6 +219,51 @@ def test_what_is_spare_goes_the_least_recently_used_first_and_all_else_stays():
         paged_out(cache, host, one)
     assert first.gone
     assert [one.copy is None for one in (owners[2], *needed)] == [False, False, True]
+
+
+class Refusing(HostCache):
+    """Of a machine that has no more pinned memory, or whose device has no room for what comes back."""
+
+    refuses = False
+
+    def _to_host(self, contents: torch.Tensor) -> torch.Tensor:
+        if self.refuses:
+            raise RuntimeError("out of memory")
+        return super()._to_host(contents)
+
+    def _to_device(self, contents: torch.Tensor) -> torch.Tensor:
+        if self.refuses:
+            raise RuntimeError("out of memory")
+        return super()._to_device(contents)
+
+
+def test_where_the_host_has_no_memory_nothing_is_copied_and_what_was_stays():
+    cache = make_cache(16)
+    host, owners = Refusing(cache, 1 << 20), group(cache, 3)
+    paged_out(cache, host, owners[0])
+    used, host.refuses = host.used, True
+    paged_out(cache, host, owners[1])
+    assert (owners[1].copy, host.used) == (None, used)
+    host.refuses = False
+    paged_out(cache, host, owners[2])
+    assert owners[2].copy is None, "it is not tried again and again"
+    assert brought_in(cache, host, owners[0])
+    assert owners[0].right(cache)
+
+
+def test_a_fault_while_a_copy_comes_back_holds_no_block_for_ever():
+    cache = make_cache(16)
+    host = Refusing(cache, 1 << 20)
+    blocks = BlockAllocator(cache, host, KeptSequences(cache, host, 0, stateful=True))
+    request = GenerateRequest("r", "job", np.arange(13, dtype=np.int32), None, SamplingParams(max_tokens=1), (1,))
+    prompt = Prompt(request, None, lambda chunk: None)
+    assert blocks.begin(prompt, 0, None) == 0
+    blocks.page_out(prompt)
+    host.refuses = True
+    with pytest.raises(RuntimeError):
+        blocks.begin(prompt, 0, None)
+    blocks.give_back(prompt)
+    assert (host.used, cache.n_free, cache.states.n_free) == (0, cache.n_blocks, cache.states.n_slots)
 
 
 @pytest.mark.gpu

@@ -203,6 +203,15 @@ def test_the_least_recently_used_goes_first_and_the_bound_holds():
     stage.end()
 
 
+def test_what_host_memory_lets_go_of_is_kept_no_more():
+    """Also where nobody asks for it again."""
+    stage = Stage(BASES[0], kept=1, host=30_000)
+    stage.play(*([Turn(number, 18)] for number in range(12)))
+    there = [one for one in stage.decoder.kept._kept if one.copy is None or not one.copy.gone]
+    assert 0 < len(there) == len(stage.decoder.kept) < 12
+    stage.end()
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_what_is_kept_moves_to_host_memory_and_is_gone_on_from_there(base):
     """One block may stay, and yet no token is computed twice; with room for one sequence, some are."""

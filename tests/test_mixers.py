@@ -20,6 +20,7 @@ from motet.model.kv_cache import KVCache
 from motet.model.load import load_base
 from motet.model.lora import NoAdapters
 from motet.model.mixers.functions import MixerFunctions
+from motet.model.mixers.recurrence import RecurrentRows, recur
 from motet.model.mixers.stretches import KEPT, packed_stretches
 from motet.model.state_cache import StateCache
 from tests import tiny_models as tiny
@@ -138,6 +139,20 @@ def test_chunks_of_tokens_say_what_single_steps_do(name: str) -> None:
     assert not torch.equal(steps[0], chunks[0])
     for one, other in zip(chunks, steps, strict=True):
         assert float((one - other).abs().max()) <= 2e-5 * float(other.abs().max())
+
+
+def test_chunks_keep_small_decays_behind_one_that_forgets_everything() -> None:
+    """A sum of decays that is near -1000 has no digits left for those near -0.001."""
+    n_rows = 64
+    query, key, value = torch.randn(3, n_rows, 2, 8).unbind()
+    decay = torch.full((n_rows, 2), -1e-3)
+    decay[::9] = -1000.0
+    rows = RecurrentRows(query, key / key.norm(dim=-1, keepdim=True), value, decay, torch.rand(n_rows, 2))
+    steps, chunks = (
+        recur(rows, packed_stretches([n_rows], query.device, chunked=chunked), 0) for chunked in (False, True)
+    )
+    assert not torch.equal(steps, chunks)
+    assert float((steps - chunks).abs().max()) <= 2e-6 * float(steps.abs().max())
 
 
 @pytest.mark.parametrize("name", MIXERS)

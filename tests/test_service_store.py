@@ -131,6 +131,24 @@ def before_usage_by_base(connection: Connection) -> None:
         connection.execute(text(statement))
 
 
+def test_a_database_that_cannot_be_brought_up_to_date_stays_as_it_was(url: str) -> None:
+    """What was changed before the fault would be in the way of the next start."""
+    store = Store(url)
+    store.submit(person(store, "us"), "elder", {}, 1, None)
+    store.close()
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        before_usage_by_base(connection)
+        connection.execute(text("ALTER TABLE usage RENAME TO elsewhere"))
+    with pytest.raises(StoreError, match="usage"):
+        Store(url)
+    with engine.begin() as connection:
+        assert not inspect(connection).has_table("bases")
+        connection.execute(text("ALTER TABLE elsewhere RENAME TO usage"))
+    Store(url).close()
+    engine.dispose()
+
+
 def test_usage_of_an_older_release_is_of_the_base_of_its_job(url: str) -> None:
     store = Store(url)
     job = store.submit(person(store, "us"), "elder", {}, 1, None, base="math")

@@ -7,7 +7,7 @@ on the stream that computes: a block is read before its next owner writes to it,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,13 +55,15 @@ class HostCache:
         self.prefills_saved = 0
         """Sequences and prompts that came back."""
         self._by_block: dict[int, HostBlock] = {}
-        self._spare: dict[HostCopy, None] = {}
-        """Copies that may be forgotten, the least recently used first."""
+        self._spare: dict[HostCopy, Callable[[], None]] = {}
+        """Copies that may be forgotten, the least recently used first, and what is called for it."""
 
-    def put(self, blocks: Sequence[int], slot: int, n_tokens: int, *, spare: bool = False) -> HostCopy | None:
+    def put(
+        self, blocks: Sequence[int], slot: int, n_tokens: int, *, spare: Callable[[], None] | None = None
+    ) -> HostCopy | None:
         """Copy what a sequence of so many tokens has; None where there is no room. Its blocks and its slot stay its own.
 
-        A copy that is `spare` is forgotten when others need the room.
+        When others need the room of one that is `spare`, that is called, and forgets it.
         """
         n_full, rest = divmod(n_tokens, self._cache.block_size)
         blocks = blocks[: n_full + bool(rest)]
@@ -73,13 +75,17 @@ class HostCache:
                 break
             if needed > self._most or not self._spare:
                 return None
-            self.forget(next(iter(self._spare)))
-        fresh = {
-            place: HostBlock(self._to_host(self._cache.contents(blocks[place])))
-            for place, one in enumerate(present)
-            if one is None
-        }
-        states = self._to_host(self._cache.states.contents(slot)) if state_bytes else None
+            next(iter(self._spare.values()))()
+        try:
+            fresh = {
+                place: HostBlock(self._to_host(self._cache.contents(blocks[place])))
+                for place, one in enumerate(present)
+                if one is None
+            }
+            states = self._to_host(self._cache.states.contents(slot)) if state_bytes else None
+        except RuntimeError:  # torch's, where memory cannot be had: what gives way is computed again
+            self._most = self.used
+            return None
         copy = HostCopy([one or fresh[place] for place, one in enumerate(present)], states)
         for place, one in enumerate(copy.blocks):
             one.holders += 1
@@ -88,8 +94,8 @@ class HostCache:
                 if place < n_full:
                     self._pair(one, blocks[place])
         self.used += needed
-        if spare:
-            self._spare[copy] = None
+        if spare is not None:
+            self._spare[copy] = spare
         return copy
 
     def present(self, copy: HostCopy, n_tokens: int) -> list[int]:
@@ -101,25 +107,19 @@ class HostCache:
             blocks.append(one.twin)
         return blocks
 
-    def get(self, copy: HostCopy, n_tokens: int, present: Sequence[int]) -> tuple[list[int], int]:
-        """Blocks with the first tokens of a copy, the first of which are `present`, and a slot with its states.
-
-        There has to be room for them in the cache, and whoever asks has a share in those that are present. The copy stays.
-        """
+    def restore(self, copy: HostCopy, n_tokens: int, blocks: Sequence[int], slot: int, n_present: int) -> None:
+        """Make blocks and a slot what the first tokens of a copy were; so many of the blocks are so already. The copy stays."""
         n_full, rest = divmod(n_tokens, self._cache.block_size)
-        blocks = [*present, *self._cache.take(n_full + bool(rest) - len(present))]
-        for place in range(len(present), len(blocks)):
+        for place in range(n_present, n_full + bool(rest)):
             self._cache.restore(blocks[place], self._to_device(copy.blocks[place].contents))
             if place < n_full:
                 self._pair(copy.blocks[place], blocks[place])
-        slot = self._cache.states.take()
         if copy.states is not None:
             self._cache.states.restore(slot, self._to_device(copy.states))
         if copy in self._spare:
             self._spare[copy] = self._spare.pop(copy)
-        self.tokens_in += n_tokens - len(present) * self._cache.block_size
+        self.tokens_in += n_tokens - n_present * self._cache.block_size
         self.prefills_saved += 1
-        return blocks, slot
 
     def forget(self, copy: HostCopy) -> None:
         """Let go of a copy; what others share stays."""

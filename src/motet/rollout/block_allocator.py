@@ -121,8 +121,8 @@ class BlockAllocator:
         if not self._kept.make_room(n_blocks - len(present) + more, 1) or copy.gone:
             self._cache.give_back(present)
             return False
-        owner.blocks, owner.slot = self._host.get(copy, n_tokens, present)
-        owner.blocks += self._cache.take(n_blocks - len(owner.blocks))
+        owner.blocks, owner.slot = [*present, *self._cache.take(n_blocks - len(present))], self._cache.states.take()
+        self._host.restore(copy, n_tokens, owner.blocks, owner.slot, len(present))
         return True
 
     def _blocks_of(self, n_tokens: int) -> int:

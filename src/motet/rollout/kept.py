@@ -40,7 +40,7 @@ class KeptSequences:
         """`stateful`: whether the base has states, which can be gone on from at the end of a sequence alone."""
         self._cache, self._host, self._most, self._stateful = cache, host, most_blocks, stateful
         self._kept: dict[Kept, None] = {}
-        """The least recently used first; those in host memory may have been forgotten there."""
+        """The least recently used first."""
         self._held: Counter[int] = Counter()
         """Blocks of the cache, by how many kept sequences have them."""
 
@@ -71,7 +71,7 @@ class KeptSequences:
         request = prompt.request
         best, most = None, 0
         for one in [one for one in self._kept if one.episode in request.episodes]:
-            if one.adapter != request.adapter or (one.copy is not None and one.copy.gone):
+            if one.adapter != request.adapter:
                 self._drop(one)
                 continue
             known = min(_common(one.token_ids, request.prompt_ids), len(request.prompt_ids) - 1)
@@ -123,7 +123,7 @@ class KeptSequences:
 
     def _page_out(self, one: Kept) -> None:
         """Move a sequence to host memory, or let go of it."""
-        one.copy = self._host.put(one.blocks, one.slot, len(one.token_ids), spare=True)
+        one.copy = self._host.put(one.blocks, one.slot, len(one.token_ids), spare=lambda: self._drop(one))
         if one.copy is None:
             self._drop(one)
         else:

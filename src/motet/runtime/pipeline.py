@@ -226,8 +226,7 @@ class Pipeline:
             _move(job, *_outcome(job, state, self._pauses.get(job.name, ""), preempted=job.name in self._preempted))
         except asyncio.CancelledError:
             if not (self._closing and self._stays):  # a service that is torn down leaves its jobs as they are
-                state, what = (JobState.PAUSED, "stopped") if self._closing else (JobState.CANCELLED, "cancelled")
-                _move(job, state, f"{what} after step {job.progress.step}")
+                _move(job, *_cut_off(self._closing, f"after step {job.progress.step}"))
         except DeviceError as error:
             self._restart(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
@@ -239,8 +238,8 @@ class Pipeline:
     def _never_began(self, job: Job, task: asyncio.Task[None]) -> None:
         """A task that is cancelled before its first line runs neither that line nor its `finally`."""
         if self._tasks.get(job.name) is task:
-            if not self._closing:
-                _move(job, JobState.CANCELLED, "cancelled before it began")
+            if not (self._closing and self._stays):
+                _move(job, *_cut_off(self._closing, "before it began"))
             self._release(job)
 
     def _release(self, job: Job) -> None:
@@ -288,6 +287,11 @@ def _move(job: Job, state: JobState, message: str = "") -> None:
         job.move(state, message)
     except RunError as error:  # a full disk: the state holds here, and the next process starts from the last commit
         job.progress.message = f"{message} ({error})" if message else str(error)
+
+
+def _cut_off(closing: bool, when: str) -> tuple[JobState, str]:
+    """The state of a job that is ended on its way, and what to say of it; when its run closes, it may go on later."""
+    return (JobState.PAUSED, f"stopped {when}") if closing else (JobState.CANCELLED, f"cancelled {when}")
 
 
 def _may_begin(job: Job) -> bool:

@@ -58,10 +58,11 @@ def _through(
 ) -> tuple[Tensor, Tensor]:
     places_NC, n_chunks = _chunks(wave)
     query, key, value, log_decay = (_gather(one, places_NC) for one in (query_RHK, key_RHK, value_RHV, log_decay_RH))
-    sum_NHC = log_decay.cumsum(-1)
+    sum_NHC = log_decay.double().cumsum(-1)  # in fp32 differences of small decays would be lost behind a large one
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=sum_NHC.device).triu(1)
-    decay_NHCC = (sum_NHC[..., None] - sum_NHC[..., None, :]).masked_fill(later, -torch.inf).exp()
-    held, delta = key * sum_NHC.exp()[..., None], value
+    decay_NHCC = (sum_NHC[..., None] - sum_NHC[..., None, :]).masked_fill(later, -torch.inf).float().exp()
+    passed_NHC1 = sum_NHC.float().exp()[..., None]
+    held, delta = key * passed_NHC1, value
     if beta_RH is not None:
         beta = _gather(beta_RH, places_NC)[..., None]
         mixed_NHCC = (beta * (key @ key.mT) * decay_NHCC).tril(-1)
@@ -69,9 +70,9 @@ def _through(
         held, delta = torch.linalg.solve_triangular(mixed_NHCC, both, upper=False, unitriangular=True).split(
             [key.shape[-1], value.shape[-1]], dim=-1
         )
-    reads, scores_NHCC = query * sum_NHC.exp()[..., None], (query @ key.mT) * decay_NHCC
+    reads, scores_NHCC = query * passed_NHC1, (query @ key.mT) * decay_NHCC
     last_NH11 = sum_NHC[..., -1:, None]
-    writes, fades = key * (last_NH11 - sum_NHC[..., None]).exp(), last_NH11.exp()
+    writes, fades = key * (last_NH11 - sum_NHC[..., None]).float().exp(), last_NH11.float().exp()
     outputs, ended = [], []
     for count, *parts in zip(
         n_chunks, *(one.split(n_chunks) for one in (held, delta, reads, scores_NHCC, writes, fades)), strict=True

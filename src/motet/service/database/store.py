@@ -320,6 +320,8 @@ def _migrate(engine: Engine) -> None:
         config.attributes["connection"] = connection
         if connection.dialect.name == "postgresql":  # another process may begin on the same empty database
             connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
+        else:  # Python's SQLite begins no transaction of its own before tables are changed: half of it would stay
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
         if inspect(connection).has_table("alembic_version"):
             command.upgrade(config, "head")
         else:
