@@ -55,12 +55,12 @@ PEFTS = (*tiny.DENSE, *tiny.HYBRID_IN_PEFT, "qwen3_moe", "llama4")
 
 @pytest.mark.parametrize("name", few(PEFTS, "llama", "minicpm3", "gemma3n", "falcon_h1", "qwen3_moe"))
 def test_gradients_and_steps_equal_peft(name, tmp_path):
-    """Gradients within 2e-5 of the largest, weights after two AdamW steps within 1e-3 of a step's length.
+    """Gradients within 5e-5 of the largest, weights after two AdamW steps within 1e-3 of a step's length.
 
     Of a stock mixer that takes chunks the last digits are wrong: in fp64 they are Motet's.
     """
     base = tiny.base(name)
-    near, step = (2e-3, 5e-2) if base.stateful else (2e-5, 1e-3)
+    near, step = (2e-3, 5e-2) if base.stateful else (5e-5, 1e-3)
     trainer, segment = make_trainer(base), make_segment("a")
     trainer.save_adapter("a", tmp_path, optimizer=False)
     model = PeftModel.from_pretrained(tiny.stock(name), tmp_path, is_trainable=True)
