@@ -401,3 +401,12 @@ def test_who_has_no_key_is_not_told_where_things_lie(tmp_path: Path) -> None:
         house.app.state.loop.call_soon_threadsafe(there.set)
         assert house.ask("GET", "/readyz", "none").json()["message"] == "math: is not there yet"
         assert "10.0.0.7" in house.ask("GET", "/readyz").json()["message"]
+        house.store.close()
+        (database,) = tmp_path.glob("**/*.db")
+        database.rename(database.with_suffix(".away"))
+        database.mkdir()
+        away = house.ask("GET", "/readyz", "none").json()
+        assert away["message"] == "the database does not answer"
+        assert away["bases"] == {"small": "small", "math": "math"}
+        database.rmdir()
+        database.with_suffix(".away").rename(database)
