@@ -186,6 +186,10 @@ def test_each_base_has_its_own_servers_or_those_that_the_file_launches() -> None
     launch = {"engine": "vllm", "launch": {"devices": ["0", "1", "2"]}}
     config = ServiceConfig.model_validate({"rollout": launch, "bases": {"a": {"base": "/a", "hosts": 2}, "b": "/b"}})
     assert [one.rollout["launch"]["devices"][0] for one in hosts_of(config)] == ["0", "1", "2"]
+    two = {"engine": "vllm", "launch": {"devices": ["0", "1", "2"], "replicas": 2, "gpu_memory_utilization": 0.4}}
+    config = ServiceConfig.model_validate({"rollout": launch, "bases": {"a": {"base": "/a", "rollout": two}, "b": "/b"}})
+    first, second = (one.rollout["launch"]["devices"] for one in hosts_of(config))
+    assert (first[:2], second[:1]) == (["0", "1"], ["2"]), "also where something else differs"
 
 
 def test_servers_of_two_bases_and_settings_without_effect_are_refused() -> None:
