@@ -15,10 +15,10 @@ _LACKING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """What binding to an address fails with that `localhost` has and some machines lack: all of IPv6, or this address of it."""
 
 
-def bound(host: str, port: int, found: Callable[..., Sequence[Any]] = socket.getaddrinfo) -> list[socket.socket]:
+def bound(host: str, port: int, addresses: Callable[..., Sequence[Any]] = socket.getaddrinfo) -> list[socket.socket]:
     """A socket for each address of a host, which refuses connections until something listens; port 0 takes a free one.
 
-    `found` tells the addresses of a host.
+    `addresses` tells the addresses of a host.
 
     Raises:
         ConfigError: the port is taken, or no address of the host is this machine's.
@@ -26,7 +26,7 @@ def bound(host: str, port: int, found: Callable[..., Sequence[Any]] = socket.get
     with contextlib.ExitStack() as stack:
         sockets: list[socket.socket] = []
         try:
-            for family, kind, protocol, _, address in found(
+            for family, kind, protocol, _, address in addresses(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             ):
                 try:
