@@ -314,6 +314,26 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
     asyncio.run(go())
 
 
+def test_a_base_that_comes_while_the_database_is_away_takes_questions(tmp_path: Path) -> None:
+    def open_jobs() -> list[AddJob]:
+        raise OSError("the database is away")
+
+    async def go() -> None:
+        client = EngineClient([Start("a", "", {}, {}, {}, [], 1.0, ANY_SIZE, serves="a")], tmp_path, _no_machine)
+        client.start(
+            EngineHandlers(
+                open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
+            )
+        )
+        client.hosts[0].ready = True
+        client._hear(client.hosts[0], Ready([]))
+        async with asyncio.timeout(5):
+            await client.there["a"].wait()
+        await client.kill()
+
+    asyncio.run(go())
+
+
 # --- from several bases to one -----------------------------------------------------------------------------------------------
 
 TWO: Json = {"small": "small", "math": {"base": "/models/math"}}
