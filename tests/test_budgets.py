@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,40 @@ def test_the_cache_holds_a_full_batch_where_memory_allows_and_the_longest_sequen
     assert budgets.kv_tokens(needs, 8, 64, 1, GIB) == 9 * 192
     assert budgets.kv_tokens(needs, 8, 64, 10, 6000) == 576
     assert budgets.kv_tokens(needs, 8, 64, 10, 100) == 192
+
+
+def written(root: Path, files: dict[str, object]) -> None:
+    """Files with these texts."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+
+
+V1 = {"limit": "memory/memory.limit_in_bytes", "used": "memory/memory.usage_in_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "left"),
+    [
+        ("0::/", {}, 8),
+        ("0::/a/b", {"a/b/memory.max": 4 * GIB, "a/b/memory.current": 3 * GIB}, 1),
+        ("0::/a/b", {"a/b/memory.max": "max", "a/memory.max": 4 * GIB, "a/memory.current": 2 * GIB}, 2),
+        (
+            "0::/a",
+            {"a/memory.max": 4 * GIB, "a/memory.current": 3 * GIB, "a/memory.stat": f"anon 1\ninactive_file {GIB}"},
+            2,
+        ),
+        ("0::/a", {"a/memory.max": 64 * GIB, "a/memory.current": GIB}, 8),
+        ("0::/a", {"a/memory.max": GIB, "a/memory.current": 2 * GIB}, 0),
+        ("0::/../x", {"memory.max": 4 * GIB}, 8),
+        ("3:cpu:/x\n5:memory:/docker/x", {V1["limit"]: 4 * GIB, V1["used"]: GIB}, 3),  # the container's own is the root
+        ("5:memory:/", {V1["limit"]: 0x7FFFFFFFFFFFF000, V1["used"]: GIB}, 8),
+    ],
+)
+def test_memory_is_what_the_machine_and_the_limits_of_a_container_leave(
+    tmp_path: Path, own: str, files: dict[str, object], left: int
+) -> None:
+    written(tmp_path / "proc", {"meminfo": f"MemTotal: 99 kB\nMemAvailable: {8 * GIB // 1024} kB", "self/cgroup": own})
+    stats = {str(Path(name).parent / "memory.stat"): "anon 1" for name in files}
+    written(tmp_path / "cgroup", {**stats, **files})
+    assert budgets.available_memory(tmp_path / "proc", tmp_path / "cgroup") == left * GIB

@@ -342,6 +342,15 @@ def test_what_an_instance_has_as_its_reward_counts_where_nothing_else_says_it(fi
     assert "self.reward is 'much', not a finite number" in odd.error
 
 
+def test_what_an_instance_has_as_its_reward_is_not_counted_beside_that_of_the_job(file: Path) -> None:
+    async def score(rollouts: Sequence[Rollout]) -> list[Scored]:
+        return [Scored(0.25, {"own": 0.25}) for _ in rollouts]
+
+    said = [call("increment", by=3), "Done."]
+    ((one,), _, _) = played(file, "Counter", lambda index, turn, read: said[turn], 1, score=score)
+    assert (one.reward, one.reward_parts) == (0.25, {"own": 0.25})
+
+
 def test_one_that_nothing_rewards_says_so(file: Path) -> None:
     file.write_text(OWN.replace("return None, 1.0", "return None").replace(", 0.0\n", "\n"))
     (rollout,), _, _ = played(file, "Guess", lambda index, turn, read: "7", 1)

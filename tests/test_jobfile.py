@@ -353,6 +353,7 @@ IDLE = {
     "rollout: {rows: 8}": "rollout.rows has no effect here: it is of servers; the embedded engine has engine.max_rows",
     f"engine: {{max_rows: 8}}\n{VLLM}": "engine.max_rows has no effect here: rollout.engine vllm does not read it",
     f"engine: {{samplers: 0}}\n{VLLM}": "engine.samplers has no effect here: rollout.engine vllm does not read it",
+    f"engine: {{kept_kv: 0.25}}\n{VLLM}": "engine.kept_kv has no effect here: rollout.engine vllm does not read it",
     "rollout: {engine: vllm, launch: {lora_backend: csgmv}}": "rollout.launch.lora_backend has no effect here",
     "rollout: {engine: vllm, launch: {colocate: true}}": "colocate: there is no such field; it is rollout.launch.gpu_memory",
 }

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import trustme
 
+from motet.channel import encode
+from motet.cluster.messages import ScoreRequest
 from motet.config import RewardConfig
 from motet.errors import RewardError
 from motet.tasks import reward_elsewhere
-from motet.tasks.reward_elsewhere import LONGEST_TRANSCRIPT, MASK, Chance, ScoreOrReason
+from motet.tasks.reward_elsewhere import LONGEST_TRANSCRIPT, MASK, Chance, ScoreOrReason, Transcripts
 from motet.tasks.reward_http import Addresses, HttpRewards, is_public
 from motet.tasks.reward_pool import RewardPool, Scored, problem_as_given
 from motet.types import Message, Problem, ToolCall
@@ -62,6 +64,29 @@ def pooled(url: str, **fields: Any) -> list[Scored]:
 
 
 # --- what it is asked, and what it may answer ---------------------------------------------------------------------------
+
+
+def test_a_group_with_long_conversations_is_sent_in_parts() -> None:
+    asked_of: list[int] = []
+
+    async def score(
+        job: str, reward: RewardConfig, problem: dict[str, Any], texts: list[str], transcripts: Transcripts
+    ) -> list[ScoreOrReason]:
+        encode(ScoreRequest(0, job, {}, problem, texts, transcripts))
+        asked_of.append(len(texts))
+        return [float(text) for text in texts]
+
+    async def work() -> list[Scored]:
+        pool = RewardPool(1, {"http": score})
+        try:
+            await pool.register("job", [RewardConfig(name="http", args={"url": "https://example.org"})])
+            talk = (Message("user", "x" * (LONGEST_TRANSCRIPT - 1000)), Message("assistant", ""))
+            return await pool.score("job", PROBLEM, [str(n) for n in range(70)], [talk] * 70)
+        finally:
+            await pool.close()
+
+    assert [one.reward for one in asyncio.run(work())] == list(range(70))
+    assert asked_of == [32, 32, 6]
 
 
 def test_problem_and_completions_are_posted_and_numbers_come_back(server: Scorer) -> None:

@@ -24,6 +24,7 @@ from motet.config.engine import ClusterConfig
 from motet.config.service import ANY_SIZE, Largest, ServiceConfig
 from motet.errors import ConfigError
 from motet.hosting.server import away_seconds
+from motet.jobfile import load_service
 from motet.launch import load
 from motet.running import run_config
 from motet.runtime.slots import Rule
@@ -186,6 +187,12 @@ def test_each_base_has_its_own_servers_or_those_that_the_file_launches() -> None
     launch = {"engine": "vllm", "launch": {"devices": ["0", "1", "2"]}}
     config = ServiceConfig.model_validate({"rollout": launch, "bases": {"a": {"base": "/a", "hosts": 2}, "b": "/b"}})
     assert [one.rollout["launch"]["devices"][0] for one in hosts_of(config)] == ["0", "1", "2"]
+    two = {"engine": "vllm", "launch": {"devices": ["0", "1", "2"], "replicas": 2, "gpu_memory_utilization": 0.4}}
+    config = ServiceConfig.model_validate(
+        {"rollout": launch, "bases": {"a": {"base": "/a", "rollout": two}, "b": "/b"}}
+    )
+    first, second = (one.rollout["launch"]["devices"] for one in hosts_of(config))
+    assert (first[:2], second[:1]) == (["0", "1"], ["2"]), "also where something else differs"
 
 
 def test_servers_of_two_bases_and_settings_without_effect_are_refused() -> None:
@@ -196,6 +203,18 @@ def test_servers_of_two_bases_and_settings_without_effect_are_refused() -> None:
         ServiceConfig.model_validate({"bases": {"a": {"base": "/a", "samplers": 0, "rollout": servers}}})
     with pytest.raises(ValidationError, match=r"rollout\.rows has no effect here"):
         ServiceConfig.model_validate({"bases": {"a": {"base": "/a", "rollout": {"rows": 3}}}})
+
+
+def test_a_file_may_say_for_one_base_what_the_servers_of_another_do_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "service.yaml"
+    shared = "engine: {max_rows: 8}\nrollout: {engine: vllm, launch: {}}\n"
+    file.write_text(f"{shared}bases: {{a: {{base: small, rollout: embedded}}, b: small}}")
+    bases = load_service(file).bases
+    assert (bases["a"].max_rows, bases["b"].max_rows) == (8, EngineConfig().max_rows)
+    for alone in ("bases: {b: small}", ""):
+        file.write_text(shared + alone)
+        with pytest.raises(ConfigError, match=r"engine\.max_rows has no effect here"):
+            load_service(file)
 
 
 def test_a_job_may_be_as_large_as_the_servers_of_its_base_are_started_for(tmp_path: Path) -> None:
@@ -290,6 +309,26 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
         down.ready = True
         client._hear(down, Ready([]))
         await until(lambda: client.jobs_on(down) == 1)
+        await client.kill()
+
+    asyncio.run(go())
+
+
+def test_a_base_that_comes_while_the_database_is_away_takes_questions(tmp_path: Path) -> None:
+    def open_jobs() -> list[AddJob]:
+        raise OSError("the database is away")
+
+    async def go() -> None:
+        client = EngineClient([Start("a", "", {}, {}, {}, [], 1.0, ANY_SIZE, serves="a")], tmp_path, _no_machine)
+        client.start(
+            EngineHandlers(
+                open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
+            )
+        )
+        client.hosts[0].ready = True
+        client._hear(client.hosts[0], Ready([]))
+        async with asyncio.timeout(5):
+            await client.there["a"].wait()
         await client.kill()
 
     asyncio.run(go())
@@ -401,3 +440,12 @@ def test_who_has_no_key_is_not_told_where_things_lie(tmp_path: Path) -> None:
         house.app.state.loop.call_soon_threadsafe(there.set)
         assert house.ask("GET", "/readyz", "none").json()["message"] == "math: is not there yet"
         assert "10.0.0.7" in house.ask("GET", "/readyz").json()["message"]
+        house.store.close()
+        (database,) = tmp_path.glob("**/*.db")
+        database.rename(database.with_suffix(".away"))
+        database.mkdir()
+        away = house.ask("GET", "/readyz", "none").json()
+        assert away["message"] == "the database does not answer"
+        assert away["bases"] == {"small": "small", "math": "math"}
+        database.rmdir()
+        database.with_suffix(".away").rename(database)

@@ -331,6 +331,17 @@ def test_a_job_whose_base_is_not_served_any_more_says_so() -> None:
     assert [several.of(None), several.of("b"), several.of("/models/b")] == ["a", "b", "b"]
     with pytest.raises(ConfigError, match="'c' is not served any more"):
         several.of("c")
+    known = {"a": "/models/a", "b": "/models/b", "c": "/models/c"}
+    for now, (none, by_name, by_place) in {
+        ("/models/b",): (None, None, None),  # what is of `a` is not of the one that is alone now
+        ("/models/a",): ("/models/a", "/models/a", "/models/a"),
+        ("b", "c"): (None, None, None),  # nor of the one that stands first now
+        ("c", "a"): ("a", "a", "a"),
+    }.items():
+        later = Bases({name: known.get(name, name) for name in now})
+        later.known = known
+        found = [None if later.missing(one) else later.of(one) for one in (None, "a", "/models/a")]
+        assert found == [none, by_name, by_place], now
     alike = Bases({"a": "/models/x", "b": "/other/x"})
     assert (alike.alike("/home/x"), alike.alike("/models/x")) == (None, "a")
 

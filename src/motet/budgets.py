@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 _MOST_SAMPLERS = 7
 _SMALL_MODEL = 500_000_000
@@ -39,14 +40,41 @@ def tick_threads(threads: int, n_samplers: int, n_parameters: int) -> int:
     return 1 if n_samplers or n_parameters < _SMALL_MODEL else threads
 
 
-def available_memory() -> int:
-    """Bytes of main memory that can be had without swapping."""
-    meminfo = Path("/proc/meminfo")
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of main memory that can be had without swapping: of the machine, and within the limits of a container."""
+    return max(0, min([_of_machine(proc / "meminfo"), *_below_limits(proc / "self" / "cgroup", cgroups)]))
+
+
+def _of_machine(meminfo: Path) -> int:
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES")) // 2
+
+
+def _below_limits(own: Path, cgroups: Path) -> Iterator[int]:
+    """What each cgroup of this process and each above it has left; a container may see its own as the root, under any path."""
+    for line in own.read_text().splitlines() if own.exists() else ():
+        number, kinds, path = line.split(":", 2)
+        if number == "0":
+            root, most, used, files = cgroups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in kinds.split(","):
+            root, files = cgroups / "memory", "total_inactive_file"
+            most, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        below = PurePosixPath(path.lstrip("/"))
+        for one in () if ".." in below.parts else (below, *below.parents):
+            with contextlib.suppress(OSError, ValueError):  # it has no limit, or `max`
+                left = int((root / one / most).read_text()) - int((root / one / used).read_text())
+                yield left + _in_stat(root / one / "memory.stat", files)
+
+
+def _in_stat(stat: Path, name: str) -> int:
+    """Page cache that counts as used and is given up before anything else."""
+    lines = (line.split() for line in stat.read_text().splitlines())
+    return next((int(line[1]) for line in lines if line[0] == name), 0)
 
 
 def rows_with_states(max_rows: int, state_bytes: int, memory: int) -> int:

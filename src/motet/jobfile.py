@@ -70,10 +70,12 @@ def _read_service(path: Path) -> ServiceConfig:
     for name in tree:
         if name not in ServiceConfig.model_fields:
             raise ConfigError(f"{path}: {name}: {no_such_field(str(name), ServiceConfig)}")
-    job = {"name": "none", "data": "toy:add", "reward": "exact"}
-    of_run = {name: tree[name] for name in ("engine", "rollout", "cluster") if name in tree}
-    validate({"base": "small", "run": "none", **of_run, "jobs": [job]}, str(path))  # errors as for a job file
+    together = ("engine", "rollout", "cluster")
+    for names in (("engine", "cluster"), ("rollout",)) if tree.get("bases") else (together,):
+        _validate_of_run(tree, names, path)
     config = _valid(ServiceConfig, tree, str(path))
+    if all(base.rollout.engine != "embedded" for base in config.bases.values()):
+        _validate_of_run(tree, together, path)  # else a base reads what the servers of another do not
     rewards = {
         name: one.model_copy(update={"function": _resolve_code(one.function, path.parent)})
         for name, one in config.rewards.items()
@@ -82,6 +84,13 @@ def _read_service(path: Path) -> ServiceConfig:
         name: one.model_copy(update={"base": _full_base(one.base, path.parent)}) for name, one in config.bases.items()
     }
     return config.model_copy(update={"rewards": rewards, "bases": bases})
+
+
+def _validate_of_run(tree: Tree, names: Sequence[str], path: Path) -> None:
+    """Errors as for a job file, in what a service's file has of one."""
+    job = {"name": "none", "data": "toy:add", "reward": "exact"}
+    of_run = {name: tree[name] for name in names if name in tree}
+    validate({"base": "small", "run": "none", **of_run, "jobs": [job]}, str(path))
 
 
 def _read_tree(path: Path) -> Any:

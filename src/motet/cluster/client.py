@@ -241,6 +241,9 @@ class EngineClient:
     async def _place_open(self, handlers: EngineHandlers) -> None:
         if not any(host.ready for host in self.hosts):
             return
+        for base, there in self.there.items():
+            if self._answering(base):  # also while the database is away: questions can be answered
+                there.set()
         if self._unplaced or self._jobs.can_place_more():
             self._asked.clear()
             self._unplaced = False
@@ -250,9 +253,6 @@ class EngineClient:
             for message in messages:
                 if str(message.job["name"]) not in self._asked:  # else what was read may be old: it is read again
                     self._place(message, loads)
-        for base, there in self.there.items():
-            if self._answering(base):
-                there.set()
         for host, job in self._jobs.moves():
             host.send(m.ReleaseJob(job))
 

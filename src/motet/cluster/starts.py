@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -11,7 +12,7 @@ from motet import budgets
 from motet.cluster.host import Launch
 from motet.cluster.messages import Start
 from motet.config.engine import ClusterConfig, EngineConfig
-from motet.config.rollout import LaunchConfig, RolloutConfig
+from motet.config.rollout import RolloutConfig
 from motet.errors import ConfigError
 
 
@@ -33,13 +34,14 @@ def starts_of(bases: Sequence[tuple[Start, EngineConfig, RolloutConfig]]) -> lis
     devices = [device for _, engine, _ in bases for device in _devices(engine)]
     sampling = [device for _, engine, rollout in bases if not _served(rollout) for device in _devices(engine)]
     made: list[Start] = []
-    launching: list[LaunchConfig | None] = []
+    launched: Counter[tuple[str, ...]] = Counter()  # replicas, by the devices that they share
     for start, engine, rollout in bases:
-        before = launching.count(rollout.launch)  # hosts of another base that start the same servers
+        among = tuple(rollout.launch.devices) if rollout.launch is not None else ()
+        before = launched[among]
         for number in range(engine.hosts):
             own = engine_of_host(engine, number, devices, [] if _served(rollout) else sampling)
             servers = rollout_of_host(rollout, number, engine.hosts, before)
-            launching.append(rollout.launch)
+            launched[among] += rollout.launch.replicas if rollout.launch is not None else 0
             made.append(
                 replace(
                     start,
@@ -85,7 +87,7 @@ def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, before: int =
     """The servers of one host, which no other host has: so nobody publishes to them, or unloads from them, but this one.
 
     Of `urls`, with their agents, each host has every so manieth; what `launch` starts is of each, on devices of its own, after
-    those of so many hosts `before`, of another base.
+    those of so many replicas `before`, of other bases that name the same devices.
 
     Raises:
         ConfigError: there are fewer servers than hosts.
@@ -99,7 +101,7 @@ def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, before: int =
             )
         own = {"urls": rollout.urls[host::hosts], "agents": rollout.agents[host::hosts]}
     if rollout.launch is not None and (devices := rollout.launch.devices):
-        first = (before + host) * rollout.launch.replicas % len(devices)
+        first = (before + host * rollout.launch.replicas) % len(devices)
         own["launch"] = rollout.launch.model_copy(update={"devices": [*devices[first:], *devices[:first]]})
     return rollout.model_copy(update=own)
 

@@ -6,12 +6,19 @@ import contextlib
 import errno
 import os
 import socket
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from motet.errors import ConfigError
 
+_LACKING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""What binding to an address fails with that `localhost` has and some machines lack: all of IPv6, or this address of it."""
 
-def bound(host: str, port: int) -> list[socket.socket]:
+
+def bound(host: str, port: int, addresses: Callable[..., Sequence[Any]] = socket.getaddrinfo) -> list[socket.socket]:
     """A socket for each address of a host, which refuses connections until something listens; port 0 takes a free one.
+
+    `addresses` tells the addresses of a host.
 
     Raises:
         ConfigError: the port is taken, or no address of the host is this machine's.
@@ -19,17 +26,17 @@ def bound(host: str, port: int) -> list[socket.socket]:
     with contextlib.ExitStack() as stack:
         sockets: list[socket.socket] = []
         try:
-            for family, kind, protocol, _, address in socket.getaddrinfo(
+            for family, kind, protocol, _, address in addresses(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             ):
-                one = stack.enter_context(socket.socket(family, kind, protocol))
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 try:
+                    one = stack.enter_context(socket.socket(family, kind, protocol))
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    if family == socket.AF_INET6:
+                        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                     one.bind((address[0], port, *address[2:]))
                 except OSError as error:
-                    if error.errno != errno.EADDRNOTAVAIL:  # `localhost` has an address that some machines lack
+                    if error.errno not in _LACKING:
                         raise
                 else:
                     port = one.getsockname()[1]
@@ -43,3 +50,10 @@ def bound(host: str, port: int) -> list[socket.socket]:
             ) from error
         stack.pop_all()
         return sockets
+
+
+def url_of(sockets: Sequence[socket.socket]) -> str:
+    """Where clients reach what listens on these: by IPv4, where one of them is of it."""
+    one = min(sockets, key=lambda one: one.family != socket.AF_INET)
+    host, port = one.getsockname()[:2]
+    return f"http://[{host}]:{port}" if one.family == socket.AF_INET6 else f"http://{host}:{port}"

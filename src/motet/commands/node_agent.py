@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
-from motet.commands.listening import bound
+from motet.commands.listening import bound, url_of
 from motet.errors import ConfigError
 from motet.rollout.dialects import DIALECTS
 from motet.servers import MEMORY
@@ -45,14 +45,14 @@ def listen(
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]}, which is to start the server, is not found; give its path")
     sockets = bound(host, port)
-    host, port = sockets[0].getsockname()[:2]
+    port = sockets[0].getsockname()[1]
     place = directory or (MEMORY if MEMORY.is_dir() else Path.cwd()) / f"motet-node-agent-{port}"
     log = Path(f"motet-node-agent-{port}.log").resolve()
     kept = NodeServer(command, log) if command else None
     agent = NodeAgent(server.rstrip("/"), DIALECTS[engine], place.expanduser().resolve(), key, kept)
     if kept is not None:
         print(f"The server is started, and started again when it dies or hangs; it writes to {log}", flush=True)
-    print(f"Versions that are sent to http://{host}:{port} are written to {place} and loaded into {server}", flush=True)
+    print(f"Versions that are sent to {url_of(sockets)} are written to {place} and loaded into {server}", flush=True)
     uvicorn.Server(uvicorn.Config(agent.app(), log_level="warning")).run(sockets)
 
 

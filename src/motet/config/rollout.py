@@ -11,7 +11,9 @@ from motet.section import Config
 
 VERSIONS_BESIDES = 2
 """Versions of a job that servers hold at a time, besides one for each step that it may lag."""
-OF_SAMPLING = ("samplers", "max_rows", "kv_tokens", "kv_memory_fraction", "host_kv_memory_fraction", "prefill_tokens")
+OF_SAMPLING = (
+    "samplers", "max_rows", "kv_tokens", "kv_memory_fraction", "host_kv_memory_fraction", "kept_kv", "prefill_tokens"
+)  # fmt: skip
 """Fields of `engine` that the embedded engine reads alone."""
 
 

@@ -79,14 +79,16 @@ class Bases:
         return f"its base {name!r} is not served any more; whoever runs the service puts it back under `bases`"
 
     def _former(self, stored: str | None) -> str | None:
-        """The name of one of several that were served once, as something was stored under it."""
-        return next(iter(self.known), None) if stored is None else stored if stored in self.known else None
+        """The name of one of several that were served once, as something was stored under it, or under what that base is."""
+        if stored is None or stored in self.known:
+            return stored or next(iter(self.known), None)
+        return next((name for name, place in self.known.items() if place == stored), None)
 
     def _now(self, stored: str | None) -> str | None:
         """The name under which the base is served now that something was stored under."""
-        if self.several or (former := self._former(stored)) is None:
+        if (former := self._former(stored)) is None:
             return self.find(stored)
-        return self.find(former) or self.find(self.known[former])
+        return (stored and self.find(stored)) or self.find(former) or self.find(self.known[former])
 
     def hides(self, name: str) -> bool:
         """Whether a model of this name would be taken for a base; a single base has had its name from the start."""

@@ -10,7 +10,7 @@ own is written in one of two ways, or in both:
     def list_tools(self) -> list              # schemas of tools that are no methods, which
     def call_tool(self, name, arguments)      # is asked for
     done: bool                                # once true, the episode has ended
-    reward: float                             # of the whole episode, where there is neither step nor get_reward
+    reward: float                             # of the whole episode, where neither these nor the job have a reward
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Environments:
             finally:
                 _close(first)
         steps, judges = (hasattr(self._class, name) for name in ("step", "get_reward"))
-        return m.EnvironmentLoaded(tools, steps, judges or not steps)
+        return m.EnvironmentLoaded(tools, steps, judges)
 
     def answer(self, episode: str, action: m.AnyAction) -> m.EpisodeReply:
         """One call of an episode."""

@@ -229,7 +229,8 @@ async def _run_episode(
             (chunk,) = await whole(context.generate(prompt, (rollout.index,), turn), 1)
         except EngineError as error:  # so many turns may be too long for this rollout and not for the others
             return replace(rollout, error=str(error))
-    return await _with_own_rewards(workers, rollout, episode)
+    info = workers.info
+    return await _with_own_rewards(rollout, episode, info.judges or not (info.steps or context.judged))
 
 
 async def _replies(
@@ -252,15 +253,15 @@ async def _replies(
     return said, reply.reward, reply.done, reply.error
 
 
-async def _with_own_rewards(workers: EnvironmentWorkers, rollout: Rollout, episode: Episode) -> Rollout:
-    """With what the environment gives: the sum of its turns' rewards, and of the whole episode."""
+async def _with_own_rewards(rollout: Rollout, episode: Episode, asked: bool) -> Rollout:
+    """With what the environment gives: the sum of its turns' rewards, and, where it is `asked`, of the whole episode."""
     if rollout.error:
         return rollout
     parts = {}
     turns = [turn.reward for turn in rollout.turns if turn.reward is not None]
     if turns:
         parts["turns"] = float(sum(turns))
-    if workers.info.judges:
+    if asked:
         reply = await episode.do(m.Judge())
         if reply.error:
             return replace(rollout, error=reply.error)

@@ -22,6 +22,8 @@ MOST_LETTERS = 4000
 """Of the text that says why there is no score."""
 LONGEST_TRANSCRIPT = 2**20
 """Characters of a conversation, as JSON, that is sent to be scored."""
+MOST_TOGETHER = 2**25
+"""Bytes of answers and conversations that are sent together: half of what a message holds, as the problem is sent too."""
 
 
 class Chance(str):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_elsewhere import (
     ELSEWHERE,
     LONGEST_TRANSCRIPT,
+    MOST_TOGETHER,
     SEES_ALL,
     Chance,
     Elsewhere,
@@ -256,13 +257,15 @@ class RewardPool:
         given = problem_as_given(problem)
         sees_all = reward.name in SEES_ALL
         seen = [as_json(as_given(answer.transcript)) if sees_all else [] for answer in answers]
-        lengths = [len(json.dumps(one, ensure_ascii=False)) for one in seen]
+        written = [json.dumps(one, ensure_ascii=False) for one in seen]
+        lengths = [len(one) for one in written]
         sent = [n for n, length in enumerate(lengths) if length <= LONGEST_TRANSCRIPT]
         parts = [_Part(error=_too_long(length)) for length in lengths]
-        if sent:
-            texts, talks = [answers[n].text for n in sent], [seen[n] for n in sent]
+        sizes = [len((one + answer.text).encode()) for one, answer in zip(written, answers, strict=True)]
+        for some in _in_parts(sent, sizes):
+            texts, talks = [answers[n].text for n in some], [seen[n] for n in some]
             scores = await self._elsewhere[reward.name](job.name, reward, given, texts, talks if any(talks) else [])
-            for n, score in zip(sent, scores, strict=True):
+            for n, score in zip(some, scores, strict=True):
                 parts[n] = _part(score)
         return parts
 
@@ -340,6 +343,18 @@ def problem_as_given(problem: Problem) -> dict[str, Any]:
     fields = {**asdict(problem), "messages": as_given(problem.messages)}
     del fields["continuation"]
     return fields
+
+
+def _in_parts(sent: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Answers that are sent together, as many as fit into one message."""
+    part: list[int] = []
+    for n in sent:
+        if part and sum(sizes[one] for one in part) + sizes[n] > MOST_TOGETHER:
+            yield part
+            part = []
+        part.append(n)
+    if part:
+        yield part
 
 
 def _too_long(length: int) -> str:

@@ -92,7 +92,7 @@ class EnvironmentLoaded(Message, frozen=True):
     steps: bool = False
     """Whether it has `step`."""
     judges: bool = False
-    """Whether an instance may say what its episode is worth."""
+    """Whether it has `get_reward`."""
     agent: bool = False
     """It is no class, but a function that is an agent and runs elsewhere."""
 

@@ -43,9 +43,9 @@ def ready(
 
     Reasons, and what bases are, name places of this machine: they are for who brings a key.
     """
-    known = access.allows(request)
+    known = (alive := store.alive()) and access.allows(request)  # who that is cannot be told without the database
     message = engine.failure or ("" if engine.ready else _STARTING)
-    message = (message or recorder.failure) if (alive := store.alive()) else "the database does not answer"
+    message = (message or recorder.failure) if alive else "the database does not answer"
     status = "unavailable" if message else "ok"
     away = [name for name, there in engine.there.items() if not there.is_set()]
     if alive and not known and message not in ("", _STARTING):
