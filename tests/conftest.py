@@ -6,6 +6,7 @@ With `CI=true` a test that is skipped without needing a GPU fails the run: a che
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,20 @@ def _one_torch_thread() -> Iterator[None]:
 def small_base_dir() -> Path:
     """The small base that ships with Motet."""
     return ROOT / "src" / "motet" / "assets" / "small-base"
+
+
+@pytest.fixture(scope="session")
+def twin(small_base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small base with one weight changed: an adapter of either fits both, and no answer is the same."""
+    from safetensors.torch import load_file, save_file  # torch is not imported for other tests
+
+    place = tmp_path_factory.mktemp("bases") / "twin-base"
+    shutil.copytree(small_base_dir, place)
+    (file,) = place.glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.norm.weight"] *= 1.25
+    save_file(weights, file, {"format": "pt"})
+    return place
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
 
 from motet.cluster.client import EngineClient
 from motet.cluster.host import Engine, EngineHandlers
@@ -30,7 +28,6 @@ from motet.running import run_config
 from motet.runtime.slots import Rule
 from motet.service.adapters.adapters import Adapters
 from motet.service.app import create_app
-from motet.service.bases import SMALL_BASE
 from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
 from motet.service.jobs.handover import Handover
@@ -50,18 +47,6 @@ START = Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
 
 
 # --- a service with servers of one of its bases ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small base with one weight changed."""
-    place = tmp_path_factory.mktemp("bases") / "twin-base"
-    shutil.copytree(SMALL_BASE, place)
-    (file,) = place.glob("*.safetensors")
-    weights = load_file(file)
-    weights["model.norm.weight"] *= 1.25
-    save_file(weights, file, {"format": "pt"})
-    return place
 
 
 @pytest.fixture(scope="module")

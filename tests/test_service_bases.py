@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
 
 import motet
 from motet import budgets
@@ -57,18 +55,6 @@ ASKED: Any = [{"role": "user", "content": "Sort the letters of DCBA."}]
 def job(name: str) -> Json:
     """Of some seconds."""
     return tiny(name, steps=6, optimizer={"lr": 1e-3})
-
-
-@pytest.fixture(scope="module")
-def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small base with one weight changed: an adapter of either fits both, and no answer is the same."""
-    place = tmp_path_factory.mktemp("bases") / "twin-base"
-    shutil.copytree(SMALL_BASE, place)
-    (file,) = place.glob("*.safetensors")
-    weights = load_file(file)
-    weights["model.norm.weight"] *= 1.25
-    save_file(weights, file, {"format": "pt"})
-    return place
 
 
 @pytest.fixture(scope="module")
