@@ -5,6 +5,7 @@ With `CI=true` a test that is skipped without needing a GPU fails the run: a che
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -16,7 +17,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; one t
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
-
 import pytest
 from hypothesis import settings
 
@@ -101,6 +101,11 @@ def tinker_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service
         yield found
 
 
+def pytest_collection() -> None:
+    """Look for no garbage while tests are collected: what that makes stays."""
+    gc.disable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files begin first; each is run by one worker, so that its fixtures are made once.
 
@@ -112,6 +117,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _place(item: pytest.Item) -> int:
     name = item.path.stem.removeprefix("test_")
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage among what tests make alone: among two million older objects each look takes half a second."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -142,6 +153,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run when a test was skipped that may not be."""
+    gc.unfreeze()  # what libraries look for at their end
     if _forbidden_skips:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

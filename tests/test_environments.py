@@ -423,7 +423,8 @@ jobs:
     data: {source: toy:add, size: 64, holdout: 16}
     environment: {name: "sums.py:Sums", max_turns: 3}
     sampling: {max_tokens: 6}
-    algorithm: {group_size: 8, groups_per_step: 8}
+    algorithm: {group_size: 8, groups_per_step: 4}
+    optimizer: {lr: 2.0e-3}
     steps: 12
     eval: {every: 0}
 """)

@@ -20,6 +20,8 @@ from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 CPU = torch.device("cpu")
 WIDTHS = (64, 96, 128, 192, 256, 384, 576, 1536)
 SCANNED = 4 * 10**5
+MOST_ROWS = 9 * 64
+"""Of all adapters of a case."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def trained(case: Case, fused: FusedLinears, adapters: list[AdapterWeights], mem
         start = stop
     room = case.lengths[0] + -case.lengths[0] % 4
     generator = torch.Generator().manual_seed(case.seed + 3)
-    x, slope = (torch.randn(1, 4096, width, generator=generator) for width in (case.n_in, sum(case.n_outs)))
+    x, slope = (torch.randn(1, MOST_ROWS, width, generator=generator) for width in (case.n_in, sum(case.n_outs)))
     x = x[:, :start].to(case.dtype).requires_grad_()
     y = torch.cat(
         TrainerRouting(segments, CPU, PaddedProducts(case.dtype, case.arithmetic), backward=True).linear(fused, x),
@@ -116,7 +118,7 @@ LENGTH = st.sampled_from((1, 2, 3, 4, 7, 8, 16, 33, 64))
         dtype=st.sampled_from((torch.float32, torch.bfloat16)),
         n_in=st.sampled_from(WIDTHS),
         n_outs=st.lists(st.sampled_from(WIDTHS), min_size=1, max_size=3).map(tuple),
-        lengths=st.lists(LENGTH, min_size=2, max_size=9).map(tuple),
+        lengths=st.lists(LENGTH, min_size=2, max_size=MOST_ROWS // 64).map(tuple),
         seed=st.integers(0, 10**6),
     )
 )
