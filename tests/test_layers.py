@@ -45,6 +45,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "workshop",
             "verbs",
             "preparing",
+            "slot_memory",
             "hosting",
             "servers",
             "simulation",

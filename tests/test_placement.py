@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,8 @@ from motet import budgets
 from motet.cluster.messages import Start
 from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.ray_hosts import cores_and_gpus
-from motet.cluster.starts import engine_of_host, launcher, starts
-from motet.config import ClusterConfig, EngineConfig, RolloutConfig
+from motet.cluster.starts import devices_of_servers, engine_of_host, launcher, starts
+from motet.config import ClusterConfig, EngineConfig, LaunchConfig, RolloutConfig
 from motet.config.service import ANY_SIZE
 from motet.errors import ConfigError
 from motet.runtime.slots import Claim, Rule
@@ -97,6 +98,35 @@ def test_hosts_share_the_cores_and_the_memory_unless_each_has_a_device() -> None
     assert {engine_of_host(one, 1).host_kv_memory_fraction for one in (whole, apart)} == {0.05}, (
         "the machine's is shared"
     )
+
+
+launches = st.builds(
+    lambda devices, replicas: LaunchConfig(devices=devices, replicas=replicas),
+    st.lists(st.sampled_from("01234"), min_size=1, max_size=5, unique=True),
+    st.integers(1, 7),
+)
+
+
+@given(st.lists(launches, min_size=1, max_size=5))
+def test_servers_take_the_devices_that_have_the_fewest(hosts: list[LaunchConfig]) -> None:
+    servers: Counter[str] = Counter()
+    for launch, own in zip(hosts, devices_of_servers(hosts), strict=True):
+        assert len(own) == launch.replicas
+        for device in own:
+            assert device in launch.devices
+            assert servers[device] == min(servers[other] for other in launch.devices)
+            servers[device] += 1
+
+    def laid(*lists: list[str], replicas: int = 1) -> list[list[str]]:
+        return devices_of_servers([LaunchConfig(devices=devices, replicas=replicas) for devices in lists])
+
+    assert laid(["0", "1"], ["0", "1", "2"], ["1", "2"]) == [["0"], ["1"], ["2"]]
+    assert laid(["0,1", "2,3"], ["1", "4"], ["0, 1", "2, 3"]) == [["0,1"], ["4"], ["2, 3"]]
+    assert laid(["0", "1"], ["0", "1"], ["2"], ["0,1", "2,3"]) == [["0"], ["1"], ["2"], ["2,3"]]
+    assert devices_of_servers([None, LaunchConfig(replicas=3), LaunchConfig(devices=["0"])]) == [[], [], ["0"]]
+    for listed in (["0", "1", "2"], ["0", "0", "1"], ["0,1", "1,2", "0"]):
+        in_turn = [place for own in laid(*[listed] * 5, replicas=2) for place in own]
+        assert in_turn == [listed[number % 3] for number in range(10)], "equal lists are gone through in turn"
 
 
 def test_hosts_that_cannot_work_are_refused() -> None:

@@ -23,9 +23,10 @@ from motet.runtime.job import Services
 from motet.runtime.learner import Learner
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.scheduler import FairScheduler
+from motet.slot_memory import check_slots
 from motet.tasks.reward_http import Addresses, HttpRewards
 from motet.tasks.reward_pool import RewardPool
-from motet.workshop import Workshop
+from motet.workshop import FreeMemory, Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -144,11 +145,12 @@ def assemble(
     needs: Sequence[budgets.Need],
     directory: RunDirectory,
     largest: Largest | None = None,
+    sharing: int = 1,
 ) -> Workshop:
-    """Everything that the jobs of a run share, with the engine that they ask for.
+    """Everything that the jobs of a run share, with the engine that they ask for; `sharing` hosts have the device's memory.
 
     Raises:
-        ConfigError: the settings of servers cannot work.
+        ConfigError: the settings of servers cannot work, or there is no memory for a single adapter.
     """
     from motet.model.lora_model import LoraModel
     from motet.training.sharded.trainer import ShardedTrainer
@@ -164,6 +166,12 @@ def assemble(
         assert whole is not None, "the embedded engine samples from a base of its own"
         workshop = build(whole, config.engine, needs, directory.path / "samplers.log", trainer)
     workshop.notes, workshop.ranks = list(base.info.notes), group
+    if isinstance(base, LoraModel) and workshop.memory is not None:
+        try:
+            workshop.notes += check_slots(base, config, workshop.memory, largest, sharing)
+        except ConfigError:
+            workshop.close()
+            raise
     return workshop
 
 
@@ -178,6 +186,7 @@ def _build_on_servers(
     import torch
 
     from motet import servers
+    from motet.model.checkpoint import free_memory
     from motet.model.lora_model import LoraModel
     from motet.rollout.server import FileSync
 
@@ -188,8 +197,10 @@ def _build_on_servers(
     slots = config.engine.slots
     wanted = servers.demand(config.jobs, slots) if largest is None else servers.demand_of_any(largest, slots)
     engine = servers.build_servers(base.info, config.rollout, wanted, directory.run_id, directory.path, directory.part)
+    memory = None
     if trainer is None:
         assert isinstance(base, LoraModel)
+        memory = FreeMemory(free_memory(base.device))
         base.read_keys_in_blocks(config.engine.block_size)
         trainer = make_trainer(base, config.engine)
     caveat = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
@@ -203,6 +214,7 @@ def _build_on_servers(
         probe_tolerance=servers.tolerance(config.rollout, base.info),
         keep_versions=config.rollout.keep_versions,
         servers=engine,
+        memory=memory,
         inexact=(caveat,),
     )
 
@@ -240,7 +252,8 @@ def build(
     base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
     n_samplers = _samplers(base.info, config)
     rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
-    memory = int(free_memory(base.device) * config.kv_memory_fraction) // (1 + n_samplers)
+    free = free_memory(base.device)
+    memory = int(free * config.kv_memory_fraction) // (1 + n_samplers)
     rows = budgets.rows_with_states(rows, base.info.state_bytes, memory)
     memory -= (rows + 1) * base.info.state_bytes
     kv_tokens = config.kv_tokens
@@ -276,8 +289,18 @@ def build(
         list(base.info.notes),
         probe_tolerance=0.05 if base.info.inexact else 0.0,
         spread=spread,
+        memory=_memory_beside(base.info, free, n_samplers, limits),
         kv_tokens=here.cache.n_blocks * here.cache.block_size,
     )
+
+
+def _memory_beside(info: ModelInfo, free: int, n_samplers: int, limits: dict[str, int]) -> FreeMemory:
+    """`limits` are those of each process that samples; those besides this one have a base each."""
+    caches = limits["kv_tokens"] * info.kv_bytes_per_token + (limits["max_rows"] + 1) * info.state_bytes
+    if info.device != "cpu":
+        return FreeMemory(free, caches, limits["host_kv_bytes"])
+    bases = n_samplers * 2 * info.n_parameters * info.element_bytes  # weights and their second copy
+    return FreeMemory(free, (1 + n_samplers) * (caches + limits["host_kv_bytes"]) + bases, processes=1 + n_samplers)
 
 
 def _samplers(info: ModelInfo, config: EngineConfig) -> int:

@@ -18,6 +18,20 @@ if TYPE_CHECKING:
     from motet.training.sharded.group import RankGroup
 
 
+@dataclass(frozen=True)
+class FreeMemory:
+    """Memory beside a base, in bytes."""
+
+    of_device: int
+    """Before anything else was put there."""
+    sampling: int = 0
+    """Of it, what sampling may take."""
+    of_host: int = 0
+    """What sampling may take of the memory of the host, where the device has its own."""
+    processes: int = 1
+    """That have each version."""
+
+
 @dataclass
 class Workshop:
     """Everything that runs on a base's device."""
@@ -38,6 +52,8 @@ class Workshop:
     """The engine, where processes of their own sample too."""
     kv_tokens: int = 0
     """Room of this process's KV cache; servers have their own."""
+    memory: FreeMemory | None = None
+    """None where servers sample for a base in shards."""
     inexact: tuple[str, ...] = ()
     """Why the bytes of every job may depend on more than the job."""
     ranks: RankGroup | None = None

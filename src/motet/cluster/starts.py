@@ -12,7 +12,7 @@ from motet import budgets
 from motet.cluster.host import Launch
 from motet.cluster.messages import Start
 from motet.config.engine import ClusterConfig, EngineConfig
-from motet.config.rollout import RolloutConfig
+from motet.config.rollout import LaunchConfig, RolloutConfig
 from motet.errors import ConfigError
 
 
@@ -33,21 +33,19 @@ def starts_of(bases: Sequence[tuple[Start, EngineConfig, RolloutConfig]]) -> lis
     """
     devices = [device for _, engine, _ in bases for device in _devices(engine)]
     sampling = [device for _, engine, rollout in bases if not _served(rollout) for device in _devices(engine)]
+    among = devices_of_servers([rollout.launch for _, engine, rollout in bases for _ in range(engine.hosts)])
     made: list[Start] = []
-    launched: Counter[tuple[str, ...]] = Counter()  # replicas, by the devices that they share
     for start, engine, rollout in bases:
-        among = tuple(rollout.launch.devices) if rollout.launch is not None else ()
-        before = launched[among]
         for number in range(engine.hosts):
             own = engine_of_host(engine, number, devices, [] if _served(rollout) else sampling)
-            servers = rollout_of_host(rollout, number, engine.hosts, before)
-            launched[among] += rollout.launch.replicas if rollout.launch is not None else 0
+            servers = rollout_of_host(rollout, number, engine.hosts, among[len(made)])
             made.append(
                 replace(
                     start,
                     engine=own.model_dump(mode="json"),
                     rollout=servers.model_dump(mode="json"),
                     host=len(made) if len(devices) > 1 else None,
+                    sharing=devices.count(own.device),
                 )
             )
     return made
@@ -83,11 +81,37 @@ def engine_of_host(
     return engine.model_copy(update={**own, "threads": threads, **fractions})
 
 
-def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, before: int = 0) -> RolloutConfig:
+def devices_of_servers(launches: Sequence[LaunchConfig | None]) -> list[list[str]]:
+    """Of the servers that each host starts, host by host, their entries of `devices`: those with the fewest servers so far.
+
+    Servers are counted on each GPU of an entry (`"2,3"` has two); one that a list names twice takes two for each of others.
+    """
+    servers: Counter[str] = Counter()
+    made: list[list[str]] = []
+    for launch in launches:
+        devices = launch.devices if launch is not None else []
+        gpus = [[gpu.strip() for gpu in entry.split(",")] for entry in devices]
+        made.append([])
+        for _ in range(launch.replicas if launch is not None and devices else 0):
+            place = min(range(len(gpus)), key=lambda place: _turns(place, gpus, servers))
+            servers.update(gpus[place])
+            made[-1].append(devices[place])
+    return made
+
+
+def _turns(place: int, gpus: Sequence[Sequence[str]], servers: Counter[str]) -> tuple[int, float]:
+    """How often an entry was taken, judged by the servers of its GPUs: by the fullest of them, and by their mean."""
+    turns = []
+    for gpu in gpus[place]:
+        before = sum(gpu in other for other in gpus[:place])
+        turns.append(-((before - servers[gpu]) // sum(gpu in other for other in gpus)))
+    return max(turns), sum(turns) / len(turns)
+
+
+def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, devices: Sequence[str]) -> RolloutConfig:
     """The servers of one host, which no other host has: so nobody publishes to them, or unloads from them, but this one.
 
-    Of `urls`, with their agents, each host has every so manieth; what `launch` starts is of each, on devices of its own, after
-    those of so many replicas `before`, of other bases that name the same devices.
+    Of `urls`, with their agents, each host has every so manieth; what `launch` starts is of each, on these `devices`.
 
     Raises:
         ConfigError: there are fewer servers than hosts.
@@ -100,9 +124,8 @@ def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, before: int =
                 f"name more, or set hosts to {len(rollout.urls)}"
             )
         own = {"urls": rollout.urls[host::hosts], "agents": rollout.agents[host::hosts]}
-    if rollout.launch is not None and (devices := rollout.launch.devices):
-        first = (before + host * rollout.launch.replicas) % len(devices)
-        own["launch"] = rollout.launch.model_copy(update={"devices": [*devices[first:], *devices[:first]]})
+    if rollout.launch is not None:
+        own["launch"] = rollout.launch.model_copy(update={"devices": list(devices)})
     return rollout.model_copy(update=own)
 
 

@@ -80,6 +80,8 @@ def _check(config: RunConfig, rollouts: int) -> bool:
         prepared = prepare_all(config.jobs, base.info, directory)
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
         workshop = assemble(base, alone, [need for _, need in prepared], directory)
+        for note in workshop.notes[len(base.info.notes) :]:
+            console.print(f"note: {note}", soft_wrap=True, markup=False)
         try:
             shared = services(workshop, directory)
             jobs = [job for job, _ in prepared]

@@ -24,10 +24,13 @@ GENERATED_ROWS = 4096
 """Rows of a generated source whose job does not say how many."""
 
 
+MOST_RANK = 512
+
+
 class AdapterConfig(Config):
     """Shape and start of a LoRA adapter."""
 
-    rank: int = Field(32, ge=1, le=512)
+    rank: int = Field(32, ge=1, le=MOST_RANK)
     """Rank of the update B·A."""
     alpha: float = Field(32.0, gt=0, le=1e6)
     """The update is scaled by alpha / rank."""

@@ -82,6 +82,8 @@ class Largest:
     """Of `adapter.rank`."""
     lag: int | None = None
     """Of `algorithm.max_off_policy_steps`."""
+    usual_rank: int | None = None
+    """That of a tenant without limits of its own, where no such server has a rank."""
 
 
 ANY_SIZE = Largest()
@@ -178,7 +180,7 @@ class ServiceConfig(Config):
         """What servers that a base's hosts start have room for: as `rollout.launch` says, as limits allow, or what is usual."""
         launch = rollout.launch
         if launch is None:
-            return ANY_SIZE
+            return Largest(usual_rank=self.limits.rank)
         lag = launch.max_cpu_loras // engine.slots - VERSIONS_BESIDES if launch.max_cpu_loras else _USUAL_LAG
         return Largest(launch.max_rank or self.limits.rank or _USUAL_RANK, max(lag, 0))
 

@@ -62,7 +62,7 @@ class EngineServer:
         self.directory = directory
         self._opened = contextlib.ExitStack()
         self.base = open_base(config, directory, self._opened)
-        self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest)
+        self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest, start.sharing)
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send)
         self._start = start

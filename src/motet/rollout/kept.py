@@ -69,8 +69,8 @@ class KeptSequences:
     def find(self, prompt: Prompt) -> tuple[Kept | None, int]:
         """What a prompt goes on from, and how many of its tokens that has; sequences of other versions are let go."""
         request = prompt.request
-        best, most = None, 0
-        for one in [one for one in self._kept if one.episode in request.episodes]:
+        best, most, episodes = None, 0, set(request.episodes)
+        for one in [one for one in self._kept if one.episode in episodes]:
             if one.adapter != request.adapter:
                 self._drop(one)
                 continue

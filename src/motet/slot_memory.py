@@ -1,0 +1,91 @@
+"""Whether adapters of the largest rank fit into all slots: what one takes, and what the base and sampling leave."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from motet import budgets
+from motet.config import AdapterConfig, RunConfig
+from motet.config.job import MOST_RANK
+from motet.config.service import Largest
+from motet.errors import ConfigError
+from motet.model_info import ALL_LINEAR
+from motet.workshop import FreeMemory
+
+if TYPE_CHECKING:
+    from motet.model.lora_model import LoraModel
+
+_TRAINED = 4 * 4
+"""Bytes of four numbers in fp32: master, gradient and the two moments of AdamW."""
+
+
+@dataclass(frozen=True)
+class SlotMemory:
+    """Bytes of the adapter of one slot."""
+
+    trained: int
+    """On the device while the adapter is resident."""
+    versions: int
+    """As they are multiplied with: the one in use, and older ones that rollouts still read. They stay on the device."""
+
+    @classmethod
+    def of(cls, base: LoraModel, targets: str | Sequence[str], rank: int, versions: int = 1) -> SlotMemory:
+        """Of an adapter on these layers."""
+        size = base.adapter_layout(targets, rank).size
+        return cls(_TRAINED * size, versions * base.dtype.itemsize * size)
+
+    def fitting(self, slots: int, resident: int, device: int, host: int | None) -> int:
+        """How many of so many slots there is memory for: of the device, and of the host where what is parked goes there."""
+
+        def lacks(n: int) -> bool:
+            whole = min(n, resident or n)
+            outside = host is not None and (n - whole) * self.trained > host
+            return outside or n * self.versions + whole * self.trained > device
+
+        return bisect.bisect_left(range(1, slots + 1), True, key=lacks)
+
+
+def check_slots(
+    base: LoraModel, config: RunConfig, memory: FreeMemory, largest: Largest | None, sharing: int
+) -> list[str]:
+    """A note where they do not fit; `largest` is of jobs that come later, and `sharing` hosts have the memory of the device.
+
+    Raises:
+        ConfigError: what jobs ask for does not fit even once beside the base.
+    """
+    engine = config.engine
+    if largest is None:
+        slots = min(engine.slots, sum(job.slots for job in config.jobs))
+        lag = max(job.algorithm.lag for job in config.jobs)
+        shapes = [(job.adapter.target_modules, job.adapter.rank) for job in config.jobs]
+    else:
+        slots, lag, limit = engine.slots, largest.lag or 0, largest.rank or largest.usual_rank
+        shapes = [(ALL_LINEAR, min(limit or AdapterConfig().rank, MOST_RANK))]
+    versions = (1 + lag) * memory.processes if config.rollout.engine == "embedded" else 1
+    each, rank = max(
+        ((SlotMemory.of(base, targets, rank, versions), rank) for targets, rank in shapes),
+        key=lambda one: one[0].trained,
+    )
+    named = f"an adapter of rank {rank} takes {_size(each.trained + each.versions)} while it trains"
+    left, on_card = max(0, memory.of_device // sharing - memory.sampling), base.device.type != "cpu"
+    if each.trained + each.versions > memory.of_device and (largest is None or limit):
+        raise ConfigError(f"{named}, and {_size(memory.of_device)} are free beside the base: lower the rank of jobs")
+    resident = engine.resident if on_card or engine.parking is not None else 0
+    host = (
+        max(0, budgets.available_memory() - memory.of_host) // sharing if on_card and engine.parking is None else None
+    )
+    if (fitting := each.fitting(slots, resident, left, host)) == slots:
+        return []
+    usual = "" if largest is None or limit else ", the default of a job, as limits.rank is not set"
+    hosts = f" each of {sharing} hosts" if sharing > 1 else ""
+    return [
+        f"{slots} slots are wanted, and there is memory for {fitting}: {named}{usual}, and base and sampling leave{hosts} "
+        f"{_size(left)}; lower engine.slots or the rank of jobs (adapter.rank, limits.rank), or set engine.resident"
+    ]
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"
