@@ -62,7 +62,8 @@ def test_a_converter_writes_a_gguf_file_beside_the_weights(tmp_path: Path, monke
     assert find_converter("convert.py") == find_converter(str(tmp_path / "convert.py")) == str(tmp_path / "convert.py")
     written = write_gguf(tmp_path / "sorted", str(tmp_path / "convert.py"))
     assert written == tmp_path / "sorted" / "sorted.gguf"
-    assert written.read_text() == f"{tmp_path / 'sorted'} --outfile {written}"
+    assert written.read_text() == f"{tmp_path / 'sorted'} --outfile {written.with_name('.tmp-sorted.gguf')}"
+    assert [file.name for file in (tmp_path / "sorted").iterdir()] == ["sorted.gguf"]
     with pytest.raises(ConfigError, match=r"there is no such file, here or on PATH; it is convert_hf_to_gguf\.py"):
         find_converter("absent.py")
     written.unlink()
