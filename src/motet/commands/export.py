@@ -32,7 +32,7 @@ def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
         AdapterError: it cannot be read or does not fit the base.
         BaseModelError: the base cannot be loaded, or the target is taken.
     """
-    with _drafted(target) as draft:
+    with drafted(target) as draft:
         weights, name, source = _read(adapter, base)
         model, tokenizer = _load(name, source, dtype)
         _add(model, weights, adapter, name)
@@ -68,13 +68,13 @@ def split_experts(adapter: Path, base: str | None, target: Path) -> None:
     config["target_modules"] = sorted({*([named] if isinstance(named, str) else named), *names})
     config.pop("target_parameters", None)
     config.update(r=weights.rank, lora_alpha=weights.alpha)
-    with _drafted(target) as draft:
+    with drafted(target) as draft:
         save_tensors(tensors, draft / ADAPTER_WEIGHTS, {"format": "pt"})
         (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 @contextlib.contextmanager
-def _drafted(target: Path) -> Iterator[Path]:
+def drafted(target: Path) -> Iterator[Path]:
     """A directory in the target whose files move up once all are written: nothing stays of what is interrupted.
 
     Raises:
