@@ -154,9 +154,9 @@ def _load(
                 f"base {name!r} brings Python code of its own, which would run here; if you trust it, add "
                 "--trust-remote-code to motet run or motet check"
             ) from error
-        if (place := Path(source)).is_dir() and gguf is None and not any(any(place.glob(name)) for name in _TOKENIZERS):
+        if (files := Path(source)).is_dir() and gguf is None and not any(any(files.glob(name)) for name in _TOKENIZERS):
             raise BaseModelError(
-                f"{place} has no tokenizer; put tokenizer.json and tokenizer_config.json of its model there"
+                f"{files} has no tokenizer; put tokenizer.json and tokenizer_config.json of its model there"
             ) from error
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise BaseModelError(
