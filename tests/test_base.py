@@ -176,6 +176,13 @@ def test_directory_without_config(tmp_path: Path):
         load_base(str(tmp_path), device="cpu")
 
 
+def test_directory_without_tokenizer(copy: Path):
+    for file in copy.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(BaseModelError, match=r"has no tokenizer; put tokenizer\.json"):
+        load_base(str(copy), device="cpu")
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A base that a test may spoil."""

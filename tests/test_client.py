@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import subprocess
@@ -218,7 +219,9 @@ def test_following_goes_on_over_a_restart(service: Service, tmp_path: Path) -> N
 # --- the commands -------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_file_is_submitted_whole(service: Service, tmp_path: Path, says: Motet) -> None:
+def test_a_job_file_is_submitted_whole(
+    service: Service, tmp_path: Path, says: Motet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows_in(tmp_path)
     data = {"source": "rows.jsonl", "eval_source": "rows.jsonl", "holdout": 4}
     defaults = {key: value for key, value in tiny("").items() if key != "name"} | {"steps": 9}
@@ -238,6 +241,16 @@ def test_a_job_file_is_submitted_whole(service: Service, tmp_path: Path, says: M
         spec = client.job("swept-lr=0.0003").spec
         assert spec["data"]["source"] == spec["data"]["eval_source"] == client.files()[0].id
         assert spec["optimizer"]["lr"] == 3e-4
+
+    assert says("chat", "plain@latst")[::2] == (
+        2, "motet: the service has no plain@latst; did you mean plain@latest? `motet ls` shows jobs, `motet show JOB` the "
+        "versions of one\n",
+    )  # fmt: skip
+    (plain,) = re.findall(r"^plain  (job-\w{16})$", out, re.M)
+    for known in ("plain@latest", "plain@2", f"{plain}@2", "plain@"):
+        monkeypatch.setattr("sys.stdin", io.StringIO())
+        assert says("chat", known)[0] == 0
+    assert "the service has no nobody@2; `motet ls`" in says("chat", "nobody@2")[2]
 
     code, out, _ = says("ls", "--limit", 2)
     assert re.findall(r"^ (\S+) +succeeded +2/2 +\d\.\d\d +\d+s", out, re.M) == ["swept-lr=0.0003", "swept-lr=0.0001"]

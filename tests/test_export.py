@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from motet.commands.export import export, find_converter, write_gguf
+from motet.commands.export import drafted, export, find_converter, write_gguf
 from motet.errors import AdapterError, BaseModelError, ConfigError
 from motet.model.load import SMALL_BASE
 from motet.types import ADAPTER_CONFIG
@@ -62,12 +63,23 @@ def test_a_converter_writes_a_gguf_file_beside_the_weights(tmp_path: Path, monke
     assert find_converter("convert.py") == find_converter(str(tmp_path / "convert.py")) == str(tmp_path / "convert.py")
     written = write_gguf(tmp_path / "sorted", str(tmp_path / "convert.py"))
     assert written == tmp_path / "sorted" / "sorted.gguf"
-    assert written.read_text() == f"{tmp_path / 'sorted'} --outfile {written}"
+    assert written.read_text() == f"{tmp_path / 'sorted'} --outfile {written.with_name('.tmp-sorted.gguf')}"
+    assert [file.name for file in (tmp_path / "sorted").iterdir()] == ["sorted.gguf"]
     with pytest.raises(ConfigError, match=r"there is no such file, here or on PATH; it is convert_hf_to_gguf\.py"):
         find_converter("absent.py")
     written.unlink()
     with pytest.raises(BaseModelError, match="says: BPE pre-tokenizer was not recognized"):
         write_gguf(tmp_path / "sorted", str(tmp_path / "fails.py"))
+
+
+def test_nothing_stays_of_what_is_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for target in (tmp_path / "new", tmp_path / "empty"):
+        with contextlib.suppress(KeyboardInterrupt), drafted(target) as draft:
+            (draft / "config.json").touch()
+            assert [file.name for file in target.iterdir()] == [draft.name]
+            raise KeyboardInterrupt
+    assert [(item.name, list(item.iterdir())) for item in tmp_path.iterdir()] == [("empty", [])]
 
 
 def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None:

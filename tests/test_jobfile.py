@@ -291,7 +291,11 @@ FILES = {
     ),
     "a key twice": ("base: small\nbase: x\njobs: [{name: a}]", "jobs.yaml: line 2: 'base' is given twice; leave one"),
     "a job's key twice": ("base: small\njobs:\n- {name: a, steps: 1, steps: 2}", "line 3: 'steps' is given twice"),
-    "tabs": ("base: small\njobs:\n\t- name: a", "YAML is indented with spaces, not with tabs"),
+    "tabs": (
+        "base: small\njobs:\n\t- name: a",
+        "jobs.yaml: it is not YAML: line 3, column 1: while scanning for the next token found character that cannot start any "
+        "token; YAML is indented with spaces, not with tabs",
+    ),
     "deep": ("jobs: " + "[" * 10**5, "nested more than 32 deep"),
     "jobs as mapping": ("base: small\njobs: {a: 1}", "`jobs` must be a list, each item beginning with `- name: …`"),
     "jobs of text": ("base: small\njobs: [a]", "`jobs` must be a list, each item beginning with `- name: …`"),

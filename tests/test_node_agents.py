@@ -269,6 +269,9 @@ def _elsewhere(directory: Path, name: str) -> tuple[str, dict[str, str]]:
 def test_the_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give --key-env"):
         listen("http://127.0.0.1:1", "vllm", host="0.0.0.0", port=0, directory=tmp_path, key_env=None)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file/node cannot be written: Not a directory; give another --directory"):
+        listen("http://127.0.0.1:1", "vllm", host="127.0.0.1", port=0, directory=tmp_path / "file/node", key_env=None)
 
     async def test(engine: ServerEngine) -> None:
         await engine.ready()

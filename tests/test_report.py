@@ -79,7 +79,7 @@ def shown(report: Path, text: str = "", modifiers: Any = (), **settings: Any) ->
 
     Args:
         report: the file.
-        text: of a button that is pressed, if any.
+        text: of the buttons that are pressed, with commas between.
         modifiers: keys that are held meanwhile.
         settings: of the browser's context.
     """
@@ -92,13 +92,14 @@ def shown(report: Path, text: str = "", modifiers: Any = (), **settings: Any) ->
         opened.goto(report.as_uri())
         opened.locator("figure .scatterlayer .trace, figure[data-points='0']").first.wait_for()
         opened.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
-        if text:
-            opened.get_by_role("button", name=text, exact=True).click(modifiers=modifiers)
-            opened.wait_for_timeout(600)
+        for name in filter(None, text.split(",")):
+            opened.get_by_role("button", name=name, exact=True).click(modifiers=modifiers)
+        opened.wait_for_timeout(600 if text else 0)
         assert opened.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, "nothing to scroll sideways"
         assert opened.locator("main img, main script").count() == 0
         found = opened.locator("main").inner_text()
-        points = "each => each.map(one => `${one.querySelector('h3').textContent}=${one.dataset.points}`)"
+        points = """each => each.map(one => `${one.querySelector('h3').textContent}=${one.dataset.points}`
+            + ` ${one.querySelector('h3').textContent} now ${one.querySelector('.latest')?.textContent}`)"""
         return " ".join([*found.split(), *opened.locator("figure").evaluate_all(points)])
 
 
@@ -203,6 +204,10 @@ def test_a_job_is_hidden_in_all_charts_at_once(run: Path) -> None:
     alone = points(shown(report, "add", ["Shift"]))
     assert alone["Length"] == before["Length"] - after["Length"] == 40
     assert alone["parts"] > 40
+    assert re.search(r"Held-out reward now \d", shown(report, "add", ["Shift"]))
+    assert re.search(r"Held-out reward now +Length", shown(report, "spell-r64-lr0.0003,count_letters")), (
+        "of two jobs, no one's value is the chart's"
+    )
 
 
 # --- curves ------------------------------------------------------------------------------------------------------

@@ -123,6 +123,11 @@ def test_a_small_cluster_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "plotly" in (tmp_path / "cluster.html").read_text()
 
 
+def test_a_plot_that_cannot_be_written_is_told_before_anything_is_computed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent is not there, or not yours; give another path"):
+        show(ROOT / "examples" / "cluster.yaml", None, tmp_path / "absent" / "cluster.html")
+
+
 def test_tenants_that_cannot_all_have_a_slot_take_turns() -> None:
     """Three tenants on two slots, and hosts that do not let the same one wait; then one that is given half as much."""
     hungry = [{"tenant": name, "count": 4, "steps": [60, 60], "groups_per_step": 1, "group_size": 32} for name in "abc"]

@@ -43,7 +43,15 @@ def read(text: str, *, aliases: bool = True) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         tab = re.search(r"(?m)^ *\t", text)
         hint = "; YAML is indented with spaces, not with tabs" if tab else ""
-        raise ConfigError(f"it is not YAML: {error}{hint}") from error
+        raise ConfigError(f"it is not YAML: {_why(error)}{hint}") from error
+
+
+def _why(error: Exception) -> str:
+    """In one line, with the place."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error)
+    said = " ".join(part for part in (error.context, error.problem) if part)
+    return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {said}"
 
 
 def _check_keys(root: yaml.Node | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,10 +81,10 @@ class Work:
     again: str
     """The command that goes on with it."""
 
-    async def run(self, client: AsyncClient, jobs: Sequence[str]) -> None:
+    async def run(self, client: AsyncClient, jobs: Sequence[str], console: Console) -> None:
         """Work until all jobs have ended; on a terminal, say below the lines what it does."""
         worker = AgentWorker(client, self.agent, self.concurrency)
-        with _status() as status:
+        with _status(console) as status:
             running = asyncio.create_task(worker.run(jobs))
             try:
                 while not running.done():
@@ -100,12 +99,12 @@ class Work:
 
 
 @contextlib.contextmanager
-def _status() -> Iterator[Status | None]:
-    """A line at the end of a terminal; None where there is none."""
-    if not sys.stderr.isatty():
+def _status(console: Console) -> Iterator[Status | None]:
+    """A line at the end of a terminal, by the console that prints above it; None where there is none."""
+    if not console.is_terminal:
         yield None
         return
-    with Console(emoji=False, stderr=True).status("waiting for episodes") as status:
+    with console.status("waiting for episodes") as status:
         yield status
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -50,5 +51,5 @@ def agent(
         else:
             wanted, function = [client.job(name) for name in jobs], agent
     say(f"running {function} for {', '.join(f'{job.name} ({job.state})' for job in wanted)} here; Ctrl-C ends it")
-    again = " ".join(["motet agent", *jobs, *([f"--agent {agent}"] if agent else [])])
+    again = shlex.join(["motet", "agent", *jobs, *(["--agent", agent] if agent else [])])
     raise typer.Exit(served_jobs.follow(url, key, wanted, agent_jobs.Work(function, concurrency, again)))

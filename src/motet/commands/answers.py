@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
 INTERRUPTED = 130
+_LOG_WIDTH = 160
+"""Columns of a table that is written to a file or a pipe, which has no width of its own."""
 
 
 def say(text: str | Text | Table, *, aside: bool = False) -> None:
@@ -23,8 +27,28 @@ def say(text: str | Text | Table, *, aside: bool = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    whole = not isinstance(text, Table)
-    Console(emoji=False, stderr=aside).print(text, markup=False, highlight=False, soft_wrap=whole)
+    console = Console(emoji=False, stderr=aside)
+    if isinstance(text, Table):
+        print_table(console, text)
+    else:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def width_of(console: Console) -> int:
+    """How wide a table may be."""
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else _LOG_WIDTH
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; in a file or a pipe, no line ends in blanks and no column is missing."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    console.width = width_of(console)
+    with console.capture() as captured:
+        console.print(table)
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    console.file.write("\n".join(lines).strip("\n") + "\n")
 
 
 def print_answer(

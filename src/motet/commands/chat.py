@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from motet import budgets, seeds
-from motet.errors import MotetError
+from motet.errors import MotetError, ServiceError
 from motet.model_info import ModelInfo
 from motet.protocols import RolloutEngine
 from motet.types import AdapterRef, Message
@@ -97,6 +98,7 @@ def chat_over_http(url: str | None, key: str | None, model: str, style: Style, s
         client = runner.run(AsyncClient(url, key).__aenter__())
         stack.callback(lambda: runner.run(client.__aexit__(None, None, None)))
         base = runner.run(_base_of(client, model))
+        runner.run(_look_for(client, model))
 
         def answer(messages: Sequence[Message], plain: bool) -> AsyncIterator[str]:
             return client.chat(
@@ -109,6 +111,31 @@ def chat_over_http(url: str | None, key: str | None, model: str, style: Style, s
             )
 
         converse(runner, answer, model, system)
+
+
+async def _look_for(client: AsyncClient, model: str) -> None:
+    """See that a job has this version, before anybody asks it something.
+
+    Raises:
+        ServiceError: it has not, with what was perhaps meant.
+    """
+    names = [one.id for one in await client.models()]
+    job, _, version = model.rpartition("@")
+    if model in names or not version or "/" in job:  # without a version it is the best; a share lists no numbers
+        return
+    try:
+        known = [str(one.version) for one in await client.versions(job)]
+    except ServiceError as error:
+        if error.status != 404:
+            raise
+        known = []
+    if version in known or (known and version in ("best", "latest")):  # a job by its id, or an old one
+        return
+    near = difflib.get_close_matches(model, names, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise ServiceError(
+        f"the service has no {model}; {meant}`motet ls` shows jobs, `motet show JOB` the versions of one"
+    )
 
 
 async def _base_of(client: AsyncClient, model: str) -> str:

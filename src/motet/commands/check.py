@@ -18,6 +18,7 @@ from rich.table import Table
 from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
+from motet.commands.answers import print_table
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.jobfile import load_jobs
 from motet.launch import assemble, open_base, services
@@ -150,7 +151,7 @@ async def _check_all(
                     )
     finally:
         await shared.rewards.close()
-    console.print(table)
+    print_table(console, table)
     for line in failures:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")

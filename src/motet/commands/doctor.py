@@ -13,6 +13,7 @@ from rich.table import Table
 
 from motet import __version__, budgets, wall
 from motet.cluster.nodes import faults
+from motet.commands.answers import print_table
 from motet.config import EngineConfig
 from motet.errors import ConfigError, MotetError
 from motet.launch import load
@@ -25,8 +26,8 @@ def examine(base_name: str) -> int:
     """Print the tables; returns 0 when results are exact in every type tried, 1 when not."""
     console = Console()
     config = EngineConfig()
-    console.print(_machine())
-    console.print(_wall())
+    print_table(console, _machine())
+    print_table(console, _wall())
     table = Table("type", "loads in", "decode, 64 rows", "exact", "KV tokens", title=f"base {base_name}")
     exact = True
     for dtype in ("float32", "bfloat16"):
@@ -44,7 +45,7 @@ def examine(base_name: str) -> int:
         for note in base.info.notes:
             console.print(f"note ({dtype}): {note}")
         exact = exact and base.info.exact
-    console.print(table)
+    print_table(console, table)
     console.print(
         f"slots: {config.slots} adapters at once, {config.max_rows} rows decoded together (engine.slots, engine.max_rows)"
     )
@@ -65,7 +66,7 @@ def examine_cluster(address: str, directory: Path) -> int:
         gloo = node.gloo if isinstance(node.gloo, str) else f"{1000 * node.gloo:.0f} ms"
         memory = f"{node.free_memory / 2**30:.1f} GiB"
         table.add_row(node.address, ", ".join(node.versions), node.name_means, str(node.cores), memory, shared, gloo)
-    console.print(table)
+    print_table(console, table)
     wrong = faults(nodes, directory)
     for sentence in wrong:
         console.print(sentence, soft_wrap=True, markup=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,13 @@ def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
         AdapterError: it cannot be read or does not fit the base.
         BaseModelError: the base cannot be loaded, or the target is taken.
     """
-    weights, name, source = _read(adapter, base, target)
-    model, tokenizer = _load(name, source, dtype)
-    _add(model, weights, adapter, name)
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    _copy_processors(source, target)
+    with drafted(target) as draft:
+        weights, name, source = _read(adapter, base)
+        model, tokenizer = _load(name, source, dtype)
+        _add(model, weights, adapter, name)
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        _copy_processors(source, draft)
 
 
 def split_experts(adapter: Path, base: str | None, target: Path) -> None:
@@ -50,7 +53,7 @@ def split_experts(adapter: Path, base: str | None, target: Path) -> None:
     from motet.model.expert_files import apart, names_apart
     from motet.model.peft_io import save_tensors
 
-    weights, name, source = _read(adapter, base, target)
+    weights, name, source = _read(adapter, base)
     model_type = AutoConfig.from_pretrained(source).get_text_config().model_type
     names = names_apart(model_type)
     if names is None:
@@ -65,17 +68,44 @@ def split_experts(adapter: Path, base: str | None, target: Path) -> None:
     config["target_modules"] = sorted({*([named] if isinstance(named, str) else named), *names})
     config.pop("target_parameters", None)
     config.update(r=weights.rank, lora_alpha=weights.alpha)
-    save_tensors(tensors, target / ADAPTER_WEIGHTS, {"format": "pt"})
-    (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with drafted(target) as draft:
+        save_tensors(tensors, draft / ADAPTER_WEIGHTS, {"format": "pt"})
+        (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _read(adapter: Path, base: str | None, target: Path) -> tuple[Any, str, str]:
+@contextlib.contextmanager
+def drafted(target: Path) -> Iterator[Path]:
+    """A directory in the target whose files move up once all are written: nothing stays of what is interrupted.
+
+    Raises:
+        BaseModelError: the target is taken, or cannot be written.
+    """
+    made = not target.exists()
+    if not made and any(target.iterdir()):
+        raise BaseModelError(f"{target} is not empty; give a directory that is not there yet")
+    draft = target / ".tmp"
+    try:
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise BaseModelError(f"{target} cannot be written: {error.strerror}; give another directory as --to") from error
+    try:
+        yield draft
+        for file in sorted(
+            draft.iterdir(), key=lambda file: file.name.endswith("config.json")
+        ):  # readers look for these
+            file.chmod(draft.stat().st_mode & 0o666)  # safetensors lets nobody else read its own
+            file.rename(target / file.name)
+    finally:
+        shutil.rmtree(draft)
+        if made and not any(target.iterdir()):
+            target.rmdir()
+
+
+def _read(adapter: Path, base: str | None) -> tuple[Any, str, str]:
     """The adapter, its base's name, and what transformers loads of it."""
     from motet.model.load import find_base
     from motet.model.peft_io import read_adapter
 
-    if target.exists() and any(target.iterdir()):
-        raise BaseModelError(f"{target} is not empty; give a directory that is not there yet")
     weights = read_adapter(adapter)
     if not (name := base or weights.base):
         raise AdapterError(f"{adapter} does not say what it was trained on; give --base")
@@ -84,10 +114,6 @@ def _read(adapter: Path, base: str | None, target: Path) -> tuple[Any, str, str]
         raise BaseModelError(
             f"{name} is a .gguf file, which an adapter cannot be added to; give what it was made from as --base"
         )
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BaseModelError(f"{target} cannot be written: {error.strerror}; give another directory as --to") from error
     return weights, name, source
 
 
@@ -112,12 +138,16 @@ def write_gguf(model: Path, converter: str) -> Path:
         BaseModelError: it does not, with the last that it said.
     """
     target = model / f"{model.resolve().name}.gguf"
-    command = [sys.executable, converter, str(model), "--outfile", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode or not target.is_file():
-        (*_, said) = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-        raise BaseModelError(f"{converter} does not convert {model}, which stays as it is, and says: {said}")
-    return target
+    draft = model / f".tmp-{target.name}"
+    command = [sys.executable, converter, str(model), "--outfile", str(draft)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not draft.is_file():
+            (*_, said) = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+            raise BaseModelError(f"{converter} does not convert {model}, which stays as it is, and says: {said}")
+        return draft.rename(target)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _load(name: str, source: str, dtype: str) -> tuple[Any, Any]:

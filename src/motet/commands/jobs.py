@@ -51,10 +51,7 @@ def submit(
         submitted = served_jobs.submit(client, to_submit, after=after or (), at=at, base=base, quiet=as_json)
         try:
             if follow or reward:
-                again = " ".join(
-                    ["motet score", *(job.name for job in submitted), *(f"--reward {one}" for one in reward or ())]
-                )
-                work = served_jobs.ScoringWork(reward, again) if reward else None
+                work = served_jobs.ScoringWork(reward, [job.name for job in submitted]) if reward else None
                 raise typer.Exit(served_jobs.follow(url, key, submitted, work, aside=as_json))
         finally:
             if as_json:

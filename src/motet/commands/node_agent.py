@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -47,13 +48,34 @@ def listen(
     sockets = bound(host, port)
     port = sockets[0].getsockname()[1]
     place = directory or (MEMORY if MEMORY.is_dir() else Path.cwd()) / f"motet-node-agent-{port}"
-    log = Path(f"motet-node-agent-{port}.log").resolve()
+    place, log = place.expanduser().resolve(), Path(f"motet-node-agent-{port}.log").resolve()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if command:
+            log.touch()
+    except OSError as error:
+        for one in sockets:
+            one.close()
+        raise ConfigError(
+            f"{error.filename} cannot be written: {error.strerror}; give another --directory, or start where you may write"
+        ) from error
     kept = NodeServer(command, log) if command else None
-    agent = NodeAgent(server.rstrip("/"), DIALECTS[engine], place.expanduser().resolve(), key, kept)
+    agent = NodeAgent(server.rstrip("/"), DIALECTS[engine], place, key, kept)
     if kept is not None:
         print(f"The server is started, and started again when it dies or hangs; it writes to {log}", flush=True)
     print(f"Versions that are sent to {url_of(sockets)} are written to {place} and loaded into {server}", flush=True)
-    uvicorn.Server(uvicorn.Config(agent.app(), log_level="warning")).run(sockets)
+    try:
+        uvicorn.Server(uvicorn.Config(agent.app(), log_level="warning")).run(sockets)
+    finally:
+        _leave(place)
+
+
+def _leave(place: Path) -> None:
+    """Say what stays; nothing does where nothing came."""
+    with contextlib.suppress(OSError):
+        place.rmdir()
+    if place.is_dir():
+        print(f"What is in {place} stays, because the server may read it again; remove it once the server has ended")
 
 
 def _of_this_machine(host: str) -> bool:

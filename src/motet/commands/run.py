@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from motet.commands.answers import print_table, width_of
 from motet.config.engine import ClusterConfig
 from motet.errors import ConfigError
 from motet.jobfile import load_jobs
@@ -79,7 +80,7 @@ def run_file(
         finally:
             view.stop()
     _print_notes(console, result.notes, printed)
-    console.print(summary_table(last, Path(config.run), view.seconds, glyphs_of(console), console.width))
+    print_table(console, summary_table(last, Path(config.run), view.seconds, glyphs_of(console), width_of(console)))
     return _farewell(console, result)
 
 

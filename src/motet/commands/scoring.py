@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 import motet
-from motet.commands.answers import INTERRUPTED, print_answer, say, table
+from motet.commands.answers import print_answer, say, table
 from motet.commands.options import AsJson, Key, Url
-
-if TYPE_CHECKING:
-    from motet.service.schemas import Job
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -29,24 +25,12 @@ def score(
     key: Key = None,
 ) -> None:
     """Score jobs of a service on this machine until they have ended. After Ctrl-C they wait for the same command again."""
-    from motet.types import JobState
+    from motet.commands import served_jobs
 
-    async def work() -> list[Job]:
-        async with motet.AsyncClient(url, key) as client:
-            asked = [await client.job(name) for name in jobs]
-            say(f"scoring {', '.join(f'{job.name} ({job.state})' for job in asked)} here; Ctrl-C ends it")
-            await client.score(*(job.id for job in asked), reward=reward, processes=processes)
-            return [await client.job(job.id) for job in asked]
-
-    try:
-        ended = asyncio.run(work())
-    except KeyboardInterrupt:
-        again = " ".join(["motet score", *jobs, *(f"--reward {one}" for one in reward)])
-        say(f"the service goes on when somebody scores: `{again}`")
-        raise typer.Exit(INTERRUPTED) from None
-    for job in ended:
-        say(f"{job.name} {job.state}{f': {job.message}' if job.message else ''}")
-    raise typer.Exit(1 if any(job.state == JobState.FAILED for job in ended) else 0)
+    with motet.Client(url, key) as client:
+        asked = [client.job(name) for name in jobs]
+    say(f"scoring {', '.join(f'{job.name} ({job.state})' for job in asked)} here; Ctrl-C ends it")
+    raise typer.Exit(served_jobs.follow(url, key, asked, served_jobs.ScoringWork(reward, jobs, processes)))
 
 
 @app.command(epilog="Example: motet rewards")

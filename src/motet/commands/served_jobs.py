@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -106,8 +107,8 @@ class LocalWork(Protocol):
         """The command that goes on with it."""
         ...
 
-    async def run(self, client: AsyncClient, jobs: Sequence[str]) -> None:
-        """Work until all jobs have ended."""
+    async def run(self, client: AsyncClient, jobs: Sequence[str], console: Console) -> None:
+        """Work until all jobs have ended; the console is where their lines are printed."""
         ...
 
 
@@ -116,11 +117,20 @@ class ScoringWork:
     """It scores them."""
 
     rewards: Sequence[str]
-    again: str
+    names: Sequence[str]
+    """The jobs, as people name them."""
+    processes: int = 2
 
-    async def run(self, client: AsyncClient, jobs: Sequence[str]) -> None:
+    @property
+    def again(self) -> str:
+        """The command that goes on with it."""
+        return shlex.join(
+            ["motet", "score", *self.names, *(word for one in self.rewards for word in ("--reward", one))]
+        )
+
+    async def run(self, client: AsyncClient, jobs: Sequence[str], console: Console) -> None:
         """Score until all jobs have ended."""
-        await client.score(*jobs, reward=self.rewards)
+        await client.score(*jobs, reward=self.rewards, processes=self.processes)
 
 
 def follow(
@@ -143,7 +153,7 @@ def follow(
                     for job in jobs:
                         group.create_task(watch(client, job))
                     if work is not None:
-                        group.create_task(work.run(client, [job.id for job in jobs]))
+                        group.create_task(work.run(client, [job.id for job in jobs], lines.console))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from errors  # it has a message for people
             return [await client.job(job.id) for job in jobs]
@@ -177,7 +187,8 @@ class JobLines:
     """The lines that `motet run` writes to a log, made from events."""
 
     def __init__(self, jobs: Sequence[Job], *, aside: bool = False) -> None:
-        self._view = LogView(Console(emoji=False, stderr=aside))
+        self.console = Console(emoji=False, stderr=aside)
+        self._view = LogView(self.console)
         self._progress = {job.id: JobProgress(job.name, job.steps) for job in jobs}
 
     def see(self, job: Job, event: JobEvent) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from motet.commands.answers import print_table
+from motet.errors import ConfigError
 from motet.jobfile import load_simulation
+from motet.runtime.checkpoint import replace_file
 from motet.simulation.outcome import Outcome, simulate
 
 
@@ -21,16 +25,20 @@ def show(file: Path, hosts: int | None, plot: Path | None) -> None:
         plot: an HTML page to write.
 
     Raises:
-        ConfigError: the file cannot be used.
+        ConfigError: the file cannot be used, or the page not be written.
     """
     config = load_simulation(file, hosts)
+    if plot is not None and not os.access(plot.parent, os.W_OK):
+        raise ConfigError(
+            f"--plot {plot} cannot be written: {plot.parent} is not there, or not yours; give another path"
+        )
     outcome = simulate(config)
     table = Table(
         show_header=False, title=f"{config.hosts.count} hosts, {sum(jobs.count for jobs in config.jobs)} jobs"
     )
     for what, figure in _figures(outcome, priced=config.hosts.costs.price_per_hour > 0):
         table.add_row(what, figure)
-    Console().print(table)
+    print_table(Console(), table)
     if plot is not None:
         _draw(outcome, plot)
 
@@ -68,4 +76,4 @@ def _draw(outcome: Outcome, page: Path) -> None:
     figure = go.Figure(layout={"xaxis_title": "hours", "yaxis_title": "jobs", "template": "plotly_white"})
     figure.add_scatter(x=hours, y=running, name="have a slot", stackgroup="jobs")
     figure.add_scatter(x=hours, y=waiting, name="wait for one", stackgroup="jobs")
-    figure.write_html(page)
+    replace_file(page, figure.to_html().encode())

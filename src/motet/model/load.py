@@ -19,6 +19,8 @@ from motet.model.shards import Shards
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALL_BASE = Path(__file__).parent.parent / "assets" / "small-base"
+_TOKENIZERS = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+"""What a directory with a tokenizer has some of."""
 
 
 def cache_directory() -> Path:
@@ -151,6 +153,10 @@ def _load(
             raise BaseModelError(
                 f"base {name!r} brings Python code of its own, which would run here; if you trust it, add "
                 "--trust-remote-code to motet run or motet check"
+            ) from error
+        if (files := Path(source)).is_dir() and gguf is None and not any(any(files.glob(name)) for name in _TOKENIZERS):
+            raise BaseModelError(
+                f"{files} has no tokenizer; put tokenizer.json and tokenizer_config.json of its model there"
             ) from error
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise BaseModelError(

@@ -13,6 +13,8 @@ from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
 from motet.tasks.row_files import READERS, Bounds, Row, rows_of
 
+_ROW = '{"prompt": "2 + 2 =", "answer": "4"}'
+
 
 def read_rows(config: DataConfig, bounds: Bounds | None = None) -> tuple[Iterator[Row], ScorerSpec | None]:
     """At most `config.size` rows of a source, with JSON values only, and the data's own scorer where it has one.
@@ -47,7 +49,7 @@ def _plain(config: DataConfig, rows: Iterable[Row], bounds: Bounds | None) -> It
         except RecursionError as error:
             raise DataError(f"data.source {config.source!r} has a row that is nested too deep") from error
     if number < 0:
-        raise DataError(f"data.source {config.source!r} has no rows")
+        raise DataError(f"data.source {config.source!r} has no rows; a row is an object such as {_ROW}")
 
 
 def _rows(config: DataConfig, bounds: Bounds | None) -> Iterable[Row]:

@@ -85,8 +85,8 @@ export class Chart {
     const points = traces.reduce((sum, trace) => sum + (trace.hoverinfo === "skip" ? 0 : trace.y.filter(known).length), 0);
     this.node.dataset.points = points;
     this.plot.classList.toggle("none", points === 0);
-    const flat = traces.length < 3 ? null : this.flat();
-    const latest = flat !== null ? `${this.value(flat)} throughout` : points && traces.length < 3 ? this.value(traces[0].y.findLast(known)) : "";
+    const alone = new Set(traces.map(trace => trace.name)).size === 1, flat = alone ? null : this.flat(); // of several, no one's value is the chart's
+    const latest = flat !== null ? `${this.value(flat)} throughout` : points && alone ? this.value(traces[0].y.findLast(known)) : "";
     if (this.latest) say(this.latest, latest);
     this.keys.hidden = keys.length < 2;
     const drawn = JSON.stringify(keys);
@@ -129,7 +129,7 @@ export class Chart {
       hoverlabel: {bgcolor: css("--card"), bordercolor: css("--line"), font: {color: css("--ink"), size: 12}},
       xaxis: {...axis, showgrid: false, showline: true, title: {text: this.xTitle, font: {size: 11}, standoff: 6},
               rangemode: "tozero", unifiedhovertitle: {text: `${this.xTitle} %{x:.6~g}`}},
-      yaxis: {...axis, tickformat: this.share ? ".0%" : "", rangemode: large ? "normal" : "tozero",
+      yaxis: {...axis, tickformat: this.share ? ".1~%" : "", rangemode: large ? "normal" : "tozero",
               ...(range ? {range} : flat === null ? {} : {range: [Math.min(0, 2 * flat), Math.max(flat ? 0 : 1, 2 * flat)]})},
     };
   }
