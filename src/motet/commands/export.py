@@ -90,8 +90,8 @@ def drafted(target: Path) -> Iterator[Path]:
         raise BaseModelError(f"{target} cannot be written: {error.strerror}; give another directory as --to") from error
     try:
         yield draft
-        files = sorted(draft.iterdir(), key=lambda file: file.name.endswith("config.json"))  # what readers look for last
-        for file in files:
+        # configs last: readers look for these
+        for file in sorted(draft.iterdir(), key=lambda file: file.name.endswith("config.json")):
             file.chmod(draft.stat().st_mode & 0o666)  # safetensors lets nobody else read its own
             file.rename(target / file.name)
     finally:
