@@ -36,6 +36,8 @@ tinker_company tinker tinker_cookbook tinker_releases client service_agents serv
 service_hostile agents verbs service_bounds openai_engine server_versions server_replicas server_engine reward_pool
 """.split()
 """Files of tests that take longest: begun last, one would run on while the other workers have nothing to do."""
+TOGETHER = ("test_tinker.py", "test_tinker_company.py", "test_tinker_cookbook.py", "test_tinker_releases.py")
+"""Files that one worker runs, so that they share a service."""
 _forbidden_skips: set[str] = set()  # node ids, in the process that reports
 
 
@@ -107,6 +109,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     By `--dist loadfile`: under pytest 9.2 the groups of pytest-xdist 3.8 have no effect, without a word.
     """
     items.sort(key=_place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, where files that share a service go to one worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "together" if file.endswith(TOGETHER) else file
+
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def _place(item: pytest.Item) -> int:
