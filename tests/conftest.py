@@ -36,7 +36,13 @@ tinker_company tinker tinker_cookbook tinker_releases client service_agents serv
 service_hostile agents verbs service_bounds openai_engine server_versions server_replicas server_engine reward_pool
 """.split()
 """Files of tests that take longest: begun last, one would run on while the other workers have nothing to do."""
-TOGETHER = ("test_tinker.py", "test_tinker_company.py", "test_tinker_cookbook.py", "test_tinker_releases.py")
+TOGETHER = (
+    "test_tinker.py",
+    "test_tinker_company.py",
+    "test_tinker_cookbook.py",
+    "test_tinker_releases.py",
+    "test_openai_engine.py",
+)
 """Files that one worker runs, so that they share a service."""
 _forbidden_skips: set[str] = set()  # node ids, in the process that reports
 
@@ -93,14 +99,22 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 @pytest.fixture(scope="session")
-def tinker_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service that all clients of the `tinker` package share: each makes models of its own."""
+def shared_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service for the files in `TOGETHER`, whose tests look at nothing but what they made."""
     from tests.service_run import serving
+
+    with serving(tmp_path_factory.mktemp("shared")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def tinker_service(request: pytest.FixtureRequest) -> Service:
+    """That service for clients of the `tinker` package: each makes models of its own."""
     from tests.tinker_run import tinker_python
 
     tinker_python()
-    with serving(tmp_path_factory.mktemp("tinker")) as found:
-        yield found
+    found: Service = request.getfixturevalue("shared_service")
+    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
