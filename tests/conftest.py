@@ -31,11 +31,19 @@ settings.load_profile("motet")
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 LONGEST = """
-vllm hosts spread service_scoring dashboard service_adapters cuda_graph service_engine service_usage wall invariants sharded cli
-tinker_company tinker tinker_cookbook tinker_releases client service_agents server_faults service_disk service_api
+vllm hosts spread tinker_company service_scoring dashboard service_adapters cuda_graph service_engine service_usage wall
+invariants sharded cli tinker tinker_cookbook tinker_releases client service_agents server_faults service_disk service_api
 service_hostile agents verbs service_bounds openai_engine server_versions server_replicas server_engine reward_pool
 """.split()
 """Files of tests that take longest: begun last, one would run on while the other workers have nothing to do."""
+TOGETHER = (
+    "test_tinker.py",
+    "test_tinker_company.py",
+    "test_tinker_cookbook.py",
+    "test_tinker_releases.py",
+    "test_openai_engine.py",
+)
+"""Files that one worker runs, so that they share a service."""
 _forbidden_skips: set[str] = set()  # node ids, in the process that reports
 
 
@@ -91,14 +99,22 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 @pytest.fixture(scope="session")
-def tinker_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service that all clients of the `tinker` package share: each makes models of its own."""
+def shared_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service for the files in `TOGETHER`, whose tests look at nothing but what they made."""
     from tests.service_run import serving
+
+    with serving(tmp_path_factory.mktemp("shared")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def tinker_service(request: pytest.FixtureRequest) -> Service:
+    """That service for clients of the `tinker` package: each makes models of its own."""
     from tests.tinker_run import tinker_python
 
     tinker_python()
-    with serving(tmp_path_factory.mktemp("tinker")) as found:
-        yield found
+    found: Service = request.getfixturevalue("shared_service")
+    return found
 
 
 def pytest_collection() -> None:
@@ -112,6 +128,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     By `--dist loadfile`: under pytest 9.2 the groups of pytest-xdist 3.8 have no effect, without a word.
     """
     items.sort(key=_place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, where files that share a service go to one worker."""
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "together" if file.endswith(TOGETHER) else file
+
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def _place(item: pytest.Item) -> int:

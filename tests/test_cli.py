@@ -18,6 +18,7 @@ import pytest
 
 import motet
 from motet.types import Problem
+from tests.commands import Motet
 
 MAIN = "from motet.cli import main; main()"
 TINY: dict[str, Any] = {
@@ -188,27 +189,34 @@ def test_one_run_with_everything_that_happens_to_it(tmp_path: Path, processes: l
     assert "<html" in Path(tmp_path, out.strip()).read_text()[:200]
 
 
-def test_check_trains_nothing(tmp_path: Path) -> None:
-    (tmp_path / "jobs.yaml").write_text(JOB_FILE)
-    code, out, err = motet_says(tmp_path, "check", "jobs.yaml", "--rollouts", "2")
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory that commands of this process are given in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def test_check_trains_nothing(here: Path, says: Motet) -> None:
+    (here / "jobs.yaml").write_text(JOB_FILE)
+    code, out, err = says("check", "jobs.yaml", "--rollouts", "2")
     assert code == 0, out + err
     for text in ("add", "sort", "62 / 2", "reference answer: ", "nothing was trained"):
         assert text in out
-    assert [item.name for item in tmp_path.iterdir()] == ["jobs.yaml"]
+    assert [item.name for item in here.iterdir()] == ["jobs.yaml"]
 
 
-def test_check_fails_where_no_answer_gets_a_reward(tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").write_text("def broken(problem, completion):\n    raise KeyError('level')\n")
-    (tmp_path / "jobs.yaml").write_text(
-        "base: small\njobs: [{name: a, data: 'toy:add', reward: 'rewards.py:broken'}]\n"
-    )
-    code, out, err = motet_says(tmp_path, "check", "jobs.yaml", "--rollouts", "2")
+def test_check_fails_where_no_answer_gets_a_reward(here: Path, says: Motet) -> None:
+    (here / "rewards.py").write_text("def broken(problem, completion):\n    raise KeyError('level')\n")
+    (here / "jobs.yaml").write_text("base: small\njobs: [{name: a, data: 'toy:add', reward: 'rewards.py:broken'}]\n")
+    code, out, err = says("check", "jobs.yaml", "--rollouts", "2")
     assert code == 1, out + err
     assert "job a: 8 of 8 answers got no reward: reward rewards.py:broken: KeyError: 'level'" in " ".join(out.split())
 
 
-def test_doctor_says_what_this_machine_can_do(tmp_path: Path) -> None:
-    code, out, err = motet_says(tmp_path, "doctor")
+@pytest.mark.usefixtures("here")
+def test_doctor_says_what_this_machine_can_do(says: Motet) -> None:
+    code, out, err = says("doctor")
     assert code == 0, out + err
     for text in (
         "base small",

@@ -16,17 +16,15 @@ from motet.service.rewards.judging import prompt
 from motet.tasks.graders.shapes import Judge, parse
 from tests.openai_requests import GRADER, JUDGE, PYTHON, SHORT, WORDS, client_of, method, rows, uploaded
 from tests.pages import fences
-from tests.service_run import Json, Service, serving, tiny
+from tests.service_run import Json, Service, tiny
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "openai.md"
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One that is up for the whole file."""
-    with serving(tmp_path_factory.mktemp("serve") / "served") as found:
-        yield found
+@pytest.fixture
+def service(shared_service: Service) -> Service:
+    return shared_service
 
 
 @pytest.fixture

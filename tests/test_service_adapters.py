@@ -24,24 +24,40 @@ ASKED: Any = {"messages": [{"role": "user", "content": "Sort the letters of dca.
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One that is up for the whole file, with an adapter that was trained."""
-    with serving(tmp_path_factory.mktemp("serve") / "served") as found:
-        found.submit(tiny("elder", 2))
-        assert found.ended("elder") == "succeeded"
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One that is up for the whole file, and asks for keys."""
+    with serving(tmp_path_factory.mktemp("serve") / "served", keys=True) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def elder(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def key(keyed: Service) -> str:
+    """Of the tenant who asks in most tests."""
+    keyed.become(keyed.admin_key)
+    made: str = keyed.ask("POST", "/v1/keys", json={"tenant": "us"})["key"]
+    keyed.become(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def service(keyed: Service, key: str) -> Service:
+    """That service, asked with this key, with an adapter that was trained."""
+    assert key
+    keyed.submit(tiny("elder", 2))
+    assert keyed.ended("elder") == "succeeded"
+    return keyed
+
+
+@pytest.fixture(scope="module")
+def elder(service: Service, key: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That adapter as a PEFT directory."""
-    with motet.Client(service.url) as client:
+    with motet.Client(service.url, key=key) as client:
         return client.pull("elder", "latest", tmp_path_factory.mktemp("pulled"))
 
 
 @pytest.fixture
-def client(service: Service) -> Iterator[motet.Client]:
-    with motet.Client(service.url) as found:
+def client(service: Service, key: str) -> Iterator[motet.Client]:
+    with motet.Client(service.url, key=key) as found:
         yield found
 
 
@@ -56,7 +72,7 @@ def answer(url: str, model: str, key: str = "none") -> list[tuple[str, float]]:
 
 
 def test_an_uploaded_adapter_answers_trains_and_comes_home(
-    service: Service, client: motet.Client, elder: Path, tmp_path: Path
+    service: Service, client: motet.Client, elder: Path, tmp_path: Path, key: str
 ) -> None:
     pushed = client.push(elder, "brought")
     assert (pushed.name, pushed.rank, pushed.alpha) == ("brought", 32, 32.0)
@@ -64,8 +80,8 @@ def test_an_uploaded_adapter_answers_trains_and_comes_home(
     assert [one.id for one in client.adapters()] == [pushed.id]
     assert client.adapter("brought") == client.adapter(pushed.id) == pushed
     for name in ("brought", pushed.id):
-        assert answer(service.url, name) == answer(service.url, "elder@latest")
-    assert answer(service.url, "brought") != answer(service.url, "small")
+        assert answer(service.url, name, key) == answer(service.url, "elder@latest", key)
+    assert answer(service.url, "brought", key) != answer(service.url, "small", key)
     home = client.pull("brought", directory=tmp_path)
     assert home == tmp_path / "brought"
     assert {file: (home / file).read_bytes() for file in ADAPTER_FILES} == {
@@ -143,40 +159,32 @@ def test_weights_that_do_not_fit_are_refused_at_the_upload(client: motet.Client,
 # --- waiting ----------------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_wait_for_each_other_and_for_a_time_across_restarts(service: Service) -> None:
-    with motet.Client(service.url) as client:
-        client.submit(tiny("first", 8))
-        client.submit(tiny("second", 1, adapter={"init": "first@best"}), after=["first"])
-        client.submit(tiny("doomed", 1), after=["second", "broken-too"][:1])
-        client.submit(tiny("timed", 1), at=time.time() + 4)
-        client.cancel("doomed")
-        assert client.job("second").message == "waits for 'first' to succeed"
-        service.reaches("first", 3)
-        service.kill()
-        service.start()
-        assert service.ended("first") == "succeeded"
-        assert service.ended("second") == "succeeded", service.job("second")["message"]
-        assert service.ended("timed") == "succeeded"
-        best = next(one.version for one in client.versions("first") if one.best)
-        assert service.adapter("second", "0")[ADAPTER_WEIGHTS] == service.adapter("first", str(best))[ADAPTER_WEIGHTS]
-        first, second, timed = (client.events(name) for name in ("first", "second", "timed"))
-        began = next(event.time for event in second if event.data.get("state") == "running")
-        assert began >= [event.time for event in first][-1]
-        assert service.states("second") == ["queued", "queued", "running", "succeeded"]
-        at = client.job("timed").at
-        assert at is not None
-        assert next(event.time for event in timed if event.data.get("state") == "running") >= at
-        assert service.job("doomed")["state"] == "cancelled"
+def test_jobs_wait_for_each_other_and_for_a_time_across_restarts(service: Service, client: motet.Client) -> None:
+    client.submit(tiny("first", 8))
+    client.submit(tiny("second", 1, adapter={"init": "first@best"}), after=["first"])
+    client.submit(tiny("doomed", 1), after=["second", "broken-too"][:1])
+    client.submit(tiny("timed", 1), at=time.time() + 4)
+    client.cancel("doomed")
+    assert client.job("second").message == "waits for 'first' to succeed"
+    service.reaches("first", 3)
+    service.kill()
+    service.start()
+    assert service.ended("first") == "succeeded"
+    assert service.ended("second") == "succeeded", service.job("second")["message"]
+    assert service.ended("timed") == "succeeded"
+    best = next(one.version for one in client.versions("first") if one.best)
+    assert service.adapter("second", "0")[ADAPTER_WEIGHTS] == service.adapter("first", str(best))[ADAPTER_WEIGHTS]
+    first, second, timed = (client.events(name) for name in ("first", "second", "timed"))
+    began = next(event.time for event in second if event.data.get("state") == "running")
+    assert began >= [event.time for event in first][-1]
+    assert service.states("second") == ["queued", "queued", "running", "succeeded"]
+    at = client.job("timed").at
+    assert at is not None
+    assert next(event.time for event in timed if event.data.get("state") == "running") >= at
+    assert service.job("doomed")["state"] == "cancelled"
 
 
 # --- sharing ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One that asks for keys."""
-    with serving(tmp_path_factory.mktemp("keyed") / "served", keys=True) as found:
-        yield found
 
 
 def test_two_teams_share_by_the_command_line(

@@ -14,7 +14,7 @@ from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.slow
 
-STEPS = 40
+STEPS = 24
 SETTLES = 1.5
 """Seconds without a step that show that a job does not go on."""
 

@@ -13,14 +13,23 @@ import pytest
 from tests.service_run import Service
 from tests.tinker_run import ROOT, job_of, run_script, tinker_python
 
+Found = dict[str, Any]
+SCRIPTS = ("first_loop", "losses", "soft_targets", "checkpoints", "samples", "chunks", "refusals")
+
 
 @pytest.fixture
 def service(tinker_service: Service) -> Service:
     return tinker_service
 
 
-def test_the_first_loop_learns_and_sampler_and_trainer_agree(service: Service) -> None:
-    found = run_script(service, "first_loop")
+@pytest.fixture(scope="module")
+def scripts(tinker_service: Service) -> Found:
+    """What each script finds, one after another in one process: the package takes seconds to be loaded."""
+    return dict(zip(SCRIPTS, run_script(tinker_service, ",".join(SCRIPTS)), strict=True))
+
+
+def test_the_first_loop_learns_and_sampler_and_trainer_agree(service: Service, scripts: Found) -> None:
+    found = scripts["first_loop"]
     assert found["rank"] == 4
     assert found["before"][:-1] == found["of_base"][1:], "before any step a model is the base"
     assert found["losses"] == sorted(found["losses"], reverse=True)
@@ -37,8 +46,8 @@ def test_the_first_loop_learns_and_sampler_and_trainer_agree(service: Service) -
     assert service.steps(job_of(found["model"])) == [0, 1, 2, 3]
 
 
-def test_every_loss_is_the_documented_sum_and_has_its_gradient(service: Service) -> None:
-    found = run_script(service, "losses")
+def test_every_loss_is_the_documented_sum_and_has_its_gradient(scripts: Found) -> None:
+    found = scripts["losses"]
     assert set(found) == {"importance_sampling", "ppo", "cispo", "dro"}
     for name, one in found.items():
         assert one["value"] == pytest.approx(one["formula"], rel=1e-5), name
@@ -48,15 +57,15 @@ def test_every_loss_is_the_documented_sum_and_has_its_gradient(service: Service)
         np.testing.assert_allclose(built_in, custom, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def test_targets_may_be_soft_and_a_look_leaves_no_gradient(service: Service) -> None:
-    found = run_script(service, "soft_targets")
+def test_targets_may_be_soft_and_a_look_leaves_no_gradient(scripts: Found) -> None:
+    found = scripts["soft_targets"]
     assert found["idle"] == 0.0
     assert found["look"] == pytest.approx(found["value"], rel=1e-6)
     np.testing.assert_allclose(np.asarray(found["wide"]).T, found["narrow"], rtol=1e-5)
 
 
-def test_a_state_is_gone_on_from_to_the_bit(service: Service) -> None:
-    found = run_script(service, "checkpoints")
+def test_a_state_is_gone_on_from_to_the_bit(service: Service, scripts: Found) -> None:
+    found = scripts["checkpoints"]
     straight, resumed, begun = found["finals"]
     assert straight == resumed == begun
     names = [job_of(model) for model in found["models"]]
@@ -70,8 +79,8 @@ def test_a_state_is_gone_on_from_to_the_bit(service: Service) -> None:
     assert len(found["greedy"]) <= 4
 
 
-def test_samples_stop_where_they_are_told_and_follow_their_model(service: Service) -> None:
-    found = run_script(service, "samples")
+def test_samples_stop_where_they_are_told_and_follow_their_model(scripts: Found) -> None:
+    found = scripts["samples"]
     (free, reason), second = found["free"]
     assert (len(free), reason) == (12, "length"), "an empty list stops nothing"
     assert second == [free, reason], "greedy"
@@ -86,8 +95,8 @@ def test_samples_stop_where_they_are_told_and_follow_their_model(service: Servic
     assert found["suffix"] == [None] * 6 + found["base"][6:]
 
 
-def test_parts_of_a_request_are_put_in_order(service: Service) -> None:
-    found = run_script(service, "chunks")
+def test_parts_of_a_request_are_put_in_order(scripts: Found) -> None:
+    found = scripts["chunks"]
     assert found["n"] == 1030
     assert found["value"] == pytest.approx(sum(found["values"]), rel=1e-5)
     assert found["norms"][0] == pytest.approx(found["norms"][1], rel=2e-3), "up to rounding"
@@ -127,8 +136,8 @@ REFUSALS = {
 }
 
 
-def test_what_cannot_be_done_is_told_at_once_and_the_next_goes_on(service: Service) -> None:
-    found: dict[str, Any] = run_script(service, "refusals")
+def test_what_cannot_be_done_is_told_at_once_and_the_next_goes_on(scripts: Found) -> None:
+    found = scripts["refusals"]
     for name, (kind, message) in REFUSALS.items():
         told, words, seconds = found[name]
         assert told == kind, (name, found[name])

@@ -37,8 +37,7 @@ def test_company_changes_no_bit_of_a_client_or_of_a_job(
     others = [tiny("sort", 4), tiny("other", 6, adapter={"rank": 4})]
     for job in others:
         service.submit(job)
-    clients = [Script(service, name, "none") for name in ("steps", "first_loop", "steps")]
-    found = [client.found() for client in clients]
+    found = run_script(service, "steps+first_loop+steps")
     assert [service.ended(job["name"]) for job in others] == ["succeeded"] * 2
     for one in (found[0], found[2]):
         assert one["values"] == expected["values"]
@@ -100,14 +99,12 @@ def test_idle_clients_make_room_and_go_on(alone: tuple[Any, dict[str, bytes]], t
     config = tmp_path / "one.yaml"
     config.write_text("engine: {samplers: 0, threads: 1, slots: 1, kv_tokens: 512}\npatience_seconds: 0.3\n")
     with serving(tmp_path / "service", "--config", str(config)) as service:
-        client = Script(service, "steps", "none", "1.5")
+        client = Script(service, "steps,room", "none", "1.5")
         service.until(lambda: len(service.ask("GET", "/v1/jobs")["data"]) == 1)
         service.submit(tiny("sort", 4))
         assert service.ended("sort") == "succeeded"
-        found = client.found()
+        found, room = client.found()
         assert "queued" in service.states(job_of(found["model"]))[1:], "it gave its slot away"
         assert found["values"] == expected["values"]
         assert service.weights(job_of(found["model"])) == adapters["client"]
-        assert run_script(service, "room") == {"filled": [12, "length"]}, (
-            "without max_tokens: as many as the KV cache holds"
-        )
+        assert room == {"filled": [12, "length"]}, "without max_tokens: as many as the KV cache holds"

@@ -1,4 +1,4 @@
-"""What users of the `tinker` package write, run in its own environment: python tinker_scripts.py NAME URL KEY RESULT.json
+"""What users of the `tinker` package write, run in its own environment: python tinker_scripts.py NAMES URL KEY RESULT.json
 
 The package is not there where Motet's tests run; what a script finds is written as JSON. `tests/tinker_run.py` starts them.
 """
@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -359,13 +360,24 @@ def two_bases(service: Any) -> Found:
     return given
 
 
-def main() -> None:
-    name, url, key, out = sys.argv[1:5]
-    service = tinker.ServiceClient(base_url=url, api_key=key)
+def finds(name: str) -> Found:
+    """What a script finds as a client of its own."""
+    service = tinker.ServiceClient(base_url=sys.argv[2], api_key=sys.argv[3])
     with service if hasattr(service, "__exit__") else contextlib.nullcontext():  # since 0.30 it says when it ends
         known = importlib.import_module("tinker_releases") if name == "releases" else sys.modules[__name__]
-        found = getattr(known, name)(service)
-    Path(out).write_text(json.dumps(found))
+        found: Found = getattr(known, name)(service)
+        return found
+
+
+def main() -> None:
+    """NAMES with commas between them run one after another, with plus signs at once; the result of several is a list."""
+    names = sys.argv[1]
+    if "+" in names:
+        with ThreadPoolExecutor() as threads:
+            found = [one.result() for one in [threads.submit(finds, name) for name in names.split("+")]]
+    else:
+        found = [finds(name) for name in names.split(",")]
+    Path(sys.argv[4]).write_text(json.dumps(found if len(found) > 1 else found[0]))
 
 
 if __name__ == "__main__":

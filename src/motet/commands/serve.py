@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING
 from rich.console import Console
 
 from motet import wall
+from motet.allocator import without_collections
 from motet.cluster.client import EngineClient
 from motet.cluster.host import start_engine
 from motet.commands.listening import bound
@@ -67,6 +68,7 @@ def serve(
     lock = _alone(directory)  # noqa: F841 - held until the process ends
     sockets = bound(host, port)
 
+    @without_collections()
     def make(heard: Sequence[int]) -> FastAPI:
         from motet.service.app import create_app
         from motet.service.settings import Settings

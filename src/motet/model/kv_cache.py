@@ -6,11 +6,13 @@ a stale NaN in a block would reach its next owner as 0 · NaN.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from motet.allocator import memory_apart
 from motet.model.state_cache import StateCache
 
 
@@ -97,7 +99,11 @@ class KVCache:
     def _storage(self, states_TKE: Tensor) -> Tensor:
         _, heads, width = states_TKE.shape
         shape = (self.n_blocks + 2, heads, self.block_size, width)
-        return torch.zeros(shape, dtype=states_TKE.dtype, device=self.device)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=states_TKE.dtype, device=self.device)
+        # zeros of the system: blocks that nobody has had take neither memory nor the time to be cleared
+        memory = memory_apart(math.prod(shape) * states_TKE.element_size())
+        return torch.frombuffer(memory, dtype=states_TKE.dtype).view(shape)
 
     def take(self, n: int) -> list[int]:
         """Hand out n zeroed blocks, each referenced once.
