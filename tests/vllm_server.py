@@ -47,6 +47,7 @@ def vllm_server(base: Any, directory: Path, *args: str) -> Iterator[servers.Laun
     """A server that runs while the block does."""
     (directory / "by-name").mkdir(parents=True)
     env = {"VLLM_LORA_RESOLVER_CACHE_DIR": str(directory / "by-name")}
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its worker has no process of its own, and nobody waits in a busy loop
     start = launch().model_copy(update={"env": env, "args": list(args)})
     config = RolloutConfig(engine="vllm", launch=start, publish_by="tensors")
     (server,) = servers.launched(base.info, str(base.model.config.name_or_path), config, start, WANTED, directory)
