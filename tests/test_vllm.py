@@ -53,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(small: Any, place: Path) -> Iterator[Launched]:
-    with vllm_server(small, place) as found:
+    with vllm_server(small, place, own_worker=False) as found:
         os.environ[KEY] = found.key
         yield found
         del os.environ[KEY]
