@@ -132,7 +132,7 @@ def test_a_run_goes_on_after_a_host_was_killed(tmp_path: Path, alone: dict[str, 
                 return False
         kill_host(tmp_path, 1, {"launcher": "local"})
         if not ended.wait(PATIENCE):
-            os.kill(os.getpid(), signal.SIGINT)  # or it would wait for ever
+            os.kill(os.getpid(), signal.SIGINT)  # or its jobs would wait for ever
         return True
 
     with ThreadPoolExecutor(1) as pool:
@@ -140,6 +140,8 @@ def test_a_run_goes_on_after_a_host_was_killed(tmp_path: Path, alone: dict[str, 
         try:
             jobs, engine = [job(name) for name in NAMES], {**ENGINE, "hosts": 2}
             run = motet.run(jobs, base="small", directory=tmp_path, engine=engine, quiet=True)
+        except KeyboardInterrupt:
+            pytest.fail("jobs of the host that was killed wait for ever")
         finally:
             ended.set()
     assert killed.result(), "it ended before a host was killed"

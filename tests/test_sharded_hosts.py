@@ -74,7 +74,17 @@ def whereabouts(service: Service, names: list[str]) -> dict[str, int]:
     return {one["name"]: one["progress"].get("host", 0) for one in jobs if one["progress"] is not None}
 
 
-@pytest.mark.parametrize("what", ["rank", pytest.param("host", marks=pytest.mark.soak)])
+def test_jobs_have_the_bytes_of_one_process(service: Service, alone: dict[str, Path]) -> None:
+    for name in NAMES[:2]:
+        service.submit(job(name))
+    for name in NAMES[:2]:
+        assert service.ended(name) == "succeeded", service.job(name)["message"]
+        assert service.weights(name) == alone[name].read_bytes()
+        service.ask("DELETE", f"/v1/jobs/{name}")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("what", ["rank", "host"])
 def test_a_process_that_dies_changes_no_byte(
     what: str, service: Service, cluster: Json, alone: dict[str, Path]
 ) -> None:
@@ -112,3 +122,13 @@ def test_people_are_answered_and_their_adapters_are_looked_at(service: Service, 
     base, brought = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in answers]
     assert len(base) > 1
     assert base[0] != brought[0]
+
+
+def test_a_host_ends_with_a_rank_of_it(service: Service) -> None:
+    """The last of these tests: nobody waits until it is back."""
+    dying = host(service, 0)
+    group = ranks(dying)
+    assert len(group) == 2
+    group[1].kill()
+    _, alive = psutil.wait_procs([dying, *group], timeout=10)
+    assert alive == []

@@ -53,7 +53,7 @@ LOAD = Load(
     numerics="exact",
     limits=LIMITS,
 )
-LONG = 300
+LONG = 200
 """Tokens that take the process long enough to be met in the middle of them."""
 
 
