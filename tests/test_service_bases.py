@@ -181,7 +181,7 @@ def said_alone(base: Any, adapter: Path | None) -> tuple[str, list[float]]:
     engine = EmbeddedEngine(base, device, max_rows=1, kv_tokens=1024, prefill_tokens=256)
     shared: Any = SimpleNamespace(engine=engine, scheduler=FairScheduler(1), engine_suffix="x")
     answers = Answers(base, shared, 1024, sent.append)
-    where, sampling = adapter and str(adapter), SamplingParams(max_tokens=12)
+    where, sampling = None if adapter is None else str(adapter), SamplingParams(max_tokens=12)
     asyncio.run(answers.answer(Complete("any", where, 1, 7, False, True, sampling, messages=ASKED)))
     device.close()
     (answer,) = [message.chunk for message in sent if isinstance(message, Tokens)]

@@ -165,7 +165,7 @@ def test_versions_are_fetched_into_the_memory_of_the_server(
 ) -> None:
     """It answers from them as from files, it has read none, and what arrived wrong is no version."""
     data = {"source": "toy:sort_letters", "holdout": 0}
-    one = job("fetched", data["source"], 8, steps=2, optimizer={"lr": 1e-2}, data=data)
+    one = job("fetched", "toy:sort_letters", 8, steps=2, optimizer={"lr": 1e-2}, data=data)
     rollout = {"urls": [server.url], "api_key_env": KEY, "publish_by": "tensors"}
     result = run_config(config(tmp_path, rollout, [one]), base=small)
     found = result.jobs["fetched"]
