@@ -152,11 +152,11 @@ def memory():
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 keep_freed_memory()
-trainer = TorchTrainer(tiny.base("llama"), slots=100, resident=2, parking=Path(sys.argv[1]))
+trainer = TorchTrainer(tiny.base("llama"), slots=50, resident=2, parking=Path(sys.argv[1]))
 before = memory()
-for number in range(100):
+for number in range(50):
     trainer.add_adapter(f"{number}", AdapterConfig(rank=256, alpha=8.0), seed=number)
-print((memory() - before) / 100 / trainer.weights("0").flat.nbytes)
+print((memory() - before) / 50 / trainer.weights("0").flat.nbytes)
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import re
 import tarfile
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -19,17 +21,21 @@ from pydantic import ValidationError
 
 import motet
 from motet import budgets
-from motet.client import Client
 from motet.cluster.assignments import Assignments
 from motet.cluster.host import Host
-from motet.cluster.messages import AddJob, Start
+from motet.cluster.messages import AddJob, Complete, FromEngine, Start, Tokens
 from motet.cluster.placement import HostLoad, Move, moved, placed
 from motet.cluster.starts import launcher, starts_of
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.rollout import RolloutConfig
 from motet.config.service import ANY_SIZE, ServiceConfig
+from motet.device import Device
 from motet.errors import ConfigError, StoreError
+from motet.hosting.answers import Answers
 from motet.jobfile import load_service
+from motet.launch import load
+from motet.rollout.embedded import EmbeddedEngine
+from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import Claim, Rule
 from motet.service.adapters.adapters import Adapters
 from motet.service.app import create_app
@@ -41,6 +47,7 @@ from motet.service.jobs.handover import Handover
 from motet.service.jobs.submissions import Submissions
 from motet.service.settings import Settings
 from motet.service.tinker.parts import PREFIX
+from motet.types import SamplingParams
 from tests.commands import Motet
 from tests.house import House, open_house
 from tests.service_run import Json, Service, serving, tiny
@@ -69,11 +76,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory, twin: Path) -> dict[str, byt
     return made
 
 
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.soak)])
+def hosts(request: pytest.FixtureRequest) -> int:
+    """How many the small base has."""
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory, twin: Path) -> Iterator[Service]:
-    """Two hosts of the small base and one of its twin."""
+def service(tmp_path_factory: pytest.TempPathFactory, twin: Path, hosts: int) -> Iterator[Service]:
+    """One host of the twin after those of the small base."""
     config = tmp_path_factory.mktemp("served") / "bases.yaml"
-    bases = {"small": {"base": "small", "hosts": 2}, "twin": str(twin)}
+    bases = {"small": {"base": "small", "hosts": hosts}, "twin": str(twin)}
     config.write_text(yaml.safe_dump({"engine": ENGINE, "bases": bases}))
     with serving(config.parent / "service", "--config", str(config), keys=True, base=None) as found:
         found.become(found.admin_key)
@@ -98,23 +111,27 @@ def hosts_now(service: Service) -> dict[str, int]:
 
 @dataclass
 class Story:
-    """Which host had each job before one host died, and which have had it since."""
+    """Which host had each job before the host of one of them died, and which have had it since."""
 
+    victim: str
     first: dict[str, int]
     since: dict[str, set[int]]
 
 
 @pytest.fixture(scope="module")
-def story(service: Service, tenants: dict[str, str]) -> Story:
-    """The jobs of two tenants from their start to their end, while a host of the small base dies in mid-step."""
+def story(service: Service, tenants: dict[str, str], hosts: int) -> Story:
+    """The jobs of two tenants while the only host of the twin dies, or one of two of the small base."""
     for name, base in JOBS.items():
         service.become(tenants["ann" if name in "ab" else "ben"])
         assert service.submit({**job(name), **({} if base == "small" else {"base": base})})["base"] == base
     service.become(service.admin_key)
     service.until(lambda: len(hosts_now(service)) == len(JOBS))
-    story = Story(hosts_now(service), {name: set() for name in JOBS})
-    service.reaches("c", 1)
-    psutil.Process(int((service.directory / "run" / f".lock.host-{story.first['c']}").read_text())).kill()
+    story = Story("b" if hosts == 1 else "c", hosts_now(service), {name: set() for name in JOBS})
+    service.reaches(story.victim, 1)
+    dying = story.first[story.victim]
+    psutil.Process(int((service.directory / "run" / f".lock.host-{dying}").read_text())).kill()
+    if hosts == 1:
+        others_go_on(service)
 
     def ended() -> bool:
         for name, host in hosts_now(service).items():
@@ -125,18 +142,31 @@ def story(service: Service, tenants: dict[str, str]) -> Story:
     return story
 
 
+def others_go_on(service: Service) -> None:
+    """The twin's only host is away: that is told, and the other base answers."""
+    service.until(lambda: "twin" in service.ask("GET", "/readyz")["message"], 30)
+    said = {"model": "small", "messages": ASKED, "max_tokens": 4, "temperature": 0}
+    assert service.ask("POST", "/v1/chat/completions", json=said)["choices"]
+    service.refused(503, "POST", "/v1/chat/completions", json={**said, "model": "twin"})
+
+
 def test_each_job_trains_on_its_base_and_a_host_that_dies_loses_nothing(
-    service: Service, story: Story, alone: dict[str, bytes]
+    service: Service, story: Story, alone: dict[str, bytes], hosts: int
 ) -> None:
+    """Jobs whose base has no other host wait for it; those of the other base do not notice."""
     service.become(service.admin_key)
+    dead = JOBS[story.victim]
     for name, base in JOBS.items():
         assert service.job(name)["state"] == "succeeded", service.job(name)["message"]
         assert service.weights(name) == alone[name], f"not the bytes of {base} alone"
-        assert {story.first[name], *story.since[name]} <= ({2} if base == "twin" else {0, 1})
-    assert {story.first["a"], story.first["c"]} == {0, 1}
-    assert service.states("c").count("running") >= 2
-    service.until(lambda: starts(service)[str(story.first["c"])] == ("small", 2.0))
-    assert starts(service)["2"][0] == "twin"
+        assert {story.first[name], *story.since[name]} <= ({hosts} if base == "twin" else {*range(hosts)})
+        assert service.steps(name) == list(range(7))
+        if base != dead:
+            assert service.states(name).count("running") == 1
+    assert {story.first["a"], story.first["c"]} == {*range(hosts)}
+    assert service.states(story.victim).count("running") >= 2
+    service.until(lambda: starts(service)[str(story.first[story.victim])] == (dead, 2.0))
+    assert starts(service)[str(hosts)][0] == "twin"
 
 
 def starts(service: Service) -> dict[str, tuple[str, float]]:
@@ -145,32 +175,27 @@ def starts(service: Service) -> dict[str, tuple[str, float]]:
     return {host: (base, float(count)) for base, host, count in found}
 
 
-def test_a_base_whose_only_host_dies_waits_for_it_and_others_go_on(
-    service: Service, tenants: dict[str, str], twin: Path, tmp_path: Path
-) -> None:
-    service.become(tenants["ann"])
-    service.submit({**job("long"), "name": "long", "base": "twin"})
-    service.become(service.admin_key)
-    service.until(lambda: "long" in hosts_now(service))
-    service.reaches("long", 1)
-    psutil.Process(int((service.directory / "run" / ".lock.host-2").read_text())).kill()
-    service.until(lambda: "twin" in service.ask("GET", "/readyz")["message"], 30)
-    said = {"model": "small", "messages": ASKED, "max_tokens": 4, "temperature": 0}
-    assert service.ask("POST", "/v1/chat/completions", json=said)["choices"]
-    service.refused(503, "POST", "/v1/chat/completions", json={**said, "model": "twin"})
-    assert service.ended("long") == "succeeded", service.job("long")["message"]
-    run = motet.run([job("long")], base=str(twin), directory=tmp_path, engine=ENGINE, quiet=True)
-    assert service.weights("long") == (run.jobs["long"].adapter / "adapter_model.safetensors").read_bytes()
+def said_alone(base: Any, adapter: Path | None) -> tuple[str, list[float]]:
+    """What an engine says that has this base and no other."""
+    device, sent = Device(), list[FromEngine]()
+    engine = EmbeddedEngine(base, device, max_rows=1, kv_tokens=1024, prefill_tokens=256)
+    shared: Any = SimpleNamespace(engine=engine, scheduler=FairScheduler(1), engine_suffix="x")
+    answers = Answers(base, shared, 1024, sent.append)
+    where, sampling = None if adapter is None else str(adapter), SamplingParams(max_tokens=12)
+    asyncio.run(answers.answer(Complete("any", where, 1, 7, False, True, sampling, messages=ASKED)))
+    device.close()
+    (answer,) = [message.chunk for message in sent if isinstance(message, Tokens)]
+    return answer.text, answer.logprobs.tolist()
 
 
 def test_models_answer_on_their_own_base(
     service: Service, tenants: dict[str, str], story: Story, twin: Path, tmp_path: Path
 ) -> None:
-    """What they say is what a service says that has that base alone."""
+    """What they say is what an engine says that has that base alone."""
     service.become(service.admin_key)
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=tenants["ann"], max_retries=0)
 
-    def said(url: str, key: str, model: str) -> tuple[str, list[float]]:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    def said(model: str) -> tuple[str, list[float]]:
         answer: Any = client.chat.completions.create(
             model=model,
             messages=ASKED,
@@ -181,21 +206,18 @@ def test_models_answer_on_their_own_base(
         choice = answer.choices[0]
         return choice.message.content, [token.logprob for token in choice.logprobs.content]
 
-    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=tenants["ann"])
     models = {one.id: getattr(one, "base", None) for one in client.models.list()}
     assert [models["small"], models["twin"], models["a@latest"], models["b@latest"]] == [None, None, "small", "twin"]
     assert "c@best" not in models
-    here = {name: said(service.url, tenants["ann"], name) for name in ("small", "twin", "a@latest", "b@latest")}
+    here = {name: said(name) for name in ("small", "twin", "a@latest", "b@latest")}
     assert len({str(one) for one in here.values()}) == 4
-    saved = service.adapter("b")
-    with serving(tmp_path / "solo", "--base", str(twin)) as solo:
-        assert here["twin"] == said(solo.url, "none", str(twin))
-        (tmp_path / "b").mkdir()
-        for file, content in saved.items():
-            (tmp_path / "b" / file).write_bytes(content)
-        with Client(solo.url) as pushed:
-            pushed.push(tmp_path / "b", "b")
-        assert here["b@latest"] == said(solo.url, "none", "b")
+    for base, name, place in (("small", "a", "small"), ("twin", "b", str(twin))):
+        loaded = load(place, EngineConfig(threads=1))
+        assert here[base] == said_alone(loaded, None)
+        (tmp_path / name).mkdir()
+        for file, content in service.adapter(name).items():
+            (tmp_path / name / file).write_bytes(content)
+        assert here[f"{name}@latest"] == said_alone(loaded, tmp_path / name)
 
 
 def test_people_see_and_choose_the_base(

@@ -53,7 +53,7 @@ LOAD = Load(
     numerics="exact",
     limits=LIMITS,
 )
-LONG = 300
+LONG = 200
 """Tokens that take the process long enough to be met in the middle of them."""
 
 
@@ -100,9 +100,15 @@ def links() -> Iterator[list[SamplerLink]]:
 
 
 @pytest.fixture(scope="module")
-def link(base: Any) -> Iterator[SamplerLink]:
+def busy() -> BusyTime:
+    """What the process of `link` has done."""
+    return BusyTime()
+
+
+@pytest.fixture(scope="module")
+def link(base: Any, busy: BusyTime) -> Iterator[SamplerLink]:
     """One process for all tests that leave it as it is."""
-    link = SamplerLink(LOAD, base.fingerprint(), BusyTime(), 0.5, None)
+    link = SamplerLink(LOAD, base.fingerprint(), busy, 0.5, None)
     wait_for(link)
     yield link
     link.close()
@@ -220,27 +226,28 @@ def test_equal_ids_of_two_jobs_are_kept_apart(base: Any, here: EmbeddedEngine, l
 
 
 def test_what_the_process_did_is_told_by_job_and_once(
-    base: Any, here: EmbeddedEngine, links: list[SamplerLink]
+    base: Any, here: EmbeddedEngine, link: SamplerLink, busy: BusyTime
 ) -> None:
-    busy = BusyTime()
-    links.append(SamplerLink(LOAD, base.fingerprint(), busy, 0.5, None))
-    wait_for(links[0])
-    ref = new_version(base, here, links[0])
+    ref = new_version(base, here, link)
+    before = busy.read()[0]
 
     async def tokens(engine: Any, job: str, *seeds: int) -> int:
         found = await collect(engine, request("told", ref, seeds, job=job))
         return sum(len(chunk.token_ids) for chunks in found.values() for chunk in chunks)
 
-    wanted = {name: asyncio.run(tokens(links[0], name, *seeds)) for name, seeds in (("x", (1, 2, 3)), ("y", (4,)))}
-    wait_until(lambda: busy.read()[1] == wanted, "the tokens are not told")
+    def told() -> dict[str, int]:
+        return {name: count for name, count in busy.read()[1].items() if name in ("p", "q")}
+
+    wanted = {name: asyncio.run(tokens(link, name, *seeds)) for name, seeds in (("p", (1, 2, 3)), ("q", (4,)))}
+    wait_until(lambda: told() == wanted, "the tokens are not told")
     seconds = busy.read()[0]
-    assert seconds > 0
-    wanted["x"] += asyncio.run(tokens(links[0], "x", 9))
-    wait_until(lambda: busy.read()[1] == wanted, "the tokens are not told again, or told twice")
+    assert seconds > before
+    wanted["p"] += asyncio.run(tokens(link, "p", 9))
+    wait_until(lambda: told() == wanted, "the tokens are not told again, or told twice")
     assert busy.read()[0] > seconds
-    before = here._device.busy.read()[1].get("x", 0)
-    inside = before + asyncio.run(tokens(here, "x", 1, 2))
-    wait_until(lambda: here._device.busy.read()[1]["x"] == inside, "the tokens of the process itself are not told")
+    earlier = here._device.busy.read()[1].get("p", 0)
+    inside = earlier + asyncio.run(tokens(here, "p", 1, 2))
+    wait_until(lambda: here._device.busy.read()[1]["p"] == inside, "the tokens of the process itself are not told")
 
 
 def test_a_request_that_the_process_refuses(here: EmbeddedEngine, link: SamplerLink) -> None:

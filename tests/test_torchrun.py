@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import yaml
 
 import motet
 from motet.rollout.server_process import free_port
+from tests.commands import Motet
 from tests.service_run import Json, tiny
 
 pytestmark = pytest.mark.slow
@@ -72,7 +72,16 @@ def ranks(nodes: list[subprocess.Popen[bytes]]) -> list[Any]:
     return sorted(found, key=lambda process: int(process.environ()["RANK"]))
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
+def test_two_nodes_have_the_bytes_of_one_process(
+    nodes: list[subprocess.Popen[bytes]], tmp_path: Path, alone: bytes
+) -> None:
+    assert [node.wait(180) for node in nodes] == [0, 0], (tmp_path / "log").read_text()
+    assert weights(tmp_path / "run") == alone
+    assert (tmp_path / "log").read_text().count("loading small") == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_of_one_of_two_nodes_that_dies_changes_no_byte(
     rank: int, nodes: list[subprocess.Popen[bytes]], tmp_path: Path, alone: bytes
 ) -> None:
@@ -106,11 +115,12 @@ def test_whoever_interrupts_torchrun_has_what_was_done_saved(tmp_path: Path, alo
         ({"engine": {**ENGINE, "shard": 3}}, True, "torchrun has started 1 processes"),
     ],
 )
-def test_what_does_not_fit_together_is_told(changed: Json, there: bool, words: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "motet", "run", str(file(tmp_path, **changed))]
+def test_what_does_not_fit_together_is_told(
+    changed: Json, there: bool, words: str, tmp_path: Path, says: Motet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"} if there else {}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, **torchrun, "COLUMNS": "500"}
-    )
-    assert done.returncode != 0
-    assert words in " ".join((done.stdout + done.stderr).split())
+    for name, value in {**torchrun, "COLUMNS": "500"}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = says("run", file(tmp_path, **changed))
+    assert code != 0
+    assert words in " ".join((out + err).split())
