@@ -409,7 +409,6 @@ def test_hosts_of_all_bases_share_the_machine(tmp_path: Path, says: Motet) -> No
     assert {one.threads for one in engines} == {max(1, budgets.cores() // 3)}
     assert [round(one.kv_memory_fraction, 3) for one in engines] == [0.133] * 3
     assert {one.slots for one in engines} == {3}
-    assert {one.sharing for one in made} == {3}
     with pytest.raises(ConfigError, match=r"set engine\.threads"):
         launcher(ClusterConfig(launcher="ray"), *((EngineConfig(threads=n), RolloutConfig()) for n in (1, 0)))
     for odd in ({"base": "small"}, {"a b": "small"}, {"a": {"hosts": 2}}, {"a": {"base": "x", "nonsense": 1}}):

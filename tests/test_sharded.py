@@ -140,6 +140,8 @@ def test_every_number_of_ranks_gives_the_bits_of_one_device(
         one, many = TorchTrainer(base, slots=8), ShardedTrainer(group, slots=8)
         for trainer in (one, many):
             add_all(trainer, name)
+        for adapter in SHAPES:  # other tests have the group too
+            stack.callback(many.remove_adapter, adapter)
         assert train(many, 2) == train(one, 2)
         for trainer in (one, many):  # saved in mid-step, and loaded into adapters that were elsewhere
             trainer.forward_backward(BATCHES[0])
@@ -156,8 +158,6 @@ def test_every_number_of_ranks_gives_the_bits_of_one_device(
         assert whole <= sum(parts) < 1.02 * whole
         assert max(parts) < 1.1 * whole / n
         assert {joined.fingerprint for joined in group.joined} == {base.fingerprint()}
-        for adapter in SHAPES:
-            many.remove_adapter(adapter)
 
 
 def test_what_one_device_refuses_is_refused_in_the_same_words(

@@ -96,8 +96,8 @@ def test_slots_without_room_are_a_note_and_a_job_that_never_fits_is_refused(base
     size = each.trained + each.versions
     memory = FreeMemory(of_device=10 * size, sampling=2 * size)
 
-    def said(config: RunConfig, largest: Largest | None = None, sharing: int = 1) -> str:
-        return "".join(check_slots(base, config, memory, largest, sharing))
+    def said(config: RunConfig, largest: Largest | None = None) -> str:
+        return "".join(check_slots(base, config, memory, largest))
 
     assert not said(config_of(*[32] * 8, slots=20))
     assert "9 slots are wanted, and there is memory for 8: an adapter of rank 32" in said(
@@ -107,12 +107,11 @@ def test_slots_without_room_are_a_note_and_a_job_that_never_fits_is_refused(base
     assert not said(config_of(*[32] * 9, slots=20, resident=2, parking="/disk"))
     assert "memory for 8: " in said(config_of(*[32] * 9, resident=2)), "host memory is the device's"
     assert "memory for 7: " in said(config_of(*[32] * 9, lag=1)), "each in two versions"
-    assert "memory for 3: " in said(config_of(*[32] * 9), sharing=2)
     for largest in (ServiceConfig().largest(EngineConfig(), ServiceConfig().rollout), Largest(32)):
         assert "20 slots are wanted, and there is memory for 8" in said(config_of(1, slots=20), largest)
     assert "as limits.rank is not set" in said(config_of(1, slots=20), Largest())
     limited = ServiceConfig.model_validate({"limits": {"rank": 64}})
     assert "memory for 4: " in said(config_of(1, slots=20), limited.largest(EngineConfig(), limited.rollout))
-    with pytest.raises(ConfigError, match=r"rank 512 takes .* are free beside the base: lower the rank of jobs"):
+    with pytest.raises(ConfigError, match=r"^job job1: an adapter of rank 512 takes .* the base; lower adapter\.rank$"):
         said(config_of(8, 512))
     assert said(config_of(1), Largest(usual_rank=64))

@@ -17,18 +17,27 @@ Found = dict[str, Any]
 SCRIPTS = ("first_loop", "losses", "soft_targets", "checkpoints", "samples", "chunks", "refusals")
 
 
+class Scripts(dict[str, Found]):
+    """What scripts found, by name; one that failed turns red whoever asks for it."""
+
+    def __getitem__(self, name: str) -> Found:
+        found = super().__getitem__(name)
+        assert "failed" not in found, found["failed"]
+        return found
+
+
 @pytest.fixture
 def service(tinker_service: Service) -> Service:
     return tinker_service
 
 
 @pytest.fixture(scope="module")
-def scripts(tinker_service: Service) -> Found:
+def scripts(tinker_service: Service) -> Scripts:
     """What each script finds, one after another in one process: the package takes seconds to be loaded."""
-    return dict(zip(SCRIPTS, run_script(tinker_service, ",".join(SCRIPTS)), strict=True))
+    return Scripts(zip(SCRIPTS, run_script(tinker_service, ",".join(SCRIPTS)), strict=True))
 
 
-def test_the_first_loop_learns_and_sampler_and_trainer_agree(service: Service, scripts: Found) -> None:
+def test_the_first_loop_learns_and_sampler_and_trainer_agree(service: Service, scripts: Scripts) -> None:
     found = scripts["first_loop"]
     assert found["rank"] == 4
     assert found["before"][:-1] == found["of_base"][1:], "before any step a model is the base"
@@ -46,7 +55,7 @@ def test_the_first_loop_learns_and_sampler_and_trainer_agree(service: Service, s
     assert service.steps(job_of(found["model"])) == [0, 1, 2, 3]
 
 
-def test_every_loss_is_the_documented_sum_and_has_its_gradient(scripts: Found) -> None:
+def test_every_loss_is_the_documented_sum_and_has_its_gradient(scripts: Scripts) -> None:
     found = scripts["losses"]
     assert set(found) == {"importance_sampling", "ppo", "cispo", "dro"}
     for name, one in found.items():
@@ -57,14 +66,14 @@ def test_every_loss_is_the_documented_sum_and_has_its_gradient(scripts: Found) -
         np.testing.assert_allclose(built_in, custom, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def test_targets_may_be_soft_and_a_look_leaves_no_gradient(scripts: Found) -> None:
+def test_targets_may_be_soft_and_a_look_leaves_no_gradient(scripts: Scripts) -> None:
     found = scripts["soft_targets"]
     assert found["idle"] == 0.0
     assert found["look"] == pytest.approx(found["value"], rel=1e-6)
     np.testing.assert_allclose(np.asarray(found["wide"]).T, found["narrow"], rtol=1e-5)
 
 
-def test_a_state_is_gone_on_from_to_the_bit(service: Service, scripts: Found) -> None:
+def test_a_state_is_gone_on_from_to_the_bit(service: Service, scripts: Scripts) -> None:
     found = scripts["checkpoints"]
     straight, resumed, begun = found["finals"]
     assert straight == resumed == begun
@@ -79,7 +88,7 @@ def test_a_state_is_gone_on_from_to_the_bit(service: Service, scripts: Found) ->
     assert len(found["greedy"]) <= 4
 
 
-def test_samples_stop_where_they_are_told_and_follow_their_model(scripts: Found) -> None:
+def test_samples_stop_where_they_are_told_and_follow_their_model(scripts: Scripts) -> None:
     found = scripts["samples"]
     (free, reason), second = found["free"]
     assert (len(free), reason) == (12, "length"), "an empty list stops nothing"
@@ -95,7 +104,7 @@ def test_samples_stop_where_they_are_told_and_follow_their_model(scripts: Found)
     assert found["suffix"] == [None] * 6 + found["base"][6:]
 
 
-def test_parts_of_a_request_are_put_in_order(scripts: Found) -> None:
+def test_parts_of_a_request_are_put_in_order(scripts: Scripts) -> None:
     found = scripts["chunks"]
     assert found["n"] == 1030
     assert found["value"] == pytest.approx(sum(found["values"]), rel=1e-5)
@@ -136,7 +145,7 @@ REFUSALS = {
 }
 
 
-def test_what_cannot_be_done_is_told_at_once_and_the_next_goes_on(scripts: Found) -> None:
+def test_what_cannot_be_done_is_told_at_once_and_the_next_goes_on(scripts: Scripts) -> None:
     found = scripts["refusals"]
     for name, (kind, message) in REFUSALS.items():
         told, words, seconds = found[name]

@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -370,13 +371,23 @@ def finds(name: str) -> Found:
 
 
 def main() -> None:
-    """NAMES with commas between them run one after another, with plus signs at once; the result of several is a list."""
+    """NAMES with commas between them run one after another, with plus signs at once; the result of several is a list.
+
+    One after another, a script that fails is found as `failed`.
+    """
     names = sys.argv[1]
     if "+" in names:
         with ThreadPoolExecutor() as threads:
             found = [one.result() for one in [threads.submit(finds, name) for name in names.split("+")]]
+    elif "," in names:
+        found = []
+        for name in names.split(","):
+            try:
+                found.append(finds(name))
+            except Exception:  # the others are looked at all the same
+                found.append({"failed": traceback.format_exc()})
     else:
-        found = [finds(name) for name in names.split(",")]
+        found = [finds(names)]
     Path(sys.argv[4]).write_text(json.dumps(found if len(found) > 1 else found[0]))
 
 

@@ -145,9 +145,12 @@ def assemble(
     needs: Sequence[budgets.Need],
     directory: RunDirectory,
     largest: Largest | None = None,
-    sharing: int = 1,
+    *,
+    alone: bool = True,
 ) -> Workshop:
-    """Everything that the jobs of a run share, with the engine that they ask for; `sharing` hosts have the device's memory.
+    """Everything that the jobs of a run share, with the engine that they ask for.
+
+    Where no other host takes memory (`alone`), it is seen whether there is enough for adapters in all slots.
 
     Raises:
         ConfigError: the settings of servers cannot work, or there is no memory for a single adapter.
@@ -166,9 +169,9 @@ def assemble(
         assert whole is not None, "the embedded engine samples from a base of its own"
         workshop = build(whole, config.engine, needs, directory.path / "samplers.log", trainer)
     workshop.notes, workshop.ranks = list(base.info.notes), group
-    if isinstance(base, LoraModel) and workshop.memory is not None:
+    if alone and isinstance(base, LoraModel) and workshop.memory is not None:
         try:
-            workshop.notes += check_slots(base, config, workshop.memory, largest, sharing)
+            workshop.notes += check_slots(base, config, workshop.memory, largest)
         except ConfigError:
             workshop.close()
             raise

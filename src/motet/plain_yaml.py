@@ -49,8 +49,10 @@ def read(text: str, *, aliases: bool = True) -> Any:
 def _why(error: Exception) -> str:
     """In one line, with the place."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return str(error)
-    said = " ".join(part for part in (error.context, error.problem) if part)
+        return " ".join(str(error).split())
+    began = error.context_mark
+    since = f" that begins on line {began.line + 1}" if began and began.line < error.problem_mark.line else ""
+    said = " ".join(part for part in (error.context and f"{error.context}{since}", error.problem) if part)
     return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {said}"
 
 

@@ -110,7 +110,9 @@ def run_config(
             described = identity(job, opened.info, config)
             open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes)
             _take_up(job.directory, job.progress)
-        workshop = assemble(opened, config, [need for _, need in prepared], directory)
+        slots = 1 if sequential else config.engine.slots
+        at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
+        workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
         workshop.notes += _left_out(jobs)
         for reason in workshop.inexact:
             for job in jobs:
@@ -118,7 +120,6 @@ def run_config(
         try:
             if started is not None:
                 started(workshop, jobs)
-            slots = 1 if sequential else config.engine.slots
             interrupt = Interrupt(notify)
             interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, observe))
         finally:

@@ -48,42 +48,39 @@ class SlotMemory:
         return bisect.bisect_left(range(1, slots + 1), True, key=lacks)
 
 
-def check_slots(
-    base: LoraModel, config: RunConfig, memory: FreeMemory, largest: Largest | None, sharing: int
-) -> list[str]:
-    """A note where they do not fit; `largest` is of jobs that come later, and `sharing` hosts have the memory of the device.
+def check_slots(base: LoraModel, config: RunConfig, memory: FreeMemory, largest: Largest | None) -> list[str]:
+    """A note where they do not fit; `largest` is of jobs that come later.
 
     Raises:
-        ConfigError: what jobs ask for does not fit even once beside the base.
+        ConfigError: a single adapter that jobs ask for, or may ask for, does not fit beside the base.
     """
-    engine = config.engine
+    engine, on_card = config.engine, base.device.type != "cpu"
     if largest is None:
         slots = min(engine.slots, sum(job.slots for job in config.jobs))
-        lag = max(job.algorithm.lag for job in config.jobs)
-        shapes = [(job.adapter.target_modules, job.adapter.rank) for job in config.jobs]
+        lag, limit, settings = max(job.algorithm.lag for job in config.jobs), None, "adapter.rank"
+        shapes = [(job.adapter.target_modules, job.adapter.rank, f"job {job.name}: ") for job in config.jobs]
     else:
         slots, lag, limit = engine.slots, largest.lag or 0, largest.rank or largest.usual_rank
-        shapes = [(ALL_LINEAR, min(limit or AdapterConfig().rank, MOST_RANK))]
+        settings = "limits.rank" if largest.rank is None else "limits.rank or rollout.launch.max_rank"
+        shapes = [(ALL_LINEAR, min(limit or AdapterConfig().rank, MOST_RANK), "")]
     versions = (1 + lag) * memory.processes if config.rollout.engine == "embedded" else 1
-    each, rank = max(
-        ((SlotMemory.of(base, targets, rank, versions), rank) for targets, rank in shapes),
+    each, rank, whose = max(
+        ((SlotMemory.of(base, targets, rank, versions), rank, whose) for targets, rank, whose in shapes),
         key=lambda one: one[0].trained,
     )
     named = f"an adapter of rank {rank} takes {_size(each.trained + each.versions)} while it trains"
-    left, on_card = max(0, memory.of_device // sharing - memory.sampling), base.device.type != "cpu"
-    if each.trained + each.versions > memory.of_device and (largest is None or limit):
-        raise ConfigError(f"{named}, and {_size(memory.of_device)} are free beside the base: lower the rank of jobs")
+    if each.trained + each.versions // versions > memory.of_device and (largest is None or limit is not None):
+        raise ConfigError(f"{whose}{named}, and {_size(memory.of_device)} are free beside the base; lower {settings}")
     resident = engine.resident if on_card or engine.parking is not None else 0
-    host = (
-        max(0, budgets.available_memory() - memory.of_host) // sharing if on_card and engine.parking is None else None
-    )
+    host = max(0, budgets.available_memory() - memory.of_host) if on_card and engine.parking is None else None
+    left = max(0, memory.of_device - memory.sampling)
     if (fitting := each.fitting(slots, resident, left, host)) == slots:
         return []
-    usual = "" if largest is None or limit else ", the default of a job, as limits.rank is not set"
-    hosts = f" each of {sharing} hosts" if sharing > 1 else ""
+    usual = "" if largest is None or limit is not None else ", the default of a job, as limits.rank is not set"
+    parked = "engine.resident" if on_card else "engine.resident and engine.parking"
     return [
-        f"{slots} slots are wanted, and there is memory for {fitting}: {named}{usual}, and base and sampling leave{hosts} "
-        f"{_size(left)}; lower engine.slots or the rank of jobs (adapter.rank, limits.rank), or set engine.resident"
+        f"{slots} slots are wanted, and there is memory for {fitting}: {named}{usual}, and base and sampling leave "
+        f"{_size(left)}; lower engine.slots or {settings}, or set {parked}"
     ]
 
 

@@ -45,8 +45,6 @@ class Start(Message, frozen=True):
     """The name of the base among those of a service."""
     host: int | None = None
     """Its number, where several share the run directory."""
-    sharing: int = 1
-    """Hosts that share the memory of its device."""
     own_jobs: bool = False
     """Whether jobs are of the person who started all this: their rewards need no wall, their data and addresses no bounds."""
     accept_changes: bool = True

@@ -45,7 +45,6 @@ def starts_of(bases: Sequence[tuple[Start, EngineConfig, RolloutConfig]]) -> lis
                     engine=own.model_dump(mode="json"),
                     rollout=servers.model_dump(mode="json"),
                     host=len(made) if len(devices) > 1 else None,
-                    sharing=devices.count(own.device),
                 )
             )
     return made

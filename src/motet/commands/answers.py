@@ -44,9 +44,11 @@ def print_table(console: Console, table: Table) -> None:
     if console.is_terminal:
         console.print(table)
         return
-    console.width = width_of(console)
+    own = console.width
     with console.capture() as captured:
+        console.width = width_of(console)
         console.print(table)
+    console.width = own
     lines = [line.rstrip() for line in captured.get().splitlines()]
     console.file.write("\n".join(lines).strip("\n") + "\n")
 

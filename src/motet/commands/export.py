@@ -80,8 +80,8 @@ def drafted(target: Path) -> Iterator[Path]:
     Raises:
         BaseModelError: the target is taken, or cannot be written.
     """
-    made = not target.exists()
-    if not made and any(target.iterdir()):
+    made = [one for one in (target, *target.parents) if not one.exists()]
+    if target.exists() and any(target.iterdir()):
         raise BaseModelError(f"{target} is not empty; give a directory that is not there yet")
     draft = target / ".tmp"
     try:
@@ -92,12 +92,14 @@ def drafted(target: Path) -> Iterator[Path]:
         yield draft
         # configs last: readers look for these
         for file in sorted(draft.iterdir(), key=lambda file: file.name.endswith("config.json")):
-            file.chmod(draft.stat().st_mode & 0o666)  # safetensors lets nobody else read its own
+            if file.is_file():
+                file.chmod(draft.stat().st_mode & 0o666)  # safetensors lets nobody else read its own
             file.rename(target / file.name)
     finally:
         shutil.rmtree(draft)
-        if made and not any(target.iterdir()):
-            target.rmdir()
+        for directory in made:
+            if not any(directory.iterdir()):
+                directory.rmdir()
 
 
 def _read(adapter: Path, base: str | None) -> tuple[Any, str, str]:

@@ -49,6 +49,7 @@ def listen(
     port = sockets[0].getsockname()[1]
     place = directory or (MEMORY if MEMORY.is_dir() else Path.cwd()) / f"motet-node-agent-{port}"
     place, log = place.expanduser().resolve(), Path(f"motet-node-agent-{port}.log").resolve()
+    made = not place.exists()
     try:
         place.mkdir(parents=True, exist_ok=True)
         if command:
@@ -67,14 +68,15 @@ def listen(
     try:
         uvicorn.Server(uvicorn.Config(agent.app(), log_level="warning")).run(sockets)
     finally:
-        _leave(place)
+        _leave(place, made=made)
 
 
-def _leave(place: Path) -> None:
+def _leave(place: Path, *, made: bool) -> None:
     """Say what stays; nothing does where nothing came."""
-    with contextlib.suppress(OSError):
-        place.rmdir()
-    if place.is_dir():
+    if made:
+        with contextlib.suppress(OSError):
+            place.rmdir()
+    if place.is_dir() and any(place.iterdir()):
         print(f"What is in {place} stays, because the server may read it again; remove it once the server has ended")
 
 

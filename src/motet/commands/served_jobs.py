@@ -112,6 +112,10 @@ class LocalWork(Protocol):
         ...
 
 
+_PROCESSES = 2
+"""Of `motet score`, unless it is told."""
+
+
 @dataclass(frozen=True)
 class ScoringWork:
     """It scores them."""
@@ -119,14 +123,14 @@ class ScoringWork:
     rewards: Sequence[str]
     names: Sequence[str]
     """The jobs, as people name them."""
-    processes: int = 2
+    processes: int = _PROCESSES
 
     @property
     def again(self) -> str:
         """The command that goes on with it."""
-        return shlex.join(
-            ["motet", "score", *self.names, *(word for one in self.rewards for word in ("--reward", one))]
-        )
+        rewards = (word for one in self.rewards for word in ("--reward", one))
+        processes = [] if self.processes == _PROCESSES else ["--processes", str(self.processes)]
+        return shlex.join(["motet", "score", *self.names, *rewards, *processes])
 
     async def run(self, client: AsyncClient, jobs: Sequence[str], console: Console) -> None:
         """Score until all jobs have ended."""
@@ -190,11 +194,13 @@ class JobLines:
         self.console = Console(emoji=False, stderr=aside)
         self._view = LogView(self.console)
         self._progress = {job.id: JobProgress(job.name, job.steps) for job in jobs}
+        self._done = {job.id: job.step for job in jobs}
 
     def see(self, job: Job, event: JobEvent) -> None:
-        """Write what is new."""
+        """Write what is new: no step that was done before somebody looked."""
         _take_in(self._progress[job.id], event)
-        self._view.update(list(self._progress.values()))
+        if all(progress.step >= self._done[key] for key, progress in self._progress.items()):
+            self._view.update(list(self._progress.values()))
 
 
 def job_cells(job: Job, *, based: bool = False) -> list[str | Text]:

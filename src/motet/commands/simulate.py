@@ -28,6 +28,8 @@ def show(file: Path, hosts: int | None, plot: Path | None) -> None:
         ConfigError: the file cannot be used, or the page not be written.
     """
     config = load_simulation(file, hosts)
+    if plot is not None and plot.is_dir():
+        raise ConfigError(f"--plot {plot} is a directory; give the page's path, such as {plot / 'cluster.html'}")
     if plot is not None and not os.access(plot.parent, os.W_OK):
         raise ConfigError(
             f"--plot {plot} cannot be written: {plot.parent} is not there, or not yours; give another path"

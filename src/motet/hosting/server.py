@@ -62,7 +62,8 @@ class EngineServer:
         self.directory = directory
         self._opened = contextlib.ExitStack()
         self.base = open_base(config, directory, self._opened)
-        self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest, start.sharing)
+        alone = start.host is None
+        self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest, alone=alone)
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send)
         self._start = start
