@@ -75,6 +75,7 @@ def _check(config: RunConfig, rollouts: int) -> bool:
     console, failing = Console(emoji=False), list[str]()
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
         directory = RunDirectory(Path(scratch))
+        console.print(f"loading {config.base} …")
         base = open_base(config, directory, stack)
         for note in base.info.notes:
             console.print(f"note: {note}")
