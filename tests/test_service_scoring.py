@@ -321,15 +321,19 @@ def test_motet_submit_scores_here_until_ctrl_c_and_motet_score_goes_on(
     worker = motet_score(service, tmp_path / "rewards.py", "submit", str(jobs), calls=calls)
     try:
         service.until(calls.exists)
+        service.reaches("typed", 1)
         worker.send_signal(signal.SIGINT)
         out, _ = worker.communicate(timeout=30)
         assert worker.returncode == 130, out
+        assert "step 1/6" in out
         again = re.search(r"motet score typed --reward", out)
         assert again, out
         service.until(lambda: waiting(service, "typed"))
         worker = motet_score(service, file, "score", "typed")
         out, _ = worker.communicate(timeout=90)
         assert worker.returncode == 0, out
+        assert "step 6/6" in out
+        assert "step 1/6" not in out, "it was done before"
     finally:
         worker.kill()
         worker.communicate()

@@ -112,7 +112,7 @@ def logs(
 
     with motet.Client(url, key) as client:
         asked = client.job(job)
-        lines = JobLines([asked])
+        lines = JobLines([asked], history=True)
         try:
             for event in client.events(asked.id, follow=follow):
                 if as_json:

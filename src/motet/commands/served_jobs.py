@@ -144,7 +144,7 @@ def follow(
 
     Returns the exit code; with `aside` the lines go to standard error.
     """
-    lines = JobLines(jobs, aside=aside)
+    lines = JobLines(jobs, history=work is None, aside=aside)
 
     async def watch(client: AsyncClient, job: Job) -> None:
         async for event in client.events(job.id, follow=True):
@@ -188,16 +188,16 @@ def _take_in(progress: JobProgress, event: JobEvent) -> None:
 
 
 class JobLines:
-    """The lines that `motet run` writes to a log, made from events."""
+    """The lines that `motet run` writes to a log, made from events; without `history`, of steps from now on."""
 
-    def __init__(self, jobs: Sequence[Job], *, aside: bool = False) -> None:
+    def __init__(self, jobs: Sequence[Job], *, history: bool, aside: bool = False) -> None:
         self.console = Console(emoji=False, stderr=aside)
         self._view = LogView(self.console)
         self._progress = {job.id: JobProgress(job.name, job.steps) for job in jobs}
-        self._done = {job.id: job.step for job in jobs}
+        self._done = {job.id: 0 if history else job.step for job in jobs}
 
     def see(self, job: Job, event: JobEvent) -> None:
-        """Write what is new: no step that was done before somebody looked."""
+        """Write what is new."""
         _take_in(self._progress[job.id], event)
         if all(progress.step >= self._done[key] for key, progress in self._progress.items()):
             self._view.update(list(self._progress.values()))
