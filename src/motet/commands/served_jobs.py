@@ -199,8 +199,7 @@ class JobLines:
     def see(self, job: Job, event: JobEvent) -> None:
         """Write what is new."""
         _take_in(self._progress[job.id], event)
-        if all(progress.step >= self._done[key] for key, progress in self._progress.items()):
-            self._view.update(list(self._progress.values()))
+        self._view.update([one for key, one in self._progress.items() if one.step >= self._done[key]])
 
 
 def job_cells(job: Job, *, based: bool = False) -> list[str | Text]:
