@@ -243,7 +243,7 @@ def _environment(server: _Server, number: int, key: str) -> dict[str, str]:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if server.on_cpu:
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
-        # --enforce-eager leaves the sampler compiled: half a minute before the first answer, for nothing that is measurable
+        # --enforce-eager leaves the sampler compiled: half a minute before the first answer
         variables.setdefault("TORCH_COMPILE_DISABLE", "1")
     if server.launch.devices:
         variables["CUDA_VISIBLE_DEVICES"] = server.launch.devices[number % len(server.launch.devices)]
