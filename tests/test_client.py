@@ -17,6 +17,7 @@ import pytest
 
 import motet
 from motet.client import connection
+from motet.commands.answers import command_for, same_command
 from motet.errors import DataError, ServiceError
 from motet.types import ADAPTER_FILES
 from tests.commands import Motet, job_file, rows_in
@@ -314,3 +315,14 @@ def test_steering_by_command(service: Service, tmp_path: Path, says: Motet) -> N
     assert (code, err) == (2, "motet: runs/jobs is a run directory; name a job of it too: motet pause runs/jobs JOB\n")
     assert "there is no run directory runs/nowhere" in says("pause", "runs/nowhere", "add")[2]
     assert says("pause", "one", "two", "three")[0] == 2
+
+
+def test_a_command_to_type_speaks_to_the_same_service_and_tells_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTET_URL", "http://here:1")
+    for url in (None, "http://here:1"):
+        assert command_for(url, "logs", "a b", "-f") == "motet logs 'a b' -f"
+    assert command_for("http://there:1", "logs", "a") == "motet logs a --url http://there:1"
+    typed = ["agent", "jobs.yaml", "--concurrency", "3", "--url", "http://there:1"]
+    for key in ([], ["--key", "secret"], ["--key=secret"]):
+        monkeypatch.setattr(sys, "argv", ["/bin/motet", *typed[:2], *key, *typed[2:]])
+        assert same_command() == "motet agent jobs.yaml --concurrency 3 --url http://there:1"

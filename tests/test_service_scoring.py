@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -130,11 +131,13 @@ def waiting(service: Service, name: str) -> bool:
 
 def motet_score(service: Service, file: Path, *words: str, calls: Path | None = None) -> subprocess.Popen[str]:
     """`motet` beside the service, with a reward that writes down its calls."""
-    environment = service.environment()
-    if calls is not None:
-        environment["MOTET_TEST_CALLS"] = str(calls)
-    command = [sys.executable, "-m", "motet", *words, "--reward", str(file)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return running(service, *words, "--reward", str(file), **({"MOTET_TEST_CALLS": str(calls)} if calls else {}))
+
+
+def running(service: Service, *words: str, **environment: str) -> subprocess.Popen[str]:
+    """`motet` beside the service."""
+    command, where = [sys.executable, "-m", "motet", *words], service.environment() | environment
+    return subprocess.Popen(command, env=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def once(calls: Path) -> int:
@@ -326,10 +329,10 @@ def test_motet_submit_scores_here_until_ctrl_c_and_motet_score_goes_on(
         out, _ = worker.communicate(timeout=30)
         assert worker.returncode == 130, out
         assert "step 1/6" in out
-        again = re.search(r"motet score typed --reward", out)
+        again = re.search(r"goes on with: `(motet score typed --reward .*)`", out)
         assert again, out
         service.until(lambda: waiting(service, "typed"))
-        worker = motet_score(service, file, "score", "typed")
+        worker = running(service, *shlex.split(again[1])[1:])
         out, _ = worker.communicate(timeout=90)
         assert worker.returncode == 0, out
         assert "step 6/6" in out

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import motet
-from motet.commands.answers import say
+from motet.commands.answers import same_command, say
 from motet.commands.options import Key, Override, Url
 from motet.errors import ConfigError
 
@@ -51,5 +50,4 @@ def agent(
         else:
             wanted, function = [client.job(name) for name in jobs], agent
     say(f"running {function} for {', '.join(f'{job.name} ({job.state})' for job in wanted)} here; Ctrl-C ends it")
-    again = shlex.join(["motet", "agent", *jobs, *(["--agent", agent] if agent else [])])
-    raise typer.Exit(served_jobs.follow(url, key, wanted, agent_jobs.Work(function, concurrency, again)))
+    raise typer.Exit(served_jobs.follow(url, key, wanted, agent_jobs.Work(function, concurrency, same_command())))

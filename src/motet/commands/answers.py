@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,22 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 _LOG_WIDTH = 160
 """Columns of a table that is written to a file or a pipe, which has no width of its own."""
+
+
+def same_command() -> str:
+    """The command that was typed, without a key in it."""
+    words = ["motet", *sys.argv[1:]]
+    for place, word in enumerate(words):
+        if word == "--key":
+            del words[place : place + 2]
+            break
+    return shlex.join(word for word in words if not word.startswith("--key="))
+
+
+def command_for(url: str | None, *words: str) -> str:
+    """A command to type, which speaks to the same service."""
+    known = url is None or url == os.environ.get("MOTET_URL")
+    return shlex.join(["motet", *words, *([] if known else ["--url", str(url)])])
 
 
 def say(text: str | Text | Table, *, aside: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import motet
-from motet.commands.answers import INTERRUPTED, print_answer, say, table
+from motet.commands.answers import INTERRUPTED, command_for, print_answer, say, table
 from motet.commands.options import AsJson, JobFile, Key, Override, ServedJob, Url
 from motet.errors import ConfigError
 
@@ -51,7 +51,9 @@ def submit(
         submitted = served_jobs.submit(client, to_submit, after=after or (), at=at, base=base, quiet=as_json)
         try:
             if follow or reward:
-                work = served_jobs.ScoringWork(reward, [job.name for job in submitted]) if reward else None
+                given = itertools.chain.from_iterable(("--reward", file) for file in reward or ())
+                again = command_for(url, "score", *(job.name for job in submitted), *given)
+                work = served_jobs.ScoringWork(reward, again) if reward else None
                 raise typer.Exit(served_jobs.follow(url, key, submitted, work, aside=as_json))
         finally:
             if as_json:

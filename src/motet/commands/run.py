@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from motet.commands.answers import print_table, width_of
+from motet.commands.answers import print_table, same_command, width_of
 from motet.config.engine import ClusterConfig
 from motet.errors import ConfigError
 from motet.jobfile import load_jobs
@@ -113,7 +111,7 @@ def _print_notes(console: Console, notes: Sequence[str], printed: list[str]) -> 
 
 
 def _farewell(console: Console, result: RunResult) -> int:
-    again = shlex.join(["motet", *sys.argv[1:]])
+    again = same_command()
     report = result.report or "not written, the disk is full"
     console.print(f"report: {report}", soft_wrap=True, markup=False)
     for job in result.jobs.values():

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import motet
-from motet.commands.answers import print_answer, say, table
+from motet.commands.answers import print_answer, same_command, say, table
 from motet.commands.options import AsJson, Key, Url
 
 app = typer.Typer(rich_markup_mode=None)
@@ -30,7 +30,7 @@ def score(
     with motet.Client(url, key) as client:
         asked = [client.job(name) for name in jobs]
     say(f"scoring {', '.join(f'{job.name} ({job.state})' for job in asked)} here; Ctrl-C ends it")
-    raise typer.Exit(served_jobs.follow(url, key, asked, served_jobs.ScoringWork(reward, jobs, processes)))
+    raise typer.Exit(served_jobs.follow(url, key, asked, served_jobs.ScoringWork(reward, same_command(), processes)))
 
 
 @app.command(epilog="Example: motet rewards")

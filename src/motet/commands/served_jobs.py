@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from motet.client import AsyncClient, Client
-from motet.commands.answers import INTERRUPTED, minute, say
+from motet.commands.answers import INTERRUPTED, command_for, minute, say
 from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.config.chain import chains
 from motet.errors import ConfigError
@@ -112,25 +111,14 @@ class LocalWork(Protocol):
         ...
 
 
-_PROCESSES = 2
-"""Of `motet score`, unless it is told."""
-
-
 @dataclass(frozen=True)
 class ScoringWork:
     """It scores them."""
 
     rewards: Sequence[str]
-    names: Sequence[str]
-    """The jobs, as people name them."""
-    processes: int = _PROCESSES
-
-    @property
-    def again(self) -> str:
-        """The command that goes on with it."""
-        rewards = (word for one in self.rewards for word in ("--reward", one))
-        processes = [] if self.processes == _PROCESSES else ["--processes", str(self.processes)]
-        return shlex.join(["motet", "score", *self.names, *rewards, *processes])
+    again: str
+    """The command that goes on with it."""
+    processes: int = 2
 
     async def run(self, client: AsyncClient, jobs: Sequence[str], console: Console) -> None:
         """Score until all jobs have ended."""
@@ -165,7 +153,7 @@ def follow(
     try:
         ended = asyncio.run(watch_all())
     except KeyboardInterrupt:
-        again = f"the service goes on; `motet logs {jobs[0].name} -f` follows again"
+        again = f"the service goes on; `{command_for(url, 'logs', jobs[0].name, '-f')}` follows again"
         if work is not None:
             again = f"the service goes on with: `{work.again}`"
         say(again, aside=aside)
