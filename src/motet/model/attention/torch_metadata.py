@@ -134,13 +134,13 @@ class TorchMetadata:
         """Of a group that has so many folded query rows, `fold` of each query, in order; or in whole tiles of rows."""
         key = (index, window, fold, tiles)
         if key not in self._parts:
-            self._parts[key] = found = []
+            self._parts[key] = parts = []
             multiple, begin = (TILE, TILE) if tiles else (self.rows, 1)
             for run in self.groups[index].runs:
                 first = run.first_query * fold // begin * begin
                 reach = self._reach_of(index, run, window, fold)
                 stop = min(first + round_up(max(reach.stop - first, 1), multiple), n_rows)
-                found.append(Part(run, first, stop, reach))
+                parts.append(Part(run, first, stop, reach))
         return self._parts[key]
 
     def _reach_of(self, index: int, run: KeyRange, window: int | None, fold: int) -> Reach:
