@@ -93,7 +93,7 @@ def attempt(service: Service, where: Path, scorers: Mapping[str, object]) -> Non
             for kind, attack in attacks(where, server.getsockname()[1]).items():
                 names.append(f"{label.replace(':', '-').replace('_', '-')}-{kind}-{len(scorers)}")
                 service.submit(job(names[-1], reward, task, attack))
-        service.until(lambda: all(service.job(name)["state"] in FINAL for name in names), seconds=600.0)
+        service.until(lambda: all(service.job(name)["state"] in FINAL for name in names), seconds=1800.0)
     copied = [_answers(service, name) for name in names]
     assert sum("__builtins__" in text for text in copied) >= len(names) * 0.8, copied  # the model did write the attacks
     assert not list(where.iterdir())
