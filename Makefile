@@ -73,7 +73,7 @@ test: lint vllm tinker agents  ## lint, then every test that this machine can ru
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, ten thousand requests to a service, a thousand publishes on a real vLLM (about three hours)
+soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, ten thousand requests to a service, a thousand publishes on a real vLLM (hours)
 	@$(BIN)/python -m bench.speed.envs older
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s $(PYTEST_ARGS)
 
@@ -89,7 +89,7 @@ format: $(VENV)/.installed-dev  ## format, and fix what ruff can fix
 	$(BIN)/ruff format
 
 .PHONY: faults
-faults: $(VENV)/.installed-dev  ## plant each known fault in a copy and see its test turn red (an hour or more)
+faults: $(VENV)/.installed-dev  ## plant each known fault in a copy and see its test turn red (hours)
 	$(BIN)/python scripts/plant_faults.py --write
 
 .PHONY: bench

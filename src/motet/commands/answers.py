@@ -1,10 +1,11 @@
-"""What a service answered, as a table or a line for people, or as JSON for other programs.
+"""What a service answered, as a table or a line for people, or as JSON for other programs; commands for them to type.
 
 `motet --help` comes by here: rich and pydantic are imported when something is answered.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -26,12 +27,9 @@ _LOG_WIDTH = 160
 
 def same_command() -> str:
     """The command that was typed, without a key in it."""
-    words = ["motet", *sys.argv[1:]]
-    for place, word in enumerate(words):
-        if word == "--key":
-            del words[place : place + 2]
-            break
-    return shlex.join(word for word in words if not word.startswith("--key="))
+    typed = itertools.pairwise(["motet", *sys.argv[1:]])
+    words = [word for before, word in typed if "--key" not in (before, word) and not word.startswith("--key=")]
+    return shlex.join(["motet", *words])
 
 
 def command_for(url: str | None, *words: str) -> str:

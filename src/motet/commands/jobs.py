@@ -50,10 +50,12 @@ def submit(
         base = served_jobs.base_meant(config, client.health(), jobs)
         submitted = served_jobs.submit(client, to_submit, after=after or (), at=at, base=base, quiet=as_json)
         try:
-            if follow or reward:
-                given = itertools.chain.from_iterable(("--reward", file) for file in reward or ())
+            work = None
+            if reward:
+                given = [word for file in reward for word in ("--reward", file)]
                 again = command_for(url, "score", *(job.name for job in submitted), *given)
-                work = served_jobs.ScoringWork(reward, again) if reward else None
+                work = served_jobs.ScoringWork(reward, again)
+            if follow or work:
                 raise typer.Exit(served_jobs.follow(url, key, submitted, work, aside=as_json))
         finally:
             if as_json:

@@ -69,10 +69,6 @@ class FrozenWeight(nn.Module):
             return by_tiles(x, self.tile, self.shape[0], self._tile_product())
         return self._with_enough_rows(x, self._product)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`forward` by itself: nobody hooks into a weight, and what torch does around a call takes ten microseconds."""
-        return self.forward(x)
-
     def back(self, grad: Tensor) -> Tensor:
         """From a gradient with respect to the product [..., N] to one with respect to x [..., K]."""
         if self._tile_back:

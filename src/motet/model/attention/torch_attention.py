@@ -26,12 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.model.arithmetic import ROWS, least_rows
+from motet.model.arithmetic import ROWS, least_rows, round_up
 from motet.model.attention.backend import LayerCall, Prefix, Span
 from motet.model.attention.torch_metadata import (
     TILE,
     Group,
-    Part,
+    KeyRange,
+    Reach,
     TorchMetadata,
     cached_metadata,
     packed_metadata,
@@ -124,12 +125,31 @@ def _scores(query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor
     return score
 
 
-def _part_scores(part: Part, query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor:
-    """Of its rows, −∞ where a key is hidden; the same bits whenever they are computed."""
-    run = part.run
-    score = _scores(query_SKRE[:, :, part.first : part.stop], keys_BSKCE[run.start : run.stop], call)
-    part.reach.replace_hidden(score, part.first, infinite=True)
-    return score
+@dataclass(frozen=True)
+class _Part:
+    """A run of blocks, and the folded query rows that read it."""
+
+    run: KeyRange
+    first: int
+    stop: int
+    reach: Reach
+
+    def scores(self, query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor:
+        """Of its rows, −∞ where a key is hidden; the same bits whenever they are computed."""
+        score = _scores(query_SKRE[:, :, self.first : self.stop], keys_BSKCE[self.run.start : self.run.stop], call)
+        self.reach.replace_hidden(score, self.first, infinite=True)
+        return score
+
+
+def _parts(index: int, call: _FoldedCall, n_rows: int, multiple: int, begin: int = 1) -> list[_Part]:
+    """In order; each has a multiple of rows, and begins at a multiple."""
+    parts = []
+    for run in call.metadata.groups[index].runs:
+        first = run.first_query * call.fold // begin * begin
+        reach = call.metadata.reach(index, run, call.window, call.fold)
+        n_own = round_up(max(reach.stop - first, 1), multiple)
+        parts.append(_Part(run, first, min(first + n_own, n_rows), reach))
+    return parts
 
 
 def _attend(
@@ -140,7 +160,7 @@ def _attend(
     Returns:
         Output [S, K, R, E]; of each row's scores and sink the largest, and the sum of weights relative to it: [S, K, R, 1].
     """
-    parts = call.metadata.parts(index, call.window, call.fold, query_SKRE.shape[2])
+    parts = _parts(index, call, query_SKRE.shape[2], call.metadata.rows)
     peak, kept = _largest(parts, query_SKRE, keys_BSKCE, call)
     sinks = call.sinks(query_SKRE.shape[2])
     if sinks is not None:
@@ -149,7 +169,7 @@ def _attend(
     for part in parts:
         score, rows = kept.pop(part.run.start, None), slice(part.first, part.stop)
         if score is None:
-            score = _part_scores(part, query_SKRE, keys_BSKCE, call)
+            score = part.scores(query_SKRE, keys_BSKCE, call)
         weights = score.sub_(peak[:, :, rows]).clamp_(LEAST_EXPONENT).exp_()
         part.reach.replace_hidden(weights, part.first, infinite=False)
         values = values_BSKCE[part.run.start : part.run.stop]
@@ -167,12 +187,12 @@ def _attend(
 
 
 def _largest(
-    parts: list[Part], query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall
+    parts: list[_Part], query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """The largest score of each row [S, K, R, 1], and by first block as many scores as are kept."""
     peak, kept, n_kept = None, {}, 0
     for part in parts:
-        score = _part_scores(part, query_SKRE, keys_BSKCE, call)
+        score = part.scores(query_SKRE, keys_BSKCE, call)
         each = score.amax(-1, keepdim=True)
         largest = each.amax(0) if len(each) > 1 else each[0]
         if peak is None:
@@ -350,7 +370,7 @@ def _attend_backward(
     dtype = query_SKRE.dtype
     grad_query: Tensor | None = None
     grad_keys, grad_values = torch.empty_like(keys_BSKCE), torch.empty_like(values_BSKCE)
-    for part in call.metadata.parts(index, call.window, call.fold, query_SKRE.shape[2], tiles=True):
+    for part in _parts(index, call, query_SKRE.shape[2], TILE, TILE):
         block, rows = part.run.start, slice(part.first, part.stop)
         query, grad = query_SKRE[:, :, rows].contiguous(), grad_SKRE[:, :, rows].contiguous()
         keys, values = keys_BSKCE[block], values_BSKCE[block]

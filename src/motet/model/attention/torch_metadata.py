@@ -76,16 +76,6 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A run of blocks, and the folded query rows that are multiplied with it."""
-
-    run: KeyRange
-    first: int
-    stop: int
-    reach: Reach
-
-
-@dataclass(frozen=True)
 class Group:
     """Spans whose attention has the same shape."""
 
@@ -126,24 +116,11 @@ class TorchMetadata:
     rows: int = ROWS
     """Queries of a sequence, and rows of its query heads, are padded to a multiple."""
     writes: Writes | None = None
-    _parts: dict[tuple[int, int | None, int, bool], list[Part]] = field(default_factory=dict)
     _reaches: dict[tuple[int, int, int | None, int], Reach] = field(default_factory=dict)
     _paddings: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def parts(self, index: int, window: int | None, fold: int, n_rows: int, *, tiles: bool = False) -> list[Part]:
-        """Of a group that has so many folded query rows, `fold` of each query, in order; or in whole tiles of rows."""
-        key = (index, window, fold, tiles)
-        if key not in self._parts:
-            self._parts[key] = parts = []
-            multiple, begin = (TILE, TILE) if tiles else (self.rows, 1)
-            for run in self.groups[index].runs:
-                first = run.first_query * fold // begin * begin
-                reach = self._reach_of(index, run, window, fold)
-                stop = min(first + round_up(max(reach.stop - first, 1), multiple), n_rows)
-                parts.append(Part(run, first, stop, reach))
-        return self._parts[key]
-
-    def _reach_of(self, index: int, run: KeyRange, window: int | None, fold: int) -> Reach:
+    def reach(self, index: int, run: KeyRange, window: int | None, fold: int) -> Reach:
+        """What a group's folded query rows see of a run; each query makes `fold` rows."""
         key = (index, run.start, window, fold)
         if key not in self._reaches:
             self._reaches[key] = self._reach(self.groups[index].positions_SQ, run, window, fold)
