@@ -110,7 +110,8 @@ launches = st.builds(
 @given(st.lists(launches, min_size=1, max_size=5))
 def test_servers_take_the_devices_that_have_the_fewest(hosts: list[LaunchConfig]) -> None:
     servers: Counter[str] = Counter()
-    for launch, own in zip(hosts, devices_of_servers(hosts), strict=True):
+    made = zip(hosts, devices_of_servers(hosts), strict=True)
+    for launch, own in sorted(made, key=lambda one: len(one[0].devices)):
         assert len(own) == launch.replicas
         for device in own:
             assert device in launch.devices
@@ -120,7 +121,8 @@ def test_servers_take_the_devices_that_have_the_fewest(hosts: list[LaunchConfig]
     def laid(*lists: list[str], replicas: int = 1) -> list[list[str]]:
         return devices_of_servers([LaunchConfig(devices=devices, replicas=replicas) for devices in lists])
 
-    assert laid(["0", "1"], ["0", "1", "2"], ["1", "2"]) == [["0"], ["1"], ["2"]]
+    assert laid(["0", "1"], ["0", "1", "2"], ["1", "2"]) == [["0"], ["2"], ["1"]]
+    assert laid(["0", "1", "2"], ["0", "1"], ["0"]) == [["2"], ["1"], ["0"]], "who has the least choice chooses first"
     assert laid(["0,1", "2,3"], ["1", "4"], ["0, 1", "2, 3"]) == [["0,1"], ["4"], ["2, 3"]]
     assert laid(["0", "1"], ["0", "1"], ["2"], ["0,1", "2,3"]) == [["0"], ["1"], ["2"], ["2,3"]]
     assert devices_of_servers([None, LaunchConfig(replicas=3), LaunchConfig(devices=["0"])]) == [[], [], ["0"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -84,27 +85,27 @@ def devices_of_servers(launches: Sequence[LaunchConfig | None]) -> list[list[str
     """Of the servers that each host starts, host by host, their entries of `devices`: those with the fewest servers so far.
 
     Servers are counted on each GPU of an entry (`"2,3"` has two); one that a list names twice takes two for each of others.
+    Hosts with the shortest list choose first.
     """
     servers: Counter[str] = Counter()
-    made: list[list[str]] = []
-    for launch in launches:
-        devices = launch.devices if launch is not None else []
-        gpus = [[gpu.strip() for gpu in entry.split(",")] for entry in devices]
-        made.append([])
-        for _ in range(launch.replicas if launch is not None and devices else 0):
-            place = min(range(len(gpus)), key=lambda place: _turns(place, gpus, servers))
-            servers.update(gpus[place])
-            made[-1].append(devices[place])
+    made: list[list[str]] = [[] for _ in launches]
+    launched = [(host, launch) for host, launch in enumerate(launches) if launch is not None and launch.devices]
+    for host, launch in sorted(launched, key=lambda one: len(one[1].devices)):
+        entries = [[gpu.strip() for gpu in entry.split(",")] for entry in launch.devices]
+        for _ in range(launch.replicas):
+            place = min(range(len(entries)), key=lambda place: _passes(entries, place, servers))
+            servers.update(entries[place])
+            made[host].append(launch.devices[place])
     return made
 
 
-def _turns(place: int, gpus: Sequence[Sequence[str]], servers: Counter[str]) -> tuple[int, float]:
-    """How often an entry was taken, judged by the servers of its GPUs: by the fullest of them, and by their mean."""
-    turns = []
-    for gpu in gpus[place]:
-        before = sum(gpu in other for other in gpus[:place])
-        turns.append(-((before - servers[gpu]) // sum(gpu in other for other in gpus)))
-    return max(turns), sum(turns) / len(turns)
+def _passes(entries: Sequence[Sequence[str]], place: int, servers: Counter[str]) -> tuple[int, float]:
+    """How often a list was gone through when this entry's turn comes, by the servers on its GPUs: the fullest, and the mean."""
+    passes = []
+    for gpu in entries[place]:
+        named = [gpu in entry for entry in entries]
+        passes.append(math.ceil((servers[gpu] - sum(named[:place])) / sum(named)))
+    return max(passes), sum(passes) / len(passes)
 
 
 def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, devices: Sequence[str]) -> RolloutConfig:
