@@ -206,6 +206,20 @@ def test_check_trains_nothing(here: Path, says: Motet) -> None:
     assert [item.name for item in here.iterdir()] == ["jobs.yaml"]
 
 
+def test_a_run_goes_on_where_tensorboard_events_cannot_be_written(here: Path, says: Motet) -> None:
+    (here / "jobs.yaml").write_text(JOB_FILE)
+    (here / "events").mkdir()
+    (here / "events" / "add").touch()
+    code, out, err = says("run", "jobs.yaml", "--set", "steps=1", "--tensorboard", "events/add")
+    assert (code, err) == (2, "motet: TensorBoard events cannot be written to events/add: File exists\n")
+    assert not list(here.glob("runs/*/add")), out
+    code, out, err = says("run", "jobs.yaml", "--set", "steps=1", "--tensorboard", "events")
+    assert (code, out.count("events cannot be written ([Errno 17] File exists: 'events/add')")) == (0, 1), out + err
+    (here / "events" / "add").unlink()
+    assert says("run", "jobs.yaml", "--set", "steps=2", "--accept-changes", "--tensorboard", "events")[0] == 0
+    assert {path.parent.name for path in here.glob("events/*/*")} == {"add", "sort"}
+
+
 def test_check_fails_where_no_answer_gets_a_reward(here: Path, says: Motet) -> None:
     (here / "rewards.py").write_text("def broken(problem, completion):\n    raise KeyError('level')\n")
     (here / "jobs.yaml").write_text("base: small\njobs: [{name: a, data: 'toy:add', reward: 'rewards.py:broken'}]\n")

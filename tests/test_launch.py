@@ -131,3 +131,21 @@ def test_a_job_that_other_libraries_or_another_processor_began_is_refused(
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **change}))
     with pytest.raises(RunError, match=rf"(?s)has done 2 steps of it:.*{told}.*--accept-changes"):
         run(base, tmp_path / "run", job("a", steps=2))
+
+
+def test_what_an_observer_raises_ends_the_run_with_all_saved(base: Any, tmp_path: Path) -> None:
+    raised: list[int] = []
+
+    def observe(progress: Any) -> None:
+        if progress[0].step and not raised:
+            raised.append(progress[0].step)
+            raise OverflowError("no room on the screen")
+
+    jobs = {"base": "small", "run": str(tmp_path / "run"), "jobs": [job("endless", steps=100_000)]}
+    with pytest.raises(OverflowError, match="screen"):
+        run_config(validate(jobs, "test"), base=base, observe=observe)
+    saved = RunDirectory(tmp_path / "run")
+    committed = saved.job("endless").newest()
+    saved.close()
+    assert committed is not None
+    assert 0 < committed.step < 1000

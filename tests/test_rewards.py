@@ -124,6 +124,7 @@ def test_rewards_from_files_and_modules(tmp_path):
     for name, message in [
         (f"{path}:skore", "has no 'skore'; did you mean 'score'"),
         (f"{tmp_path / 'none.py'}:score", "none.py' does not exist"),
+        (f"{'n' * 300}.py:score", "n.py' cannot be read: File name too long"),
         (
             f"{tmp_path / 'broken.py'}:score",
             "ModuleNotFoundError: No module named 'nothing_of.*install what has it beside Motet",

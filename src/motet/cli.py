@@ -37,8 +37,8 @@ A reward of your own in rewards.py is named `rewards.py:reward`:
     motet run jobs.yaml --set steps=100 --set jobs.add.optimizer.lr=1e-4
 """
 
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EISDIR)
-"""What a file that cannot be written says, wherever it is met."""
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+"""What a file that cannot be read or written says, wherever it is met."""
 
 app = typer.Typer(
     name="motet",

@@ -58,7 +58,11 @@ class OwnCode:
             MotetError: it is not there, or does not load.
         """
         path = Path(source).expanduser().resolve()
-        if not path.is_file():
+        try:
+            there = path.is_file()
+        except OSError as error:
+            raise self.error(f"{self.kind} file {source!r} cannot be read: {error.strerror}") from error
+        if not there:
             near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*.py")], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise self.error(

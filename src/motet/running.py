@@ -86,7 +86,7 @@ def run_config(
         base: the base that `config.base` names, where it is loaded already.
         sequential: one job after another instead of all at once; the bytes are the same.
         accept_changes: go on in a run directory that was made with another configuration.
-        observe: called a few times a second with the progress of all jobs.
+        observe: called a few times a second with the progress of all jobs; what it raises ends the run, with all saved.
         started: called once, before the first step, with what was loaded; not where hosts load it.
         notify: called with a line for the person who pressed Ctrl-C, and of hosts that end.
         watch: called once with what says how hosts stand, where there are several.
@@ -192,9 +192,13 @@ async def _run_jobs(
     progress = [job.progress for job in jobs]
 
     async def watch() -> None:
-        while observe is not None:
-            observe(progress)
-            await asyncio.sleep(0.25)
+        try:
+            while observe is not None:
+                observe(progress)
+                await asyncio.sleep(0.25)
+        except Exception:
+            pipeline.stop()
+            raise
 
     watching = asyncio.create_task(watch())
     try:
@@ -203,8 +207,10 @@ async def _run_jobs(
                 await pipeline.run()
     finally:
         watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        (ended,) = await asyncio.gather(watching, return_exceptions=True)
         await shared.rewards.close()
+        if isinstance(ended, Exception):
+            raise ended
         if observe is not None:
             observe(progress)
 

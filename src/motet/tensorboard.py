@@ -27,7 +27,7 @@ def write_events(run_directory: Path, log_dir: Path) -> int:
 
     Raises:
         MotetError: tensorboard is not installed.
-        RunError: there is no run there.
+        RunError: there is no run there, or `log_dir` cannot be written.
     """
     with TensorBoardExport(run_directory, log_dir) as export:
         lines = export.update()
@@ -49,7 +49,17 @@ class TensorBoardExport:
     """Follows a run: each update writes the lines that are new."""
 
     def __init__(self, run_directory: Path, log_dir: Path) -> None:
+        """Nothing is written yet.
+
+        Raises:
+            MotetError: tensorboard is not installed.
+            RunError: `log_dir` cannot be written.
+        """
         _require_tensorboard()
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"TensorBoard events cannot be written to {log_dir}: {error.strerror}") from error
         self._run = run_directory
         self._log_dir = log_dir
         self._jobs: dict[str, _JobExport] = {}

@@ -64,7 +64,7 @@ def run_file(
         view.watch(workshop.loads)
         view.start()
 
-    with _tensorboard(Path(config.run), tensorboard) as export:
+    with _tensorboard(Path(config.run), tensorboard, view.print_line) as export:
         try:
             result = run_config(
                 config,
@@ -132,21 +132,31 @@ def _farewell(console: Console, result: RunResult) -> int:
 
 
 @contextlib.contextmanager
-def _tensorboard(run: Path, log_directory: Path | None) -> Iterator[Callable[[], object]]:
+def _tensorboard(
+    run: Path, log_directory: Path | None, notify: Callable[[str], None]
+) -> Iterator[Callable[[], object]]:
     """What writes TensorBoard events now and then; all are written at the end. Nothing without a directory."""
     if log_directory is None:
         yield lambda: None
         return
-    due = 0.0
+    due, failure = 0.0, ""
 
     def write() -> None:
-        nonlocal due
-        if time.monotonic() >= due:
+        nonlocal due, failure
+        if time.monotonic() < due:
+            return
+        try:
             export.update()
-            due = time.monotonic() + 2.0
+            failure = ""
+        except OSError as error:
+            if str(error) != failure:
+                notify(f"TensorBoard events cannot be written ({error}); the run goes on, and they are tried again")
+            failure = str(error)
+        due = time.monotonic() + 2.0
 
     with TensorBoardExport(run, log_directory) as export:
         try:
             yield write
         finally:
-            export.update()
+            due = 0.0
+            write()
