@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -67,6 +68,30 @@ def test_the_first_finishes_and_the_second_stops(somewhere: Callable[[Run], None
     twice = Run(presses=2, patience=1000.0)
     somewhere(twice)
     assert (twice.told, twice.ended) == ([FIRST, SECOND], False)
+
+
+def test_the_first_finishes_where_nobody_reads_the_answer() -> None:
+    """As under `| tee`, which the same Ctrl-C ends: rich then ends this program too."""
+
+    def unread(line: str) -> None:
+        raise SystemExit(1)
+
+    ended: list[str] = []
+
+    async def main() -> None:
+        asked = asyncio.Event()
+        with interrupt.heard(asked.set, [ADD]):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asked.wait()
+            ended.append("the step")
+            os.kill(os.getpid(), signal.SIGINT)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(20)
+                ended.append("not stopped")
+
+    interrupt = Interrupt(unread)
+    interrupt.run(main)
+    assert ended == ["the step"]
 
 
 def test_a_sigterm_that_comes_twice_at_once_is_one_word() -> None:

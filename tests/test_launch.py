@@ -133,19 +133,22 @@ def test_a_job_that_other_libraries_or_another_processor_began_is_refused(
         run(base, tmp_path / "run", job("a", steps=2))
 
 
-def test_what_an_observer_raises_ends_the_run_with_all_saved(base: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("error", [OverflowError("no room on the screen"), SystemExit("nobody reads it")])
+def test_what_an_observer_raises_ends_the_run_with_all_saved(error: BaseException, hosts: int, tmp_path: Path) -> None:
+    """Also where rich ends the program, because its output goes to a `head` that has ended."""
     raised: list[int] = []
 
     def observe(progress: Any) -> None:
         if progress[0].step and not raised:
             raised.append(progress[0].step)
-            raise OverflowError("no room on the screen")
+            raise error
 
-    jobs = {"base": "small", "run": str(tmp_path / "run"), "jobs": [job("endless", steps=100_000)]}
-    with pytest.raises(OverflowError, match="screen"):
-        run_config(validate(jobs, "test"), base=base, observe=observe)
-    saved = RunDirectory(tmp_path / "run")
-    committed = saved.job("endless").newest()
-    saved.close()
+    one = job("endless", steps=100_000, checkpoint={"every": 50_000}, eval={"every": 0})
+    jobs = {"base": "small", "run": str(tmp_path / "run"), "engine": {"hosts": hosts, "threads": 1}, "jobs": [one]}
+    with pytest.raises(type(error), match=r"screen|reads"):
+        run_config(validate(jobs, "test"), observe=observe)
+    with contextlib.closing(RunDirectory(tmp_path / "run")) as saved:
+        committed = saved.job("endless").newest()
     assert committed is not None
-    assert 0 < committed.step < 1000
+    assert raised[0] <= committed.step < 50_000

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from motet.config import JobConfig
+from motet.config import AdapterConfig, JobConfig
 from motet.rollout.fake import FakeSync
 from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef, JobState, Problem
@@ -157,6 +158,40 @@ def test_a_word_at_any_moment_counts(word: str, tmp_path: Path) -> None:
 
         run = run_jobs(tmp_path / str(turns), [job("a", steps=3)], script=script)
         assert run.state("a") is JobState.CANCELLED
+
+
+class SlowTrainer(FakeTrainer):
+    """Taking a slot and giving it back take time."""
+
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
+        time.sleep(0.003)
+        super().add_adapter(name, shape, seed)
+
+    def remove_adapter(self, name: str) -> None:
+        time.sleep(0.003)
+        super().remove_adapter(name)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_job_that_is_cancelled_twice_leaves_no_slot_behind(steps: int, tmp_path: Path) -> None:
+    """At any moment: also while it takes its slot or gives it back, and waits for the device, where another job trains."""
+    for place in range(16):
+
+        async def script(run: FakeRun, place: int = place) -> None:
+            await until(lambda: run.state("a") is JobState.RUNNING and run.jobs["a"].progress.step >= steps)
+            await asyncio.sleep(place % 4 * 0.0021)
+            run.pipeline.cancel("a")
+            await asyncio.sleep(place // 4 * 0.0021)
+            run.pipeline.cancel("a")
+            await until(lambda: run.state("next") in (JobState.SUCCEEDED, JobState.FAILED))
+            run.pipeline.cancel("other")
+
+        jobs = [job("other", steps=5000, eval={"every": 0}), job("a", steps=50), job("next", steps=1)]
+        trainer = functools.partial(SlowTrainer, seconds=0.003)
+        run = run_jobs(tmp_path / str(place), jobs, Setting(slots=2, trainer=trainer), script)
+        assert [run.state(name) for name in ("a", "next")] == [JobState.CANCELLED, JobState.SUCCEEDED], place
+        assert not run.trainer._slots
+        assert run.engine.loaded == frozenset()
 
 
 def test_words_from_another_process_are_read(tmp_path: Path) -> None:

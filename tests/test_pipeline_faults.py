@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import math
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -311,3 +313,19 @@ def test_a_batch_that_fails_takes_only_its_own_job_down(tmp_path: Path) -> None:
     assert run.state("greedy") is JobState.FAILED
     assert "out of memory" in run.jobs["greedy"].progress.message
     assert {run.state(f"other-{index}") for index in range(4)} == {JobState.SUCCEEDED}
+
+
+def test_a_directory_that_is_gone_is_the_trouble_of_its_job_alone(tmp_path: Path) -> None:
+    async def script(run: FakeRun) -> None:
+        await until(lambda: run.state("a") is JobState.RUNNING)
+        (tmp_path / "a" / "control").mkdir()  # a command that cannot be read, as another user's
+        shutil.rmtree(tmp_path / "gone")
+        shutil.rmtree(tmp_path / "paused")
+        run.pipeline.pause("paused")
+        await asyncio.sleep(0.5)  # commands are looked for meanwhile
+        run.pipeline.cancel("paused")
+
+    run = run_jobs(tmp_path, [job("a", steps=40), job("gone"), job("paused")], Setting(slots=1), script)
+    assert run.state("a") is JobState.SUCCEEDED
+    assert (run.state("gone"), run.state("paused")) == (JobState.FAILED, JobState.CANCELLED)
+    assert "No such file or directory" in run.jobs["gone"].progress.message

@@ -191,14 +191,16 @@ async def _run_jobs(
     pipeline = Pipeline(jobs, shared, slots)
     progress = [job.progress for job in jobs]
 
+    failures = list[BaseException]()
+
     async def watch() -> None:
         try:
             while observe is not None:
                 observe(progress)
                 await asyncio.sleep(0.25)
-        except Exception:
+        except (Exception, SystemExit) as error:  # rich ends a program whose output nobody reads any more
+            failures.append(error)
             pipeline.stop()
-            raise
 
     watching = asyncio.create_task(watch())
     try:
@@ -207,10 +209,10 @@ async def _run_jobs(
                 await pipeline.run()
     finally:
         watching.cancel()
-        (ended,) = await asyncio.gather(watching, return_exceptions=True)
+        await asyncio.gather(watching, return_exceptions=True)
         await shared.rewards.close()
-        if isinstance(ended, Exception):
-            raise ended
+        if failures:
+            raise failures[0]
         if observe is not None:
             observe(progress)
 

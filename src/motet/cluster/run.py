@@ -145,11 +145,23 @@ class HostedRun:
             RunError: no host can start, and why.
         """
         progress, stopping = [job.progress for job in self._jobs.values()], self._stopping
+        failures = list[BaseException]()
+
+        def look() -> None:
+            for name, figures in self._client.progress.items():
+                self._jobs[name].see(figures)
+            if observe is not None:
+                observe(progress)
+
         self._client.start(self._handlers())
         try:
             with interrupt.heard(stopping.set, progress):
                 while not stopping.is_set() and any(job.open for job in self._jobs.values()):
-                    self._look(observe)
+                    try:
+                        look()
+                    except (Exception, SystemExit) as error:  # rich ends a program whose output nobody reads any more
+                        failures.append(error)
+                        break
                     if none_can_start(self._client.hosts):
                         raise RunError(self._client.failure)
                     await asyncio.sleep(_LOOK_SECONDS)
@@ -159,13 +171,9 @@ class HostedRun:
             await self._client.kill()
             for job in progress:
                 job.state = JobState.PAUSED if job.state in (JobState.QUEUED, JobState.RUNNING) else job.state
-            self._look(observe)
-
-    def _look(self, observe: Callable[[Sequence[JobProgress]], None] | None) -> None:
-        for name, figures in self._client.progress.items():
-            self._jobs[name].see(figures)
-        if observe is not None:
-            observe([job.progress for job in self._jobs.values()])
+            if failures:
+                raise failures[0]
+            look()
 
     def _handlers(self) -> EngineHandlers:
         async def score(request: m.ScoreRequest) -> m.Scored:

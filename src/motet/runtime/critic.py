@@ -11,7 +11,7 @@ from motet.algorithms.critic import CriticConfig, ValueLoss
 from motet.algorithms.schedule import adamw
 from motet.batch import OptimStats, Segment
 from motet.config import AdapterConfig
-from motet.runtime.session import Session
+from motet.runtime.session import Session, Slot
 from motet.types import FloatArray
 
 
@@ -21,24 +21,21 @@ class Critic:
     def __init__(self, session: Session, config: CriticConfig) -> None:
         self._session, self.config = session, config
         self._name = f"{session.job.name}#critic"
-        self._open = False
+        self._slot = Slot(session, self._name)
 
     async def open(self) -> None:
         """Take a slot, and go on from what was committed; the session opens afterwards and commits it from then on."""
         session, config = self._session, self.config
         shape = AdapterConfig(rank=config.rank, target_modules=session.job.config.adapter.target_modules)
         seed = seeds.key(session.job.seed, "critic") % (1 << 48)
-        await session.on_device(lambda trainer: trainer.add_adapter(self._name, shape, seed, head=True))
-        self._open = True
+        await self._slot.take(shape, seed, head=True)
         if (committed := session.committed) is not None:
             await session.on_device(lambda trainer: trainer.load_adapter(self._name, _place(committed), optimizer=True))
         session.also_saved.append(self._save)
 
     async def close(self) -> None:
         """Give the slot back."""
-        if self._open:
-            self._open = False
-            await self._session.on_device(lambda trainer: trainer.remove_adapter(self._name))
+        await self._slot.give_back()
 
     async def values(self, batch: StepBatch) -> Sequence[FloatArray]:
         """What each sampled token's place is worth, [T] of each sample."""

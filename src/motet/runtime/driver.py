@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from motet.errors import ScorerAway
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services
 from motet.runtime.reference import reference_of
 from motet.runtime.scheduler import weight_of
 from motet.runtime.session import Evaluated, Session
+from motet.runtime.uninterrupted import uninterrupted
 from motet.types import JobState
 
 
@@ -48,10 +51,14 @@ class Driver:
                 await session.commit()
             return JobState.PAUSED if self._pause else JobState.QUEUED
         finally:
+            await uninterrupted(self._close())
+
+    async def _close(self) -> None:
+        async with contextlib.AsyncExitStack() as rest:  # from the last to the first
+            rest.push_async_callback(self.session.close)
+            rest.push_async_callback(self.reference.close)
+            rest.callback(self.services.scheduler.leave, self.job.name)
             await self.leave()
-            scheduler.leave(job.name)
-            await self.reference.close()
-            await session.close()
 
     # --- what a loop says ----------------------------------------------------------------------------------------------
 

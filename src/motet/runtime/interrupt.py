@@ -107,12 +107,16 @@ class Interrupt:
 
         def press() -> None:
             if self._pressed and task is not None:
-                self._notify("stopping now; what was saved stays")
+                words = "stopping now; what was saved stays"
                 task.cancel()
             else:
-                self._notify(f"{_finishing(jobs)}; press Ctrl-C again to stop now")
+                words = f"{_finishing(jobs)}; press Ctrl-C again to stop now"
                 stop()
             self._pressed = True
+            with contextlib.suppress(
+                Exception, SystemExit
+            ):  # whoever reads what is printed may have ended with this Ctrl-C
+                self._notify(words)
 
         self._loop, self._press = loop, press
         signals = _SIGNALS if threading.current_thread() is threading.main_thread() else ()

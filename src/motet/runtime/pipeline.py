@@ -282,10 +282,10 @@ class Pipeline:
 
 
 def _move(job: Job, state: JobState, message: str = "") -> None:
-    """Change a job's state; what its own disk has no room for is its own business."""
+    """Change a job's state; that its own directory does not take it is its own business."""
     try:
         job.move(state, message)
-    except RunError as error:  # a full disk: the state holds here, and the next process starts from the last commit
+    except (RunError, OSError) as error:  # the state holds here, and the next process starts from the last commit
         job.progress.message = f"{message} ({error})" if message else str(error)
 
 

@@ -16,7 +16,7 @@ from motet.algorithms.distillation import Distillation
 from motet.batch import Sample, Segment
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
-from motet.runtime.session import Session
+from motet.runtime.session import Session, Slot
 from motet.tasks.scoring_server import ScoringServer
 from motet.types import ADAPTER_CONFIG, FloatArray
 
@@ -56,7 +56,7 @@ class AdapterReference(Reference):
         super().__init__(session)
         self._directory = directory
         self._name = f"{session.job.name}#reference"
-        self._open = False
+        self._slot = Slot(session, self._name)
 
     async def open(self) -> None:
         """Load it.
@@ -64,9 +64,7 @@ class AdapterReference(Reference):
         Raises:
             AdapterError: the directory holds no adapter of this base.
         """
-        shape, seed = shape_of(self._directory), self._session.job.seed
-        await self._session.on_device(lambda trainer: trainer.add_adapter(self._name, shape, seed))
-        self._open = True
+        await self._slot.take(shape_of(self._directory), self._session.job.seed)
         await self._session.on_device(
             lambda trainer: trainer.load_adapter(self._name, self._directory, optimizer=False)
         )
@@ -77,9 +75,7 @@ class AdapterReference(Reference):
 
     async def close(self) -> None:
         """Give the slot back."""
-        if self._open:
-            self._open = False
-            await self._session.on_device(lambda trainer: trainer.remove_adapter(self._name))
+        await self._slot.give_back()
 
 
 class ServerReference(Reference):

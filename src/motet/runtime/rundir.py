@@ -84,9 +84,10 @@ def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, str]]:
     """(job's name, command) for each file that lies there now; a command that the job's state has no use for is dropped."""
     for job in jobs:
         path = job.directory.path / CONTROL
-        if not path.exists():
+        try:
+            command = path.read_text(errors="replace").strip()
+            path.unlink()
+        except OSError:  # mostly it is not there; what another user wrote may be no business of this one's
             continue
-        command = path.read_text(errors="replace").strip()
-        path.unlink()
         if command in _COMMANDS and (not job.state.final or job.state is JobState.FAILED):
             yield job.name, command

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from motet.batch import AdamW, Batch, OptimStats, Segment, Trained
+from motet.config import AdapterConfig
 from motet.errors import JobFailed
 from motet.protocols import Trainer
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import timing_record
 from motet.runtime.probe import Probe
+from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions
 from motet.types import FloatArray
 
@@ -59,6 +61,27 @@ class FinishedStep:
     """Lines of the rollout log."""
 
 
+class Slot:
+    """An adapter's place in the trainer, under a name; a cancellation finds it taken or free."""
+
+    def __init__(self, session: Session, name: str) -> None:
+        self._session, self._name, self._taken = session, name, False
+
+    async def take(self, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
+        """Fill it with a fresh adapter."""
+        await uninterrupted(self._take(shape, seed, head))
+
+    async def _take(self, shape: AdapterConfig, seed: int, head: bool) -> None:
+        await self._session.on_device(lambda trainer: trainer.add_adapter(self._name, shape, seed, head=head))
+        self._taken = True
+
+    async def give_back(self) -> None:
+        """Free it, where it is taken."""
+        if self._taken:
+            self._taken = False
+            await self._session.on_device(lambda trainer: trainer.remove_adapter(self._name))
+
+
 class Session:
     """A slot, its adapter, its versions and its commits."""
 
@@ -74,7 +97,7 @@ class Session:
         engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
         self.versions = Versions(job.name, engine_name, services.engine, services.sync, services.keep_versions)
         self._probe = Probe(job.name, job.chat.prompt_ids(job.data.train[0]), services.probe_tolerance)
-        self._resident = False
+        self._slot = Slot(self, job.name)
         self._publish_seconds = 0.0
 
     @property
@@ -91,8 +114,7 @@ class Session:
         """Take a slot, restore what was committed, and make the versions that may be asked for servable."""
         job, services, start = self.job, self.services, self.done.step
         adapter, state = job.config.adapter, job.directory.path / "state"
-        await self.on_device(lambda trainer: trainer.add_adapter(job.name, adapter, job.seed))
-        self._resident = True
+        await self._slot.take(adapter, job.seed)
         if self._resumed:
             await self.on_device(lambda trainer: trainer.load_adapter(job.name, state / str(start), optimizer=True))
             for reason in self.done.inexact:
@@ -115,8 +137,7 @@ class Session:
     async def close(self) -> None:
         """Give the slot back, whatever happened."""
         await self.versions.drop_all()
-        if self._resident:
-            await self.on_device(lambda trainer: trainer.remove_adapter(self.job.name))
+        await self._slot.give_back()
 
     async def on_device(self, call: Callable[[Trainer], Result]) -> Result:
         """A call of the trainer in the device's turn; its time is the job's."""

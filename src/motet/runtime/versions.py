@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from motet.protocols import RolloutEngine, WeightSync
+from motet.runtime.uninterrupted import uninterrupted
 from motet.types import AdapterRef
 
 
@@ -74,15 +75,16 @@ class Versions:
             return
         oldest = self._oldest - (self._keep or 0)
         gone = [version for version, holds in self._holds.items() if holds == 0 and version < oldest]
-        for version in gone:  # all at once: another collection may run while this one waits for the engine
-            del self._holds[version]
-        for version in gone:
-            await self._engine.unload_adapter(self.ref(version))
+        await uninterrupted(self._unload(gone))
 
     async def drop_all(self) -> None:
         """The job left: unload everything, unless all is kept."""
         if self._keep == 0:
             return
-        for version in list(self._holds):
+        await self._unload(list(self._holds))
+
+    async def _unload(self, gone: Sequence[int]) -> None:
+        for version in gone:  # all at once: another collection may run while this one waits for the engine
             del self._holds[version]
+        for version in gone:
             await self._engine.unload_adapter(self.ref(version))
