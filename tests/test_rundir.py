@@ -75,6 +75,11 @@ def test_a_place_that_cannot_be_a_directory_is_an_error(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "file")
     with pytest.raises(RunError, match="cannot be a run directory: Not a directory"):
         RunDirectory(tmp_path / "file" / "below")
+    (tmp_path / "run.json").mkdir()
+    with pytest.raises(RunError, match="cannot be a run directory: Is a directory"):
+        RunDirectory(tmp_path)
+    (tmp_path / "run.json").rmdir()
+    RunDirectory(tmp_path).close()  # nobody has it any more
 
 
 def test_words_reach_a_running_process_only(holder: subprocess.Popen[str], tmp_path: Path) -> None:

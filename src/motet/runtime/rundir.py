@@ -26,20 +26,18 @@ class RunDirectory:
     def __init__(self, path: Path, part: str = "") -> None:
         """Open it for this process alone, or, with `part`, beside others that are other parts of one run."""
         self.path, self.part = path, part
-        self._locks = contextlib.ExitStack()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._take_lock(".lock", shared=bool(part))
-            if part:
-                self._take_lock(f".lock.{part}")
-        except OSError as error:
-            raise RunError(
-                f"{path} cannot be a run directory: {error.strerror}; give another one with --run"
-            ) from error
-        except RunError:
-            self._locks.close()
-            raise
-        self.run_id, self.attempt = self._identify()
+        with contextlib.ExitStack() as locks:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                locks.enter_context(self._locked(".lock", shared=bool(part)))
+                if part:
+                    locks.enter_context(self._locked(f".lock.{part}"))
+                self.run_id, self.attempt = self._identify()
+            except OSError as error:
+                raise RunError(
+                    f"{path} cannot be a run directory: {error.strerror}; give another one with --run"
+                ) from error
+            self._locks = locks.pop_all()
 
     def job(self, name: str) -> JobDirectory:
         """The directory of one job."""
@@ -49,20 +47,22 @@ class RunDirectory:
         """Release the locks."""
         self._locks.close()
 
-    def _take_lock(self, name: str, *, shared: bool = False) -> None:
-        file = self._locks.enter_context((self.path / name).open("a+"))
-        try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip()
-            raise RunError(
-                f"{self.path} is in use by another process{f' (pid {owner})' if owner else ''}; wait for it, stop it, or give "
-                "another directory with --run"
-            ) from None
-        file.truncate(0)
-        file.write("" if shared else str(os.getpid()))
-        file.flush()
+    @contextlib.contextmanager
+    def _locked(self, name: str, *, shared: bool = False) -> Iterator[None]:
+        with (self.path / name).open("a+") as file:
+            try:
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read().strip()
+                raise RunError(
+                    f"{self.path} is in use by another process{f' (pid {owner})' if owner else ''}; wait for it, stop it, or "
+                    "give another directory with --run"
+                ) from None
+            file.truncate(0)
+            file.write("" if shared else str(os.getpid()))
+            file.flush()
+            yield
 
     def _identify(self) -> tuple[str, int]:
         path = self.path / "run.json"
