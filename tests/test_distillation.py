@@ -15,10 +15,9 @@ from motet.algorithms.distillation import Distillation
 from motet.config import JobConfig
 from motet.errors import ConfigError
 from motet.types import JobState
-from tests.fake_run import job, metrics, run_jobs, weights
+from tests.fake_run import job, metrics, records, run_jobs, weights
 from tests.protocol_server import ProtocolServer
 from tests.rollout_groups import group, rollout
-from tests.run_directory import records
 
 
 def run(directory: Path, *jobs: dict[str, Any], **options: Any) -> Any:
