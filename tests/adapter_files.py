@@ -14,9 +14,9 @@ from motet.running import RunResult, run_config
 from motet.types import ADAPTER_WEIGHTS
 
 
-def run_alone(directory: Path, *jobs: dict[str, Any]) -> RunResult:
-    """What `motet run` makes of jobs of the small base, each without company."""
-    tree = {"base": "small", "run": str(directory), "engine": {"samplers": 0, "threads": 1}, "jobs": jobs}
+def run_alone(directory: Path, *jobs: dict[str, Any], base: str = "small") -> RunResult:
+    """What `motet run` makes of jobs of a base, each without company."""
+    tree = {"base": base, "run": str(directory), "engine": {"samplers": 0, "threads": 1}, "jobs": jobs}
     result = run_config(validate(tree, "the test"), sequential=True)
     assert result.ok
     return result

@@ -302,7 +302,7 @@ def test_a_service_starts_servers_for_the_jobs_that_it_takes_and_a_killed_one_ag
         keys = {}
         for name, rank in ranks.items():
             service.become(service.admin_key)
-            keys[name] = service.ask("POST", "/v1/keys", json={"tenant": name, "name": "one"})["key"]
+            keys[name] = service.key_for(name)
             service.become(keys[name])
             service.submit(tiny(name, 4, adapter={"rank": rank}))
         for field, value in (("adapter", {"rank": 65}), ("algorithm", {"max_off_policy_steps": 5})):
