@@ -10,14 +10,10 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-import motet
+from tests.adapter_files import run
 from tests.hostile_agent import HOSTILE, assert_fair, in_use
 from tests.run_decoder import assert_all_is_back, collected_late, decoders
 from tests.service_run import Service, serving, tiny
-
-
-def run(directory: Path, *jobs: dict[str, Any]) -> Any:
-    return motet.run(list(jobs), directory=directory, engine={"samplers": 0}, quiet=True)
 
 
 def bytes_of(directory: Path, job: str, version: int) -> list[bytes]:
