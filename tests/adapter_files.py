@@ -9,14 +9,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import motet
 from motet.jobfile import validate
 from motet.running import RunResult, run_config
 from motet.types import ADAPTER_WEIGHTS
 
 
-def run_alone(directory: Path, *jobs: dict[str, Any]) -> RunResult:
-    """What `motet run` makes of jobs of the small base, each without company."""
-    tree = {"base": "small", "run": str(directory), "engine": {"samplers": 0, "threads": 1}, "jobs": jobs}
+def run(directory: Path, *jobs: dict[str, Any], **options: Any) -> RunResult:
+    """`motet.run` on the small base, with all jobs at once in this process."""
+    return motet.run(list(jobs), base="small", quiet=True, directory=directory, engine={"samplers": 0}, **options)
+
+
+def run_alone(directory: Path, *jobs: dict[str, Any], base: str = "small") -> RunResult:
+    """What `motet run` makes of jobs of a base, each without company."""
+    tree = {"base": base, "run": str(directory), "engine": {"samplers": 0, "threads": 1}, "jobs": jobs}
     result = run_config(validate(tree, "the test"), sequential=True)
     assert result.ok
     return result

@@ -32,10 +32,10 @@ from motet.budgets import Need
 from motet.config import EngineConfig
 from motet.launch import build, load
 from motet.model.lora_model import LoraModel
+from motet.rollout.server_process import free_port
 from motet.types import AdapterRef, GenerateRequest, SamplingParams
 from motet.workshop import Workshop
 from tests.conftest import ROOT
-from tests.service_run import free_port
 
 _serial = itertools.count()
 

@@ -5,6 +5,7 @@ With `CI=true` a test that is skipped without needing a GPU fails the run: a che
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -21,6 +22,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from motet.device import Device
     from tests.house import House
     from tests.service_run import Service
 
@@ -74,6 +76,15 @@ def twin(small_base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     weights["model.norm.weight"] *= 1.25
     save_file(weights, file, {"format": "pt"})
     return place
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    """One for a test."""
+    from motet.device import Device
+
+    with contextlib.closing(Device()) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

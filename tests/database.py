@@ -17,10 +17,10 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
+from motet.rollout.server_process import free_port
 from motet.service.database.store import Store
 from motet.service.database.tenants import Principal, Role
 from tests.conftest import IN_CI
-from tests.service_run import free_port
 
 
 def _as_postgres(directory: Path) -> dict[str, Any]:

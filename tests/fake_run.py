@@ -6,6 +6,7 @@ run = run_jobs(tmp_path, [job("a"), job("b")])
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,6 +220,11 @@ def run_jobs(
 def metrics(path: Path, name: str) -> bytes:
     """A job's metrics.jsonl."""
     return (path / name / "metrics.jsonl").read_bytes()
+
+
+def records(path: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of a job's metrics.jsonl, read."""
+    return [json.loads(line) for line in metrics(path, name).splitlines()]
 
 
 def weights(path: Path, name: str, version: int) -> bytes:

@@ -21,6 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from motet.config.service import ServiceConfig
+from motet.rollout.server_process import free_port
 from motet.runtime.checkpoint import Committed
 from motet.runtime.opening import open_job
 from motet.service.adapters.adapters import Adapters
@@ -34,7 +35,7 @@ from motet.service.rewards.grading import Grading
 from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.types import JobState
-from tests.service_run import ROWS, Json, free_port, tiny
+from tests.service_run import ROWS, Json, tiny
 
 Part = TypeVar("Part")
 

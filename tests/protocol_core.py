@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -20,7 +21,7 @@ from starlette.responses import Response
 from motet.model.fake import END, VOCABULARY, FakePolicy, FakeTokenizer, read_adapter
 from motet.rollout.fake import FakeEngine
 from motet.types import ADAPTER_CONFIG, AdapterRef, FinishReason, GenerateRequest, SamplingParams
-from tests.protocol_faults import Counts, Faults, Setup
+from tests.protocol_faults import ODD, Counts, Faults, Setup
 
 
 class Refusal(Exception):
@@ -311,3 +312,9 @@ def stop_cause(sampling: SamplingParams, tokens: list[int]) -> int | str | None:
 def outside(prompt: Iterable[int]) -> int | None:
     """The first token that the fake base does not know."""
     return next((token for token in prompt if not 0 <= token < VOCABULARY), None)
+
+
+def event(value: Mapping[str, Any]) -> str:
+    """One of a stream."""
+    text = json.dumps({**value, "odd": ODD}, ensure_ascii=False)  # as the real ones write it
+    return f"data: {text}\n\n"

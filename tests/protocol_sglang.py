@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -26,12 +25,12 @@ from tests.protocol_core import (
     RankError,
     Refusal,
     Route,
+    event,
     outside,
     stop_cause,
     strings,
     whole_number,
 )
-from tests.protocol_faults import ODD
 
 DEFAULT_SEED = 42
 """What a deterministic server takes where a request names no seed."""
@@ -209,7 +208,7 @@ class Sglang:
                             answer["text"] = FakeTokenizer().decode(piece.tokens)
                             if call.body.get("return_logprob"):
                                 answer["meta_info"]["output_token_logprobs"] = _triples(piece.entries)
-                        yield _event(answer if len(asks) == 1 else {**answer, "index": index})
+                        yield event(answer if len(asks) == 1 else {**answer, "index": index})
         yield "data: [DONE]\n\n"
 
     def _answer(self, call: Call, ask: Ask, piece: Piece) -> dict[str, Any]:
@@ -361,8 +360,3 @@ def _finish(sampling: SamplingParams, piece: Piece) -> dict[str, Any] | None:
 def _triples(entries: list[Entry]) -> list[tuple[float | None, int, None]]:
     """Logprob, id, and no text."""
     return [(entry.logprob, entry.token, None) for entry in entries]
-
-
-def _event(value: Mapping[str, Any]) -> str:
-    text = json.dumps({**value, "odd": ODD}, ensure_ascii=False)  # as the real ones write it
-    return f"data: {text}\n\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import random
 import tempfile
 import time
@@ -31,12 +30,12 @@ from tests.protocol_core import (
     RankError,
     Refusal,
     Route,
+    event,
     outside,
     stop_cause,
     strings,
     whole_number,
 )
-from tests.protocol_faults import ODD
 
 LOST = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 COMPLETIONS = "/v1/completions"
@@ -192,9 +191,9 @@ class Vllm:
                     choice = _choice(call.body, ask, piece, so_far[piece.index], told[piece.index])
                     told[piece.index] += choice["text"]
                     echo = {"prompt_token_ids": self._echo(call, ask) if first else None}
-                    yield _event({**head, "choices": [{**choice, **echo}]})
+                    yield event({**head, "choices": [{**choice, **echo}]})
         except Refusal as refusal:
-            yield _event(_error(refusal))
+            yield event(_error(refusal))
         yield "data: [DONE]\n\n"
 
     def _echo(self, call: Call, ask: Ask) -> list[int] | None:
@@ -363,8 +362,3 @@ def _error(refusal: Refusal) -> dict[str, Any]:
     names: Sequence[str] = ("message", "type", "param", "code")
     values = (refusal.message, refusal.kind, refusal.param, refusal.status)
     return {"error": dict(zip(names, values, strict=True))}
-
-
-def _event(value: Mapping[str, Any]) -> str:
-    text = json.dumps({**value, "odd": ODD}, ensure_ascii=False)  # as the real ones write it
-    return f"data: {text}\n\n"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from motet.batch import AdamW, Batch, OptimStats, Sample, Trained
@@ -14,7 +12,6 @@ from motet.model.fake import FakeAdapter, FakePolicy
 from motet.rollout.fake import FakeEngine
 from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef, Chunk, GenerateRequest
-from tests.fake_run import metrics
 
 
 class RememberingEngine(FakeEngine):
@@ -65,7 +62,3 @@ def check_samples(samples: Sequence[Sample], engine: RememberingEngine, name: st
         for version in set(sample.versions[sample.loss_mask].tolist()):
             places = sample.loss_mask & (sample.versions == version)
             assert policies[version](sample.token_ids)[places].tolist() == sample.logprobs[places].tolist()
-
-
-def records(path: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics(path, name).splitlines()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from typing import Any
 
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import open_job
-from tests.fake_run import metrics
 
 NASTY = '</script><script>alert("x")</script><img src=x onerror=alert(1)> & \u2028 \x1b[31m'
 START = 1_790_000_000.0
@@ -168,7 +166,3 @@ def write_run(path: Path) -> Path:
     write_job(path, "count_letters", done=26, steps=40, top=0.35, state="paused", every=0, nulls=True)
     (path / "run.json").write_text("{}")
     return path
-
-
-def records(path: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics(path, name).splitlines()]

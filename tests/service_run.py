@@ -14,18 +14,19 @@ import io
 import os
 import re
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import psutil  # type: ignore[import-untyped]
+
+from motet.rollout.server_process import free_port
 
 ENGINE = "engine: {samplers: 0, threads: 1}\n"
 PATIENCE = 240.0
@@ -46,13 +47,6 @@ def tiny(name: str, steps: int = 3, **fields: Any) -> Json:
         "algorithm": {"group_size": 4, "groups_per_step": 2},
         **fields,
     }
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Service:
@@ -155,6 +149,18 @@ class Service:
         """What people who use it set once."""
         named = {"MOTET_API_KEY": key} if key else {}
         return {**os.environ, "MOTET_URL": self.url, "PYTHONUNBUFFERED": "1", **named}
+
+    def motet(
+        self, *words: object, key: str = "", cwd: Path | None = None, env: Mapping[str, str] | None = None,
+        out: int = subprocess.PIPE, err: int | None = subprocess.STDOUT,
+    ) -> subprocess.Popen[str]:  # fmt: skip
+        """`motet` in a process of its own, as one of them types it."""
+        command, where = [sys.executable, "-m", "motet", *map(str, words)], {**self.environment(key), **(env or {})}
+        return subprocess.Popen(command, cwd=cwd, env=where, stdout=out, stderr=err, text=True)
+
+    def key_for(self, tenant: str) -> str:
+        """A new key of a tenant's, asked for as an admin."""
+        return str(self.ask("POST", "/v1/keys", json={"tenant": tenant})["key"])
 
     # --- what it answers ------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-import motet
 from motet.errors import ConfigError
-from motet.running import RunResult
+from tests.adapter_files import run
 from tests.fake_run import metrics, weights
 
 ROWS = [{"prompt": f"Say {i}", "answer": f"{i % 4}"} for i in range(24)]
@@ -39,10 +38,6 @@ def rewarded(init: str, **fields: Any) -> dict[str, Any]:
         "steps": 2,
     }
     return {**job, **fields}
-
-
-def run(directory: Path, *jobs: dict[str, Any], **options: Any) -> RunResult:
-    return motet.run(list(jobs), base="small", quiet=True, directory=directory, engine={"samplers": 0}, **options)
 
 
 def test_one_after_another_is_as_by_hand(tmp_path: Path) -> None:

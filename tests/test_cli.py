@@ -9,8 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import motet
 from motet.types import Problem
 from tests.commands import Motet
+from tests.waiting import wait_until
 
 MAIN = "from motet.cli import main; main()"
 TINY: dict[str, Any] = {
@@ -65,14 +65,6 @@ def motet_says(directory: Path, *words: str) -> tuple[int, str, str]:
     process = start(directory, *words)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.02)
 
 
 def lines(directory: Path, name: str) -> list[dict[str, Any]]:
@@ -150,12 +142,12 @@ def test_one_run_with_everything_that_happens_to_it(tmp_path: Path, processes: l
     run = tmp_path / "runs" / "jobs"
     process = start(tmp_path, "run", "jobs.yaml")
     processes.append(process)
-    wait_until(lambda: len(lines(run, "add")) >= 1, process)
+    wait_until(lambda: len(lines(run, "add")) >= 1, 90, process)
 
     code, _, err = motet_says(tmp_path, "pause", "runs/jobs", "nobody")
     assert (code, err) == (2, "motet: runs/jobs has no job 'nobody'; there are: add, sort\n")
     assert motet_says(tmp_path, "pause", "runs/jobs", "sort")[:2] == (0, "asked sort to pause\n")
-    wait_until(lambda: state(run, "sort") == "paused", process)
+    wait_until(lambda: state(run, "sort") == "paused", 90, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 130, out + err
@@ -172,7 +164,7 @@ def test_one_run_with_everything_that_happens_to_it(tmp_path: Path, processes: l
 
     again = start(tmp_path, "run", "jobs.yaml")
     processes.append(again)
-    wait_until(lambda: (run / ".lock").read_text() == str(again.pid), again)
+    wait_until(lambda: (run / ".lock").read_text() == str(again.pid), 90, again)
     code, _, err = motet_says(tmp_path, "run", "jobs.yaml")
     assert code == 2
     assert err.startswith(

@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from motet.errors import DataError, ServiceError
 from motet.types import ADAPTER_FILES
 from tests.commands import Motet, job_file, rows_in
 from tests.house import House
-from tests.service_run import Service, serving, tiny
+from tests.service_run import PATIENCE, Service, serving, tiny
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 ENDED = ("succeeded", "failed", "cancelled")
@@ -194,12 +194,9 @@ def test_following_goes_on_over_a_restart(service: Service, tmp_path: Path) -> N
     """One follows in Python, one from the command line, while the service is killed and started again."""
     steps = 8
     path = job_file(tmp_path, tiny("followed", steps=steps))
-    command = [sys.executable, "-m", "motet", "submit", path, "--follow", "--url", service.url]
-    shown = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    shown = service.motet("submit", path, "--follow", "--url", service.url, err=subprocess.PIPE)
     with motet.Client() as client:
-        while not any(job.name == "followed" and job.step for job in client.jobs()):
-            assert shown.poll() is None, shown.communicate()
-            time.sleep(0.05)
+        wait_until(lambda: any(job.name == "followed" and job.step for job in client.jobs()), PATIENCE, shown)
         seen = []
         for event in client.events("followed", follow=True):
             seen.append(event)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from motet.runtime.slots import Claim, admitted
 from motet.training.arena import HEAD
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
-from tests.fake_run import metrics, weights
+from tests.fake_run import metrics, records, weights
 from tests.rollout_groups import group, rollout
 from tests.segments import SHAPES, make_samples, make_segment
 
@@ -190,7 +189,7 @@ def test_a_job_with_a_critic_alone_in_company_and_in_parts(tmp_path: Path) -> No
         "adapter_model.safetensors",
         "sha256.json",
     }
-    lines = [json.loads(line) for line in metrics(tmp_path / "both", "a").splitlines()]
+    lines = records(tmp_path / "both", "a")
     assert weights(tmp_path / "both", "a", 4) != weights(tmp_path / "both", "plain", 4)
     assert lines[0]["loss"] is None, "the critic warms up"
     assert lines[0]["value_loss"] > 0

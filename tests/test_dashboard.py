@@ -50,7 +50,7 @@ class Keyed(Service):
         self.become(self.admin_key)
         self.keys = {"admin": self.admin_key}
         for tenant in ("us", "them"):
-            self.keys[tenant] = self.ask("POST", "/v1/keys", json={"tenant": tenant})["key"]
+            self.keys[tenant] = self.key_for(tenant)
         self.become(self.keys["us"])
 
 

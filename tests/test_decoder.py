@@ -305,13 +305,6 @@ def test_abort_of_preempted_and_waiting_completions(host):
 # --- the engine around it -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def device():
-    device = Device()
-    yield device
-    device.close()
-
-
 def make_engine(device: Device, base: LoraModel, kv_tokens: int = 64, host: int = 0) -> EmbeddedEngine:
     return EmbeddedEngine(base, device, max_rows=4, kv_tokens=kv_tokens, prefill_tokens=64, host_kv_bytes=host)
 

@@ -13,13 +13,6 @@ import pytest
 from motet.device import Device
 
 
-@pytest.fixture
-def device():
-    device = Device()
-    yield device
-    device.close()
-
-
 def test_calls_run_in_order_on_one_thread(device: Device) -> None:
     seen: list[tuple[int, int]] = []
 

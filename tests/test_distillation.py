@@ -15,14 +15,10 @@ from motet.algorithms.distillation import Distillation
 from motet.config import JobConfig
 from motet.errors import ConfigError
 from motet.types import JobState
-from tests.fake_run import job, metrics, run_jobs, weights
+from tests.adapter_files import run
+from tests.fake_run import job, metrics, records, run_jobs, weights
 from tests.protocol_server import ProtocolServer
 from tests.rollout_groups import group, rollout
-from tests.run_directory import records
-
-
-def run(directory: Path, *jobs: dict[str, Any], **options: Any) -> Any:
-    return motet.run(list(jobs), base="small", quiet=True, directory=directory, engine={"samplers": 0}, **options)
 
 
 @pytest.fixture(scope="module")

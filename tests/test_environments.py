@@ -23,7 +23,7 @@ from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_pool import RewardPool, Scored
 from motet.tasks.reward_walls import Walls
 from motet.types import Message, Problem, Rollout
-from tests.fake_run import job, metrics, run_jobs, weights
+from tests.fake_run import job, metrics, records, run_jobs, weights
 from tests.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
 
 OWN = '''
@@ -431,7 +431,7 @@ jobs:
     config = motet.load_jobs(tmp_path / "jobs.yaml")
     run = motet.run(config.jobs, quiet=True, directory=tmp_path / "run")
     assert run.jobs["sums"].state == "succeeded", run.jobs["sums"].message
-    found = [json.loads(line) for line in metrics(tmp_path / "run", "sums").splitlines()]
+    found = records(tmp_path / "run", "sums")
     rewards = [line["reward"] for line in found if "reward" in line]
     assert sum(rewards[-4:]) > sum(rewards[:4])
     assert {line["logprob_gap"] for line in found if "logprob_gap" in line} == {0.0}
@@ -468,4 +468,4 @@ def test_the_pages_algorithm_is_one(tmp_path: Path) -> None:
     (own,) = [example for example in pages_python("algorithms") if "Sharpened" in example]
     (tmp_path / "sharpened.py").write_text(own)
     run_jobs(tmp_path / "run", [job("a", algorithm={"type": f"{tmp_path}/sharpened.py:Sharpened", "power": 3})])
-    assert json.loads(metrics(tmp_path / "run", "a").splitlines()[0])["grad_norm"] > 0
+    assert records(tmp_path / "run", "a")[0]["grad_norm"] > 0

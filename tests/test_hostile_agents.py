@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-import motet
+from tests.adapter_files import run
 from tests.hostile_agent import HOSTILE, assert_fair, in_use
 from tests.run_decoder import assert_all_is_back, collected_late, decoders
-from tests.service_run import serving, tiny
-
-
-def run(directory: Path, *jobs: dict[str, Any]) -> Any:
-    return motet.run(list(jobs), directory=directory, engine={"samplers": 0}, quiet=True)
+from tests.service_run import Service, serving, tiny
 
 
 def bytes_of(directory: Path, job: str, version: int) -> list[bytes]:
@@ -28,6 +23,12 @@ def bytes_of(directory: Path, job: str, version: int) -> list[bytes]:
 
 def rollouts(directory: Path, job: str, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / job / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
+
+
+def hostile_worker(service: Service, place: Path) -> subprocess.Popen[str]:
+    """`motet agent`, which marks what it begins."""
+    words = ("agent", place / "jobs.yaml", "--concurrency", "128")
+    return service.motet(*words, out=subprocess.DEVNULL, err=None, env={"MARKS": str(place / "marks")})
 
 
 @pytest.mark.parametrize("episodes", [24, pytest.param(200, marks=pytest.mark.soak)])
@@ -83,13 +84,11 @@ def test_hostile_episodes_of_a_service_go_on_elsewhere_when_their_worker_is_kill
         def begun() -> int:
             return sum(one.stat().st_size for one in marks.iterdir())
 
-        environment = {**service.environment(), "MARKS": str(marks)}
-        command = [sys.executable, "-m", "motet", "agent", str(tmp_path / "jobs.yaml"), "--concurrency", "128"]
         workers = []
         try:
-            workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+            workers.append(hostile_worker(service, tmp_path))
             service.until(lambda: begun() >= 64)
-            workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+            workers.append(hostile_worker(service, tmp_path))
             service.until(lambda: begun() >= 160)
             service.submit(tiny("neighbour", seed=7))
             workers[0].kill()
@@ -135,9 +134,7 @@ def test_hostile_episodes_of_a_service_begin_anew_when_what_serves_them_is_kille
     with serving(tmp_path / "served", "--config", str(tmp_path / "serve.yaml")) as service:
         service.submit(tiny("alone", seed=7))
         service.ended("alone")
-        environment = {**service.environment(), "MARKS": str(marks)}
-        command = [sys.executable, "-m", "motet", "agent", str(tmp_path / "jobs.yaml"), "--concurrency", "128"]
-        worker = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        worker = hostile_worker(service, tmp_path)
         try:
             service.until(lambda: begun() >= episodes // 2)
             service.submit(tiny("neighbour", seed=7))

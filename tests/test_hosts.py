@@ -39,7 +39,9 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.training.fake import FakeTrainer
 from motet.types import JobState
+from tests.adapter_files import run_alone, weights_of
 from tests.service_run import PATIENCE, Json, Service, serving, tiny
+from tests.waiting import wait_until
 
 ENGINE = {"samplers": 0, "threads": 1}
 STORE = 80 * 2**20  # the least that Ray takes
@@ -54,10 +56,7 @@ def job(name: str) -> Json:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Each job's adapter, trained by one process."""
-    run = motet.run(
-        [job(name) for name in NAMES], base="small", directory=tmp_path_factory.mktemp("alone"), engine=ENGINE, quiet=True
-    )  # fmt: skip
-    return {name: (one.adapter / "adapter_model.safetensors").read_bytes() for name, one in run.jobs.items()}
+    return weights_of(run_alone(tmp_path_factory.mktemp("alone"), *map(job, NAMES)))
 
 
 SOON = pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.soak)], indirect=True)
@@ -170,9 +169,9 @@ def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(
     with (tmp_path / "out").open("ab") as out:
         first = subprocess.Popen(command, stdout=out, stderr=out)
     try:
-        waited(lambda: all(steps(tmp_path / "run" / name) for name in NAMES), first)
+        wait_until(lambda: all(steps(tmp_path / "run" / name) for name in NAMES), PATIENCE, first)
         kill_host(tmp_path / "run", 1, cluster)
-        waited(lambda: max(max(steps(tmp_path / "run" / name)) for name in NAMES) >= 3, first)
+        wait_until(lambda: max(max(steps(tmp_path / "run" / name)) for name in NAMES) >= 3, PATIENCE, first)
     finally:
         first.kill()
         first.wait()
@@ -243,15 +242,6 @@ def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
 def steps(directory: Path) -> list[int]:
     """The steps that a job has committed."""
     return JobDirectory(directory).steps()
-
-
-def waited(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    """Wait for something that a process does."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Cable:

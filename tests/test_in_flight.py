@@ -11,8 +11,8 @@ import pytest
 
 from motet.rollout.fake import FakeEngine
 from motet.types import JobState
-from tests.fake_run import Setting, job, metrics, run_jobs, weights
-from tests.remembering import RememberingEngine, RememberingTrainer, check_samples, records
+from tests.fake_run import Setting, job, metrics, records, run_jobs, weights
+from tests.remembering import RememberingEngine, RememberingTrainer, check_samples
 
 MOVING: dict[str, Any] = {
     "steps": 8,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.signs import no_signal
 from motet.tensorboard import scalars
 from motet.types import Problem
-from tests.fake_run import Setting, job, metrics, run_jobs
+from tests.fake_run import Setting, job, records, run_jobs
 
 TRAINED = {
     "loss",
@@ -36,14 +35,10 @@ def only_the_first_two(problem: Problem, completion: str) -> float:
     return float(problem.id in (100, 101))
 
 
-def lines(path: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics(path, name).splitlines()]
-
-
 def test_a_step_without_signal_measures_nothing(tmp_path: Path) -> None:
     """0.0 would look like a policy that has collapsed."""
     run_jobs(tmp_path, [job("flat", reward=always), job("usual")])
-    flat, usual = lines(tmp_path, "flat")[:4], lines(tmp_path, "usual")[:4]
+    flat, usual = records(tmp_path, "flat")[:4], records(tmp_path, "usual")[:4]
     for line in flat:
         assert (line["no_signal"], line["samples"], line["tokens"], line["skipped"]) == (1.0, 0, 0, False)
         assert {field: line[field] for field in (*TRAINED, "lr")} == dict.fromkeys((*TRAINED, "lr"))
@@ -53,13 +48,13 @@ def test_a_step_without_signal_measures_nothing(tmp_path: Path) -> None:
 
 def test_answers_that_are_alike_are_counted_once(tmp_path: Path) -> None:
     run_jobs(tmp_path, [job("short", sampling={"max_tokens": 1}, algorithm={"group_size": 64}), job("usual")])
-    assert lines(tmp_path, "short")[0]["distinct"] < 0.6 < lines(tmp_path, "usual")[0]["distinct"] <= 1.0
+    assert records(tmp_path, "short")[0]["distinct"] < 0.6 < records(tmp_path, "usual")[0]["distinct"] <= 1.0
 
 
 def test_the_standard_error_of_a_held_out_mean_is_over_problems(tmp_path: Path) -> None:
     """Several answers to one problem are not several problems: two of four held-out problems are always right."""
     run_jobs(tmp_path, [job("half", reward=only_the_first_two, eval={"every": 2, "n": 3}, steps=1)], Setting(holdout=4))
-    found = lines(tmp_path, "half")[0]["eval"]
+    found = records(tmp_path, "half")[0]["eval"]
     assert found["reward"] == 0.5
     assert found["rollouts"] == 12
     assert found["reward_stderr"] == pytest.approx((1 / 3) ** 0.5 / 2)
@@ -72,7 +67,7 @@ def test_what_is_taken_up_is_what_was_told(tmp_path: Path) -> None:
     )
     for name, steps in (("ahead", [0, 2, 4]), ("flat", [0, 2, 4, 6, 8, 10, 12])):
         told, again = run.jobs[name].progress, JobProgress(name, 4)
-        again.take_up(lines(tmp_path, name))
+        again.take_up(records(tmp_path, name))
         assert (again.rewards, again.evaluations, again.errors) == (told.rewards, told.evaluations, told.errors)
         assert [version for version, _ in again.evaluations] == steps
         assert again.signs.warnings == told.signs.warnings
@@ -89,7 +84,7 @@ def test_jobs_that_share_held_out_problems_share_the_chance_of_their_evaluations
     """Before anything is trained they are the same model, and their evaluations say so; what they train on is their own."""
     run_jobs(tmp_path / "together", [job("a"), job("b", optimizer={"lr": 0.5}, seed=7)])
     run_jobs(tmp_path / "apart", [job("b")], Setting(holdout=5))
-    first = [lines(tmp_path / "together", name)[0]["eval"] for name in "ab"]
+    first = [records(tmp_path / "together", name)[0]["eval"] for name in "ab"]
     assert first[0] == first[1]
     a, b = (completions(tmp_path / "together", name, "eval-0") for name in "ab")
     assert a == b

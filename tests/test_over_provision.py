@@ -21,8 +21,8 @@ from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.tasks.dataset import data_window
 from motet.tasks.reward_pool import RewardPool, Scored, Transcript
 from motet.types import Chunk, GenerateRequest, JobState, Problem
-from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, problems, run_jobs, vowels, weights
-from tests.remembering import RememberingEngine, RememberingTrainer, check_samples, records
+from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, problems, records, run_jobs, vowels, weights
+from tests.remembering import RememberingEngine, RememberingTrainer, check_samples
 from tests.waiting import until
 
 _PACE = contextvars.ContextVar("pace", default=1)

@@ -15,12 +15,8 @@ from motet.config import AdapterConfig, JobConfig
 from motet.rollout.fake import FakeSync
 from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef, JobState, Problem
-from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, vowels, weights
+from tests.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, vowels, weights
 from tests.waiting import until
-
-
-def records(path: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics(path, name).splitlines()]
 
 
 def rollouts(path: Path, name: str, log: str) -> list[dict[str, Any]]:

@@ -22,12 +22,8 @@ from motet.rollout.fake import FakeEngine, FakeSync
 from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
-from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
+from tests.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights
 from tests.waiting import until
-
-
-def records(path: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics(path, name).splitlines()]
 
 
 def check_company(path: Path, configs: list[JobConfig], setting: Setting | None = None) -> FakeRun:

@@ -26,8 +26,7 @@ from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
 from tests import tiny_models as tiny
-from tests.fake_run import metrics, weights
-from tests.run_directory import records
+from tests.fake_run import metrics, records, weights
 from tests.segments import gradient, make_trainer
 from tests.waiting import wait_until
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from motet.servers import build_servers
 from tests.base_servers import BaseServer, base_servers, stand_in
 from tests.service_run import Json, serving, tiny
 from tests.tiny_models import base as tiny_base
+from tests.waiting import wait_until
 
 ENGINE = {"threads": 1}
 NAMES = [f"job-{number}" for number in range(4)]
@@ -73,11 +73,7 @@ class Run:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120.0
-        while not condition():
-            assert self.process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(condition, 120.0, self.process)
 
     def ended(self) -> dict[str, bytes]:
         """Each job's last adapter."""

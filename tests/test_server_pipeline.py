@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from motet.rollout.server import FileSync
 from motet.runtime.rundir import RunDirectory
 from motet.training.fake import FakeTrainer
 from motet.types import JobState
-from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
+from tests.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights
 from tests.protocol_server import ProtocolServer
 from tests.server_run import IMPATIENT, engine_on
 
@@ -76,7 +75,7 @@ def check_the_same(quiet: tuple[Path, FakeRun], path: Path, run: FakeRun) -> Non
     for name in "ab":
         assert metrics(path / "run", name) == metrics(quiet[0] / "run", name)
         assert weights(path / "run", name, STEPS) == weights(quiet[0] / "run", name, STEPS)
-        lines = [json.loads(line) for line in metrics(path / "run", name).splitlines()]
+        lines = records(path / "run", name)
         assert [line["step"] for line in lines if "loss" in line] == list(range(STEPS))
     trained = [Counter(name for batch in one.trainer.batches for name in batch) for one in (run, quiet[1])]
     assert trained[0] == trained[1]  # nothing was trained twice

@@ -34,7 +34,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def key(keyed: Service) -> str:
     """Of the tenant who asks in most tests."""
     keyed.become(keyed.admin_key)
-    made: str = keyed.ask("POST", "/v1/keys", json={"tenant": "us"})["key"]
+    made = keyed.key_for("us")
     keyed.become(made)
     return made
 

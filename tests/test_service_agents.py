@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     (directory / "serve.yaml").write_text(CONFIG)
     with serving(directory, "--config", str(directory / "serve.yaml"), keys=True) as service:
         service.become(service.admin_key)
-        keys = {who: service.ask("POST", "/v1/keys", json={"tenant": who})["key"] for who in ("ours", "theirs")}
+        keys = {who: service.key_for(who) for who in ("ours", "theirs")}
         (directory / "keys.json").write_text(json.dumps(keys))
         service.become(keys["ours"])
         yield service
@@ -118,11 +117,7 @@ def key_of(service: Service, tenant: str) -> str:
 
 def worker(service: Service, *words: object, **environment: str) -> subprocess.Popen[str]:
     """`motet agent` in a process of its own."""
-    command = [sys.executable, "-m", "motet", "agent", *map(str, words)]
-    where = {**service.environment(key_of(service, "ours")), **environment}
-    return subprocess.Popen(
-        command, env=where, cwd=service.directory, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return service.motet("agent", *words, key=key_of(service, "ours"), cwd=service.directory, env=environment)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -226,11 +221,8 @@ def test_an_agent_that_returns_nothing_is_judged_by_the_rewards_of_its_job(servi
 def test_a_job_waits_for_a_worker_says_so_and_lets_its_slot_go(service: Service) -> None:
     service.submit(job("waits", "agent"))
     service.until(lambda: (service.job("waits")["progress"] or {}).get("phase") == WAITS)
-    listed = subprocess.run(
-        [sys.executable, "-m", "motet", "ls"], env=service.environment(key_of(service, "ours")), capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
-    assert f"running, {WAITS}" in listed.stdout
+    code, listed = ended(service.motet("ls", key=key_of(service, "ours")))
+    assert (code, f"running, {WAITS}" in listed) == (0, True), listed
     service.submit({**job("beside", "single"), "environment": "single", "reward": "exact", "steps": 1})
     assert service.ended("beside") == "succeeded"  # there is one slot
     assert service.job("waits")["step"] == 0

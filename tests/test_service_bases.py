@@ -19,7 +19,6 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-import motet
 from motet import budgets
 from motet.cluster.assignments import Assignments
 from motet.cluster.host import Host
@@ -48,6 +47,7 @@ from motet.service.jobs.submissions import Submissions
 from motet.service.settings import Settings
 from motet.service.tinker.parts import PREFIX
 from motet.types import SamplingParams
+from tests.adapter_files import run_alone, weights_of
 from tests.commands import Motet
 from tests.house import House, open_house
 from tests.service_run import Json, Service, serving, tiny
@@ -70,8 +70,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, twin: Path) -> dict[str, byt
     made: dict[str, bytes] = {}
     for base, place in (("small", "small"), ("twin", str(twin))):
         jobs = [job(name) for name, its in JOBS.items() if its == base]
-        run = motet.run(jobs, base=place, directory=tmp_path_factory.mktemp("alone"), engine=ENGINE, quiet=True)
-        made |= {name: (one.adapter / "adapter_model.safetensors").read_bytes() for name, one in run.jobs.items()}
+        made |= weights_of(run_alone(tmp_path_factory.mktemp("alone"), *jobs, base=place))
     assert len(set(made.values())) == len(JOBS)
     return made
 
@@ -97,10 +96,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, twin: Path, hosts: int) ->
 @pytest.fixture(scope="module")
 def tenants(service: Service) -> dict[str, str]:
     """A key of each of two tenants."""
-    return {
-        tenant: service.ask("POST", "/v1/keys", json={"tenant": tenant, "name": tenant, "role": "member"})["key"]
-        for tenant in ("ann", "ben")
-    }
+    return {tenant: service.key_for(tenant) for tenant in ("ann", "ben")}
 
 
 def hosts_now(service: Service) -> dict[str, int]:

@@ -131,13 +131,7 @@ def waiting(service: Service, name: str) -> bool:
 
 def motet_score(service: Service, file: Path, *words: str, calls: Path | None = None) -> subprocess.Popen[str]:
     """`motet` beside the service, with a reward that writes down its calls."""
-    return running(service, *words, "--reward", str(file), **({"MOTET_TEST_CALLS": str(calls)} if calls else {}))
-
-
-def running(service: Service, *words: str, **environment: str) -> subprocess.Popen[str]:
-    """`motet` beside the service."""
-    command, where = [sys.executable, "-m", "motet", *words], service.environment() | environment
-    return subprocess.Popen(command, env=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return service.motet(*words, "--reward", file, env={"MOTET_TEST_CALLS": str(calls)} if calls else None)
 
 
 def once(calls: Path) -> int:
@@ -332,7 +326,7 @@ def test_motet_submit_scores_here_until_ctrl_c_and_motet_score_goes_on(
         again = re.search(r"goes on with: `(motet score typed --reward .*)`", out)
         assert again, out
         service.until(lambda: waiting(service, "typed"))
-        worker = running(service, *shlex.split(again[1])[1:])
+        worker = service.motet(*shlex.split(again[1])[1:])
         out, _ = worker.communicate(timeout=90)
         assert worker.returncode == 0, out
         assert "step 6/6" in out

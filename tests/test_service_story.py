@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,12 +44,10 @@ class Team(Service):
 
     def types(self, key: str, *words: str) -> str:
         """What a command prints; it has to succeed."""
-        done = subprocess.run(
-            [sys.executable, "-m", "motet", *words],
-            cwd=self.scratch, env=self.environment(key), capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        process = self.motet(*words, key=key, cwd=self.scratch, err=subprocess.PIPE)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, out + err
+        return out
 
     def job_file(self, name: str, task: str, reward: str) -> str:
         """A file of one job."""
@@ -97,10 +94,7 @@ def test_the_story_of_a_team(team: Team, tmp_path: Path, small_base_dir: Path) -
     # team-b: a reward that runs on their machine, and Python
     (tmp_path / "rewards.py").write_text(REWARD)
     file_name = team.job_file("judged", "reverse", "worker")
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "motet", "submit", file_name, "--reward", "rewards.py:half_right"],
-        cwd=tmp_path, env=team.environment(theirs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    worker = team.motet("submit", file_name, "--reward", "rewards.py:half_right", key=theirs, cwd=tmp_path)
     try:
         with motet.Client(team.url, theirs) as python:
             python.submit(tiny("count", STEPS, data={"source": "toy:count_letters", "size": 64, "holdout": 4}))

@@ -10,9 +10,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-import motet
 from motet.types import ADAPTER_FILES
-from tests.adapter_files import tarred
+from tests.adapter_files import run_alone, tarred
 from tests.service_run import Json, Service, serving, tiny
 
 pytestmark = pytest.mark.slow
@@ -28,9 +27,7 @@ def job(name: str) -> Json:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each job's adapter, trained by one process."""
-    run = motet.run(
-        [job(name) for name in NAMES], base="small", directory=tmp_path_factory.mktemp("alone"), engine=ENGINE, quiet=True
-    )  # fmt: skip
+    run = run_alone(tmp_path_factory.mktemp("alone"), *map(job, NAMES))
     return {name: one.adapter / "adapter_model.safetensors" for name, one in run.jobs.items()}
 
 

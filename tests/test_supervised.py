@@ -17,7 +17,7 @@ from motet.batch import Example, Row
 from motet.config import JobConfig
 from motet.errors import ConfigError
 from motet.types import JobState
-from tests.fake_run import FakeRun, job, metrics, run_jobs, weights
+from tests.fake_run import FakeRun, job, metrics, records, run_jobs, weights
 from tests.waiting import until
 
 
@@ -34,10 +34,6 @@ def supervised(name: str, **fields: Any) -> JobConfig:
         "seed": 7,
     }
     return JobConfig.model_validate({**tree, **fields})
-
-
-def records(path: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in metrics(path, name).splitlines()]
 
 
 def test_answers_are_learned_and_nothing_is_sampled(tmp_path: Path) -> None:

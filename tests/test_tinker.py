@@ -26,18 +26,13 @@ class Scripts(dict[str, Found]):
         return found
 
 
-@pytest.fixture
-def service(tinker_service: Service) -> Service:
-    return tinker_service
-
-
 @pytest.fixture(scope="module")
 def scripts(tinker_service: Service) -> Scripts:
     """What each script finds, one after another in one process: the package takes seconds to be loaded."""
     return Scripts(zip(SCRIPTS, run_script(tinker_service, ",".join(SCRIPTS)), strict=True))
 
 
-def test_the_first_loop_learns_and_sampler_and_trainer_agree(service: Service, scripts: Scripts) -> None:
+def test_the_first_loop_learns_and_sampler_and_trainer_agree(tinker_service: Service, scripts: Scripts) -> None:
     found = scripts["first_loop"]
     assert found["rank"] == 4
     assert found["before"][:-1] == found["of_base"][1:], "before any step a model is the base"
@@ -50,9 +45,9 @@ def test_the_first_loop_learns_and_sampler_and_trainer_agree(service: Service, s
         assert logprobs == trained[-6:], "gap 0.0"
     assert found["scored"][0] is None
     assert found["scored"][1:] == found["trained"][0]
-    assert service.ended(job_of(found["model"])) == "succeeded", "the client finished"
-    assert [step["state"] for step in [service.job(job_of(found["model"]))]] == ["succeeded"]
-    assert service.steps(job_of(found["model"])) == [0, 1, 2, 3]
+    assert tinker_service.ended(job_of(found["model"])) == "succeeded", "the client finished"
+    assert [step["state"] for step in [tinker_service.job(job_of(found["model"]))]] == ["succeeded"]
+    assert tinker_service.steps(job_of(found["model"])) == [0, 1, 2, 3]
 
 
 def test_every_loss_is_the_documented_sum_and_has_its_gradient(scripts: Scripts) -> None:
@@ -73,12 +68,12 @@ def test_targets_may_be_soft_and_a_look_leaves_no_gradient(scripts: Scripts) -> 
     np.testing.assert_allclose(np.asarray(found["wide"]).T, found["narrow"], rtol=1e-5)
 
 
-def test_a_state_is_gone_on_from_to_the_bit(service: Service, scripts: Scripts) -> None:
+def test_a_state_is_gone_on_from_to_the_bit(tinker_service: Service, scripts: Scripts) -> None:
     found = scripts["checkpoints"]
     straight, resumed, begun = found["finals"]
     assert straight == resumed == begun
     names = [job_of(model) for model in found["models"]]
-    assert len({service.weights(name) for name in names}) == 1
+    assert len({tinker_service.weights(name) for name in names}) == 1
     assert found["same"] != straight
     assert found["listed"] == ["weights/half", "sampler_weights/out"]
     assert found["metadata"] == [{"note": "half"}, None]
@@ -112,11 +107,11 @@ def test_parts_of_a_request_are_put_in_order(scripts: Scripts) -> None:
     assert found["last"] == found["fresh"] != found["alone"]
 
 
-def test_the_page_shows_a_loop_that_runs(service: Service) -> None:
+def test_the_page_shows_a_loop_that_runs(tinker_service: Service) -> None:
     (example,) = re.findall(
         r"^```py\n(.*?)^```", (ROOT / "docs" / "tinker.md").read_text(encoding="utf-8"), re.M | re.S
     )
-    url = {"TINKER_BASE_URL": f"{service.url}/tinker", "TINKER_API_KEY": "tml-none", "TINKER_TELEMETRY": "0"}
+    url = {"TINKER_BASE_URL": f"{tinker_service.url}/tinker", "TINKER_API_KEY": "tml-none", "TINKER_TELEMETRY": "0"}
     done = subprocess.run(
         [tinker_python(), "-c", example],
         env={**os.environ, **url},

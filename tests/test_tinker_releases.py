@@ -24,11 +24,6 @@ ROWS = {
 """What `tinker_scripts.releases` tries, and how the page says it."""
 
 
-@pytest.fixture
-def service(tinker_service: Service) -> Service:
-    return tinker_service
-
-
 def table() -> dict[str, dict[str, str]]:
     """The page's table: of each release what it can do."""
     lines = (ROOT / "docs" / "tinker.md").read_text(encoding="utf-8").splitlines()
@@ -48,8 +43,8 @@ def _envs() -> list[object]:
 
 
 @pytest.mark.parametrize("env", _envs())
-def test_a_release_does_what_the_page_says(service: Service, env: str) -> None:
-    found = run_script(service, "releases", env=env)
+def test_a_release_does_what_the_page_says(tinker_service: Service, env: str) -> None:
+    found = run_script(tinker_service, "releases", env=env)
     assert found["version"] == env.removeprefix("tinker-") or env == NEWEST
     assert found["found"] == table()[found["version"]]
 

@@ -27,7 +27,7 @@ def test_500_open_samples_take_a_share_and_not_more(tmp_path: Path) -> None:
     config.write_text("engine: {samplers: 0, threads: 1, max_rows: 32}\n")
     with serving(tmp_path / "service", "--config", str(config), keys=True) as service:
         service.become(service.admin_key)
-        mine, theirs = (service.ask("POST", "/v1/keys", json={"tenant": one})["key"] for one in ("jobs", "clients"))
+        mine, theirs = (service.key_for(one) for one in ("jobs", "clients"))
         client = Script(service, "flood", theirs, str(stop))
         service.until(lambda: tokens(service).get("clients", 0) > 20_000)
         service.become(mine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,12 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-import motet
 from motet.rollout.server_process import free_port
+from tests.adapter_files import run_alone, weights_of
 from tests.commands import Motet
+from tests.fake_run import weights
 from tests.service_run import Json, tiny
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 ENGINE = {"samplers": 0, "threads": 1}
@@ -36,12 +37,7 @@ def file(path: Path, **changed: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    run = motet.run([job("a")], base="small", directory=tmp_path_factory.mktemp("alone"), engine=ENGINE, quiet=True)
-    return weights(run.jobs["a"].adapter.parents[2])
-
-
-def weights(run: Path) -> bytes:
-    return (run / "a" / "versions" / "v6" / "adapter_model.safetensors").read_bytes()
+    return weights_of(run_alone(tmp_path_factory.mktemp("alone"), job("a")))["a"]
 
 
 @pytest.fixture
@@ -59,13 +55,6 @@ def nodes(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         one.wait()
 
 
-def until_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while not (run / "a" / "state" / str(step)).is_dir():
-        assert time.monotonic() < deadline, (run.parent / "log").read_text()
-        time.sleep(0.05)
-
-
 def ranks(nodes: list[subprocess.Popen[bytes]]) -> list[Any]:
     """Torchrun's own processes, by what they are told."""
     found = [child for node in nodes for child in psutil.Process(node.pid).children()]
@@ -76,7 +65,7 @@ def test_two_nodes_have_the_bytes_of_one_process(
     nodes: list[subprocess.Popen[bytes]], tmp_path: Path, alone: bytes
 ) -> None:
     assert [node.wait(180) for node in nodes] == [0, 0], (tmp_path / "log").read_text()
-    assert weights(tmp_path / "run") == alone
+    assert weights(tmp_path / "run", "a", 6) == alone
     assert (tmp_path / "log").read_text().count("loading small") == 1
 
 
@@ -85,10 +74,10 @@ def test_two_nodes_have_the_bytes_of_one_process(
 def test_a_process_of_one_of_two_nodes_that_dies_changes_no_byte(
     rank: int, nodes: list[subprocess.Popen[bytes]], tmp_path: Path, alone: bytes
 ) -> None:
-    until_step(tmp_path / "run", 2)
+    wait_until((tmp_path / "run/a/state/2").is_dir, 120)
     ranks(nodes)[rank].send_signal(signal.SIGKILL)
     assert [node.wait(180) for node in nodes] == [0, 0], (tmp_path / "log").read_text()
-    assert weights(tmp_path / "run") == alone
+    assert weights(tmp_path / "run", "a", 6) == alone
     assert (tmp_path / "log").read_text().count("loading small") == 2, "it was started once more"
 
 
@@ -97,13 +86,13 @@ def test_whoever_interrupts_torchrun_has_what_was_done_saved(tmp_path: Path, alo
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "motet", "run", str(file(tmp_path))]
     with (tmp_path / "log").open("wb") as log:
         first = subprocess.Popen(command, stdout=log, stderr=log)
-    until_step(tmp_path / "run", 2)
+    wait_until((tmp_path / "run/a/state/2").is_dir, 120, first)
     first.send_signal(signal.SIGINT)
     assert first.wait(60) != 0
     said = (tmp_path / "log").read_text()
     assert "1 job saved; go on with" in said, said
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
-    assert weights(tmp_path / "run") == alone
+    assert weights(tmp_path / "run", "a", 6) == alone
 
 
 @pytest.mark.parametrize(

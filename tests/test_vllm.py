@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ from motet.servers import TOLERANCE, Launched, build_servers
 from motet.training.torch_trainer import TorchTrainer
 from motet.types import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
 from tests import tiny_models
+from tests.fake_run import records
 from tests.node_agents import node_agent
 from tests.peft_files import export
 from tests.service_run import Service, serving, tiny
@@ -86,10 +86,6 @@ def job(name: str, source: str, rank: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-def lines(directory: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "run" / name / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) -> None:
     """Two learn from their newest version alone, and one from versions that are up to two steps old."""
     sources = {
@@ -114,7 +110,7 @@ def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) 
         (_, before), (_, after) = found.evaluations
         assert after > before + 0.05, f"{name} went from {before} to {after}"
         assert found.inexact, "tokens of a server depend on its company, and the job has to say so"
-        steps = [line for line in lines(tmp_path, name) if "reward" in line]
+        steps = [line for line in records(tmp_path / "run", name) if "reward" in line]
         lag = sources[name][2]
         assert [line["version"] for line in steps] == [max(0, step - lag) for step in range(4)]
         if lag == 0:
@@ -134,7 +130,7 @@ def test_versions_come_through_an_agent_and_are_found_by_name(
         rollout = {"urls": [server.url], "agents": [agent], "api_key_env": KEY}
         result = run_config(config(tmp_path, rollout, [one]), base=small).jobs["sent"]
     assert result.state == "succeeded", result.message
-    assert max(line["logprob_gap"] for line in lines(tmp_path, "sent") if line.get("tokens")) < FLOAT32_GAP
+    assert max(line["logprob_gap"] for line in records(tmp_path / "run", "sent") if line.get("tokens")) < FLOAT32_GAP
     (place / "by-name" / "found").mkdir()
     for file in ADAPTER_FILES:
         shutil.copyfile(result.adapter / file, place / "by-name" / "found" / file)
@@ -170,7 +166,7 @@ def test_versions_are_fetched_into_the_memory_of_the_server(
     result = run_config(config(tmp_path, rollout, [one]), base=small)
     found = result.jobs["fetched"]
     assert found.state == "succeeded", found.message
-    assert max(line["logprob_gap"] for line in lines(tmp_path, "fetched") if line.get("tokens")) < FLOAT32_GAP
+    assert max(line["logprob_gap"] for line in records(tmp_path / "run", "fetched") if line.get("tokens")) < FLOAT32_GAP
     assert not any("from files" in note for note in result.notes)
     log = (place / "server-0.log").read_text()
     given = re.findall(r"Loaded new LoRA adapter: name 'fetched\.[^']*-v(\d)', path '([^']*)'", log)
@@ -223,7 +219,7 @@ def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tm
     here = config(tmp_path, {"urls": [server.url]}, jobs).model_copy(update={"rollout": RolloutConfig()})
     result = run_config(here, base=small)
     assert result.jobs["taught"].state == "succeeded", result.jobs["taught"].message
-    first = lines(tmp_path, "taught")[0]
+    first = records(tmp_path / "run", "taught")[0]
     assert 0 <= abs(first["loss"]) < FLOAT32_GAP
     assert first["kl_base"] < FLOAT32_GAP
     assert "answers 401" in result.jobs["refused"].message
@@ -248,7 +244,7 @@ def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
     result = run_config(config(tmp_path, rollout, jobs), base=small)
     for name, found in result.jobs.items():
         assert found.state == "succeeded", found.message
-        steps = [line for line in lines(tmp_path, name) if "reward" in line]
+        steps = [line for line in records(tmp_path / "run", name) if "reward" in line]
         assert [line["step"] for line in steps] == list(range(4))
         late = max(line["staleness"] for line in steps)  # a group that is resumed is a step later
         assert late <= {"continue": 2, "first": 1, "both": 3}[name]
@@ -306,7 +302,7 @@ def test_a_service_starts_servers_for_the_jobs_that_it_takes_and_a_killed_one_ag
         keys = {}
         for name, rank in ranks.items():
             service.become(service.admin_key)
-            keys[name] = service.ask("POST", "/v1/keys", json={"tenant": name, "name": "one"})["key"]
+            keys[name] = service.key_for(name)
             service.become(keys[name])
             service.submit(tiny(name, 4, adapter={"rank": rank}))
         for field, value in (("adapter", {"rank": 65}), ("algorithm", {"max_off_policy_steps": 5})):
@@ -346,7 +342,7 @@ def test_the_gap_of_smollm2_over_many_publishes(smollm2_dir: Path, tmp_path: Pat
     one |= {"rewards": [f"{tmp_path}/rewards.py:vowels"], "data": {"source": "toy:reverse", "holdout": 0}}
     result = run_config(config(tmp_path, {"launch": launch().model_dump()}, [one], base=str(smollm2_dir)), base=base)
     assert result.ok, result.jobs["gap"].message
-    steps = [line for line in lines(tmp_path, "gap") if "reward" in line]
+    steps = [line for line in records(tmp_path / "run", "gap") if "reward" in line]
     gaps = [line["logprob_gap"] for line in steps if line["tokens"]]  # others had no signal
     print(f"largest gap over {len(gaps)} publishes: {max(gaps):.2e}")
     assert len(steps) == publishes

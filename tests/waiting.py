@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from subprocess import Popen
+from typing import Any
 
 PATIENCE = 20.0
 """Seconds; a shared machine may be busy."""
@@ -19,9 +21,10 @@ async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> Non
             rest = min(1.2 * rest, 0.01)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    """Let other threads and processes run until it is."""
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE, process: Popen[Any] | None = None) -> None:
+    """Let other threads and processes run until it is; a `process` that is named must not end before."""
     deadline = time.monotonic() + seconds
     while not condition():
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"not true after {seconds:g} s"
-        time.sleep(0.05)
+        time.sleep(0.02)

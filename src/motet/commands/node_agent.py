@@ -7,10 +7,9 @@ import os
 import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
-from ipaddress import ip_address
 from pathlib import Path
 
-from motet.commands.listening import bound, url_of
+from motet.commands.listening import bound, is_loopback, url_of
 from motet.errors import ConfigError
 from motet.rollout.dialects import DIALECTS
 from motet.servers import MEMORY
@@ -41,7 +40,7 @@ def listen(
     key = None if key_env is None else os.environ.get(key_env)
     if key_env is not None and not key:
         raise ConfigError(f"--key-env names {key_env}, which is not set in the environment")
-    if key is None and not _of_this_machine(host):
+    if key is None and not is_loopback(host):
         raise ConfigError(f"whoever reaches {host} could replace adapters: give --key-env, or listen on 127.0.0.1")
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]}, which is to start the server, is not found; give its path")
@@ -78,10 +77,3 @@ def _leave(place: Path, *, made: bool) -> None:
             place.rmdir()
     if place.is_dir() and any(place.iterdir()):
         print(f"What is in {place} stays, because the server may read it again; remove it once the server has ended")
-
-
-def _of_this_machine(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

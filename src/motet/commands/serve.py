@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import ipaddress
 import os
 import signal
 import socket
@@ -20,7 +19,7 @@ from motet import wall
 from motet.allocator import without_collections
 from motet.cluster.client import EngineClient
 from motet.cluster.host import start_engine
-from motet.commands.listening import bound
+from motet.commands.listening import bound, is_loopback
 from motet.config.service import RateConfig, ServiceConfig
 from motet.errors import ConfigError, RunError
 from motet.tasks.reward_installed import install
@@ -55,7 +54,7 @@ def serve(
             if base is None
             else "--base is for one base: with `bases` in the file of --config leave it out"
         )
-    if no_keys and not _loopback(host):
+    if no_keys and not is_loopback(host):
         raise ConfigError(
             f"--no-keys is for a service that this machine alone can reach, not for {host}; leave one of the two out"
         )
@@ -188,10 +187,3 @@ def _alone(directory: Path) -> IO[str]:
     file.write(str(os.getpid()))
     file.flush()
     return file
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

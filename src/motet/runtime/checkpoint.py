@@ -94,11 +94,6 @@ class JobDirectory:
         """What grows line by line; a commit names how much of each counts."""
         return self.metrics, self.timings, self.checksums
 
-    @property
-    def log_names(self) -> frozenset[str]:
-        """The file names of `logs`."""
-        return frozenset(path.name for path in self.logs)
-
     # --- opening -----------------------------------------------------------------------------------------------------
 
     def restore(self) -> Committed | None:
@@ -118,10 +113,7 @@ class JobDirectory:
         Raises:
             RunError: it is damaged.
         """
-        steps = self.steps()
-        if not steps:
-            return None
-        return self.committed(steps[-1])
+        return self.committed(steps[-1]) if (steps := self.steps()) else None
 
     def committed(self, step: int) -> Committed:
         """What a commit says.

@@ -15,7 +15,7 @@ _GO_ON = "put it back, or go on with what is there by --accept-changes"
 
 def damages(directory: JobDirectory, steps: Sequence[int]) -> Iterator[Damage]:
     """What is wrong with these commits, and with what the newest of them names besides its own files."""
-    newest = None
+    newest, logs = None, {path.name for path in directory.logs}
     for step in steps:
         path = directory.path / "state" / str(step)
         try:
@@ -23,7 +23,7 @@ def damages(directory: JobDirectory, steps: Sequence[int]) -> Iterator[Damage]:
         except RunError as error:
             yield Damage(path / "state.json", f"is damaged ({error.__cause__})", directory.remedy(step))
         else:
-            own = {name: value for name, value in newest.sums.items() if name not in directory.log_names}
+            own = {name: value for name, value in newest.sums.items() if name not in logs}
             yield from compare(path, own, directory.remedy(step))
     if newest is not None and newest.step == steps[-1]:
         yield from record_damages(directory, newest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -156,14 +156,8 @@ class Job:
     def evaluation_sampling(self) -> SamplingParams:
         """How evaluation rollouts are drawn."""
         given = self.config.eval
-        return SamplingParams(
-            temperature=given.temperature,
-            max_tokens=self.config.sampling.max_tokens,
-            stop=tuple(self.config.sampling.stop),
-            stop_token_ids=self.stop_token_ids,
-            top_p=given.top_p,
-            top_k=given.top_k,
-            min_p=given.min_p,
+        return replace(
+            self.sampling(), temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, min_p=given.min_p
         )
 
     def init_directory(self) -> Path:

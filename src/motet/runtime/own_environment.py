@@ -13,20 +13,6 @@ if TYPE_CHECKING:
     from motet.agents.runner import AgentRunner
 
 
-def _agents_elsewhere(job: Job, services: Services) -> AgentsElsewhere:
-    """The agent of a job that runs on a machine of its owner's.
-
-    Raises:
-        EnvironmentFault: there is nobody who could run it.
-    """
-    if services.agents is None:
-        raise EnvironmentFault(
-            "environment 'agent' runs beside a service (`motet agent`); here, name the function as `file.py:function`"
-        )
-    _check_not_put_aside(job)
-    return services.agents(job.name, job.config.environment)
-
-
 def _check_not_put_aside(job: Job) -> None:
     if job.config.rl.over_provision > 1:
         raise EnvironmentFault("algorithm.over_provision puts rollouts aside, which an agent cannot be: leave it out")
@@ -40,7 +26,12 @@ async def own_environment(job: Job, services: Services) -> EnvironmentWorkers | 
     """
     config, log = job.config.environment, job.directory.path / "environment.log"
     if config.elsewhere:
-        return _agents_elsewhere(job, services)
+        if services.agents is None:
+            raise EnvironmentFault(
+                "environment 'agent' runs beside a service (`motet agent`); here, name the function as `file.py:function`"
+            )
+        _check_not_put_aside(job)
+        return services.agents(job.name, config)
     workers = EnvironmentWorkers(config, log)
     await workers.open()
     if not workers.info.agent:

@@ -168,11 +168,7 @@ def _part(tenant: str, slots: int, rules: Mapping[str, Rule], had: Mapping[str, 
 
 def _effective_priority(claim: Claim, rules: Mapping[str, Rule]) -> int:
     """A job's priority against jobs of other tenants."""
-    return min(claim.priority, _rule(claim, rules).highest)
-
-
-def _rule(claim: Claim, rules: Mapping[str, Rule]) -> Rule:
-    return rules.get(claim.tenant, FREE)
+    return min(claim.priority, rules.get(claim.tenant, FREE).highest)
 
 
 def _may_have_another(tenant: str, held: Mapping[str, int], rules: Mapping[str, Rule]) -> bool:

@@ -213,21 +213,10 @@ def _listed(options: list[str]) -> str:
 FAMILIES: dict[str, Callable[[random.Random], Problem]] = {
     family.__name__: family
     for family in (
-        *(
-            add,
-            subtract,
-            larger,
-            largest,
-            sort_numbers,
-            sort_letters,
-            reverse,
-            spell,
-            count_letter,
-            count_letters,
-        ),
-        *(last_letter, shift, initials, repeat, parity, pick, between, rhyme, next_number),
+        add, subtract, larger, largest, sort_numbers, sort_letters, reverse, spell, count_letter, count_letters,
+        last_letter, shift, initials, repeat, parity, pick, between, rhyme, next_number,
     )
-}
+}  # fmt: skip
 
 
 def is_held_out(metadata: dict[str, Any]) -> bool:
