@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 import make_reference
 from motet.errors import RewardError
+from plant_faults import FAULTS
 from tests.pages import FENCE, fences
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -328,3 +329,12 @@ def test_addresses_of_a_service_in_the_pages_have_the_port_that_it_takes() -> No
     for page in pages():
         for url in re.findall(r"(?:TINKER_BASE_URL|MOTET_URL)=(http://[\w.]+:\d+)", page.read_text(encoding="utf-8")):
             assert url == DEFAULT_URL, f"{page.name}: {url}"
+
+
+def test_planted_faults_spoil_lines_and_name_tests_that_are_there() -> None:
+    for fault in FAULTS:
+        text = (ROOT / "src" / "motet" / fault.file).read_text(encoding="utf-8")
+        assert text.count(fault.right) == 1, f"{fault.what}: its line is there {text.count(fault.right)} times"
+        file, name = fault.test.split("::")
+        body = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(?:async )?def {name.partition('[')[0]}\(", body, re.M), f"{fault.what}: no {fault.test}"

@@ -61,6 +61,23 @@ def test_a_held_version_stays_until_the_last_hold_ends() -> None:
     assert engine.loads == engine.unloads
 
 
+def test_versions_of_a_job_that_is_cancelled_while_they_are_unloaded_go_all() -> None:
+    versions, engine = make()
+
+    async def scene() -> None:
+        for version in range(4):
+            await versions.publish(version)
+        collecting = asyncio.create_task(versions.announce(3, oldest_needed=3))
+        while loaded(engine) == {0, 1, 2, 3}:
+            await asyncio.sleep(0)
+        collecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await collecting
+        assert loaded(engine) == {3}
+
+    play(scene)
+
+
 def test_a_version_that_admissions_may_ask_for_stays() -> None:
     versions, engine = make()
 

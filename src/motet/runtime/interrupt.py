@@ -113,9 +113,8 @@ class Interrupt:
                 words = f"{_finishing(jobs)}; press Ctrl-C again to stop now"
                 stop()
             self._pressed = True
-            with contextlib.suppress(
-                Exception, SystemExit
-            ):  # whoever reads what is printed may have ended with this Ctrl-C
+            # whoever reads what is printed may have ended with the same Ctrl-C
+            with contextlib.suppress(Exception, SystemExit):
                 self._notify(words)
 
         self._loop, self._press = loop, press
