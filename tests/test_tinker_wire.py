@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,53 @@ def test_a_refused_command_uses_its_number_up(house: House, name: str) -> None:
     route, body, words = REFUSED[name]
     answer = house.ask("POST", f"{PREFIX}/{route}", json={"model_id": model, "seq_id": 1, **body})
     assert (answer.status_code, words in answer.text) == (400, True), answer.text
+    assert journal(house, model).command(1) == Nothing()
+
+
+def sparse(found: Any, shape: list[int], rows: list[int]) -> None:
+    """Targets without values, of a shape that takes no bytes of the message to be large."""
+    targets = found.data[-1].loss_fn_inputs[0].value
+    targets.ClearField("dense")
+    targets.sparse_csr.crow_indices = np.asarray(rows, "<i8").tobytes()
+    targets.shape[:] = shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "words"),
+    [
+        ([2**32, 2**32], None, "shape"),
+        ([0, 2**62], None, "shape"),
+        ([0, 2**62], [0], "shape"),
+        ([1, 2**24 + 1], [0, 0], "shape"),
+        ([3, 1], [0, 2**63 - 1, -2, 0], "row indices"),
+    ],
+)
+def test_an_impossible_shape_is_refused_and_its_number_used_up(
+    house: House, shape: list[int], rows: list[int] | None, words: str
+) -> None:
+    model = made(house)
+    body = request(model)
+    sparse(body, shape, rows or [])
+    if rows is None:
+        body.data[0].loss_fn_inputs[0].value.ClearField("sparse_csr")
+    answer = sent(house, body.SerializeToString())
+    assert (answer.status_code, words in answer.text) == (400, True), answer.text
+    assert journal(house, model).command(1) == Nothing()
+
+
+def test_sparse_data_are_counted_together_before_any_of_them_is_made_dense(house: House) -> None:
+    model = made(house)
+    body = request(model)
+    body.data[0].model_input[0].encoded_text.tokens = b"abcd"
+    for _ in range(3):
+        sparse(body, [1, 2**23], [0, 0])
+        body.data.add().CopyFrom(body.data[0])
+    tracemalloc.start()
+    answer = sent(house, body.SerializeToString())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (answer.status_code, "send fewer data" in answer.text) == (400, True), answer.text
+    assert peak < 2**24
     assert journal(house, model).command(1) == Nothing()
 
 
