@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,41 @@ def test_a_refused_command_uses_its_number_up(house: House, name: str) -> None:
     answer = house.ask("POST", f"{PREFIX}/{route}", json={"model_id": model, "seq_id": 1, **body})
     assert (answer.status_code, words in answer.text) == (400, True), answer.text
     assert journal(house, model).command(1) == Nothing()
+
+
+def plainly(body: Any) -> dict[str, Any]:
+    """A body of JSON in ASCII, which clients' own encoders would refuse to make."""
+    return {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
+
+
+def deep(levels: int) -> Any:
+    """Lists within lists."""
+    found: Any = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "odd", ["\ud800", {"\ud800": 1}, deep(40), deep(900), 2**70], ids=["half", "key", "deep", "deeper", "int"]
+)
+def test_metadata_that_cannot_be_kept_are_refused_and_nothing_is_left_of_them(house: House, odd: Any) -> None:
+    about = {"a": odd}
+    new = {"session_id": "session-" + "0" * 16, "model_seq_id": 0, "base_model": "base", "user_metadata": about}
+    before = len(house.ask("GET", "/v1/jobs").json()["data"])
+    house.refused(400, "POST", f"{PREFIX}/create_model", **plainly(new))
+    assert len(house.ask("GET", "/v1/jobs").json()["data"]) == before
+    model = made(house)
+    for number, route in enumerate(("save_weights", "save_weights_for_sampler"), 1):
+        body = {"model_id": model, "seq_id": number, "path": "x", "user_metadata": about}
+        house.refused(400, "POST", f"{PREFIX}/{route}", **plainly(body))
+        assert journal(house, model).command(number) == Nothing()
+
+
+def test_a_body_that_cannot_be_read_is_a_400(house: House) -> None:
+    text = json.dumps(deep(900)).replace("[", "[" * 100).replace("]", "]" * 100)
+    for body in (text, '{"model_id": "\\ud800", "seq_id": 1}', "[1"):
+        house.refused(400, "POST", f"{PREFIX}/save_weights", content=body)
 
 
 def sparse(found: Any, shape: list[int], rows: list[int]) -> None:

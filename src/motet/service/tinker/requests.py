@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from motet.tasks.plain_json import check_plain
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
 Id = Annotated[str, Field(max_length=600)]
 Name = Annotated[str, Field(pattern=NAME)]
 Seq = Annotated[int, Field(ge=1, lt=2**31)]
-Metadata = Annotated[dict[str, Any], Field(max_length=64)]
 Ttl = Annotated[int, Field(ge=1, le=10**9)]
+
+
+def _kept(value: dict[str, Any]) -> dict[str, Any]:
+    """What a journal can keep."""
+    try:
+        msgspec.msgpack.encode(check_plain(value))
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise ValueError(f"this cannot be kept: {error}; give whole characters, and numbers of 64 bits") from error
+    return value
+
+
+Metadata = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(_kept)]
 
 
 class Request(BaseModel):
