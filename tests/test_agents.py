@@ -307,6 +307,10 @@ def test_messages_as_the_stock_client_reads_them(stream):
             second = await create(stock, [*history, {"role": "user", "content": [result]}])
             with pytest.raises(anthropic.BadRequestError, match="is no text"):
                 await create(stock, [{"role": "user", "content": [{"type": "image", "source": {}}]}])
+            with pytest.raises(anthropic.BadRequestError, match=r"stop_sequences: .*65 are too many"):
+                await stock.messages.create(
+                    model="m", max_tokens=5, messages=[{"role": "user", "content": "hi"}], stop_sequences=["a"] * 65
+                )
             return first, second
 
     answers = iter([CALL, "It is 2."])
@@ -337,6 +341,8 @@ def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
     [
         ({"logit_bias": {"5": 1}}, "logit_bias: is not supported"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}, "type: objekt"),
+        ({"stop": ["a"] * 65}, "stop: .*65 are too many"),
+        ({"stop": "a" * 501}, "stop: .*501 characters"),
         ({"messages": []}, "400 - messages: List should have at least 1 item after validation, not 0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "is no text"),
     ],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from motet.agents.chat_completions import _Extra, tool_call_ids
 from motet.agents.episode import AgentCall, CallLimits
 from motet.errors import EpisodeRefusal
+from motet.stops import few
 from motet.tasks.chat import Chat
 from motet.types import FinishReason, Message, ToolCall
 
@@ -39,7 +40,7 @@ class MessagesRequest(_Extra):
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str] | None, BeforeValidator(few)] = None
     stream: bool | None = None
     train: bool = True
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from motet.agents.episode import AgentCall, CallLimits
 from motet.agents.structure import grammar_of
 from motet.errors import EpisodeRefusal
+from motet.stops import few
 from motet.tasks.chat import Chat
 from motet.types import FinishReason, Message, ToolCall
 
@@ -64,7 +65,7 @@ class ChatRequest(_Extra):
     tool_choice: Any = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(few)] = None
     n: int | None = Field(None, ge=1, le=16)
     logprobs: bool | None = None
     stream: bool | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from motet.stops import few
 from motet.tasks.plain_json import check_plain
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
@@ -191,7 +192,7 @@ class Sampling(Request):
 
     max_tokens: int | None = Field(None, ge=1, le=100_000)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[str, Field(max_length=500)] | list[Annotated[str, Field(max_length=500)]] | list[int] | None = None
+    stop: Annotated[str | list[str] | list[int] | None, BeforeValidator(few)] = None
     temperature: float = Field(1.0, ge=0, le=1000)
     top_k: int = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)
