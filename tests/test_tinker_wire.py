@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from motet.runtime.journal import (
     OptimStep,
     Tensor,
 )
+from motet.service.settings import Settings
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
@@ -207,6 +209,21 @@ def test_commands_are_written_once_and_forgotten_once_committed(tmp_path: Path) 
     kept.forget(2)
     assert (kept.command(1), kept.command(2)) == (None, step)
     assert [kept.outcome(number) for number in (1, 2, 3)] == [Done({"a": 1}), Done({"a": 2}), None]
+
+
+def test_what_goes_while_it_is_counted_is_not_counted(tmp_path: Path, house: House) -> None:
+    kept = Journal(tmp_path)
+    kept.write(2, Nothing())
+    (kept.path / "00000001.cmd").symlink_to("gone")  # it was there when the directory was read
+    assert kept.waiting_bytes() == (kept.path / "00000002.cmd").stat().st_size
+    asked = house.part(Settings).directory / "samples"
+    asked.mkdir(exist_ok=True)
+    (asked / "sample-gone").symlink_to("gone")
+    old = asked / "sample-old"
+    old.touch()
+    os.utime(old, (0, 0))
+    house.part(Futures).clear()
+    assert not old.exists()
 
 
 def _by_hand(name: str, lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
