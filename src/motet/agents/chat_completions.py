@@ -103,19 +103,23 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
             raise EpisodeRefusal(f"{name}: is not supported here; leave it out")
 
 
-def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message.
+def text_of(content: Any) -> str:
+    """The text of a message: a text, a list of parts, or None.
 
     Raises:
-        EpisodeRefusal: a part of it is no text.
+        EpisodeRefusal: it is something else, or a part of it is no text.
     """
+    if not isinstance(content, str | list | None):
+        raise EpisodeRefusal(f"content: {content!r:.80} is neither text nor a list of parts")
     if isinstance(content, list):
         for part in content:
+            if not isinstance(part, dict):
+                raise EpisodeRefusal(f"content: {part!r:.80} is no part; a part is an object with a type")
             if not isinstance(part.get("text", part.get("refusal")), str):
                 raise EpisodeRefusal(
                     f"content: a part of type {part.get('type')!r} is no text, which is all that is read here"
                 )
-        return "".join(part.get("text") or part.get("refusal") or "" for part in content)
+        return "".join(part.get("text") or str(part.get("refusal") or "") for part in content)
     return content or ""
 
 
@@ -123,7 +127,7 @@ def call_of(name: str, arguments: str) -> ToolCall:
     """A tool call whose arguments came as JSON text."""
     try:
         given = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         given = None
     return ToolCall(name, given if isinstance(given, dict) else {"arguments": arguments})
 
