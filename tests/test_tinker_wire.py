@@ -28,7 +28,7 @@ from motet.runtime.journal import (
 from motet.service.settings import Settings
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
-from motet.service.tinker.models import Models
+from motet.service.tinker.models import MOST_WAITING, Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.wire import CONTENT_TYPE, KINDS
 from tests.house import House
@@ -209,6 +209,24 @@ def test_commands_are_written_once_and_forgotten_once_committed(tmp_path: Path) 
     kept.forget(2)
     assert (kept.command(1), kept.command(2)) == (None, step)
     assert [kept.outcome(number) for number in (1, 2, 3)] == [Done({"a": 1}), Done({"a": 2}), None]
+
+
+def test_gradients_that_wait_are_bounded_and_their_step_is_taken(house: House) -> None:
+    model = made(house)
+    first = request(model, 1).SerializeToString()
+    assert sent(house, first).status_code == 200
+    os.truncate(journal(house, model).path / "00000001.cmd", MOST_WAITING + 1)  # with holes: it takes no room
+    assert sent(house, first).status_code == 200, "it is known"
+    more = sent(house, request(model, 2).SerializeToString())
+    assert (more.status_code, "call optim_step" in more.text) == (400, True), more.text
+    assert journal(house, model).command(2) == Nothing()
+    step = {"model_id": model, "seq_id": 3, "adam_params": {}}
+    assert house.ask("POST", f"{PREFIX}/optim_step", json=step).json() == {"request_id": f"{model}/3"}
+    os.truncate(journal(house, model).path / "00000001.cmd", 2 * MOST_WAITING + 1)
+    assert (
+        "call optim_step" in house.refused(400, "POST", f"{PREFIX}/optim_step", json={**step, "seq_id": 4})["message"]
+    )
+    assert journal(house, model).command(4) is None
 
 
 def test_what_goes_while_it_is_counted_is_not_counted(tmp_path: Path, house: House) -> None:
