@@ -50,6 +50,29 @@ class Engine:
         yield EpisodeAnswered(question.key, 200, question.body, "text/plain")
 
 
+class Stumbles(AgentWorkers):
+    """Its first look fails."""
+
+    looks = 0
+
+    def look(self) -> None:
+        """Fail once."""
+        self.looks += 1
+        if self.looks == 1:
+            raise KeyError("w")
+        super().look()
+
+
+class Raced(dict[str, float]):
+    """What is deleted by somebody else as soon as it was looked at."""
+
+    def items(self) -> Any:
+        """All that there was."""
+        found = list(super().items())
+        self.clear()
+        return found
+
+
 class Bench:
     """Workers, an engine, and the episodes that it offers."""
 
@@ -78,12 +101,12 @@ async def here() -> bool:
     return False
 
 
-def bench(tmp_path: Path, work: Callable[[Bench], Awaitable[None]]) -> None:
+def bench(tmp_path: Path, work: Callable[[Bench], Awaitable[None]], kind: type[AgentWorkers] = AgentWorkers) -> None:
     """Run some work on a bench."""
 
     async def run() -> None:
         store = Store(f"sqlite:///{tmp_path / 'motet.db'}")
-        one = Bench(AgentWorkers(store, EventBus(), LEASE))
+        one = Bench(kind(store, EventBus(), LEASE))
         try:
             async with asyncio.timeout(PATIENCE):
                 await work(one)
@@ -112,6 +135,25 @@ def test_an_episode_that_is_not_heard_of_is_handed_out_again_and_lost_too_often_
         ended = await on.offers[0]
         assert (ended.episode, ended.late, "lost 4 times" in ended.error) == (0, True, True)
         assert on.workers.settle("job", names[-1], EpisodeEnded(0, 1.0)) == "unknown"
+
+    bench(tmp_path, work)
+
+
+def test_a_look_that_fails_is_not_the_last_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(on: Bench) -> None:
+        await on.offer()
+        (name,) = await on.lease()
+        await until(lambda: on.workers.held("job", "w") == [])
+        assert await on.lease("v") != [name]
+
+    bench(tmp_path, work, Stumbles)
+    assert "could not be looked after" in caplog.text
+
+
+def test_workers_may_be_forgotten_by_two_threads_at_once(tmp_path: Path) -> None:
+    async def work(on: Bench) -> None:
+        on.workers._seen["job"] = Raced(gone=-1e9)
+        assert on.workers.attached("job") == 0
 
     bench(tmp_path, work)
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 import motet
+from motet.agents.chat_completions import call_of
 from motet.agents.episode import AgentCall, AgentEpisode, CallLimits, rewarded
 from motet.agents.gateway import Gateway
 from motet.agents.runner import AgentRunner
@@ -26,6 +27,7 @@ from motet.runtime.metrics import rollout_records
 from motet.runtime.sampling import SampledStep
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
+from motet.tasks.tool_calls import tool_calls
 from motet.types import Group, Message, Problem, Rollout, ToolCall
 from tests.captured import check_captured, none_scored
 from tests.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
@@ -196,13 +198,15 @@ def test_sampling_that_fails_is_the_rollouts_and_a_prompt_that_is_too_long_the_a
 # --- over HTTP ------------------------------------------------------------------------------------------------------------
 
 
-def served(says: Says, client: Callable[[openai.AsyncOpenAI], Awaitable[Any]], key: str = "") -> tuple[Any, Rollout]:
+def served(
+    says: Says, client: Callable[[openai.AsyncOpenAI], Awaitable[Any]], key: str = "", chat: Chat = CHAT
+) -> tuple[Any, Rollout]:
     """What a stock client makes of an episode."""
 
     async def main() -> tuple[Any, Rollout]:
         gateway = Gateway()
         gateway.open()
-        one, _ = episode(says)
+        one, _ = episode(says, chat)
         try:
             with gateway.serving(one) as (url, own):
                 async with openai.AsyncOpenAI(base_url=url, api_key=key or own, max_retries=0) as stock:
@@ -307,6 +311,10 @@ def test_messages_as_the_stock_client_reads_them(stream):
             second = await create(stock, [*history, {"role": "user", "content": [result]}])
             with pytest.raises(anthropic.BadRequestError, match="is no text"):
                 await create(stock, [{"role": "user", "content": [{"type": "image", "source": {}}]}])
+            with pytest.raises(anthropic.BadRequestError, match=r"stop_sequences: .*65 are too many"):
+                await stock.messages.create(
+                    model="m", max_tokens=5, messages=[{"role": "user", "content": "hi"}], stop_sequences=["a"] * 65
+                )
             return first, second
 
     answers = iter([CALL, "It is 2."])
@@ -337,6 +345,8 @@ def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
     [
         ({"logit_bias": {"5": 1}}, "logit_bias: is not supported"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}, "type: objekt"),
+        ({"stop": ["a"] * 65}, "stop: .*65 are too many"),
+        ({"stop": "a" * 501}, "stop: .*501 characters"),
         ({"messages": []}, "400 - messages: List should have at least 1 item after validation, not 0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "is no text"),
     ],
@@ -348,6 +358,65 @@ def test_what_cannot_be_answered_is_refused_with_the_reason(fields, message):
             await stock.chat.completions.create(**asked)
 
     served(lambda *_: "x", client)
+
+
+def claude(*blocks: Any, **more: Any) -> Any:
+    """A request of the Anthropic protocol."""
+    return "/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [*blocks]}], **more}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (claude({"type": "tool_use", "input": {}}), "'tool_use' needs `name`"),
+        (claude({"type": "tool_use", "name": "add", "input": [1]}), "'tool_use' needs `input`"),
+        (claude({"type": "text"}), "'text' needs `text`"),
+        (claude({"type": "tool_result", "content": 5}), "content: 5 is neither text nor"),
+        (claude({"type": "tool_result", "content": ["a"]}), "content: 'a' is no block"),
+        (claude({"type": "thinking", "thinking": "x"}), "has no message"),
+        (claude({"type": "text", "text": "a"}, tools=[{"input_schema": {}}]), "has no name"),
+        (("/responses", {"input": [{"content": "a"}]}), "needs a role"),
+        (("/responses", {"input": [{"role": "user", "content": 5}]}), "content: 5 is neither text nor"),
+        (("/responses", {"input": [{"role": "user", "content": ["a"]}]}), "content: 'a' is no part"),
+        (("/responses", {"input": [{"type": ["a"]}]}), "is not supported"),
+        (("/responses", {"input": [{"type": "reasoning"}]}), "has no message"),
+    ],
+)
+def test_a_block_that_lacks_a_field_is_refused_with_the_reason(request_, message):
+    async def client(stock: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match=re.escape(message)):
+            await stock.post(request_[0], body=request_[1], cast_to=object)
+
+    served(lambda *_: "x", client)
+
+
+@pytest.mark.parametrize("tools", [[], [ADD]])
+def test_a_conversation_that_the_template_refuses_is_asked_once_and_told_why(tools):
+    asked = list[str]()
+    picky = CHATML.replace(
+        "{% for", "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for", 1
+    )
+
+    async def client(stock: openai.AsyncOpenAI) -> None:
+        async def count(request: Any) -> None:
+            asked.append(request.url.path)
+
+        stock._client.event_hooks["request"] = [count]
+        patient = stock.with_options(max_retries=2)
+        messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+        with pytest.raises(openai.BadRequestError, match="no system"):
+            await patient.chat.completions.create(model="m", messages=messages, tools=tools)
+        said = await patient.chat.completions.create(model="m", messages=messages[1:])
+        assert said.choices[0].message.content == "x"
+
+    served(lambda *_: "x", client, chat=Chat(byte_tokenizer(picky)))
+    assert len(asked) == 2
+
+
+def test_arguments_without_end_are_text():
+    assert call_of("add", "[" * 100_000).arguments == {"arguments": "[" * 100_000}
+    (call,) = tool_calls("<tool_call>" + "[" * 100_000 + "</tool_call>")
+    assert (call.name, call.arguments) == ("[" * 40, {})
 
 
 def test_another_key_opens_nothing_and_an_episode_that_is_over_is_gone():

@@ -114,6 +114,36 @@ def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base
     assert all(f"{len(text)} characters" in message.reason and message.never for message in refused)
 
 
+def test_a_prompt_without_room_is_refused_before_it_is_scored(base: Any) -> None:
+    scored = list[int]()
+
+    class Engine:
+        """Counts what it is asked for."""
+
+        async def score(self, token_ids: Any, adapter: AdapterRef | None) -> Any:
+            """How much each token would take is no matter here."""
+            scored.append(len(token_ids))
+            return np.zeros(len(token_ids), np.float32)
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            """One token."""
+            yield Chunk(0, np.array([5]), np.array([-1.0]), np.array([-1]), "x", FinishReason.STOP)
+
+    scheduler, sent = FairScheduler(1), list[FromEngine]()
+    shared: Any = SimpleNamespace(engine=Engine(), scheduler=scheduler, engine_suffix="x")
+    asked = Answers(base, shared, 64, sent.append)
+    question = Complete("", None, 1, 0, False, False, SamplingParams(max_tokens=1), prompt_logprobs=True)
+
+    async def scenario() -> None:
+        for key, (length, within_room) in enumerate(((65, True), (65, False), (64, True), (64, False), (63, True))):
+            await asked.answer(replace(question, prompt=[1] * length, within_room=within_room, key=key))
+
+    asyncio.run(scenario())
+    refused = [message for message in sent if isinstance(message, Refused)]
+    assert ([message.key for message in refused], scored) == ([0, 1, 2, 3], [63])
+    assert all("exceed 64" in message.reason and message.never for message in refused)
+
+
 def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -> None:
     """One row at a time: whoever has read a long prompt comes after the neighbour who has had nothing."""
     scheduler, order = FairScheduler(1), list[str]()

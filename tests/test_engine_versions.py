@@ -105,6 +105,24 @@ def test_the_adapter_that_answers_was_trained(base: Any, engine: EmbeddedEngine)
     asyncio.run(scenario())
 
 
+def test_a_long_prompt_is_scored_a_part_at_a_time_with_the_same_bits(engine: EmbeddedEngine) -> None:
+    prompt: IntArray = np.arange(300, dtype=np.int32)
+    request = GenerateRequest("r", "job", prompt[:250], None, SamplingParams(max_tokens=12), (7,))
+
+    async def scenario() -> None:
+        (chunk,) = [chunk async for chunk in engine.generate(request)]
+        whole = np.concatenate([prompt[:250], chunk.token_ids, prompt])
+        scores = await engine.score(whole, None)
+        assert (len(scores), scores[0]) == (len(whole), 0)
+        assert np.array_equal(scores[250 : 250 + len(chunk.token_ids)], chunk.logprobs)
+        ids, logprobs = await engine.top_logprobs(whole, None, 500)
+        places, ranks = np.nonzero(ids == whole[:, None])
+        assert set(places) >= {*range(250, 262)}
+        assert np.array_equal(logprobs[places[places > 0], ranks[places > 0]], scores[places[places > 0]])
+
+    asyncio.run(scenario())
+
+
 def test_abort_one_jobs_requests(engine: EmbeddedEngine) -> None:
     """Every request of a job ends with what it has; another job's goes on as if nothing had happened."""
 

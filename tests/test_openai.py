@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import openai
 import pytest
 
-from tests.house import House
+from motet.cluster.client import EngineClient
+from motet.cluster.host import Host
+from motet.cluster.messages import Abandon, Complete, PromptRead, Refused, ToEngine
+from tests.house import House, open_house
 from tests.openai_requests import GRADER, JUDGE, PYTHON, WORDS, answered, client_of, method, pairs, rows, uploaded
 from tests.service_run import Json, tiny
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -218,3 +225,39 @@ def test_a_version_is_gone_on_from(house: House, client: openai.OpenAI) -> None:
     job = client.fine_tuning.jobs.create(model="ended@latest", **asked)
     assert house.ask("GET", f"/v1/jobs/{job.id}").json()["spec"]["adapter"]["init"] == "ended@latest"
     assert job.model == "ended@latest"
+
+
+class Samples:
+    """A host's process that answers a prompt of one token id without an end, and refuses longer ones."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.begun, self.abandoned = set[int](), set[int]()
+
+    def send(self, message: ToEngine) -> None:
+        """Begin, refuse or abandon."""
+        if isinstance(message, Abandon):
+            self.abandoned.add(message.key)
+        if isinstance(message, Complete):
+            self.begun.add(message.key)
+            long = len(message.prompt or ()) > 1
+            answer = Refused(message.key, "the prompt is too long", never=True) if long else PromptRead(message.key, 1)
+            self._host._open[message.key].put_nowait(answer)
+
+
+def test_prompts_beside_one_that_is_refused_are_abandoned(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:
+        engine = house.part(EngineClient)
+        (host,) = engine.hosts
+        samples = Samples(host)
+
+        async def stand_in(there: bool) -> None:
+            host.ready, host._engine = there, cast("Any", samples if there else None)
+            (engine.there[host.base].set if there else engine.there[host.base].clear)()
+
+        asyncio.run_coroutine_threadsafe(stand_in(True), house.app.state.loop).result(20)
+        asked = {"model": "small", "prompt": [[1], [2], [3, 4], [5]]}
+        error = house.refused(400, "POST", "/v1/completions", json=asked)
+        assert error["message"] == "the prompt is too long"
+        wait_until(lambda: len(samples.abandoned) == len(samples.begun) - 1 > 1)
+        asyncio.run_coroutine_threadsafe(stand_in(False), house.app.state.loop).result(20)

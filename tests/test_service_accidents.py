@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ssl
 import threading
 import time
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fastapi import Request
 from sqlalchemy.exc import InterfaceError
 from sqlalchemy.exc import TimeoutError as NoConnection
 
@@ -21,22 +23,26 @@ from motet.cluster.host import EngineHandlers, Host
 from motet.cluster.messages import FromEngine, JobEvent, Scored, ScoreRequest, Start
 from motet.config import RewardConfig
 from motet.config.service import ANY_SIZE
+from motet.errors import DiskFull
 from motet.hosting.scores import AskedOfService
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
+from motet.service.errors import _answer
 from motet.service.events import EventBus, EventLog
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import JobQueue, StartCondition
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
+from motet.service.tinker.parts import PREFIX
 from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import Addresses, HttpRewards
 from tests.database import person
-from tests.house import House
+from tests.house import House, open_house
 from tests.misbehaving_rewards import misbehaving
 from tests.places import Place
 from tests.service_run import ROWS, Json, tiny
+from tests.small_disk import small_disk
 from tests.waiting import until
 
 
@@ -243,6 +249,26 @@ def test_a_stop_may_be_a_long_text_but_not_one_of_many(house: House) -> None:
     for stop in ("</answer>", ["</answer>"] * 8):
         house.refused(503, "POST", "/v1/chat/completions", json={**asked, "stop": stop})  # there is no engine here
     house.refused(400, "POST", "/v1/chat/completions", json={**asked, "stop": ["a"] * 9})
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EDQUOT, "quota"), DiskFull("the disk is full: /secret/place")])
+def test_a_full_disk_is_told_as_one_and_without_its_places(error: Exception) -> None:
+    answer = _answer(Request({"type": "http", "path": "/", "headers": []}), error)
+    assert answer.status_code == 507
+    assert "disk of the service is full" in bytes(answer.body).decode()
+    assert b"secret" not in answer.body
+
+
+def test_a_request_that_finds_no_room_on_the_disk_is_told_so_and_the_next_has_room(tmp_path: Path) -> None:
+    asked: Json = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}}
+    with open_house(tmp_path / "house") as house, small_disk(tmp_path / "house" / "samples", "16k") as disk:
+        filler = disk / "filler"
+        filler.write_bytes(b"x" * 2**14)
+        error = house.refused(507, "POST", f"{PREFIX}/asample", json=asked)
+        assert (error["type"], "disk of the service is full" in error["message"]) == ("unavailable_error", True)
+        filler.unlink()
+        name = house.ask("POST", f"{PREFIX}/asample", json=asked).json()["request_id"]
+        house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
 
 
 # --- the engine's messages --------------------------------------------------------------------------------------------------

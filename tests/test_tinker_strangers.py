@@ -193,6 +193,21 @@ def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
     house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
 
 
+def test_stops_of_a_sample_are_few(house: House) -> None:
+    sample = {"prompt": {"chunks": [{"tokens": [1]}]}}
+    for stop in (["</answer>"] * 64, "a" * 500, list(range(1024))):
+        name = house.ask("POST", f"{PREFIX}/asample", json={**sample, "sampling_params": {"stop": stop}}).json()
+        house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name["request_id"]})
+    for many, words in (
+        (["a"] * 65, "65 are too many"),
+        (["a", "b" * 501], "501"),
+        (list(range(1025)), "1025 are too"),
+    ):
+        error = house.refused(400, "POST", f"{PREFIX}/asample", json={**sample, "sampling_params": {"stop": many}})
+        assert error["param"] == "sampling_params.stop"
+        assert words in error["message"]
+
+
 def test_a_client_is_told_what_it_waits_for(house: House) -> None:
     who = house.store.tenants.who(house.keys["ours"])
     assert who is not None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,10 @@ from motet.runtime.journal import (
     OptimStep,
     Tensor,
 )
+from motet.service.settings import Settings
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
-from motet.service.tinker.models import Models
+from motet.service.tinker.models import MOST_WAITING, Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.wire import CONTENT_TYPE, KINDS
 from tests.house import House
@@ -91,6 +95,88 @@ def test_a_refused_command_uses_its_number_up(house: House, name: str) -> None:
     assert journal(house, model).command(1) == Nothing()
 
 
+def plainly(body: Any) -> dict[str, Any]:
+    """A body of JSON in ASCII, which clients' own encoders would refuse to make."""
+    return {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
+
+
+def deep(levels: int) -> Any:
+    """Lists within lists."""
+    found: Any = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "odd", ["\ud800", {"\ud800": 1}, deep(40), deep(900), 2**70], ids=["half", "key", "deep", "deeper", "int"]
+)
+def test_metadata_that_cannot_be_kept_are_refused_and_nothing_is_left_of_them(house: House, odd: Any) -> None:
+    about = {"a": odd}
+    new = {"session_id": "session-" + "0" * 16, "model_seq_id": 0, "base_model": "base", "user_metadata": about}
+    before = len(house.ask("GET", "/v1/jobs").json()["data"])
+    house.refused(400, "POST", f"{PREFIX}/create_model", **plainly(new))
+    assert len(house.ask("GET", "/v1/jobs").json()["data"]) == before
+    model = made(house)
+    for number, route in enumerate(("save_weights", "save_weights_for_sampler"), 1):
+        body = {"model_id": model, "seq_id": number, "path": "x", "user_metadata": about}
+        house.refused(400, "POST", f"{PREFIX}/{route}", **plainly(body))
+        assert journal(house, model).command(number) == Nothing()
+
+
+def test_a_body_that_cannot_be_read_is_a_400(house: House) -> None:
+    text = json.dumps(deep(900)).replace("[", "[" * 100).replace("]", "]" * 100)
+    for body in (text, '{"model_id": "\\ud800", "seq_id": 1}', "[1"):
+        house.refused(400, "POST", f"{PREFIX}/save_weights", content=body)
+
+
+def sparse(found: Any, shape: list[int], rows: list[int]) -> None:
+    """Targets without values, of a shape that takes no bytes of the message to be large."""
+    targets = found.data[-1].loss_fn_inputs[0].value
+    targets.ClearField("dense")
+    targets.sparse_csr.crow_indices = np.asarray(rows, "<i8").tobytes()
+    targets.shape[:] = shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "words"),
+    [
+        ([2**32, 2**32], None, "shape"),
+        ([0, 2**62], None, "shape"),
+        ([0, 2**62], [0], "shape"),
+        ([1, 2**24 + 1], [0, 0], "shape"),
+        ([3, 1], [0, 2**63 - 1, -2, 0], "row indices"),
+    ],
+)
+def test_an_impossible_shape_is_refused_and_its_number_used_up(
+    house: House, shape: list[int], rows: list[int] | None, words: str
+) -> None:
+    model = made(house)
+    body = request(model)
+    sparse(body, shape, rows or [])
+    if rows is None:
+        body.data[0].loss_fn_inputs[0].value.ClearField("sparse_csr")
+    answer = sent(house, body.SerializeToString())
+    assert (answer.status_code, words in answer.text) == (400, True), answer.text
+    assert journal(house, model).command(1) == Nothing()
+
+
+def test_sparse_data_are_counted_together_before_any_of_them_is_made_dense(house: House) -> None:
+    model = made(house)
+    body = request(model)
+    body.data[0].model_input[0].encoded_text.tokens = b"abcd"
+    for _ in range(3):
+        sparse(body, [1, 2**23], [0, 0])
+        body.data.add().CopyFrom(body.data[0])
+    tracemalloc.start()
+    answer = sent(house, body.SerializeToString())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (answer.status_code, "send fewer data" in answer.text) == (400, True), answer.text
+    assert peak < 2**24
+    assert journal(house, model).command(1) == Nothing()
+
+
 def test_a_client_that_says_nothing_for_a_day_has_finished(house: House) -> None:
     now = 0.0
     leases = Leases(house.part(Models), house.part(Futures), house.store, lambda: now)
@@ -123,6 +209,39 @@ def test_commands_are_written_once_and_forgotten_once_committed(tmp_path: Path) 
     kept.forget(2)
     assert (kept.command(1), kept.command(2)) == (None, step)
     assert [kept.outcome(number) for number in (1, 2, 3)] == [Done({"a": 1}), Done({"a": 2}), None]
+
+
+def test_gradients_that_wait_are_bounded_and_their_step_is_taken(house: House) -> None:
+    model = made(house)
+    first = request(model, 1).SerializeToString()
+    assert sent(house, first).status_code == 200
+    os.truncate(journal(house, model).path / "00000001.cmd", MOST_WAITING + 1)  # with holes: it takes no room
+    assert sent(house, first).status_code == 200, "it is known"
+    more = sent(house, request(model, 2).SerializeToString())
+    assert (more.status_code, "call optim_step" in more.text) == (400, True), more.text
+    assert journal(house, model).command(2) == Nothing()
+    step = {"model_id": model, "seq_id": 3, "adam_params": {}}
+    assert house.ask("POST", f"{PREFIX}/optim_step", json=step).json() == {"request_id": f"{model}/3"}
+    os.truncate(journal(house, model).path / "00000001.cmd", 2 * MOST_WAITING + 1)
+    assert (
+        "call optim_step" in house.refused(400, "POST", f"{PREFIX}/optim_step", json={**step, "seq_id": 4})["message"]
+    )
+    assert journal(house, model).command(4) is None
+
+
+def test_what_goes_while_it_is_counted_is_not_counted(tmp_path: Path, house: House) -> None:
+    kept = Journal(tmp_path)
+    kept.write(2, Nothing())
+    (kept.path / "00000001.cmd").symlink_to("gone")  # it was there when the directory was read
+    assert kept.waiting_bytes() == (kept.path / "00000002.cmd").stat().st_size
+    asked = house.part(Settings).directory / "samples"
+    asked.mkdir(exist_ok=True)
+    (asked / "sample-gone").symlink_to("gone")
+    old = asked / "sample-old"
+    old.touch()
+    os.utime(old, (0, 0))
+    house.part(Futures).clear()
+    assert not old.exists()
 
 
 def _by_hand(name: str, lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from motet.types import FinishReason, SamplingParams
 
 Decode = Callable[[list[int]], str]
 """Text of completion tokens, without special tokens."""
+MOST_TEXTS, LONGEST_TEXT, MOST_IDS = 64, 500, 1024
+
+
+def few(stops: Any) -> Any:
+    """Look at stop strings or token ids that a stranger gave, all of which every token is compared with; gives them back.
+
+    Raises:
+        ValueError: they are too many, or one is too long.
+    """
+    given = stops if isinstance(stops, list) else [stops]
+    texts = [one for one in given if isinstance(one, str)]
+    if len(texts) > MOST_TEXTS or len(given) > MOST_IDS:
+        raise ValueError(f"{len(given)} are too many; give at most {MOST_TEXTS} texts or {MOST_IDS} token ids")
+    if (longest := max(map(len, texts), default=0)) > LONGEST_TEXT:
+        raise ValueError(f"a text has {longest} characters; give at most {LONGEST_TEXT}")
+    return stops
 
 
 def ending(tokens: Sequence[int], sampling: SamplingParams) -> FinishReason | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from motet.agents.chat_completions import _Extra, tool_call_ids
 from motet.agents.episode import AgentCall, CallLimits
 from motet.errors import EpisodeRefusal
+from motet.stops import few
 from motet.tasks.chat import Chat
 from motet.types import FinishReason, Message, ToolCall
 
@@ -39,7 +40,7 @@ class MessagesRequest(_Extra):
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str] | None, BeforeValidator(few)] = None
     stream: bool | None = None
     train: bool = True
 
@@ -61,11 +62,23 @@ class MessagesRequest(_Extra):
         return CallLimits(self.max_tokens, tuple(self.stop_sequences or ()), self.train)
 
 
+def _field(block: dict[str, Any], name: str, kind: type) -> Any:
+    """A field that a block of its type has.
+
+    Raises:
+        EpisodeRefusal: it does not, or another kind of value.
+    """
+    if not isinstance(block.get(name), kind):
+        what = "a text" if kind is str else "an object"
+        raise EpisodeRefusal(f"content: a block of type {block.get('type')!r} needs `{name}`, {what}")
+    return block[name]
+
+
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(tool.get("name"), str):
+        raise EpisodeRefusal("tools: one has no name; give each a text")
     if "input_schema" not in tool:
-        raise EpisodeRefusal(
-            f"tools: {tool.get('name', tool.get('type'))!r} has no input_schema; only functions are offered"
-        )
+        raise EpisodeRefusal(f"tools: {tool['name']!r} has no input_schema; only functions are offered")
     about = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
     return {"type": "function", "function": about}
 
@@ -77,22 +90,28 @@ def _messages(one: AnthropicMessage, chat: Chat) -> Iterator[Message]:
         if block.get("type") == "tool_result":
             yield Message(chat.tool_role, _text(block.get("content")))
     calls = tuple(
-        ToolCall(str(block["name"]), dict(block["input"])) for block in blocks if block.get("type") == "tool_use"
+        ToolCall(_field(block, "name", str), _field(block, "input", dict))
+        for block in blocks
+        if block.get("type") == "tool_use"
     )
     said = [block for block in blocks if block.get("type") not in ("tool_use", "tool_result", *_UNREAD)]
     if said or calls:
         yield Message(one.role, _text(said), calls)
 
 
-def _text(blocks: Blocks | None) -> str:
+def _text(blocks: Any) -> str:
     if blocks is None or isinstance(blocks, str):
         return blocks or ""
+    if not isinstance(blocks, list):
+        raise EpisodeRefusal(f"content: {blocks!r:.80} is neither text nor a list of blocks")
     for block in blocks:
+        if not isinstance(block, dict):
+            raise EpisodeRefusal(f"content: {block!r:.80} is no block; a block is an object with a type")
         if block.get("type") != "text":
             raise EpisodeRefusal(
                 f"content: a block of type {block.get('type')!r} is no text, which is all that is read here"
             )
-    return "".join(block["text"] for block in blocks)
+    return "".join(_field(block, "text", str) for block in blocks)
 
 
 def answer(wanted: MessagesRequest, calls: list[AgentCall], model: str, created: int, chat: Chat) -> dict[str, Any]:

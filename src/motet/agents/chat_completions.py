@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from motet.agents.episode import AgentCall, CallLimits
 from motet.agents.structure import grammar_of
 from motet.errors import EpisodeRefusal
+from motet.stops import few
 from motet.tasks.chat import Chat
 from motet.types import FinishReason, Message, ToolCall
 
@@ -64,7 +65,7 @@ class ChatRequest(_Extra):
     tool_choice: Any = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(few)] = None
     n: int | None = Field(None, ge=1, le=16)
     logprobs: bool | None = None
     stream: bool | None = None
@@ -102,19 +103,23 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
             raise EpisodeRefusal(f"{name}: is not supported here; leave it out")
 
 
-def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """The text of a message.
+def text_of(content: Any) -> str:
+    """The text of a message: a text, a list of parts, or None.
 
     Raises:
-        EpisodeRefusal: a part of it is no text.
+        EpisodeRefusal: it is something else, or a part of it is no text.
     """
+    if not isinstance(content, str | list | None):
+        raise EpisodeRefusal(f"content: {content!r:.80} is neither text nor a list of parts")
     if isinstance(content, list):
         for part in content:
+            if not isinstance(part, dict):
+                raise EpisodeRefusal(f"content: {part!r:.80} is no part; a part is an object with a type")
             if not isinstance(part.get("text", part.get("refusal")), str):
                 raise EpisodeRefusal(
                     f"content: a part of type {part.get('type')!r} is no text, which is all that is read here"
                 )
-        return "".join(part.get("text") or part.get("refusal") or "" for part in content)
+        return "".join(part.get("text") or str(part.get("refusal") or "") for part in content)
     return content or ""
 
 
@@ -122,7 +127,7 @@ def call_of(name: str, arguments: str) -> ToolCall:
     """A tool call whose arguments came as JSON text."""
     try:
         given = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         given = None
     return ToolCall(name, given if isinstance(given, dict) else {"arguments": arguments})
 

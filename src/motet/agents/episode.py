@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from motet import seeds
-from motet.errors import EngineError, EpisodeRefusal
+from motet.errors import BaseModelError, EngineError, EpisodeRefusal
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.episode import GroupContext, answered, extended, whole
 from motet.tasks.tool_calls import tool_calls, without_calls, written
@@ -107,7 +107,10 @@ class AgentEpisode:
         self._begun += 1
         chat = self.context.chat
         parent, seen, new = self._continued(messages, tools)
-        prompt, read = await asyncio.to_thread(self._prompt, chat, parent, seen, new, tools)
+        try:
+            prompt, read = await asyncio.to_thread(self._prompt, chat, parent, seen, new, tools)
+        except BaseModelError as error:  # its template refuses it, and would again
+            raise EpisodeRefusal(str(error)) from error
         if self.closed:
             raise EpisodeRefusal(_OVER)
         if parent is not None and len(prompt) == len(read):  # the template rewrites what was read before

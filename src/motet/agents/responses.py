@@ -65,15 +65,16 @@ class ResponsesRequest(_Extra):
 def _append(messages: list[Message], item: dict[str, Any], chat: Chat) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        role = {"developer": "system"}.get(item.get("role", ""), item.get("role", ""))
-        messages.append(Message(role, text_of(item.get("content"))))
+        if not isinstance(role := item.get("role"), str):
+            raise EpisodeRefusal("input: a message needs a role, a text")
+        messages.append(Message("system" if role == "developer" else role, text_of(item.get("content"))))
     elif kind == "function_call":
         call = call_of(str(item.get("name")), str(item.get("arguments", "{}")))
         before = messages.pop() if messages and messages[-1].role == "assistant" else Message("assistant", "")
         messages.append(Message("assistant", before.content, (*before.tool_calls, call)))
     elif kind == "function_call_output":
         messages.append(Message(chat.tool_role, text_of(item.get("output"))))
-    elif kind not in _IGNORED:
+    elif str(kind) not in _IGNORED:
         raise EpisodeRefusal(f"input: an item of type {kind!r} is not supported here")
 
 

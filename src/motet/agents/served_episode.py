@@ -88,6 +88,8 @@ class ServedEpisode:
         if asked is None or (asked.done() and asked.exception() is not None):
             episode = self.episode
             messages, tools = wanted.conversation(episode.context.chat), wanted.offered
+            if not messages:
+                raise EpisodeRefusal("the conversation has no message that is read here; give one")
 
             async def sample() -> list[AgentCall]:
                 limits = await asyncio.to_thread(lambda: wanted.limits)  # a schema takes a while to read

@@ -84,6 +84,11 @@ class Answers:
         sampling = replace(question.sampling, stop_token_ids=self._stops if given is None else tuple(given))
         if question.within_room:
             sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._room - len(prompt_ids))))
+        if len(prompt_ids) + sampling.max_tokens > self._room:  # the engine would see it too, but not before it scores
+            raise EngineError(
+                f"a prompt of {len(prompt_ids)} tokens and {sampling.max_tokens} new ones exceed {self._room}, the room of "
+                "this base; shorten the prompt or ask for fewer tokens"
+            )
         request = GenerateRequest(
             f"answer/{self._numbers}",
             f"{COMPLETIONS}{question.tenant}",

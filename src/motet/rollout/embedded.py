@@ -9,7 +9,7 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +28,9 @@ from motet.rollout.decoder import Decoder
 from motet.rollout.grammars import Grammars
 from motet.rollout.sequences import Prompt, Sequence, aborted
 from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
+
+_SCORED_ROWS = 256
+"""Places of a prompt whose logits are held at a time."""
 
 
 class EmbeddedEngine:
@@ -173,24 +176,23 @@ class EmbeddedEngine:
 
     @torch.no_grad()
     def _score(self, token_ids: IntArray, weights: AdapterWeights | None) -> FloatArray:
-        following, tokens_T = self._next_tokens(token_ids, weights)
-        wanted_T = torch.cat([tokens_T[1:], tokens_T[:1]])
-        scored = np.zeros(len(token_ids), np.float32)
-        scored[1:] = following.logprobs(wanted_T)[: len(token_ids) - 1].cpu().numpy()
-        return scored
+        scored = [next_N.logprobs(wanted_N).cpu().numpy() for next_N, wanted_N in self._following(token_ids, weights)]
+        return np.concatenate([np.zeros(1, np.float32), *scored])[: len(token_ids)]
 
     @torch.no_grad()
     def _top_logprobs(self, token_ids: IntArray, weights: AdapterWeights | None, k: int) -> TopTokens:
-        following, _ = self._next_tokens(token_ids, weights)
-        top_TK = torch.topk(following.logits_NV, k, dim=-1).indices
-        ids, logprobs = np.zeros((len(token_ids), k), np.int32), np.zeros((len(token_ids), k), np.float32)
-        ids[1:] = top_TK[: len(token_ids) - 1].cpu().numpy()
-        for rank in range(k):
-            logprobs[1:, rank] = following.logprobs(top_TK[:, rank])[: len(token_ids) - 1].cpu().numpy()
-        return ids, logprobs
+        ids, logprobs = [np.zeros((1, k), np.int32)], [np.zeros((1, k), np.float32)]
+        for following, _ in self._following(token_ids, weights):
+            top_NK = torch.topk(following.logits_NV, k, dim=-1).indices
+            ids.append(top_NK.cpu().numpy().astype(np.int32))
+            ranks = [following.logprobs(top_NK[:, rank]).cpu().numpy() for rank in range(k)]
+            logprobs.append(np.stack(ranks, axis=1))
+        return np.concatenate(ids)[: len(token_ids)], np.concatenate(logprobs)[: len(token_ids)]
 
-    def _next_tokens(self, token_ids: IntArray, weights: AdapterWeights | None) -> tuple[Distribution, torch.Tensor]:
-        """What follows each token of a prompt, and the prompt, both in padded rows."""
+    def _following(
+        self, token_ids: IntArray, weights: AdapterWeights | None
+    ) -> Iterator[tuple[Distribution, torch.Tensor]]:
+        """What follows each token of a prompt, and the token that does, some padded rows at a time."""
         base, n_tokens = self.base, len(token_ids)
         tokens_T = base.pad(torch.from_numpy(token_ids.astype(np.int64)).to(base.device))
         positions_T = base.pad(torch.arange(n_tokens, device=base.device))
@@ -198,8 +200,10 @@ class EmbeddedEngine:
         attention = base.attention.packed([n_tokens, *([pad] if pad else [])])
         routing = self.decoder.runner.stacks.routing([(weights, 0, n_tokens)], base.device)
         with base.routed(routing):
-            logits_TV = base.logits(base.hidden(tokens_T, positions_T, attention))
-        return Distribution.of(logits_TV, [1.0]), tokens_T
+            hidden_TD = base.hidden(tokens_T, positions_T, attention)
+            wanted_T = torch.cat([tokens_T[1:], tokens_T[:1]])
+            for hidden_ND, wanted_N in zip(hidden_TD.split(_SCORED_ROWS), wanted_T.split(_SCORED_ROWS), strict=True):
+                yield Distribution.of(base.logits(hidden_ND), [1.0]), wanted_N
 
     def refuse(self, request: GenerateRequest) -> None:
         """Raise for a request that can never be served.

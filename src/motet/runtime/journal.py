@@ -17,6 +17,7 @@ changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -215,7 +216,11 @@ class Journal:
 
     def waiting_bytes(self) -> int:
         """Of the commands that wait, and of the gradients that wait for their step."""
-        return sum(path.stat().st_size for path in self.path.glob("*.cmd"))
+        n_bytes = 0
+        for path in self.path.glob("*.cmd"):
+            with contextlib.suppress(FileNotFoundError):  # the session's side drops what is done
+                n_bytes += path.stat().st_size
+        return n_bytes
 
     # --- the session's side --------------------------------------------------------------------------------------------
 

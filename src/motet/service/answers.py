@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from motet.cluster.client import EngineClient
@@ -73,3 +74,13 @@ async def whole(engine: EngineClient, question: Complete) -> Completions:
         choice.reason = finish_reason(chunk) or choice.reason
         n_tokens += len(chunk.token_ids)
     return Completions([choices[index] for index in sorted(choices)], prompt_tokens, n_tokens)
+
+
+async def all_whole(engine: EngineClient, questions: Sequence[Complete]) -> list[Completions]:
+    """Ask the engine several questions at once, as `whole` does; when one cannot be answered, the others are abandoned."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(whole(engine, question)) for question in questions]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [one.result() for one in asked]

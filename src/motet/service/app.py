@@ -69,7 +69,7 @@ ROUTES = (
     startup, training, sampling, runs,
 )  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503)
+    status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503, 507)
 }
 
 

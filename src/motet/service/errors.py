@@ -13,6 +13,7 @@ from sqlalchemy.exc import DataError as DatabaseDataError
 from starlette.exceptions import HTTPException
 
 from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetError, RewardError, StoreError
+from motet.runtime.disk_gate import is_full
 from motet.service.database.store import AWAY
 
 _log = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     409: "conflict_error", 413: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error",
-    503: "unavailable_error",
+    503: "unavailable_error", 507: "unavailable_error",
 }  # fmt: skip
 _LONGEST = 10_000
 """Characters of a message: some quote what they were given."""
@@ -58,6 +59,13 @@ def handle_errors(app: FastAPI) -> None:
     for kind in (Refusal, HTTPException, RequestValidationError, *AWAY, DatabaseDataError, MotetError, Exception):
         app.add_exception_handler(kind, handle)
 
+    async def of_disk(request: Request, error: Exception) -> JSONResponse:
+        if not is_full(error):
+            raise error
+        return _answer(request, error)
+
+    app.add_exception_handler(OSError, of_disk)  # after a handler of Exception the connection would be closed
+
 
 def _answer(request: Request, error: Exception) -> JSONResponse:
     match error:
@@ -84,6 +92,9 @@ def _answer(request: Request, error: Exception) -> JSONResponse:
             return error_body(400 if request.url.path.startswith(_TINKER) else 409, str(error))
         case EngineError():
             return error_body(503, str(error), headers=_SOON)
+        case _ if is_full(error):
+            _log.error("the disk is full: %s", error)
+            return error_body(507, "the disk of the service is full; try again once its operator has made room")
         case MotetError():
             return error_body(500, str(error))
     return error_body(500, f"{type(error).__name__}; this is a fault of Motet, its log has the whole story")

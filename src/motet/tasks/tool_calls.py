@@ -35,5 +35,5 @@ def _tool_call(text: str) -> ToolCall:
         arguments = fields.get("arguments", {})
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return ToolCall(str(fields["name"]), dict(arguments))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return ToolCall(text.strip()[:40], {})

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from motet.agents.structure import grammar_of
 from motet.cluster.messages import Tokens
 from motet.errors import EpisodeRefusal
-from motet.service.answers import whole
+from motet.service.answers import all_whole, whole
 from motet.service.database.tables import new_id
 from motet.service.errors import bad_field
 from motet.service.http.depends import AdaptersDep, Asker, EngineDep, StorageDep, StoreDep
@@ -175,7 +175,7 @@ async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: 
         if len(questions) > 1:
             raise bad_field("prompt", "one prompt can be streamed at a time; leave `stream` out for several")
         return await streamed(engine, questions[0], head, _Texts().choice, wanted.tells_usage)
-    answers = await asyncio.gather(*(whole(engine, question) for question in questions))
+    answers = await all_whole(engine, questions)
     choices = [
         {
             "index": index,

@@ -7,6 +7,7 @@ client comes back, from the same seed and so with the same tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
@@ -204,8 +205,9 @@ class Futures:
     def clear(self) -> None:
         """Files of samples that nobody came back for."""
         for path in self._asked.glob("*"):
-            if path.name not in self._samples and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # fetched meanwhile, or renamed
+                if path.name not in self._samples and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
+                    path.unlink()
 
 
 def _ended(job: StoredJob | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from motet.algorithms.client import CLIENT_LOSSES, ClientLoss
 from motet.errors import ConfigError
 from motet.runtime.journal import Datum, ForwardBackward, Tensor
-from motet.service.tinker.wire import WireError, dense, tokens_of
+from motet.service.tinker.wire import MOST_NUMBERS, WireError, dense, shape_of, tokens_of
 
 MOST_DATA = 4096
 """Of one request; the client splits what is more."""
@@ -27,6 +28,11 @@ def command_of(request: Any) -> ForwardBackward:
         raise WireError(str(error)) from error
     if not 0 < len(request.data) <= MOST_DATA:
         raise WireError(f"data: {len(request.data)} are not between 1 and {MOST_DATA}")
+    size = sum(_sparse_numbers(index, datum) for index, datum in enumerate(request.data))
+    if size > MOST_NUMBERS:
+        raise WireError(
+            f"data: sparse tensors of {size} numbers are more than {MOST_NUMBERS}; send fewer data at a time"
+        )
     wanted = CLIENT_LOSSES[loss.name].tensors
     data = [_datum(index, datum, wanted) for index, datum in enumerate(request.data)]
     return ForwardBackward(data, loss.name, dict(loss.settings), bool(request.forward_only))
@@ -39,6 +45,12 @@ def _settings(request: Any) -> dict[str, float]:
             raise WireError(f"loss_fn_config.{one.key} is a text; {request.loss_fn} takes numbers")
         given[one.key] = float(one.value.number)
     return given
+
+
+def _sparse_numbers(index: int, datum: Any) -> int:
+    """How many a datum's sparse tensors have once they are dense."""
+    sparse = (one for one in datum.loss_fn_inputs if one.value.HasField("sparse_csr"))
+    return sum(math.prod(shape_of(one.value, f"data[{index}].{one.key}")) for one in sparse)
 
 
 def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:

@@ -11,7 +11,7 @@ from sqlalchemy import select
 
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Nudge
-from motet.runtime.journal import AnyCommand, Journal, JournalError, Nothing
+from motet.runtime.journal import AnyCommand, ForwardBackward, Journal, JournalError, Nothing
 from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, new_id
@@ -27,7 +27,7 @@ SESSION = re.compile(r"session-[0-9a-f]{16}")
 STEPS = 1_000_000
 ALPHA = 32.0
 MOST_WAITING = 2**31
-"""Bytes of commands of one model."""
+"""Bytes of commands of one model, beyond which it is asked for no further gradient; beyond twice as many, for nothing."""
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 
@@ -165,7 +165,11 @@ class Models:
             raise Refusal(
                 400, f"this model has {job.state}{reason}; create another, from a checkpoint where there is one"
             )
-        if self.journal(job).waiting_bytes() > MOST_WAITING:
+        gradient = isinstance(command, ForwardBackward)
+        most = MOST_WAITING if gradient else 2 * MOST_WAITING  # the step that they wait for can be asked for
+        if not self.journal(job).known(number) and self.journal(job).waiting_bytes() > most:
+            if gradient:
+                self.refuse(job, number)
             raise Refusal(
                 400, f"{MOST_WAITING >> 30} GB of gradients of this model wait for their step: call optim_step"
             )

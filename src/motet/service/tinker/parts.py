@@ -36,13 +36,13 @@ def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
         models: Models = request.app.state.parts[Models]
         try:
             given = await request.json()
-        except ValueError as error:
-            raise Refusal(400, f"the body is no JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise Refusal(400, f"the body is no JSON that can be read: {error}") from error
         try:
             return kind.model_validate(given)
         except ValidationError as error:
             model, number = (given.get(name) if isinstance(given, dict) else None for name in ("model_id", "seq_id"))
-            if isinstance(model, str) and type(number) is int and 0 < number < 2**31:
+            if isinstance(model, str) and model.isascii() and type(number) is int and 0 < number < 2**31:
                 job = await asyncio.to_thread(models.find, who, model)
                 await asyncio.to_thread(models.refuse, job, number)
             raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from motet.stops import few
+from motet.tasks.plain_json import check_plain
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
 Id = Annotated[str, Field(max_length=600)]
 Name = Annotated[str, Field(pattern=NAME)]
 Seq = Annotated[int, Field(ge=1, lt=2**31)]
-Metadata = Annotated[dict[str, Any], Field(max_length=64)]
 Ttl = Annotated[int, Field(ge=1, le=10**9)]
+
+
+def _kept(value: dict[str, Any]) -> dict[str, Any]:
+    """What a journal can keep."""
+    try:
+        msgspec.msgpack.encode(check_plain(value))
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise ValueError(f"this cannot be kept: {error}; give whole characters, and numbers of 64 bits") from error
+    return value
+
+
+Metadata = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(_kept)]
 
 
 class Request(BaseModel):
@@ -177,7 +192,7 @@ class Sampling(Request):
 
     max_tokens: int | None = Field(None, ge=1, le=100_000)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[str, Field(max_length=500)] | list[Annotated[str, Field(max_length=500)]] | list[int] | None = None
+    stop: Annotated[str | list[str] | list[int] | None, BeforeValidator(few)] = None
     temperature: float = Field(1.0, ge=0, le=1000)
     top_k: int = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)

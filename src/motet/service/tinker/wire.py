@@ -6,6 +6,7 @@ not read (where a token came from) is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ Sequence stop_reason:1:int32 tokens:2:bytes logprobs:3:bytes
 """A message a line: its name, then name, number and kind of each field; `*` repeats."""
 FLOAT32, INT64, INT32 = 1, 2, 3
 STOP, LENGTH = 0, 1
+MOST_NUMBERS = 2**24
+"""Of what is sparse in one request: a few bytes of it may mean any number."""
 _DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
 
 
@@ -113,33 +116,42 @@ def array_of(data: bytes, dtype: int, name: str) -> Any:
     return np.frombuffer(data, kind)
 
 
+def shape_of(tensor: Any, name: str) -> list[int]:
+    """[T] or [T, K]; empty where it is as long as its numbers.
+
+    Raises:
+        WireError: it is neither, or too large for any.
+    """
+    shape = [int(one) for one in tensor.shape[:3]]
+    if len(shape) > 2 or not all(0 <= one <= MOST_NUMBERS for one in shape):
+        raise WireError(f"{name}: shape {shape} is neither [T] nor [T, K] of at most {MOST_NUMBERS} numbers")
+    return shape
+
+
 def dense(tensor: Any, name: str) -> Any:
     """A tensor, [T] or [T, K], dense.
 
     Raises:
         WireError: its parts do not fit each other.
     """
-    shape = [int(one) for one in tensor.shape]
-    if any(one < 0 for one in shape) or len(shape) > 2:
-        raise WireError(f"{name}: shape {shape} is neither [T] nor [T, K]")
+    shape = shape_of(tensor, name)
     if not tensor.HasField("sparse_csr"):
         values = array_of(tensor.dense, tensor.dtype, name)
         shape = shape or [len(values)]
-        if int(np.prod(shape)) != len(values):
+        if math.prod(shape) != len(values):
             raise WireError(f"{name}: {len(values)} numbers do not fill its shape {shape}")
         return values.reshape(shape)
     sparse = tensor.sparse_csr
     values = array_of(sparse.values, tensor.dtype, name)
     rows, columns = (array_of(part, INT64, name) for part in (sparse.crow_indices, sparse.col_indices))
-    if len(shape) != 2 or len(rows) != shape[0] + 1 or int(np.prod(shape)) > 2**24 or len(columns) != len(values):
+    if len(shape) != 2 or len(rows) != shape[0] + 1 or math.prod(shape) > MOST_NUMBERS or len(columns) != len(values):
         raise WireError(f"{name}: sparse parts do not fit its shape {shape}")
-    counts = np.diff(rows)
-    if rows[0] != 0 or (counts < 0).any() or rows[-1] != len(values):
+    if rows[0] != 0 or (rows[1:] < rows[:-1]).any() or rows[-1] != len(values):
         raise WireError(f"{name}: its row indices are not those of {len(values)} values")
     if len(columns) and not (columns.min() >= 0 and columns.max() < shape[1]):
         raise WireError(f"{name}: a column index is outside its shape {shape}")
     whole = np.zeros(shape, values.dtype)
-    whole[np.repeat(np.arange(shape[0]), counts), columns] = values
+    whole[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return whole
 
 

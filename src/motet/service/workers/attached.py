@@ -7,6 +7,7 @@ pause meanwhile rests at once, from its last commit.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -15,6 +16,8 @@ from typing import TypeVar
 from motet.service.database.store import Store
 from motet.service.events import EventBus, within
 from motet.types import JobState
+
+_log = logging.getLogger(__name__)
 
 Work = TypeVar("Work")
 Gone = Callable[[], Awaitable[bool]]
@@ -75,8 +78,9 @@ class AttachedWorkers:
     def attached(self, job_id: str) -> int:
         """How many workers asked for work of a job a short while ago."""
         seen = self._seen.get(job_id, {})
-        for worker in [name for name, when in seen.items() if time.monotonic() - when > self.lease_seconds]:
-            del seen[worker]
+        for worker, when in list(seen.items()):  # others delete too: routes ask in threads of their own
+            if time.monotonic() - when > self.lease_seconds:
+                seen.pop(worker, None)
         return len(seen)
 
     async def state(self, job_id: str) -> JobState:
@@ -115,9 +119,12 @@ class AttachedWorkers:
         """Let jobs rest that are to pause and for which nobody works."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            self.look()
-            for job_id in [job_id for job_id in self._resting if self.waits(job_id)]:
-                self.send_away(job_id)
+            try:
+                self.look()
+                for job_id in [job_id for job_id in list(self._resting) if self.waits(job_id)]:
+                    self.send_away(job_id)
+            except Exception:  # whatever it is, the next look may succeed, and without any no lease would ever end
+                _log.exception("what waits for workers (%s) could not be looked after", self.kind)
 
     def close(self) -> None:
         """Let every job that waits rest; the next start asks again."""
