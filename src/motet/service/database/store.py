@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from alembic.util.exc import CommandError
 from sqlalchemy import Engine, Select, create_engine, delete, event, func, inspect, select, update
-from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -34,8 +34,9 @@ from motet.service.database.tenants import Principal, Tenants
 from motet.types import JobState
 
 Value = TypeVar("Value")
-AWAY = (OperationalError, InterfaceError, NoConnection)
-"""What is raised while a database is away, full, or has no connection free: the same may succeed a moment later."""
+AWAY = (OperationalError, InterfaceError, InternalError, NoConnection)
+"""What is raised while a database is away, full, read-only (it fails over), or has no connection free: the same may succeed a
+moment later."""
 OPEN = tuple(state.value for state in JobState if not state.final)
 
 
