@@ -48,9 +48,7 @@ class Scoring:
                 return await self._scored(request)
             except ScorerAway:
                 return Scored(request.key, away=True)
-            except (
-                AWAY
-            ) as error:  # the engine waits; a host that is gone asks for nothing any more, and this is cancelled
+            except AWAY as error:  # the engine waits; it cancels this when it goes
                 _log.warning(
                     "scoring for job %s waits for the database: %s", request.job, getattr(error, "orig", error)
                 )
