@@ -354,6 +354,12 @@ OVERRIDES = {
 
 VLLM = "rollout: {engine: vllm, urls: ['http://127.0.0.1:1']}"
 IDLE = {
+    "rollout: {engine: vllm, urls: ['http://gpu1:80o0']}": "'http://gpu1:80o0' is not the address of a server: Port could not",
+    "rollout: {engine: vllm, urls: ['http://gpu1:80000']}": "'http://gpu1:80000' is not the address of a server: Port out",
+    "rollout: {engine: vllm, urls: ['http://[::1:80']}": "'http://[::1:80' is not the address of a server: Invalid IPv6",
+    "rollout: {engine: vllm, urls: ['http://:80']}": "'http://:80' is not the address of a server: it names no host",
+    "rollout: {engine: vllm, urls: ['http://a:0']}": "'http://a:0' is not the address of a server: nothing listens on port 0",
+    "rollout: {engine: vllm, urls: ['http://a b:80']}": "'http://a b:80' is not the address of a server: it has a blank",
     "rollout: {rows: 8}": "rollout.rows has no effect here: it is of servers; the embedded engine has engine.max_rows",
     f"engine: {{max_rows: 8}}\n{VLLM}": "engine.max_rows has no effect here: rollout.engine vllm does not read it",
     f"engine: {{samplers: 0}}\n{VLLM}": "engine.samplers has no effect here: rollout.engine vllm does not read it",

@@ -157,6 +157,10 @@ def _headers(config: RolloutConfig) -> Mapping[str, str]:
         return {}
     if not (key := os.environ.get(config.api_key_env)):
         raise ConfigError(f"rollout.api_key_env names {config.api_key_env}, which is not set in the environment")
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            f"rollout.api_key_env names {config.api_key_env}, which holds no key: one has plain letters only"
+        )
     return {"Authorization": f"Bearer {key}"}
 
 
