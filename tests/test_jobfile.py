@@ -397,6 +397,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load_jobs(tmp_path / "binary.yaml")
 
 
+@pytest.mark.parametrize(
+    "value", ["!!bool maybe", "!!bool", "!!int ''", "!!int _", "!!int '-'", "!!float ''", "!!timestamp x"]
+)
+def test_a_value_of_another_type_than_is_written_before_it(value: str) -> None:
+    with pytest.raises(ConfigError, match="it is not YAML: a value is none of the type that is written before it"):
+        plain_yaml.read(f"a: {value}")
+
+
 def test_an_anchor_may_be_merged_and_overruled() -> None:
     shared = "base: small\ndefaults: &all {optimizer: &few {eps: 1e-6, clip_norm: 2}}\n"
     jobs = "jobs:\n- {name: a, data: x, reward: exact, optimizer: &more {<<: *few, clip_norm: 3}}\n"

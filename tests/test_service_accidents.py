@@ -202,14 +202,13 @@ def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: Hou
     async def work() -> Scored:
         scoring = Scoring(store, HttpRewards(Addresses(())), workers, house.part(Grading))
         reward = config.rewards[0].model_dump(mode="json")
-        store.away = (True, False, False, True)  # the job is looked for, again, old units go, the unit is kept
+        store.away = [True, False, False, True]  # the job is looked for, again, old units go, the unit is kept
         asking = asyncio.create_task(scoring.answer(ScoreRequest(7, job, reward, {"id": 1}, ["a", "b"], [])))
         async with asyncio.timeout(20):
-            while not (leased := await workers.lease(job, "w", 1, 0.2, _stays) if not store.away else []):
-                if asking.done():
-                    return asking.result()
+            while store.away:
                 await asyncio.sleep(0.02)
-        await workers.settle(job, {leased[0].key: [0.5, 1.0]})
+            for unit in await workers.lease(job, "w", 1, 20.0, _stays):
+                await workers.settle(job, {unit.key: [0.5, 1.0]})
         return await asking
 
     assert asyncio.run(work()) == Scored(7, [0.5, 1.0])
