@@ -145,6 +145,7 @@ class Store:
         data = {"state": job.state, "message": job.message or ""}
         try:
             with self.transaction() as session:
+                _wait_for_earlier_events(session)
                 session.add(job)
                 session.flush()
                 session.add(Event(job_id=job.id, kind="state", key="0", data=data))
@@ -231,6 +232,7 @@ class Store:
         entry = Event(job_id=job_id, kind=kind, key=key, data=dict(data))
         try:
             with self.transaction() as session:
+                _wait_for_earlier_events(session)
                 session.add(entry)
                 session.flush()
                 if also is not None:
@@ -306,8 +308,17 @@ def _public(url: str) -> str:
         return "that was given"
 
 
-_MIGRATING = 0x6D6F746574
-"""A lock of PostgreSQL, by a number of its own."""
+_MIGRATING, _EVENTS = 0x6D6F746574, 0x6D6F746575
+"""Locks of PostgreSQL, by numbers of their own."""
+
+
+def _wait_for_earlier_events(session: Session) -> None:
+    """Have events committed in the order of their ids, or who reads after the newest would pass over one that came late.
+
+    SQLite has one writer at a time, so nothing is needed there.
+    """
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(select(func.pg_advisory_xact_lock(_EVENTS)))
 
 
 def _migrate(engine: Engine) -> None:
