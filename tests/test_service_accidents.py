@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 
 import motet
 from motet.channel import LONGEST_LINE, decode, encode
+from motet.cluster.client import EngineClient
 from motet.cluster.host import EngineHandlers, Host
 from motet.cluster.messages import FromEngine, JobEvent, Scored, ScoreRequest, Start
 from motet.config import JobConfig, RewardConfig
@@ -213,6 +214,23 @@ def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: Hou
 
     assert asyncio.run(work()) == Scored(7, [0.5, 1.0])
     store.close()
+
+
+def test_a_job_that_a_host_has_is_read_no_more_from_the_database(house: House) -> None:
+    """One that is to be cancelled ends with its step there; ended before, it could be deleted while it trains."""
+    client, handover = house.part(EngineClient), house.part(Handover)
+    job = house.ask("POST", "/v1/jobs", json=tiny("placed")).json()["id"]
+    (message,) = [one for one in handover.open_jobs() if one.job["name"] == job]
+    (host,) = client.hosts
+    host.ready = True
+    client._place(message, client._jobs.loads())
+    host.ready = False
+    assert house.ask("POST", f"/v1/jobs/{job}/cancel").is_success
+    assert job not in [one.job["name"] for one in handover.open_jobs()]
+    assert house.ask("GET", f"/v1/jobs/{job}").json()["state"] == "queued"
+    client._hear(host, None)  # its process is gone
+    assert job not in [one.job["name"] for one in handover.open_jobs()]
+    assert house.ask("GET", f"/v1/jobs/{job}").json()["state"] == "cancelled"
 
 
 def test_texts_with_odd_ends_of_lines_come_whole(house: House) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -339,7 +339,7 @@ def test_events_are_there_in_the_order_of_their_ids(store: Store) -> None:
     with ThreadPoolExecutor(3) as threads:
         one = threads.submit(store.add_event, first, "step", "0", {}, late)
         assert written.wait(20)
-        after = [
+        after: list[Future[int | None]] = [
             threads.submit(store.add_event, second, "step", "0", {}),
             threads.submit(lambda: store.events(store.submit(us, "third", {}, 3, None).id)[0].id),
         ]

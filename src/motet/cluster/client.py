@@ -92,6 +92,10 @@ class EngineClient:
         """How many jobs a host has."""
         return self._jobs.on(host)
 
+    def has(self, job: str) -> bool:
+        """Whether a host has a job. From any thread; where it lets the job go meanwhile, open jobs are read again."""
+        return self._jobs.get(job) is not None
+
     def adopt(self, engine: Engine) -> None:
         """Have a process that was started already (`start_engine`) as the first host's; before `start`."""
         self.hosts[0].adopt(engine)
