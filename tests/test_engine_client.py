@@ -58,7 +58,7 @@ def test_a_job_that_was_kept_and_not_handed_over_is_found_though_nothing_changes
     kept: list[AddJob] = []
 
     async def go() -> None:
-        client = EngineClient([START], tmp_path, _no_machine, look_seconds=0.05)
+        client = EngineClient([START], tmp_path, _no_machine, look=0.05)
         client.start(handlers(lambda: list(kept)))
         (host,) = client.hosts
         host.ready = True

@@ -34,17 +34,13 @@ class EngineClient:
     """Starts hosts, gives them jobs and questions, and receives what becomes of them."""
 
     def __init__(
-        self,
-        starts: Sequence[m.Start],
-        directory: Path,
-        launch: Launch | None = None,
-        look_seconds: float = LOOK_SECONDS,
+        self, starts: Sequence[m.Start], directory: Path, launch: Launch | None = None, look: float = LOOK_SECONDS
     ) -> None:
         """`starts` has the first message of each host. Host N writes to `engine-N.log`, the first one to `engine.log`.
 
         `launch` starts their processes: on this machine unless it is given.
         """
-        self._look_seconds = look_seconds
+        self._look_seconds = look
         # of its own: what others wait for in threads, a slow disk or a slow name, does not keep the engine waiting
         self._handling = ThreadPoolExecutor(1, "motet-events")
         logs = [directory / (f"engine-{number}.log" if number else "engine.log") for number in range(len(starts))]
