@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
+from starlette.applications import Starlette
 
 from motet.rollout.dialects import DIALECTS
 from motet.rollout.node_agent import NodeAgent
@@ -18,9 +19,15 @@ from tests.waiting import until
 @contextlib.contextmanager
 def node_agent(server: str, directory: Path, key: str | None = None, dialect: str = "vllm") -> Iterator[str]:
     """An agent beside a server, with a directory of its own; its URL."""
+    with answering(NodeAgent(server, DIALECTS[dialect], directory, key).app()) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def answering(app: Starlette) -> Iterator[str]:
+    """Something that answers, in a thread of its own; its URL."""
 
     async def serve() -> None:
-        app = NodeAgent(server, DIALECTS[dialect], directory, key).app()
         config = uvicorn.Config(app, port=0, log_level="warning")
         serving = uvicorn.Server(config)
         task = asyncio.create_task(serving.serve())

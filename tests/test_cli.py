@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -196,6 +197,27 @@ def test_check_trains_nothing(here: Path, says: Motet) -> None:
     for text in ("add", "sort", "62 / 2", "reference answer: ", "nothing was trained"):
         assert text in out
     assert [item.name for item in here.iterdir()] == ["jobs.yaml"]
+
+
+def test_a_full_disk_that_names_no_file_is_a_message(says: Motet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `write` says; `open` names one."""
+    # what could not be written is tried once more at its end
+    with contextlib.suppress(OSError), Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        code, _, err = says("--version")
+    said = "motet: a file could not be written: No space left on device; make room and try again\n"
+    assert (code, err) == (2, said)
+
+
+@pytest.mark.parametrize(
+    "field", ["data.source=~nobody-x/x.jsonl", "adapter.init=~nobody-x/a", "reward=~nobody-x/r.py:f"]
+)
+def test_a_home_of_nobody_is_a_file_that_is_not_there(here: Path, says: Motet, field: str) -> None:
+    (here / "jobs.yaml").write_text(JOB_FILE.replace("steps: 30", "steps: 1"))
+    code, out, err = says("run", "jobs.yaml", "--set", f"jobs.add.{field}")
+    assert code > 0
+    assert field.split("=")[1].removesuffix(":f") in out + err
+    assert "fault of Motet" not in out + err
 
 
 def test_a_run_goes_on_where_tensorboard_events_cannot_be_written(here: Path, says: Motet) -> None:

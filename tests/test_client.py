@@ -144,6 +144,23 @@ def test_the_same_asynchronously(service: Service, tmp_path: Path) -> None:
     asyncio.run(everything())
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tenants", "limit", "us", "--share", "nan"),
+        ("tenants", "limit", "us", "--storage-mb", "inf"),
+        ("keys", "create", "us", "--expires-days", "nan"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(
+    house: House, says: Motet, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("MOTET_URL", str(house.http.base_url))
+    monkeypatch.setenv("MOTET_API_KEY", house.keys["admin"])
+    code, _, err = says(*words)
+    assert (code, words[-2] in err) == (2, True)
+
+
 def test_keys_of_two_tenants(house: House, says: Motet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for an engine; the house has keys of its own, and a job."""
     monkeypatch.setenv("MOTET_URL", str(house.http.base_url))

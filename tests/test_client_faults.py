@@ -118,7 +118,14 @@ def test_no_service_there(monkeypatch: pytest.MonkeyPatch, says: Motet) -> None:
     with pytest.raises(ServiceError) as gone, motet.Client() as client:
         client.models()
     assert gone.value.status == 0
-    for url in ("127.0.0.1:8420", "ftp://there", "http://"):
+    for url in (
+        "127.0.0.1:8420",
+        "ftp://there",
+        "http://",
+        "http://[::1:8420",
+        "http://host:842O",
+        "http://host:80000",
+    ):
         with pytest.raises(ConfigError, match="is not the address of a service"):
             motet.Client(url)
     with pytest.raises(ConfigError, match="not an API key"):

@@ -399,6 +399,37 @@ class FailingTokenizer:
         return text
 
 
+class FullDevice(KVCache):
+    """Has no memory for the copy of one block."""
+
+    copies = 0
+    fails = 0
+    """Which one; the first is 1."""
+
+    def copy(self, source: int) -> int:
+        self.copies += 1
+        if self.copies == self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().copy(source)
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_fault_at_the_start_of_completions_loses_none_of_them(name: str, fails: int) -> None:
+    """Nor of an earlier prompt, which waits for nothing any more: their callers are told, and their blocks come back."""
+    cache = FullDevice(64, BLOCK, CPU, slots=9)
+    decoder = Decoder(tiny.base(name), cache, max_rows=8, prefill_tokens=64)
+    cache.fails = fails
+    asks = [Ask(BLOCK + 3, 4, seeds=(1, 2, 3), adapter=1), Ask(2 * BLOCK + 1, 4, seeds=(4, 5, 6))]
+    for number, ask in enumerate(asks):
+        add(decoder, as_request(f"r{number}", ask), adapters("float32", name)[ask.adapter])
+    with pytest.raises(torch.OutOfMemoryError):
+        finish(decoder)
+    assert {prompt.request.id for prompt in decoder.fail_all()} == {"r0", "r1"}
+    finish(decoder)
+    assert_as_alone(asks, decoder, "float32", name)
+
+
 def assert_all_are_told(device: Device, requests: list[GenerateRequest], due: Callable[[int, Decoder], bool]) -> None:
     """Nobody waits for ever, no block is lost, and the next request is served."""
     base = tiny.base("llama")

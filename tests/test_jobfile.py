@@ -354,6 +354,12 @@ OVERRIDES = {
 
 VLLM = "rollout: {engine: vllm, urls: ['http://127.0.0.1:1']}"
 IDLE = {
+    "rollout: {engine: vllm, urls: ['http://gpu1:80o0']}": "'http://gpu1:80o0' is not the address of a server: Port could not",
+    "rollout: {engine: vllm, urls: ['http://gpu1:80000']}": "'http://gpu1:80000' is not the address of a server: Port out",
+    "rollout: {engine: vllm, urls: ['http://[::1:80']}": "'http://[::1:80' is not the address of a server: Invalid IPv6",
+    "rollout: {engine: vllm, urls: ['http://:80']}": "'http://:80' is not the address of a server: it names no host",
+    "rollout: {engine: vllm, urls: ['http://a:0']}": "'http://a:0' is not the address of a server: nothing listens on port 0",
+    "rollout: {engine: vllm, urls: ['http://a b:80']}": "'http://a b:80' is not the address of a server: it has a blank",
     "rollout: {rows: 8}": "rollout.rows has no effect here: it is of servers; the embedded engine has engine.max_rows",
     f"engine: {{max_rows: 8}}\n{VLLM}": "engine.max_rows has no effect here: rollout.engine vllm does not read it",
     f"engine: {{samplers: 0}}\n{VLLM}": "engine.samplers has no effect here: rollout.engine vllm does not read it",
@@ -389,6 +395,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"cannot read the job file .*binary\.yaml: it is not UTF-8 text"):
         load_jobs(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    "value", ["!!bool maybe", "!!bool", "!!int ''", "!!int _", "!!int '-'", "!!float ''", "!!timestamp x"]
+)
+def test_a_value_of_another_type_than_is_written_before_it(value: str) -> None:
+    with pytest.raises(ConfigError, match="it is not YAML: a value is none of the type that is written before it"):
+        plain_yaml.read(f"a: {value}")
 
 
 def test_an_anchor_may_be_merged_and_overruled() -> None:

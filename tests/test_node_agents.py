@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,10 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from motet.commands.node_agent import listen
 from motet.errors import ConfigError, EngineError, ServerFault
@@ -30,7 +35,7 @@ from motet.rollout.shipping import DIGEST, packed
 from motet.rollout.version_files import VersionFiles
 from motet.types import AdapterRef
 from tests.conftest import ROOT
-from tests.node_agents import node_agent
+from tests.node_agents import answering, node_agent
 from tests.protocol_client import adapter_directory
 from tests.protocol_server import ProtocolServer, Setup
 from tests.server_run import (
@@ -266,9 +271,30 @@ def _elsewhere(directory: Path, name: str) -> tuple[str, dict[str, str]]:
     return "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory / "seen" / name)}
 
 
+@pytest.mark.parametrize("answer", ["other", "number", "names"])
+def test_what_is_no_agent_is_told(answer: str, tmp_path: Path) -> None:
+    """Another program answers there, such as the server itself."""
+
+    async def other(request: Request) -> Response:
+        return JSONResponse({"other": [1], "number": 5, "names": {"versions": [1]}}[answer])
+
+    async def test(engine: ServerEngine) -> None:
+        with pytest.raises(
+            EngineError, match=f"{agent} does not answer as `motet node-agent` does; look at rollout.ag"
+        ):
+            await engine.ready()
+
+    app = Starlette(routes=[Route("/versions", other), Route("/health", lambda _: Response())])
+    with ProtocolServer("vllm", Setup(api_key=KEY)) as server, answering(app) as agent:
+        drive(engine_of([server], [agent], tmp_path, wait_seconds=0.3), test)
+
+
 def test_the_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give --key-env"):
         listen("http://127.0.0.1:1", "vllm", host="0.0.0.0", port=0, directory=tmp_path, key_env=None)
+    for url in ("http://x:80a", "http://[::1:8000", "http://", "127.0.0.1:8000"):
+        with pytest.raises(ConfigError, match=re.escape(repr(url))):
+            listen(url, "vllm", host="127.0.0.1", port=0, directory=tmp_path, key_env=None)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file/node cannot be written: Not a directory; give another --directory"):
         listen("http://127.0.0.1:1", "vllm", host="127.0.0.1", port=0, directory=tmp_path / "file/node", key_env=None)

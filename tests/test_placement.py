@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+import motet
 from motet import budgets
 from motet.cluster.messages import Start
 from motet.cluster.placement import HostLoad, moved, placed, speeds
@@ -19,6 +22,7 @@ from motet.config import ClusterConfig, EngineConfig, LaunchConfig, RolloutConfi
 from motet.config.service import ANY_SIZE
 from motet.errors import ConfigError
 from motet.runtime.slots import Claim, Rule
+from motet.types import Problem
 
 TENANTS = ("", "ann", "ben")
 Drawn = tuple[int, list[list[str]]]
@@ -141,6 +145,23 @@ def test_hosts_that_cannot_work_are_refused() -> None:
     assert cores_and_gpus(with_ranks) == (6, 0)
     with pytest.raises(ValidationError, match="name one for each host"):
         EngineConfig(hosts=2, devices=["cuda:0"])
+
+
+def reward(problem: Problem, completion: str) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"reward": reward}, "its reward is a function of this process, .* name it as `file.py:function`"),
+        ({"data": [{"prompt": "1 + 1 =", "answer": "2"}]}, "its rows are of this process, .* write them to a file"),
+    ],
+)
+def test_what_only_this_process_has_is_refused_with_hosts(own: dict[str, Any], words: str, tmp_path: Path) -> None:
+    job = {"name": "own", "data": "toy:add", "reward": "exact", **own}
+    with pytest.raises(ConfigError, match=f"job own: {words}.*, or set engine.hosts to 1"):
+        motet.run([job], base="small", directory=tmp_path, engine={"hosts": 2, "threads": 1}, quiet=True)
 
 
 @given(hosts_with_jobs)

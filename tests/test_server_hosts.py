@@ -187,6 +187,15 @@ def test_hosts_of_one_machine_write_versions_apart(tmp_path: Path) -> None:
     assert sorted(path.parent.name for path in tmp_path.glob("*/version")) == ["motet-run", "motet-run-host-0"]
 
 
+def test_a_key_with_odd_letters_is_refused_before_servers_are_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ODD_KEY", "k\u00e9y")
+    config = RolloutConfig(engine="vllm", urls=["http://127.0.0.1:9"], directory=str(tmp_path), api_key_env="ODD_KEY")
+    with pytest.raises(ConfigError, match="ODD_KEY, which holds no key"):
+        build_servers(tiny_base("llama").info, config, Demand(1, 2, 8), "run", tmp_path)
+
+
 def test_a_run_ends_only_when_no_host_can_start(tmp_path: Path) -> None:
     """One that failed is tried again while another is on its way."""
     start = Start("small", "", {}, {}, {}, [], 1.0, Largest())

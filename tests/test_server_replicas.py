@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from motet.errors import EngineError, ServerFault
+from motet.model.fake import FakeTokenizer
 from motet.rollout.server import ServerEngine
+from motet.rollout.version_files import VersionFiles
 from tests.protocol_server import FOREVER, ProtocolServer
 from tests.server_run import (
+    BOUNDS,
     CLOCKS,
     IMPATIENT,
     PROBE,
     PROMPT,
+    RUN,
     all_up,
     asking,
     collect,
@@ -27,6 +31,7 @@ from tests.server_run import (
     learn,
     long_request,
     publish,
+    replica_of,
     request,
     trainer_of,
 )
@@ -303,6 +308,38 @@ def test_nobody_there(dialect: Any, tmp_path: Path) -> None:
         first.stop()
         second.faults.ill = True
         drive(engine_on([first, second], tmp_path, wait_seconds=0.3), test)
+
+
+@pytest.mark.parametrize(
+    ("url", "headers", "why"),
+    [
+        ("http://gpu1:80o0", {}, "InvalidURL: Invalid port: '80o0'"),
+        ("http://127.0.0.1:80000", {}, "ExceptionGroup"),
+        ("", {"Authorization": "Bearer k\u00e9y"}, "UnicodeEncodeError"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_at_all_is_told_at_once(
+    url: str, headers: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    """Not when the patience is over; and one of several keeps nobody from the others."""
+
+    async def test(engine: ServerEngine) -> None:
+        begun = time.monotonic()
+        with pytest.raises(EngineError, match=f"{asked} cannot be asked .{why}.*; look at rollout.urls"):
+            await engine.ready()
+        assert time.monotonic() - begun < 2
+
+    async def beside(engine: ServerEngine) -> None:
+        assert await collect(engine, request()) == await in_process(request())
+
+    with ProtocolServer() as server:
+        asked = url or server.url
+        replica = replace(replica_of(server), url=asked, headers=headers)
+        files, decode = VersionFiles(tmp_path / "served"), FakeTokenizer().decode
+        drive(ServerEngine([replica], {}, files, decode, replace(BOUNDS, wait_seconds=60.0), RUN), test)
+        replica = replace(replica_of(server), url=asked, headers=headers)
+        bounds = replace(BOUNDS, wait_seconds=60.0)
+        drive(ServerEngine([replica, replica_of(server)], {}, files, decode, bounds, RUN), beside)
 
 
 def test_something_else_answers(tmp_path: Path) -> None:

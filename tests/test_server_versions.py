@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,10 @@ import pytest
 
 from motet.errors import AdapterError, EngineError, ServerGone, ServerRefused
 from motet.rollout.connection import Clocks
-from motet.rollout.server import ServerEngine
+from motet.rollout.embedded import SavedFiles
+from motet.rollout.server import FileSync, ServerEngine
 from motet.rollout.version_files import VersionFiles
+from motet.runtime.disk_gate import is_full
 from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef
 from tests.protocol_client import adapter_directory
@@ -76,7 +81,7 @@ def test_a_version_from_a_directory_that_goes_afterwards(tmp_path: Path) -> None
             file.unlink()
         server.lose_adapters()
         assert await collect(engine, request(ref(0))) == await in_process(request(ref(0)), trainer)
-        with pytest.raises(OSError, match="adapter_config"):
+        with pytest.raises(EngineError, match="adapter_config"):
             await engine.load_adapter(ref(1), source)
         assert directories(tmp_path) == {ref(0).served_name}
 
@@ -119,6 +124,32 @@ def test_a_version_that_cannot_be_written(tmp_path: Path) -> None:
     with ProtocolServer() as server:
         drive(engine_on([server], tmp_path), test)
         assert not server.counts.loads
+
+
+class FullTrainer(FakeTrainer):
+    """There is no room where it writes adapters."""
+
+    def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        (directory / "adapter_config.json").touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / "adapter_model.safetensors"))
+
+
+def test_a_full_disk_of_versions_is_not_taken_for_that_of_the_run(tmp_path: Path) -> None:
+    """A job that waits for room on its own disk would wait for ever."""
+
+    async def test(engine: ServerEngine) -> None:
+        for sync, where in (
+            (FileSync(engine, trainer), rf"{tmp_path / 'served'} \(rollout\.directory\): .*No space left"),
+            (SavedFiles(engine, trainer), rf"{tempfile.gettempdir()}: .*No space left .* TMPDIR"),
+        ):
+            with pytest.raises(EngineError, match=f"version 0 of .* could not be written to {where}") as told:
+                await sync.publish("job", ref(0))
+            assert not is_full(told.value)
+        assert directories(tmp_path) == set()
+
+    trainer = trainer_of("job", kind=FullTrainer)
+    with ProtocolServer() as server:
+        drive(engine_on([server], tmp_path), test)
 
 
 def test_a_publish_that_takes_too_long_fails_alone(tmp_path: Path) -> None:

@@ -8,23 +8,27 @@ import errno
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from fastapi import Request
-from sqlalchemy.exc import InterfaceError
+from psycopg.errors import ReadOnlySqlTransaction
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnection
+from sqlalchemy.orm import Session
 
 import motet
 from motet.channel import LONGEST_LINE, decode, encode
+from motet.cluster.client import EngineClient
 from motet.cluster.host import EngineHandlers, Host
 from motet.cluster.messages import FromEngine, JobEvent, Scored, ScoreRequest, Start
-from motet.config import RewardConfig
+from motet.config import JobConfig, RewardConfig
 from motet.config.service import ANY_SIZE
 from motet.errors import DiskFull
 from motet.hosting.scores import AskedOfService
+from motet.jobfile import normal_job
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.errors import _answer
@@ -32,6 +36,8 @@ from motet.service.events import EventBus, EventLog
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import JobQueue, StartCondition
 from motet.service.jobs.recorder import EventRecorder
+from motet.service.rewards.grading import Grading
+from motet.service.rewards.scoring import Scoring
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.service.tinker.parts import PREFIX
@@ -154,7 +160,14 @@ def test_a_reason_with_characters_that_no_database_keeps_is_kept_without_them(st
     assert store.events(job)[-1].data["message"] == "ab?c\u2028d"
 
 
-@pytest.mark.parametrize("error", [NoConnection("the pool is empty"), InterfaceError("", {}, OSError("closed"))])
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoConnection("the pool is empty"),
+        InterfaceError("", {}, OSError("closed")),
+        InternalError("", {}, ReadOnlySqlTransaction("the primary went to another machine")),
+    ],
+)
 def test_what_is_told_while_no_connection_is_free_is_kept_later(house: House, error: Exception) -> None:
     tries: list[str] = []
 
@@ -167,6 +180,63 @@ def test_what_is_told_while_no_connection_is_free_is_kept_later(house: House, er
     assert len(tries) == 3
     assert "cannot be written" in tries[2]
     assert house.recorder.failure == ""
+
+
+class Interrupted(Store):
+    """A database that is away for some of its next transactions."""
+
+    away: Sequence[bool] = ()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Session]:
+        away, self.away = self.away[:1], self.away[1:]
+        if any(away):
+            raise OperationalError("", {}, OSError("the server closed the connection unexpectedly"))
+        with super().transaction() as session:
+            yield session
+
+
+async def _stays() -> bool:
+    return False
+
+
+def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: House, tmp_path: Path) -> None:
+    store = Interrupted(f"sqlite:///{tmp_path / 'motet.db'}")
+    us, config = person(store, "us"), JobConfig.model_validate(normal_job({**tiny("scored"), "reward": "worker"}))
+    job = store.submit(us, "scored", config.model_dump(mode="json"), 3, None).id
+    workers = RewardWorkers(store, EventBus(), 60.0)
+
+    async def work() -> Scored:
+        scoring = Scoring(store, HttpRewards(Addresses(())), workers, house.part(Grading))
+        reward = config.rewards[0].model_dump(mode="json")
+        store.away = [True, False, False, True]  # the job is looked for, again, old units go, the unit is kept
+        asking = asyncio.create_task(scoring.answer(ScoreRequest(7, job, reward, {"id": 1}, ["a", "b"], [])))
+        async with asyncio.timeout(20):
+            while store.away:
+                await asyncio.sleep(0.02)
+            for unit in await workers.lease(job, "w", 1, 20.0, _stays):
+                await workers.settle(job, {unit.key: [0.5, 1.0]})
+        return await asking
+
+    assert asyncio.run(work()) == Scored(7, [0.5, 1.0])
+    store.close()
+
+
+def test_a_job_that_a_host_has_is_read_no_more_from_the_database(house: House) -> None:
+    """One that is to be cancelled ends with its step there; ended before, it could be deleted while it trains."""
+    client, handover = house.part(EngineClient), house.part(Handover)
+    job = house.ask("POST", "/v1/jobs", json=tiny("placed")).json()["id"]
+    (message,) = [one for one in handover.open_jobs() if one.job["name"] == job]
+    (host,) = client.hosts
+    host.ready = True
+    client._place(message, client._jobs.loads())
+    host.ready = False
+    assert house.ask("POST", f"/v1/jobs/{job}/cancel").is_success
+    assert job not in [one.job["name"] for one in handover.open_jobs()]
+    assert house.ask("GET", f"/v1/jobs/{job}").json()["state"] == "queued"
+    client._hear(host, None)  # its process is gone
+    assert job not in [one.job["name"] for one in handover.open_jobs()]
+    assert house.ask("GET", f"/v1/jobs/{job}").json()["state"] == "cancelled"
 
 
 def test_texts_with_odd_ends_of_lines_come_whole(house: House) -> None:

@@ -315,6 +315,29 @@ def test_spent_tokens_hold_a_tenant_until_the_next_day(house: House, monkeypatch
     assert sent[-1].rule == Rule()
 
 
+def test_what_one_host_hears_with_a_job_all_hosts_are_told(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule in the message of a job goes to the host that is given the job, and to no other."""
+    sent: list[SetRule] = []
+    enforcer = house.part(QuotaEnforcer)
+
+    def send(*messages: ToEngine) -> None:
+        sent.extend(message for message in messages if isinstance(message, SetRule))
+
+    monkeypatch.setattr(house.part(EngineClient), "send", send)
+    job = house.store.job_by_id(house.ask("POST", "/v1/jobs", json=tiny("two-hosts")).json()["id"])
+    assert job is not None
+    limit(house, share=2.0)
+    assert enforcer.rule_with_job(job) == Rule(share=2.0)
+    enforcer.enforce()
+    assert [message.rule for message in sent] == [Rule(share=2.0)]
+    limit(house, share=3.0)
+    assert enforcer.rule_with_job(job) == Rule(share=3.0)
+    limit(house, share=2.0)  # as all were told; one has heard something else since
+    enforcer.enforce()
+    enforcer.enforce()
+    assert [message.rule for message in sent] == [Rule(share=2.0)] * 2
+
+
 # --- rates ------------------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, event, inspect, text
+from sqlalchemy.orm import Session
 
 from motet.errors import StoreError
 from motet.service.database.store import Store
@@ -323,6 +324,31 @@ def test_files_are_their_tenants(store: Store) -> None:
 
 
 # --- events -----------------------------------------------------------------------------------------------------------------
+
+
+def test_events_are_there_in_the_order_of_their_ids(store: Store) -> None:
+    """Who reads after the newest one would pass over an earlier one that is committed later."""
+    us = person(store, "us")
+    first, second = (store.submit(us, name, {}, 3, None).id for name in ("first", "second"))
+    written, go = threading.Event(), threading.Event()
+
+    def late(session: Session) -> None:
+        written.set()
+        assert go.wait(20)
+
+    with ThreadPoolExecutor(3) as threads:
+        one = threads.submit(store.add_event, first, "step", "0", {}, late)
+        assert written.wait(20)
+        after: list[Future[int | None]] = [
+            threads.submit(store.add_event, second, "step", "0", {}),
+            threads.submit(lambda: store.events(store.submit(us, "third", {}, 3, None).id)[0].id),
+        ]
+        early = wait(after, timeout=0.5).done
+        go.set()
+        assert not early
+        earlier, *later = [event.result() for event in (one, *after)]
+    assert earlier is not None
+    assert all(number is not None and number > earlier for number in later)
 
 
 def test_an_event_is_kept_once_with_what_it_says_of_its_job(store: Store) -> None:

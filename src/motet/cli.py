@@ -37,7 +37,9 @@ A reward of your own in rewards.py is named `rewards.py:reward`:
     motet run jobs.yaml --set steps=100 --set jobs.add.optimizer.lr=1e-4
 """
 
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+_NOT_OURS = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
+)  # fmt: skip
 """What a file that cannot be read or written says, wherever it is met."""
 
 app = typer.Typer(
@@ -373,7 +375,11 @@ def main() -> None:
         typer.secho(f"motet: {error}", fg="red", err=True)
         sys.exit(2)
     except OSError as error:
-        if error.errno not in _NOT_OURS or error.filename is None:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # met by a write, it names no file
+        if error.errno not in _NOT_OURS or (error.filename is None and not full):
             raise
-        typer.secho(f"motet: {error.filename}: {error.strerror}", fg="red", err=True)
+        where = "a file could not be written" if error.filename is None else error.filename
+        typer.secho(
+            f"motet: {where}: {error.strerror}{'; make room and try again' if full else ''}", fg="red", err=True
+        )
         sys.exit(2)

@@ -230,7 +230,9 @@ def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
     """
     from motet.training.torch_trainer import TorchTrainer
 
-    parking, inputs = (None if path is None else Path(path).expanduser() for path in (config.parking, config.offload))
+    parking, inputs = (
+        None if path is None else Path(os.path.expanduser(path)) for path in (config.parking, config.offload)
+    )
     if absent := [path for path in (parking, inputs) if path is not None and not path.is_dir()]:
         raise ConfigError(f"engine.parking or offload: {absent[0]} is no directory; make it, on a disk with room")
     return TorchTrainer(

@@ -57,7 +57,7 @@ class OwnCode:
         Raises:
             MotetError: it is not there, or does not load.
         """
-        path = Path(source).expanduser().resolve()
+        path = Path(os.path.expanduser(source)).resolve()
         try:
             there = path.is_file()
         except OSError as error:

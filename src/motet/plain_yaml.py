@@ -44,6 +44,10 @@ def read(text: str, *, aliases: bool = True) -> Any:
         tab = re.search(r"(?m)^ *\t", text)
         hint = "; YAML is indented with spaces, not with tabs" if tab else ""
         raise ConfigError(f"it is not YAML: {_why(error)}{hint}") from error
+    except (LookupError, AttributeError, OverflowError) as error:  # what yaml's own constructors of scalars let through
+        raise ConfigError(
+            "it is not YAML: a value is none of the type that is written before it (!!int, !!bool, …); leave that out"
+        ) from error
 
 
 def _why(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -102,7 +103,7 @@ def _check_reference(config: JobConfig) -> None:
             raise ConfigError("sampling.temperature: must be 1 with a teacher on a server, whose logprobs are at 1")
     elif name not in ("base", "start"):
         try:
-            shape_of(Path(name).expanduser())
+            shape_of(Path(os.path.expanduser(name)))
         except AdapterError as error:
             field = "teacher" if isinstance(algorithm, Distillation) else "reference"
             raise ConfigError(f"algorithm.{field}: {error}") from error

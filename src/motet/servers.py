@@ -93,7 +93,11 @@ def build_servers(
     clocks = Clocks(health=config.health_seconds, load=config.publish_seconds, request=config.request_seconds)
     dialect, headers, verify = DIALECTS[config.engine], _headers(config), trust(config)
     directory = (
-        Path(config.directory).expanduser() if config.directory else MEMORY if MEMORY.is_dir() else Path(gettempdir())
+        Path(os.path.expanduser(config.directory))
+        if config.directory
+        else MEMORY
+        if MEMORY.is_dir()
+        else Path(gettempdir())
     )
     files = VersionFiles(directory.resolve() / "-".join(filter(None, ("motet", run_id, part))))
     agents = config.agents or [""] * len(config.urls)
@@ -157,6 +161,10 @@ def _headers(config: RolloutConfig) -> Mapping[str, str]:
         return {}
     if not (key := os.environ.get(config.api_key_env)):
         raise ConfigError(f"rollout.api_key_env names {config.api_key_env}, which is not set in the environment")
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            f"rollout.api_key_env names {config.api_key_env}, which holds no key: one has plain letters only"
+        )
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -170,7 +178,7 @@ def trust(config: RolloutConfig) -> bool | ssl.SSLContext:
         return config.verify_tls
     try:
         context = ssl.create_default_context()
-        context.load_verify_locations(Path(config.ca_file).expanduser())
+        context.load_verify_locations(Path(os.path.expanduser(config.ca_file)))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"rollout.ca_file {config.ca_file} cannot be read: {error}") from error
     return context
@@ -211,7 +219,7 @@ def _model(name: str, launch: LaunchConfig, files: VersionFiles) -> str:
         raise ConfigError("rollout.launch cannot serve a .gguf file; use a model directory or a hub id as the base")
     if launch.preload is None:
         return source
-    copy = Path(launch.preload).expanduser().resolve() / f"{files.directory.name}-base"
+    copy = Path(os.path.expanduser(launch.preload)).resolve() / f"{files.directory.name}-base"
     try:
         shutil.rmtree(copy, ignore_errors=True)  # of an attempt that was killed
         shutil.copytree(_in_a_directory(source), copy)

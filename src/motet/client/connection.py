@@ -11,11 +11,12 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx2
 from pydantic import BaseModel, ValidationError
 
+from motet.config.urls import parse_url
 from motet.errors import ConfigError, ServiceError
 from motet.service.schemas import Error, JobEvent
 
@@ -61,9 +62,10 @@ class Connection:
         """
         self.url = (url or os.environ.get("MOTET_URL") or DEFAULT_URL).rstrip("/")
         key = (key or os.environ.get("MOTET_API_KEY") or "").strip()
-        host = urlsplit(self.url).hostname
-        if urlsplit(self.url).scheme not in ("http", "https") or not host:
-            raise ConfigError(f"{self.url!r} is not the address of a service; it looks like {DEFAULT_URL}")
+        try:
+            host = parse_url(self.url).hostname
+        except ValueError as error:
+            raise ConfigError(f"{self.url!r} is not the address of a service; it looks like {DEFAULT_URL}") from error
         if not key.isascii() or not key.isprintable():
             raise ConfigError("this is not an API key; one looks like mk-… and has plain letters only")
         self._http = httpx2.AsyncClient(

@@ -25,16 +25,22 @@ _log = logging.getLogger(__name__)
 _GATHER_SECONDS = 60.0
 """Seconds that jobs wait for the last host to be ready when the first one is."""
 _RETRY_SECONDS = 2.0
+LOOK_SECONDS = 60.0
+"""Between two readings of the open jobs while nothing changes: one may have been kept and not handed over, its database being
+away by then."""
 
 
 class EngineClient:
     """Starts hosts, gives them jobs and questions, and receives what becomes of them."""
 
-    def __init__(self, starts: Sequence[m.Start], directory: Path, launch: Launch | None = None) -> None:
+    def __init__(
+        self, starts: Sequence[m.Start], directory: Path, launch: Launch | None = None, look: float = LOOK_SECONDS
+    ) -> None:
         """`starts` has the first message of each host. Host N writes to `engine-N.log`, the first one to `engine.log`.
 
         `launch` starts their processes: on this machine unless it is given.
         """
+        self._look_seconds = look
         # of its own: what others wait for in threads, a slow disk or a slow name, does not keep the engine waiting
         self._handling = ThreadPoolExecutor(1, "motet-events")
         logs = [directory / (f"engine-{number}.log" if number else "engine.log") for number in range(len(starts))]
@@ -81,6 +87,10 @@ class EngineClient:
     def jobs_on(self, host: Host) -> int:
         """How many jobs a host has."""
         return self._jobs.on(host)
+
+    def has(self, job: str) -> bool:
+        """Whether a host has a job. From any thread; where it lets the job go meanwhile, open jobs are read again."""
+        return self._jobs.get(job) is not None
 
     def adopt(self, engine: Engine) -> None:
         """Have a process that was started already (`start_engine`) as the first host's; before `start`."""
@@ -211,10 +221,14 @@ class EngineClient:
     # --- which host has which job -----------------------------------------------------------------------------------------
 
     async def _keep_placed(self, handlers: EngineHandlers) -> None:
-        """Give jobs that no host has to hosts, and even them out, whenever something has changed."""
+        """Give jobs that no host has to hosts, and even them out, whenever something has changed, and now and then."""
         await self._all_there()
         while True:
-            await self._look.wait()
+            try:
+                async with asyncio.timeout(self._look_seconds):
+                    await self._look.wait()
+            except TimeoutError:
+                self._unplaced = True
             self._look.clear()
             try:
                 await self._place_open(handlers)

@@ -42,7 +42,7 @@ class EngineHandlers:
     """Who handles what hosts send. Open jobs are asked for, and events and usage come, in one thread, one after another."""
 
     open_jobs: Callable[[], list[m.AddJob]]
-    """All jobs that have not ended, in the order they came."""
+    """All jobs that have not ended, in the order they came; those that a host has may be left out."""
     event: Callable[[m.JobEvent], None]
     usage: Callable[[m.Usage], None]
     score: Callable[[m.ScoreRequest], Awaitable[m.Scored]]

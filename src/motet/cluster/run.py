@@ -100,6 +100,11 @@ class HostedRun:
                     f"job {job.config.name}: its reward is a function of this process, which hosts do not have; name it as "
                     "`file.py:function`, or set engine.hosts to 1"
                 )
+            if job.config.data.rows is not None:
+                raise ConfigError(
+                    f"job {job.config.name}: its rows are of this process, which hosts do not have; write them to a file and "
+                    "name that as data.source, or set engine.hosts to 1"
+                )
         start = m.Start(
             base=config.base,
             run=str(directory.path),

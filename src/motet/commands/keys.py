@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Annotated, Literal
 
@@ -10,6 +11,7 @@ import typer
 import motet
 from motet.commands.answers import day, print_answer, say, table
 from motet.commands.options import AsJson, Key, Url
+from motet.errors import ConfigError
 
 app = typer.Typer(rich_markup_mode=None)
 keys = typer.Typer(help="Make, show and end the API keys of a service.", no_args_is_help=True, rich_markup_mode=None)
@@ -29,6 +31,8 @@ def create_key(
     key: Key = None,
 ) -> None:
     """Make a key and print it, this once; needs an admin's key."""
+    if expires_days is not None and not math.isfinite(expires_days):
+        raise ConfigError("--expires-days is a number of days; without it the key never ends")
     with motet.Client(url, key) as client:
         made = client.create_key(tenant, name, role, expires_days)
     print_answer(made, as_json, made.key)

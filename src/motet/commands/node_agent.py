@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from motet.commands.listening import bound, is_loopback, url_of
+from motet.config.urls import parse_url
 from motet.errors import ConfigError
 from motet.rollout.dialects import DIALECTS
 from motet.servers import MEMORY
@@ -37,6 +38,10 @@ def listen(
     from motet.rollout.node_agent import NodeAgent
     from motet.rollout.node_server import NodeServer
 
+    try:
+        parse_url(server)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     key = None if key_env is None else os.environ.get(key_env)
     if key_env is not None and not key:
         raise ConfigError(f"--key-env names {key_env}, which is not set in the environment")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -143,7 +144,9 @@ def _limit(name: str, text: str) -> str | float | int | None:
     if name == "priority":
         return text
     try:
-        return int(text) if name not in ("share", "storage_mb", "cpu_seconds", "wall_seconds") else float(text)
+        number: float = int(text) if name not in ("share", "storage_mb", "cpu_seconds", "wall_seconds") else float(text)
     except ValueError:
-        option = name.replace("_", "-")
-        raise ConfigError(f"--{option} {text!r} must be a number, `none` or `default`") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"--{name.replace('_', '-')} {text!r} must be a number, `none` or `default`")
+    return number

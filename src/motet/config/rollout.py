@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from motet.config.engine import EngineConfig
+from motet.config.urls import parse_url
 from motet.section import Config
 
 VERSIONS_BESIDES = 2
@@ -101,8 +102,7 @@ class RolloutConfig(Config):
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
         for url in urls:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"{url!r} must begin with http:// or https://")
+            parse_url(url)
         if len(set(urls)) < len(urls):
             raise ValueError("names a server twice")
         return [url.rstrip("/") for url in urls]

@@ -113,12 +113,14 @@ class KVCache:
         """
         if n > len(self._free):
             raise ValueError(f"{n} KV blocks asked for, {len(self._free)} free")
-        blocks = [self._free.pop() for _ in range(n)]
+        n_left = len(self._free) - n
+        blocks = self._free[n_left:][::-1]
+        index = torch.tensor(blocks, device=self.device)  # first: a device that has no memory left fails here
+        del self._free[n_left:]
         for block in blocks:
             self._references[block] = 1
             self._turns[block] += 1
         if blocks and self._clean:
-            index = torch.tensor(blocks, device=self.device)
             for pool in self._pools():
                 pool.index_fill_(0, index, 0)
         return blocks

@@ -44,7 +44,7 @@ def find_base(name: str) -> tuple[str, str | None]:
     near = difflib.get_close_matches(name, ("small", "smollm2"), 1, cutoff=0.8)
     if near:
         raise BaseModelError(f"there is no base {name!r}; did you mean {near[0]!r}?")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.suffix == ".gguf":
         if not path.is_file():
             raise BaseModelError(f"there is no file {path}; give the path of a .gguf file")

@@ -52,10 +52,14 @@ class BlockAllocator:
             return None
         sequence = prompt.waiting.pop(0)
         self._cache.share(prompt.blocks[:n_full])
-        sequence.slot = self._cache.states.copy(prompt.slot)
         sequence.blocks = list(prompt.blocks[:n_full])
-        if rest:
-            sequence.blocks.append(prompt.blocks.pop() if take_over else self._cache.copy(prompt.blocks[n_full]))
+        try:
+            sequence.slot = self._cache.states.copy(prompt.slot)
+            if rest:
+                sequence.blocks.append(prompt.blocks.pop() if take_over else self._cache.copy(prompt.blocks[n_full]))
+        except Exception:  # a fault of the device: nobody else knows of it yet
+            self.give_back(sequence)
+            raise
         if take_over:
             self.give_back(prompt)
         return sequence
@@ -111,7 +115,9 @@ class BlockAllocator:
         states = self._cache.states
         prompt.slot = states.take() if kept.slot == states.no_slot else states.copy(kept.slot)
         self._cache.share(kept.blocks[:n_full])
-        prompt.blocks = kept.blocks[:n_full] + ([self._cache.copy(kept.blocks[n_full])] if rest else [])
+        prompt.blocks = kept.blocks[:n_full]
+        if rest:
+            prompt.blocks.append(self._cache.copy(kept.blocks[n_full]))
         prompt.blocks += self._cache.take(n_blocks - len(prompt.blocks))
         return True
 
@@ -121,7 +127,9 @@ class BlockAllocator:
         if not self._kept.make_room(n_blocks - len(present) + more, 1) or copy.gone:
             self._cache.give_back(present)
             return False
-        owner.blocks, owner.slot = [*present, *self._cache.take(n_blocks - len(present))], self._cache.states.take()
+        owner.blocks = list(present)
+        owner.blocks += self._cache.take(n_blocks - len(present))
+        owner.slot = self._cache.states.take()
         self._host.restore(copy, n_tokens, owner.blocks, owner.slot, len(present))
         return True
 

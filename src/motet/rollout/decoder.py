@@ -150,8 +150,8 @@ class Decoder:
             self.runner.sample(resumed, logits_NV[: len(resumed)])
         return [*resumed, *([] if self._preempted else self._fork())]
 
-    def _rows_left(self, taken: int = 0) -> int:
-        return self.max_rows - len(self._running) - taken
+    def _rows_left(self) -> int:
+        return self.max_rows - len(self._running)
 
     def _open_prompts(self, inputs: list[NewTokens], budget: int) -> list[Prompt]:
         """Give blocks to prompts that will be prefilled now; room for at least one completion of each is left free."""
@@ -181,18 +181,18 @@ class Decoder:
         logits = []
         while self._waiting and self._waiting[0].blocks:
             prompt = self._waiting[0]
-            while prompt.waiting and prompt.blocks and self._rows_left(len(born)) > 0:
+            while prompt.waiting and prompt.blocks and self._rows_left() > 0:
                 last_logits = prompt.logits
-                sequence = self.blocks.fork(prompt, alone=not (self._running or born))
+                sequence = self.blocks.fork(prompt, alone=not self._running)
                 if sequence is None:
                     break
+                self._running.append(sequence)  # before the next can fail, so that `fail_all` finds it
                 born.append(sequence)
                 logits.append(last_logits)
             if prompt.waiting:
                 break
             self._waiting.popleft()
             self._release_prompt(prompt)
-        self._running.extend(born)
         if born:
             self.runner.sample(born, torch.cat(logits))
         return born

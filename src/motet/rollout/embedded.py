@@ -6,6 +6,7 @@ Publishing a version is handing over a pointer (`install`). Requests may name an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 import time
 from collections import Counter
@@ -276,10 +277,21 @@ class SavedFiles:
         self._engine, self._trainer = engine, trainer
 
     async def publish(self, name: str, ref: AdapterRef) -> None:
-        """Make the trainer's current weights of adapter `name` servable under this reference."""
-        with tempfile.TemporaryDirectory(prefix="motet-version-") as place:
-            await asyncio.to_thread(self._trainer.save_adapter, name, Path(place), optimizer=False)
-            await self._engine.load_adapter(ref, Path(place))
+        """Make the trainer's current weights of adapter `name` servable under this reference.
+
+        Raises:
+            EngineError: they could not be written.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-version-")))
+                await asyncio.to_thread(self._trainer.save_adapter, name, place, optimizer=False)
+            except OSError as error:  # of another disk than the run's: nobody is to wait for room there
+                raise EngineError(
+                    f"version {ref.version} of adapter {ref.name!r} could not be written to {tempfile.gettempdir()}: {error}; "
+                    "make room there, or set TMPDIR to another directory"
+                ) from error
+            await self._engine.load_adapter(ref, place)
 
 
 def _deliver(

@@ -140,12 +140,21 @@ class Fleet:
                 starting = process is not None and process.alive and isinstance(error, ServerGone)
                 replica.leave("starting" if starting else str(error))
                 if isinstance(error, ServerUnfit) or (process is not None and process.hopeless):
-                    self._hopeless[replica.url] = replica.note
-                    await self._notify_waiters()
+                    await self._give_up(replica)
                     return False
                 await asyncio.sleep(replica.clocks.look)
+            except Exception as error:  # a request cannot even be made: the address is none, the key has odd letters
+                _log.exception("%s cannot be asked", replica.url)
+                reason = f"{type(error).__name__}: {error}"
+                replica.leave(f"{replica.url} cannot be asked ({reason}); look at rollout.urls, its agent and its key")
+                await self._give_up(replica)
+                return False
         await self._notify_waiters()
         return True
+
+    async def _give_up(self, replica: Replica) -> None:
+        self._hopeless[replica.url] = replica.note
+        await self._notify_waiters()
 
     async def _notify_waiters(self) -> None:
         async with self._changed:

@@ -63,14 +63,20 @@ class ServedVersions:
         """Write a version into a directory of its own and load it on every replica where its job is at home.
 
         Raises:
-            EngineError: no replica took it, or one refused it, and why.
+            EngineError: it could not be written, no replica took it, or one refused it, and why.
         """
         if ref in self._versions:
             raise EngineError(f"version {ref.version} of adapter {ref.name!r} is loaded already")
 
         def staged() -> None:
-            with self._files.write_draft(ref.served_name) as directory:
-                write(directory)
+            try:
+                with self._files.write_draft(ref.served_name) as directory:
+                    write(directory)
+            except OSError as error:  # of another disk than the run's: nobody is to wait for room there
+                raise EngineError(
+                    f"version {ref.version} of adapter {ref.name!r} could not be written to {self._files.directory} "
+                    f"(rollout.directory): {error}; make room there, or name another directory"
+                ) from error
 
         writing = asyncio.create_task(asyncio.to_thread(staged))
         try:

@@ -10,7 +10,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from motet.errors import EngineError, ServerGone, ServerRefused
+from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused
 from motet.rollout.connection import Connection
 from motet.rollout.dialects import HttpRequest
 from motet.types import ADAPTER_FILES
@@ -71,9 +71,12 @@ async def take_back(agent: Connection, name: str) -> Any:
 
 
 async def written(agent: Connection) -> set[str]:
-    """The names of the versions whose files an agent has; raises as `send`."""
+    """The names of the versions whose files an agent has; raises as `send`, and `ServerFault` where it is no agent."""
     answer = await _answer(agent, HttpRequest("/versions"))
-    return set(answer["versions"])
+    names = answer.get("versions") if isinstance(answer, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ServerFault(f"{agent.url} does not answer as `motet node-agent` does; look at rollout.agents")
+    return set(names)
 
 
 async def _answer(agent: Connection, request: HttpRequest) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,12 @@ def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
         rows = json.dumps(as_json(list(config.data.rows)), sort_keys=True)
         yield GIVEN_ROWS, hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()[:_SHOWN]
     for name in (config.data.source, config.data.eval_source, *adapters, *(name.rpartition(":")[0] for name in named)):
-        if name and (path := Path(name).expanduser()).is_file():
+        if name and (path := Path(os.path.expanduser(name))).is_file():
             yield path.name, hash_of(path).hexdigest()[:_SHOWN]
 
 
 def _placeless(name: str | None) -> str | None:
-    return Path(name).name if name and Path(name).expanduser().exists() else name
+    return Path(name).name if name and Path(os.path.expanduser(name)).exists() else name
 
 
 def _source(function: Any) -> str:

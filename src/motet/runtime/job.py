@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -165,7 +166,7 @@ class Job:
         assert self.config.adapter.init is not None
         if self.before is not None:
             return self.before.directory.version_named(self.before_version)
-        return Path(self.config.adapter.init).expanduser()
+        return Path(os.path.expanduser(self.config.adapter.init))
 
     def evaluates(self, version: int) -> bool:
         """Whether this version is evaluated: the first, the last, and every so many."""

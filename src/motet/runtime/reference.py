@@ -118,7 +118,7 @@ def reference_of(session: Session) -> Reference:
         return AdapterReference(session, job.init_directory())
     if name in ("base", "start"):
         return BaseReference(session)
-    return AdapterReference(session, Path(name).expanduser())
+    return AdapterReference(session, Path(os.path.expanduser(name)))
 
 
 def shape_of(directory: Path) -> AdapterConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def _plain(config: DataConfig, rows: Iterable[Row], bounds: Bounds | None) -> It
 
 
 def _rows(config: DataConfig, bounds: Bounds | None) -> Iterable[Row]:
-    path = Path(config.source).expanduser()
+    path = Path(os.path.expanduser(config.source))
     if config.rows is not None:
         return _of_python(config)
     if path.suffix.lower() in READERS:
@@ -97,7 +98,7 @@ def _datasets(config: DataConfig) -> Iterator[Row]:
     import datasets
 
     source, split = config.source, config.split
-    saved = Path(source).expanduser()
+    saved = Path(os.path.expanduser(source))
     try:
         if (saved / "state.json").is_file() or (saved / "dataset_dict.json").is_file():  # `save_to_disk` wrote it
             loaded = datasets.load_from_disk(str(saved))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from alembic.util.exc import CommandError
 from sqlalchemy import Engine, Select, create_engine, delete, event, func, inspect, select, update
-from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -34,8 +34,9 @@ from motet.service.database.tenants import Principal, Tenants
 from motet.types import JobState
 
 Value = TypeVar("Value")
-AWAY = (OperationalError, InterfaceError, NoConnection)
-"""What is raised while a database is away, full, or has no connection free: the same may succeed a moment later."""
+AWAY = (OperationalError, InterfaceError, InternalError, NoConnection)
+"""What is raised while a database is away, full, read-only (it fails over), or has no connection free: the same may succeed a
+moment later."""
 OPEN = tuple(state.value for state in JobState if not state.final)
 
 
@@ -144,6 +145,7 @@ class Store:
         data = {"state": job.state, "message": job.message or ""}
         try:
             with self.transaction() as session:
+                _wait_for_earlier_events(session)
                 session.add(job)
                 session.flush()
                 session.add(Event(job_id=job.id, kind="state", key="0", data=data))
@@ -230,6 +232,7 @@ class Store:
         entry = Event(job_id=job_id, kind=kind, key=key, data=dict(data))
         try:
             with self.transaction() as session:
+                _wait_for_earlier_events(session)
                 session.add(entry)
                 session.flush()
                 if also is not None:
@@ -305,8 +308,17 @@ def _public(url: str) -> str:
         return "that was given"
 
 
-_MIGRATING = 0x6D6F746574
-"""A lock of PostgreSQL, by a number of its own."""
+_MIGRATING, _EVENTS = 0x6D6F746574, 0x6D6F746575
+"""Locks of PostgreSQL, by numbers of their own."""
+
+
+def _wait_for_earlier_events(session: Session) -> None:
+    """Have events committed in the order of their ids, or who reads after the newest would pass over one that came late.
+
+    SQLite has one writer at a time, so nothing is needed there.
+    """
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(select(func.pg_advisory_xact_lock(_EVENTS)))
 
 
 def _migrate(engine: Engine) -> None:

@@ -52,10 +52,13 @@ class Handover:
             self._recorder.record_state(job.id, JobState.FAILED, str(error))
 
     def open_jobs(self) -> list[AddJob]:
-        """The messages of all jobs that an engine which starts has to take up; those that wait for others are left out."""
+        """The messages of all jobs that a host has to take up.
+
+        Left out are those that wait for others, and those that a host has: it says itself what becomes of them.
+        """
         messages = []
         for job in self._store.open_jobs():
-            if job.waits:
+            if job.waits or self._engine.has(job.id):
                 continue
             try:
                 if job.wanted == "cancel":

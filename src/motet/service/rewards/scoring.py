@@ -15,7 +15,7 @@ from typing import Any
 from motet.cluster.messages import Scored, ScoreRequest
 from motet.config import RewardConfig
 from motet.errors import ScorerAway
-from motet.service.database.store import Store
+from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import StoredJob
 from motet.service.rewards.grading import Grading
 from motet.service.workers.rewards import RewardWorkers
@@ -23,6 +23,8 @@ from motet.tasks.reward_elsewhere import ScoreOrReason, Transcripts, to_wire
 from motet.tasks.reward_http import HttpRewards
 
 _log = logging.getLogger(__name__)
+_SHORTEST_WAIT, _LONGEST_WAIT = 0.25, 5.0
+"""Seconds between two attempts while the database is away."""
 
 Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str], Transcripts], Awaitable[list[ScoreOrReason]]]
 
@@ -40,18 +42,30 @@ class Scoring:
 
     async def answer(self, request: ScoreRequest) -> Scored:
         """Scores, or why there are none; see `hosting.scores`."""
+        wait = _SHORTEST_WAIT
+        while True:
+            try:
+                return await self._scored(request)
+            except ScorerAway:
+                return Scored(request.key, away=True)
+            except AWAY as error:  # the engine waits; it cancels this when it goes
+                _log.warning(
+                    "scoring for job %s waits for the database: %s", request.job, getattr(error, "orig", error)
+                )
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT)
+            except Exception as error:  # the boundary of a tenant
+                _log.exception("scoring for job %s failed", request.job)
+                reason = f"the service failed to score it: {type(error).__name__}: {error}"
+                return Scored(request.key, [{"chance": reason}] * len(request.completions))
+
+    async def _scored(self, request: ScoreRequest) -> Scored:
         reward, completions = RewardConfig.model_validate(request.reward), request.completions
-        try:
-            job = await asyncio.to_thread(self._store.job_by_id, request.job)
-            scorer = self._scorers.get(reward.name)
-            if job is None or scorer is None:
-                what = f"reward {reward.name!r}" if job is not None else "job"
-                return Scored(request.key, [f"this service knows no such {what}"] * len(completions))
-            scores = await scorer(job, reward, request.problem, completions, request.transcripts)
-            return Scored(request.key, to_wire(scores))
-        except ScorerAway:
-            return Scored(request.key, away=True)
-        except Exception as error:  # the boundary of a tenant
-            _log.exception("scoring for job %s failed", request.job)
-            reason = f"the service failed to score it: {type(error).__name__}: {error}"
-            return Scored(request.key, [{"chance": reason}] * len(completions))
+        job = await asyncio.to_thread(self._store.job_by_id, request.job)
+        scorer = self._scorers.get(reward.name)
+        if job is None or scorer is None:
+            what = f"reward {reward.name!r}" if job is not None else "job"
+            return Scored(request.key, [f"this service knows no such {what}"] * len(completions))
+        return Scored(
+            request.key, to_wire(await scorer(job, reward, request.problem, completions, request.transcripts))
+        )

@@ -24,7 +24,8 @@ class QuotaEnforcer:
 
     def __init__(self, quotas: Quotas, ledger: Ledger, engine: EngineClient) -> None:
         self._quotas, self._ledger, self._engine = quotas, ledger, engine
-        self._sent: dict[str, Rule] = {}
+        self._sent: dict[str, Rule | None] = {}
+        """What all hosts were sent last; None where one of them has heard something else since."""
 
     def rule(self, tenant_id: str) -> Rule:
         """What holds for a tenant's jobs now."""
@@ -32,7 +33,9 @@ class QuotaEnforcer:
 
     def rule_with_job(self, job: StoredJob) -> Rule:
         """What holds for a job, for the message that takes it to the engine."""
-        rule = self._sent[job.tenant_id] = self.rule(job.tenant_id)
+        rule = self.rule(job.tenant_id)
+        if rule != self._sent.get(job.tenant_id, Rule()):
+            self._sent[job.tenant_id] = None
         return rule
 
     def check_resume(self, job: StoredJob) -> None:

@@ -1,0 +1,28 @@
+"""Addresses of servers as people write them."""
+
+from __future__ import annotations
+
+from urllib.parse import SplitResult, urlsplit
+
+
+def parse_url(url: str) -> SplitResult:
+    """The parts of an http or https URL with a host; its `port` is a number, or None where it names none.
+
+    Raises:
+        ValueError: it is no such URL, and what is wrong with it.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} must begin with http:// or https://")
+    try:
+        parts = urlsplit(url)
+        fault = "" if parts.port != 0 else "nothing listens on port 0"
+    except ValueError as error:
+        fault = str(error)
+    else:
+        if not parts.hostname:
+            fault = "it names no host"
+        elif not url.isprintable() or " " in url:
+            fault = "it has a blank or a letter that cannot be seen"
+    if fault:
+        raise ValueError(f"{url!r} is not the address of a server: {fault}; one looks like http://host:8000")
+    return parts
