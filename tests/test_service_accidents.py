@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 from fastapi import Request
-from psycopg.errors import ReadOnlySqlTransaction
-from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session
 
@@ -165,7 +164,6 @@ def test_a_reason_with_characters_that_no_database_keeps_is_kept_without_them(st
     [
         NoConnection("the pool is empty"),
         InterfaceError("", {}, OSError("closed")),
-        InternalError("", {}, ReadOnlySqlTransaction("the primary went to another machine")),
     ],
 )
 def test_what_is_told_while_no_connection_is_free_is_kept_later(house: House, error: Exception) -> None:

@@ -240,7 +240,7 @@ def test_two_teams_share_by_the_command_line(
 
 
 def test_an_engine_that_cannot_go_on_is_started_again(tmp_path: Path) -> None:
-    """First its base is not there, which is told while jobs are kept; then a state cannot be written."""
+    """Its base is not there at first, which is told while jobs are kept. A state that cannot be written ends nothing."""
     base = tmp_path / "base"
     service = Service(tmp_path / "served", "--base", str(base))
     try:
@@ -261,12 +261,8 @@ def test_an_engine_that_cannot_go_on_is_started_again(tmp_path: Path) -> None:
         waiting = service.submit(tiny("waiting", 1))["id"]
         directory = service.directory / "run" / str(waiting)
         service.until(directory.is_dir)
-        (directory / "status.json").mkdir()  # so that its state cannot be written
+        (directory / "status.json").mkdir()
         service.steer("long", "cancel")
-        service.until(lambda: service.get("/readyz").status_code == 503)
-        service.until(lambda: "status.json" in (service.directory / "engine.log").read_text())
-        (directory / "status.json").rmdir()
-        service.until(lambda: service.answers("/readyz"))
         assert service.ended("waiting") == "succeeded"
         assert service.ended("long") == "cancelled"
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, event, inspect, text
+from sqlalchemy.exc import InternalError, OperationalError, ProgrammingError
 from sqlalchemy.orm import Session
 
 from motet.errors import StoreError
@@ -170,6 +172,22 @@ def test_several_services_may_begin_on_the_same_empty_database(url: str) -> None
     with ThreadPoolExecutor(6) as pool:
         for store in list(pool.map(Store, [url] * 6)):
             store.close()
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_a_database_that_only_reads_counts_as_away_and_any_other_fault_does_not(url: str) -> None:
+    def delete(before: str) -> None:
+        with store.transaction() as session:
+            with contextlib.suppress(ProgrammingError):
+                session.execute(text(before))
+            session.execute(text("DELETE FROM jobs"))
+
+    store = Store(url)
+    with pytest.raises(OperationalError, match="read-only transaction"):
+        delete("SET TRANSACTION READ ONLY")
+    with pytest.raises(InternalError, match="transaction is aborted"):
+        delete("nonsense")
+    store.close()
 
 
 def test_a_start_that_was_cut_off_is_taken_up(tmp_path: Path) -> None:

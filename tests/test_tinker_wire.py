@@ -224,7 +224,8 @@ def test_gradients_that_wait_are_bounded_and_their_step_is_taken(house: House) -
     assert house.ask("POST", f"{PREFIX}/optim_step", json=step).json() == {"request_id": f"{model}/3"}
     os.truncate(journal(house, model).path / "00000001.cmd", 2 * MOST_WAITING + 1)
     assert (
-        "call optim_step" in house.refused(400, "POST", f"{PREFIX}/optim_step", json={**step, "seq_id": 4})["message"]
+        "wait for those before this one"
+        in house.refused(400, "POST", f"{PREFIX}/optim_step", json={**step, "seq_id": 4})["message"]
     )
     assert journal(house, model).command(4) is None
 

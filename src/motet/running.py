@@ -211,10 +211,10 @@ async def _run_jobs(
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await shared.rewards.close()
-        if failures:
-            raise failures[0]
-        if observe is not None:
+        if observe is not None and not failures:
             observe(progress)
+    if failures:
+        raise failures[0]
 
 
 def _left_out(jobs: Sequence[Job]) -> list[str]:

@@ -176,9 +176,10 @@ class HostedRun:
             await self._client.kill()
             for job in progress:
                 job.state = JobState.PAUSED if job.state in (JobState.QUEUED, JobState.RUNNING) else job.state
-            if failures:
-                raise failures[0]
-            look()
+            if not failures:
+                look()
+        if failures:
+            raise failures[0]
 
     def _handlers(self) -> EngineHandlers:
         async def score(request: m.ScoreRequest) -> m.Scored:

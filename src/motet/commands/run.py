@@ -150,7 +150,7 @@ def _tensorboard(
             failure = ""
         except OSError as error:
             if str(error) != failure:
-                notify(f"TensorBoard events cannot be written ({error}); the run goes on, and they are tried again")
+                notify(f"TensorBoard events cannot be written ({error}), and the run goes on without them")
             failure = str(error)
         due = time.monotonic() + 2.0
 

@@ -11,7 +11,7 @@ def parse_url(url: str) -> SplitResult:
     Raises:
         ValueError: it is no such URL, and what is wrong with it.
     """
-    if not url.startswith(("http://", "https://")):
+    if not url.lower().startswith(("http://", "https://")):
         raise ValueError(f"{url!r} must begin with http:// or https://")
     try:
         parts = urlsplit(url)

@@ -115,12 +115,12 @@ class KVCache:
             raise ValueError(f"{n} KV blocks asked for, {len(self._free)} free")
         n_left = len(self._free) - n
         blocks = self._free[n_left:][::-1]
-        index = torch.tensor(blocks, device=self.device)  # first: a device that has no memory left fails here
+        index = torch.tensor(blocks, device=self.device) if n and self._clean else None  # first, as it may fail
         del self._free[n_left:]
         for block in blocks:
             self._references[block] = 1
             self._turns[block] += 1
-        if blocks and self._clean:
+        if index is not None:
             for pool in self._pools():
                 pool.index_fill_(0, index, 0)
         return blocks

@@ -202,9 +202,11 @@ class EmbeddedEngine:
         routing = self.decoder.runner.stacks.routing([(weights, 0, n_tokens)], base.device)
         with base.routed(routing):
             hidden_TD = base.hidden(tokens_T, positions_T, attention)
-            wanted_T = torch.cat([tokens_T[1:], tokens_T[:1]])
-            for hidden_ND, wanted_N in zip(hidden_TD.split(_SCORED_ROWS), wanted_T.split(_SCORED_ROWS), strict=True):
-                yield Distribution.of(base.logits(hidden_ND), [1.0]), wanted_N
+        wanted_T = torch.cat([tokens_T[1:], tokens_T[:1]])
+        for hidden_ND, wanted_N in zip(hidden_TD.split(_SCORED_ROWS), wanted_T.split(_SCORED_ROWS), strict=True):
+            with base.routed(routing):  # and left before others run: what happens there may keep this from ending
+                logits_NV = base.logits(hidden_ND)
+            yield Distribution.of(logits_NV, [1.0]), wanted_N
 
     def refuse(self, request: GenerateRequest) -> None:
         """Raise for a request that can never be served.

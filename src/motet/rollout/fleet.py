@@ -136,7 +136,7 @@ class Fleet:
                     process.answered()
                 await self._back(replica)
                 break
-            except EngineError as error:
+            except (EngineError, OSError) as error:
                 starting = process is not None and process.alive and isinstance(error, ServerGone)
                 replica.leave("starting" if starting else str(error))
                 if isinstance(error, ServerUnfit) or (process is not None and process.hopeless):

@@ -10,7 +10,6 @@ from motet.runtime.job import Job, Services
 from motet.runtime.reference import reference_of
 from motet.runtime.scheduler import weight_of
 from motet.runtime.session import Evaluated, Session
-from motet.runtime.uninterrupted import uninterrupted
 from motet.types import JobState
 
 
@@ -51,14 +50,11 @@ class Driver:
                 await session.commit()
             return JobState.PAUSED if self._pause else JobState.QUEUED
         finally:
-            await uninterrupted(self._close())
-
-    async def _close(self) -> None:
-        async with contextlib.AsyncExitStack() as rest:  # from the last to the first
-            rest.push_async_callback(self.session.close)
-            rest.push_async_callback(self.reference.close)
-            rest.callback(self.services.scheduler.leave, self.job.name)
-            await self.leave()
+            async with contextlib.AsyncExitStack() as rest:  # from the last to the first, also where one is cut off
+                rest.push_async_callback(session.close)
+                rest.push_async_callback(self.reference.close)
+                rest.callback(scheduler.leave, job.name)
+                await self.leave()
 
     # --- what a loop says ----------------------------------------------------------------------------------------------
 

@@ -95,9 +95,11 @@ class RolloutLoop(Driver):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._sampler.close()
-        if self._critic is not None:
-            await self._critic.close()
+        try:
+            await self._sampler.close()
+        finally:
+            if self._critic is not None:
+                await self._critic.close()
 
     @property
     def waits(self) -> bool:

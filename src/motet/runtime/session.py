@@ -79,7 +79,7 @@ class Slot:
         """Free it, where it is taken."""
         if self._taken:
             self._taken = False
-            await self._session.on_device(lambda trainer: trainer.remove_adapter(self._name))
+            await uninterrupted(self._session.on_device(lambda trainer: trainer.remove_adapter(self._name)))
 
 
 class Session:
@@ -136,8 +136,10 @@ class Session:
 
     async def close(self) -> None:
         """Give the slot back, whatever happened."""
-        await self.versions.drop_all()
-        await self._slot.give_back()
+        try:
+            await self.versions.drop_all()
+        finally:
+            await self._slot.give_back()
 
     async def on_device(self, call: Callable[[Trainer], Result]) -> Result:
         """A call of the trainer in the device's turn; its time is the job's."""

@@ -18,6 +18,5 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
         except asyncio.CancelledError as error:
             cut = error
     if cut is not None:
-        task.exception()
-        raise cut
+        raise cut from task.exception()
     return task.result()

@@ -75,7 +75,7 @@ class Versions:
             return
         oldest = self._oldest - (self._keep or 0)
         gone = [version for version, holds in self._holds.items() if holds == 0 and version < oldest]
-        await uninterrupted(self._unload(gone))
+        await self._unload(gone)
 
     async def drop_all(self) -> None:
         """The job left: unload everything, unless all is kept."""
@@ -86,5 +86,8 @@ class Versions:
     async def _unload(self, gone: Sequence[int]) -> None:
         for version in gone:  # all at once: another collection may run while this one waits for the engine
             del self._holds[version]
-        for version in gone:
-            await self._engine.unload_adapter(self.ref(version))
+        await uninterrupted(self._unload_all([self.ref(version) for version in gone]))
+
+    async def _unload_all(self, gone: Sequence[AdapterRef]) -> None:
+        for ref in gone:
+            await self._engine.unload_adapter(ref)

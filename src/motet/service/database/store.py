@@ -34,9 +34,11 @@ from motet.service.database.tenants import Principal, Tenants
 from motet.types import JobState
 
 Value = TypeVar("Value")
-AWAY = (OperationalError, InterfaceError, InternalError, NoConnection)
+AWAY = (OperationalError, InterfaceError, NoConnection)
 """What is raised while a database is away, full, read-only (it fails over), or has no connection free: the same may succeed a
 moment later."""
+_READ_ONLY = "25006"
+"""What PostgreSQL calls it."""
 OPEN = tuple(state.value for state in JobState if not state.final)
 
 
@@ -71,8 +73,13 @@ class Store:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Session]:
         """A session that is committed at its end, or rolled back when something is raised."""
-        with self._session.begin() as session:
-            yield session
+        try:
+            with self._session.begin() as session:
+                yield session
+        except InternalError as error:
+            if getattr(error.orig, "sqlstate", None) != _READ_ONLY:
+                raise
+            raise OperationalError(error.statement, error.params, error.orig or error) from error
 
     def scalars(self, query: Select[Value]) -> list[Value]:
         """What a query gives, in a transaction of its own."""

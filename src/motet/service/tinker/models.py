@@ -170,9 +170,8 @@ class Models:
         if not self.journal(job).known(number) and self.journal(job).waiting_bytes() > most:
             if gradient:
                 self.refuse(job, number)
-            raise Refusal(
-                400, f"{MOST_WAITING >> 30} GB of gradients of this model wait for their step: call optim_step"
-            )
+            wanted = "call optim_step" if gradient else "wait for those before this one"
+            raise Refusal(400, f"{most >> 30} GB of commands of this model wait to be done: {wanted}")
         try:
             with self._writing:
                 self.journal(job).write(number, command)
