@@ -284,14 +284,14 @@ def test_a_rank_that_is_gone_is_no_fault_of_a_job(tmp_path: Path) -> None:
 
 
 class _PickyTrainer(FakeTrainer):
-    """Slow at first, so that batches are shared; runs out of memory whenever `greedy` is in one, from the first shared one on."""
+    """Slow until `greedy` shares a batch; from then on runs out of memory whenever that is in one."""
 
     def __init__(self, *, slots: int = 16) -> None:
         super().__init__(slots=slots, seconds=0.02)
         self.shared: list[set[str]] = []
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
-        time.sleep(0.3 if len(self.batches) < 4 else 0)  # others come to wait meanwhile, also on a busy machine
+        time.sleep(0 if self.shared else 0.2)  # others come to wait meanwhile, also on a busy machine
         stats = super().forward_backward(batch)
         names = {segment.adapter for segment in batch.segments}
         if "greedy" in names and (self.shared or len(names) > 1):
