@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.model.host_cache import HostCache
 from motet.model.kv_cache import KVCache
+from motet.rollout.block_allocator import BlockAllocator
+from motet.rollout.kept import KeptSequences
+from motet.rollout.sequences import Prompt, Sequence
+from motet.types import GenerateRequest, SamplingParams
 
 CPU = torch.device("cpu")
 BLOCK, HEADS, WIDTH = 4, 2, 3
 
 
-def make_cache(n_blocks: int) -> KVCache:
-    cache = KVCache(n_blocks, BLOCK, CPU)
+def make_cache(n_blocks: int, *, clean: bool = True) -> KVCache:
+    cache = KVCache(n_blocks, BLOCK, CPU, clean=clean)
     for layer in range(2):
         cache.layer(layer, torch.zeros(1, HEADS, WIDTH), torch.zeros(1, HEADS, WIDTH))
     return cache
@@ -83,3 +89,49 @@ def test_layers_may_differ_in_shape():
 def test_an_empty_cache_is_refused():
     with pytest.raises(ValueError, match="at least one block"):
         KVCache(0, BLOCK, CPU)
+
+
+def failing_cache(*, clean: bool = True) -> KVCache:
+    """With states, of a device that fails whenever they, or the blocks of its last layer, are written."""
+    cache = make_cache(8, clean=clean)
+    with torch.inference_mode():  # torch refuses to write to what was made here once it is left
+        cache.layer(2, torch.zeros(1, HEADS, WIDTH), torch.zeros(1, HEADS, WIDTH))
+        cache.states.read(2, "recurrent", torch.tensor([1]), (3,))
+    return cache
+
+
+def assert_all_is_free(cache: KVCache) -> None:
+    assert (cache.n_free, cache.states.n_free) == (cache.n_blocks, cache.states.n_slots)
+
+
+def test_a_fault_of_the_device_leaves_what_was_to_be_handed_out_free():
+    cache = failing_cache()
+    for take in (lambda: cache.take(2), cache.states.take):
+        with pytest.raises(RuntimeError, match="inference"):
+            take()
+    assert_all_is_free(cache)
+
+
+def test_a_fault_while_a_copy_is_made_leaves_it_free():
+    cache = failing_cache(clean=False)
+    with pytest.raises(RuntimeError, match="inference"):
+        cache.copy(cache.zero_block)
+    with torch.inference_mode(), pytest.raises(IndexError):
+        cache.states.copy(99)
+    assert_all_is_free(cache)
+
+
+def test_a_sequence_whose_states_cannot_be_had_gives_its_blocks_back():
+    cache = failing_cache(clean=False)
+    host = HostCache(cache, 0)
+    blocks = BlockAllocator(cache, host, KeptSequences(cache, host, 0, stateful=True))
+    request = GenerateRequest("r", "job", np.arange(6, dtype=np.int32), None, SamplingParams(max_tokens=1), (1,))
+    prompt = Prompt(request, None, lambda chunk: None)
+    sequence = Sequence(prompt, 0, 1)
+    with pytest.raises(RuntimeError, match="inference"):
+        blocks.begin(prompt, 0, None)
+    with pytest.raises(RuntimeError, match="inference"):
+        blocks.resume(sequence)
+    blocks.give_back(prompt)
+    blocks.give_back(sequence)
+    assert_all_is_free(cache)

@@ -115,14 +115,14 @@ class KVCache:
             raise ValueError(f"{n} KV blocks asked for, {len(self._free)} free")
         n_left = len(self._free) - n
         blocks = self._free[n_left:][::-1]
-        index = torch.tensor(blocks, device=self.device) if n and self._clean else None  # first, as it may fail
+        if n and self._clean:  # first: a fault of the device leaves them free
+            index = torch.tensor(blocks, device=self.device)
+            for pool in self._pools():
+                pool.index_fill_(0, index, 0)
         del self._free[n_left:]
         for block in blocks:
             self._references[block] = 1
             self._turns[block] += 1
-        if index is not None:
-            for pool in self._pools():
-                pool.index_fill_(0, index, 0)
         return blocks
 
     def share(self, blocks: list[int]) -> None:
@@ -133,8 +133,12 @@ class KVCache:
     def copy(self, source: int) -> int:
         """A new block with the contents of another."""
         (block,) = self.take(1)
-        for pool in self._pools():
-            pool[block] = pool[source]
+        try:
+            for pool in self._pools():
+                pool[block] = pool[source]
+        except Exception:  # a fault of the device: nobody else knows of it yet
+            self.give_back([block])
+            raise
         return block
 
     def contents(self, block: int) -> Tensor:

@@ -43,16 +43,20 @@ class StateCache:
         """
         if not self._free:
             raise ValueError(f"a slot for states asked for, all {self.n_slots} are taken")
-        slot = self._free.pop()
-        for pool in self._pools.values():
+        slot = self._free[-1]
+        for pool in self._pools.values():  # first: a fault of the device leaves it free
             pool[slot].zero_()
-        return slot
+        return self._free.pop()
 
     def copy(self, source: int) -> int:
         """A new slot with the states of another."""
         slot = self.take()
-        for pool in self._pools.values():
-            pool[slot] = pool[source]
+        try:
+            for pool in self._pools.values():
+                pool[slot] = pool[source]
+        except Exception:  # a fault of the device: nobody else knows of it yet
+            self.give_back(slot)
+            raise
         return slot
 
     def contents(self, slot: int) -> Tensor:

@@ -35,7 +35,8 @@ class BlockAllocator:
             return None
         if not self._kept.make_room(n_blocks + more, 1):
             return None
-        prompt.blocks, prompt.slot = self._cache.take(n_blocks), self._cache.states.take()
+        prompt.blocks = self._cache.take(n_blocks)  # its own before the next can fail, so that they are given back
+        prompt.slot = self._cache.states.take()
         return 0
 
     def fork(self, prompt: Prompt, *, alone: bool) -> Sequence | None:
@@ -71,7 +72,8 @@ class BlockAllocator:
             return self._come_back(sequence, sequence.length - 1, n_blocks)
         if not self._kept.make_room(n_blocks, 1):
             return False
-        sequence.blocks, sequence.slot = self._cache.take(n_blocks), self._cache.states.take()
+        sequence.blocks = self._cache.take(n_blocks)  # as in `begin`
+        sequence.slot = self._cache.states.take()
         return True
 
     def grow(self, sequence: Sequence) -> bool:
