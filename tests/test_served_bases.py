@@ -14,7 +14,18 @@ from pydantic import ValidationError
 
 from motet.cluster.client import EngineClient
 from motet.cluster.host import Engine, EngineHandlers
-from motet.cluster.messages import AddJob, JobEvent, Ready, Scored, ScoreRequest, Start, Usage
+from motet.cluster.messages import (
+    AddJob,
+    JobEvent,
+    Ready,
+    Released,
+    Scored,
+    ScoreRequest,
+    SetRule,
+    Start,
+    SteerJob,
+    Usage,
+)
 from motet.cluster.ray_hosts import cores_and_gpus
 from motet.cluster.starts import launcher, starts, starts_of
 from motet.config import EngineConfig, LaunchConfig, RolloutConfig, RunConfig
@@ -34,6 +45,7 @@ from motet.service.jobs.handover import Handover
 from motet.service.jobs.submissions import Submissions
 from motet.service.settings import Settings
 from motet.service.tenants.ledger import Ledger
+from motet.types import JobState
 from tests.base_servers import BaseServer, base_servers
 from tests.commands import Motet
 from tests.house import open_house
@@ -294,6 +306,40 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
         down.ready = True
         client._hear(down, Ready([]))
         await until(lambda: client.jobs_on(down) == 1)
+        await client.kill()
+
+    asyncio.run(go())
+
+
+def test_what_is_asked_of_a_job_counts_although_its_host_lets_it_go_while_open_jobs_are_read(tmp_path: Path) -> None:
+    """A pause goes to the host that has the job by then; what was read before says that the job is to run."""
+    reads: list[str] = []
+
+    async def go() -> None:
+        client, loop = EngineClient([START], tmp_path, _no_machine), asyncio.get_running_loop()
+        (host,) = client.hosts
+
+        def open_jobs() -> list[AddJob]:
+            reads.append("pause" if len(reads) > 1 else "run")
+            read = [AddJob({"name": "moves"}, reads[-1], 0, "ann", Rule(running=1), 1, "")]
+            if len(reads) == 2:  # somebody pauses it now, and its host lets it go
+                client.send(SteerJob("moves", "pause"))
+                loop.call_soon_threadsafe(client._hear, host, Released("moves"))
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+            return read
+
+        client.start(
+            EngineHandlers(
+                open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
+            )
+        )
+        host.ready = True
+        client._hear(host, Ready([]))
+        await until(lambda: client.has("moves"))
+        client.send(SetRule("ann", Rule(running=1)))  # the open jobs are read once more
+        await until(lambda: len(reads) == 3 and client.has("moves"))
+        (job,) = client._jobs._jobs.values()
+        assert job.state is JobState.PAUSED, "it runs, although its owner has paused it"
         await client.kill()
 
     asyncio.run(go())

@@ -53,7 +53,7 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._jobs = Assignments(self.hosts)
         self._asked: set[str] = set()
-        """Jobs of which something was asked while no host had them."""
+        """Jobs of which something was asked since the open jobs were read last: what was read of them may be old."""
         self._unplaced = True
         """Whether there may be jobs that no host has, and that nobody has looked at since something changed."""
         self._look = asyncio.Event()
@@ -177,8 +177,8 @@ class EngineClient:
     def _pass_on(self, message: m.SteerJob | m.ChangeJob) -> None:
         """To the host that has the job; one that no host has, or that moves, is looked up again before it goes out."""
         job = self._jobs.get(message.job)
+        self._asked.add(message.job)  # also where a host has it: that may let it go before what was read is placed
         if job is None:
-            self._asked.add(message.job)
             self._unplaced = True
             self._look.set()
         elif isinstance(message, m.SteerJob) and message.action == "resume" and self._jobs.has_to_wait(job):
