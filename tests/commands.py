@@ -16,6 +16,8 @@ import pytest
 from motet import cli
 
 Motet = Callable[..., tuple[int, str, str]]
+NOBODY = Path("~nobody-here")
+"""In the home of a user that no machine has."""
 
 
 @pytest.fixture

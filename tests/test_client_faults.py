@@ -19,10 +19,10 @@ import pytest
 
 import motet
 from motet.client import adapters, connection
-from motet.errors import ConfigError, ServiceError
+from motet.errors import ConfigError, DataError, ServiceError
 from motet.types import ADAPTER_FILES
 from tests.adapter_files import link, tarred
-from tests.commands import Motet
+from tests.commands import NOBODY, Motet
 from tests.service_run import Json
 
 
@@ -253,3 +253,13 @@ def test_an_adapter_is_unpacked(tmp_path: Path) -> None:
     found = adapters.unpack(tarred(GOOD), tmp_path / "home")
     assert found == tmp_path / "home" / "sort-v3"
     assert sorted(item.name for item in found.iterdir()) == sorted(ADAPTER_FILES)
+
+
+def test_the_directory_of_nobody_is_one_as_others_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        motet.Client("http://127.0.0.1:1") as client,
+        pytest.raises(DataError, match=f"{NOBODY} has no "),
+    ):
+        client.push(NOBODY, "mine")
+    assert (adapters.unpack(tarred(GOOD), NOBODY) / ADAPTER_FILES[0]).is_file()

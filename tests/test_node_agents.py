@@ -34,6 +34,7 @@ from motet.rollout.server import ServerEngine
 from motet.rollout.shipping import DIGEST, packed
 from motet.rollout.version_files import VersionFiles
 from motet.types import AdapterRef
+from tests.commands import NOBODY
 from tests.conftest import ROOT
 from tests.node_agents import answering, node_agent
 from tests.protocol_client import adapter_directory
@@ -289,15 +290,18 @@ def test_what_is_no_agent_is_told(answer: str, tmp_path: Path) -> None:
         drive(engine_of([server], [agent], tmp_path, wait_seconds=0.3), test)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="give --key-env"):
         listen("http://127.0.0.1:1", "vllm", host="0.0.0.0", port=0, directory=tmp_path, key_env=None)
     for url in ("http://x:80a", "http://[::1:8000", "http://", "127.0.0.1:8000"):
         with pytest.raises(ConfigError, match=re.escape(repr(url))):
             listen(url, "vllm", host="127.0.0.1", port=0, directory=tmp_path, key_env=None)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file/node cannot be written: Not a directory; give another --directory"):
-        listen("http://127.0.0.1:1", "vllm", host="127.0.0.1", port=0, directory=tmp_path / "file/node", key_env=None)
+    monkeypatch.chdir(tmp_path)
+    NOBODY.touch()
+    for place in (tmp_path / "file/node", NOBODY / "node"):
+        with pytest.raises(ConfigError, match=f"{place} cannot be written: Not a directory; give another --directory"):
+            listen("http://127.0.0.1:1", "vllm", host="127.0.0.1", port=0, directory=place, key_env=None)
 
     async def test(engine: ServerEngine) -> None:
         await engine.ready()

@@ -10,7 +10,7 @@ import pytest
 
 from motet.commands.listening import bound, url_of
 from motet.errors import ConfigError
-from tests.commands import Motet, says
+from tests.commands import NOBODY, Motet, says
 
 __all__ = ["says"]
 
@@ -27,7 +27,7 @@ def test_a_port_in_use_is_refused() -> None:
         socket.create_connection(free.getsockname())
 
 
-def test_a_directory_in_use_is_refused(says: Motet, tmp_path: Path) -> None:
+def test_a_directory_in_use_is_refused(says: Motet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         held.write("12345")
@@ -40,6 +40,10 @@ def test_a_directory_in_use_is_refused(says: Motet, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code, _, err = says("serve", "--base", "small", "--no-keys", "--directory", tmp_path / "file")
     assert (code, err.startswith(f"motet: {tmp_path / 'file'} cannot be written: ")) == (2, True)
+    monkeypatch.chdir(tmp_path)
+    NOBODY.touch()
+    code, _, err = says("serve", "--base", "small", "--no-keys", "--directory", NOBODY)
+    assert (code, err.startswith(f"motet: {tmp_path / NOBODY} cannot be written: ")) == (2, True)
 
 
 def test_an_address_that_the_kernel_has_no_protocol_for_is_passed_over() -> None:

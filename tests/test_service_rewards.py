@@ -25,6 +25,7 @@ from motet.service.workers.units import key_of
 from motet.tasks.reward_elsewhere import ELSEWHERE, WorkerArgs
 from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN
+from tests.commands import NOBODY
 from tests.house import House, open_house
 from tests.service_run import Json, tiny
 from tests.waiting import PATIENCE, wait_until
@@ -337,8 +338,9 @@ def test_a_worker_calls_only_what_its_owner_named(tmp_path: Path) -> None:
             found(bad)
     with pytest.raises(RewardError, match="second"):
         found("second", f"{mine}:reward")
-    with pytest.raises(RewardError, match="does not exist"):
-        RewardFiles([tmp_path / "nowhere.py"])
+    for missing in (tmp_path / "nowhere.py", NOBODY / "mine.py"):
+        with pytest.raises(RewardError, match="does not exist"):
+            RewardFiles([missing])
     kept = RewardFiles(len).find(WorkerArgs(function="len"), limits)
     assert (kept.function, kept.cpu_seconds) == (len, 3)
 

@@ -69,7 +69,7 @@ class AdapterMethods(Connection):
 
 
 def _packed(directory: Path) -> bytes:
-    place = directory.expanduser()
+    place = Path(os.path.expanduser(directory))
     for file in ADAPTER_FILES:
         if not (place / file).is_file():
             raise DataError(f"{place} has no {file}; give a directory that `peft` or Motet wrote")
@@ -86,7 +86,7 @@ def unpack(content: bytes, directory: Path) -> Path:
         name, files = _read(content)
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise ServiceError(f"what the service sent is not a whole .tar.gz ({error}); try again") from error
-    target = directory.expanduser() / name
+    target = Path(os.path.expanduser(directory)) / name
     target.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
         part = target / f".{file}.part"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,7 @@ def _module_of(given: RewardGiven) -> _RewardModule:
     module, _, function = text.rpartition(":") if ":" in text else (text, "", "")
     if not module.endswith(".py"):
         return _RewardModule(module, function)
-    path = Path(module).expanduser().resolve()
+    path = Path(os.path.expanduser(module)).resolve()
     if not path.is_file():
         raise RewardError(f"reward file {module!r} does not exist (looked for {path})")
     return _RewardModule(str(path), function)

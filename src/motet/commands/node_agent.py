@@ -52,7 +52,7 @@ def listen(
     sockets = bound(host, port)
     port = sockets[0].getsockname()[1]
     place = directory or (MEMORY if MEMORY.is_dir() else Path.cwd()) / f"motet-node-agent-{port}"
-    place, log = place.expanduser().resolve(), Path(f"motet-node-agent-{port}.log").resolve()
+    place, log = Path(os.path.expanduser(place)).resolve(), Path(f"motet-node-agent-{port}.log").resolve()
     made = not place.exists()
     try:
         place.mkdir(parents=True, exist_ok=True)

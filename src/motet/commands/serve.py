@@ -60,7 +60,7 @@ def serve(
         )
     if config.rate is None and not no_keys:
         config = config.model_copy(update={"rate": RateConfig()})
-    directory = directory.expanduser().resolve()
+    directory = Path(os.path.expanduser(directory)).resolve()
     wall.check_outside(directory)
     installed = {name: one.model_dump() for name, one in config.rewards.items()}
     functions = install(installed, rewards) if installed or rewards else {}

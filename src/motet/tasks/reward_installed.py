@@ -67,7 +67,7 @@ def install(wanted: Mapping[str, Mapping[str, Any]], file: Path | None = None) -
 
 def without_folder(text: str, target: str) -> str:
     """What a reward said, without where its file lies."""
-    folder = Path(target.rpartition(":")[0]).expanduser().resolve().parent if ".py:" in target else None
+    folder = Path(os.path.expanduser(target.rpartition(":")[0])).resolve().parent if ".py:" in target else None
     return text if folder is None else text.replace(f"{folder}/", "")
 
 
@@ -94,7 +94,7 @@ def _of_file(file: str) -> dict[str, str]:
         parameters = list(inspect.signature(value).parameters)
         both = {"problem", "completion"} <= set(parameters)
         if "completions" in parameters or both or (len(parameters) > 1 and parameters[0] == "problem"):
-            functions[name] = f"{Path(file).expanduser().resolve()}:{name}"
+            functions[name] = f"{Path(os.path.expanduser(file)).resolve()}:{name}"
     if not functions:
         raise RewardError(f"{file} has no reward: a function (problem, completion) that returns a number")
     return functions
