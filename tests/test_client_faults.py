@@ -97,6 +97,16 @@ def test_following_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
         following.wait(lost)
 
 
+@pytest.mark.parametrize("given", [float("nan"), float("inf"), {1, 2}, "\ud800"])
+def test_what_json_cannot_hold_is_told_before_it_is_sent(given: Any) -> None:
+    reason = "this cannot be sent to the service: .*; numbers have to be finite"
+    with motet.Client("http://127.0.0.1:1") as client:
+        with pytest.raises(ConfigError, match=reason):
+            client.set_limits("ours", {"share": given})
+        with pytest.raises(ConfigError, match=reason):
+            next(client.chat("base", [], temperature=given))
+
+
 class _Stranger(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = b"<h1>hello</h1>"

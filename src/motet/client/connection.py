@@ -75,17 +75,31 @@ class Connection:
             trust_env=host not in ("127.0.0.1", "localhost", "::1"),  # no proxy to oneself
         )
 
+    def _request(self, method: str, path: str, **parts: Any) -> httpx2.Request:
+        """A request as it goes out.
+
+        Raises:
+            ConfigError: JSON has no way to write what it is to hold.
+        """
+        try:
+            return self._http.build_request(method, path, **parts)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"this cannot be sent to the service: {error}; numbers have to be finite, all else text, lists and mappings"
+            ) from error
+
     async def _send(self, method: str, path: str, *, also: int = 200, **request: Any) -> httpx2.Response:
         """A successful response, or one of the status `also`; sent again where the service says that it came too often.
 
         Raises:
             ServiceError: the service refuses, and why.
+            ConfigError: what is given cannot be sent.
         """
         if "params" in request:
             request["params"] = {name: value for name, value in request["params"].items() if value is not None}
         for attempt in itertools.count():
             with _transport_errors(self.url):
-                response = await self._http.request(method, path, **request)
+                response = await self._http.send(self._request(method, path, **request))
             if (seconds := _seconds_to_wait(response, attempt)) is None:
                 break
             await asyncio.sleep(seconds)
@@ -118,7 +132,8 @@ class Connection:
     async def _lines(self, method: str, path: str, **request: Any) -> AsyncGenerator[str, None]:
         """Lines of an answer as they come."""
         with _transport_errors(self.url):
-            async with self._http.stream(method, path, **request) as response:
+            response = await self._http.send(self._request(method, path, **request), stream=True)
+            async with contextlib.aclosing(response):
                 if not response.is_success:
                     await response.aread()
                     raise _refusal(response)
