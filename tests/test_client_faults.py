@@ -128,15 +128,16 @@ def test_no_service_there(monkeypatch: pytest.MonkeyPatch, says: Motet) -> None:
     with pytest.raises(ServiceError) as gone, motet.Client() as client:
         client.models()
     assert gone.value.status == 0
-    for url in (
-        "127.0.0.1:8420",
-        "ftp://there",
-        "http://",
-        "http://[::1:8420",
-        "http://host:842O",
-        "http://host:80000",
-    ):
-        with pytest.raises(ConfigError, match="is not the address of a service"):
+    for url, reason in {
+        "127.0.0.1:8420": "must begin with http:// or https://",
+        "ftp://there": "must begin with http:// or https://",
+        "http://": "it names no host",
+        "http://[::1:8420": "Invalid IPv6 URL",
+        "http://host:842O": "could not be cast",
+        "http://host:80000": "out of range",
+        "http://a host": "it has a blank",
+    }.items():
+        with pytest.raises(ConfigError, match=f"this is not the address of a service: .*{reason}"):
             motet.Client(url)
     with pytest.raises(ConfigError, match="not an API key"):
         motet.Client(key="schlüssel")

@@ -60,12 +60,15 @@ class Connection:
         Raises:
             ConfigError: this cannot be an address, or not a key.
         """
-        self.url = (url or os.environ.get("MOTET_URL") or DEFAULT_URL).rstrip("/")
+        given = url or os.environ.get("MOTET_URL") or DEFAULT_URL
+        self.url = given.rstrip("/")
         key = (key or os.environ.get("MOTET_API_KEY") or "").strip()
         try:
-            host = parse_url(self.url).hostname
+            host = parse_url(given).hostname
         except ValueError as error:
-            raise ConfigError(f"{self.url!r} is not the address of a service; it looks like {DEFAULT_URL}") from error
+            raise ConfigError(
+                f"this is not the address of a service: {error}; where none is given, it is {DEFAULT_URL}"
+            ) from error
         if not key.isascii() or not key.isprintable():
             raise ConfigError("this is not an API key; one looks like mk-… and has plain letters only")
         self._http = httpx2.AsyncClient(
