@@ -334,6 +334,7 @@ def test_a_request_that_finds_no_room_on_the_disk_is_told_so_and_the_next_has_ro
         filler.write_bytes(b"x" * 2**14)
         error = house.refused(507, "POST", f"{PREFIX}/asample", json=asked)
         assert (error["type"], "disk of the service is full" in error["message"]) == ("unavailable_error", True)
+        assert list(disk.iterdir()) == [filler], "a part of a file is left"
         filler.unlink()
         name = house.ask("POST", f"{PREFIX}/asample", json=asked).json()["request_id"]
         house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})

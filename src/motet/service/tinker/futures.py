@@ -90,8 +90,12 @@ class Futures:
         kept = _Asked(who.tenant_id, wanted.model_dump(mode="json"))
         draft = self._asked / f".part-{name}"
         self._asked.mkdir(exist_ok=True)
-        draft.write_bytes(msgspec.json.encode(kept))
-        draft.rename(self._asked / name)
+        try:
+            draft.write_bytes(msgspec.json.encode(kept))
+            draft.rename(self._asked / name)
+        except OSError:  # a part of a file takes room where there is none
+            draft.unlink(missing_ok=True)
+            raise
         sample = self._samples[name] = _Sample(who.tenant_id, wanted)
         try:
             await self._started(who, sample)
