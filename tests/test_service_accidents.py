@@ -8,10 +8,11 @@ import errno
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fastapi import Request
 from sqlalchemy.exc import InterfaceError, OperationalError
@@ -22,12 +23,25 @@ import motet
 from motet.channel import LONGEST_LINE, decode, encode
 from motet.cluster.client import EngineClient
 from motet.cluster.host import EngineHandlers, Host
-from motet.cluster.messages import FromEngine, JobEvent, Scored, ScoreRequest, Start
+from motet.cluster.messages import (
+    Answer,
+    Complete,
+    Examine,
+    FromEngine,
+    JobEvent,
+    PromptRead,
+    Scored,
+    ScoreRequest,
+    Start,
+    Tokens,
+)
 from motet.config import JobConfig, RewardConfig
 from motet.config.service import ANY_SIZE
 from motet.errors import DiskFull
 from motet.hosting.scores import AskedOfService
 from motet.jobfile import normal_job
+from motet.service.adapters.adapters import Adapters
+from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.errors import _answer
@@ -37,11 +51,13 @@ from motet.service.jobs.queue import JobQueue, StartCondition
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.rewards.grading import Grading
 from motet.service.rewards.scoring import Scoring
+from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.service.tinker.parts import PREFIX
 from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import Addresses, HttpRewards
+from motet.types import Chunk, FinishReason
 from tests.database import person
 from tests.house import House, open_house
 from tests.misbehaving_rewards import misbehaving
@@ -217,6 +233,67 @@ def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: Hou
         return await asking
 
     assert asyncio.run(work()) == Scored(7, [0.5, 1.0])
+    store.close()
+
+
+def test_a_service_that_stops_waits_for_no_score_whose_database_is_away(house: House, tmp_path: Path) -> None:
+    """Else the jobs that want it would keep the service for two minutes."""
+    store = Interrupted(f"sqlite:///{tmp_path / 'motet.db'}")
+
+    async def work() -> Scored:
+        store.away = [True] * 1000
+        scoring = Scoring(store, HttpRewards(Addresses(())), house.part(RewardWorkers), house.part(Grading))
+        asking = asyncio.create_task(scoring.answer(ScoreRequest(7, "a job", {"name": "judge"}, {}, [], [])))
+        await until(lambda: len(store.away) < 999)
+        scoring.close()
+        async with asyncio.timeout(20):
+            return await asking
+
+    assert asyncio.run(work()) == Scored(7, away=True)
+    store.close()
+
+
+class Judging(EngineClient):
+    """Whatever it is asked gets full marks; counts how often it was asked."""
+
+    asked = 0
+
+    async def ask(self, question: Complete | Examine) -> AsyncIterator[Answer]:
+        """An answer in one piece."""
+        self.asked += 1
+        yield PromptRead(0, 10)
+        nothing = np.zeros(0, np.int32)
+        chunk = Chunk(0, nothing, np.zeros(0, np.float32), nothing, '{"result": 1}', FinishReason.STOP)
+        yield Tokens(0, chunk, [])
+
+
+def test_a_judge_that_has_answered_is_not_asked_again_because_the_database_is_away(
+    house: House, tmp_path: Path
+) -> None:
+    """Its tokens count: what may fail of the database comes before the first question."""
+    settings = house.part(Settings)
+    store, engine = Interrupted(f"sqlite:///{settings.directory / 'motet.db'}"), Judging([], tmp_path)
+    adapters = Adapters(store, house.storage, house.part(Bases))
+    scoring = Scoring(store, HttpRewards(Addresses(())), house.part(RewardWorkers), Grading(engine, adapters))
+    judge = {"type": "score_model", "name": "j", "model": "brought", "input": [{"role": "user", "content": "Good?"}]}
+    reward = RewardConfig(name="judge", args=judge).model_dump(mode="json")
+    request = ScoreRequest(
+        7, house.job["id"], reward, {"id": 1, "messages": [], "answer": "", "metadata": {}}, ["a", "b"], []
+    )
+
+    async def answered(away: Sequence[bool]) -> tuple[int, int]:
+        """How often the database and the judge were asked."""
+        store.away, engine.asked = away, 0
+        assert await scoring.answer(request) == Scored(7, [1.0, 1.0])
+        return len(away) - len(store.away), engine.asked
+
+    async def work() -> None:
+        n_looks, n_questions = await answered([False] * 100)
+        assert n_questions == 2
+        for place in range(n_looks + 1):
+            assert (await answered([*[False] * place, True]))[1] == 2, place
+
+    asyncio.run(work())
     store.close()
 
 

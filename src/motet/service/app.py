@@ -105,6 +105,7 @@ class Lifecycle:
         await asyncio.sleep(0)  # jobs are asked to stop before those that wait for a worker are sent to rest
         parts[RewardWorkers].close()
         parts[AgentWorkers].close()
+        parts[Scoring].close()
         parts[EventBus].close()
         await stopping
         await parts[Grading].close()
@@ -190,7 +191,7 @@ def _parts(settings: Settings, store: Store) -> Parts:
     return Parts(
         models, leases, checkpoints, Downloads(), samplers, futures,
         settings, bases, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
-        recorder, handover, queue, submissions, checks, reads, handlers, FineTunings(store, storage, adapters),
+        scoring, recorder, handover, queue, submissions, checks, reads, handlers, FineTunings(store, storage, adapters),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
     )  # fmt: skip
 

@@ -14,12 +14,12 @@ import msgspec
 from motet.cluster.client import EngineClient
 from motet.config import RewardConfig
 from motet.errors import ConfigError, EngineError, RewardError
-from motet.service.adapters.adapters import Adapters, NoModelError
+from motet.service.adapters.adapters import Adapters, Answerer, NoModelError
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.rewards import judging
 from motet.tasks.graders import combined, item_of
-from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, ScoreModel, Single, parse
+from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, ScoreModel, Single, judges, parse
 from motet.tasks.graders.template import UnfilledError, fill
 from motet.tasks.reward_elsewhere import Chance, ScoreOrReason
 from motet.tasks.reward_pool import RewardPool
@@ -67,7 +67,10 @@ class Grading:
         """Score the answers to one row, in their order. What goes wrong is in the result."""
         parts: Mapping[str, Single] = grader.graders if isinstance(grader, Multi) else {grader.name: grader}
         graded = [Graded() for _ in outputs]
-        await asyncio.gather(*(self._part(who, name, part, item, outputs, graded) for name, part in parts.items()))
+        asked = await self._asked(who, grader)
+        await asyncio.gather(
+            *(self._part(who, name, part, item, outputs, graded, asked) for name, part in parts.items())
+        )
         for one in graded:
             if any(fault != "sample" for fault in one.faults):
                 continue
@@ -85,6 +88,19 @@ class Grading:
         graded = await self.grade(who, parse(spec), item_of(msgspec.convert(problem, Problem)), outputs)
         return [one.reward if one.reward is not None else _reason(one) for one in graded]
 
+    async def _asked(self, who: Principal, grader: Grader) -> dict[str, Answerer | str]:
+        """What the names of judges mean, or why nobody can be asked.
+
+        Of all before one is asked: where the database is away all is graded anew later, and no judge is asked twice.
+        """
+        found: dict[str, Answerer | str] = {}
+        for model in {judge.model for judge in judges(grader)}:
+            try:
+                found[model] = await asyncio.to_thread(self._adapters.of_model, who, model)
+            except (ConfigError, NoModelError) as error:
+                found[model] = str(error)
+        return found
+
     async def _part(
         self,
         who: Principal,
@@ -93,6 +109,7 @@ class Grading:
         item: Mapping[str, Any],
         outputs: Sequence[str],
         graded: Sequence[Graded],
+        asked: Mapping[str, Answerer | str],
     ) -> None:
         """Put one grader's scores, or why there are none, into `graded`."""
         fillable = []
@@ -105,7 +122,12 @@ class Grading:
                 one.faults["variable" if error.of_item else "sample"] = str(error)
                 one.parts[name] = 0.0
         if isinstance(part, ScoreModel | LabelModel):
-            await asyncio.gather(*(self._judged(who, name, part, item, *pair) for pair in fillable))
+            judge = asked[part.model]
+            if isinstance(judge, str):
+                for _, one in fillable:
+                    one.faults["server"] = judge
+            else:
+                await asyncio.gather(*(self._judged(who, name, part, judge, item, *pair) for pair in fillable))
         elif fillable:
             scored = await self._computed(part, item, [output for output, _ in fillable])
             for (_, one), value in zip(fillable, scored, strict=True):
@@ -145,17 +167,23 @@ class Grading:
         self._lanes.move_to_end(spec)
 
     async def _judged(
-        self, who: Principal, name: str, judge: Judge, item: Mapping[str, Any], output: str, graded: Graded
+        self,
+        who: Principal,
+        name: str,
+        judge: Judge,
+        asked: Answerer,
+        item: Mapping[str, Any],
+        output: str,
+        graded: Graded,
     ) -> None:
         try:
-            asked = await asyncio.to_thread(self._adapters.of_model, who, judge.model)
             graded.parts[name], tokens = await judging.ask(self._engine, who.tenant_id, asked, judge, item, output)
             graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
         except judging.VerdictError as error:
             graded.faults["parse"] = str(error)
         except UnfilledError as error:  # each message could be filled, but together they are too long
             graded.faults["variable"] = str(error)
-        except (ConfigError, EngineError, NoModelError) as error:
+        except (ConfigError, EngineError) as error:
             graded.faults["server"] = str(error)
 
 

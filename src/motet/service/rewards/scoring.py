@@ -17,6 +17,7 @@ from motet.config import RewardConfig
 from motet.errors import ScorerAway
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import StoredJob
+from motet.service.events import within
 from motet.service.rewards.grading import Grading
 from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_elsewhere import ScoreOrReason, Transcripts, to_wire
@@ -34,6 +35,7 @@ class Scoring:
 
     def __init__(self, store: Store, addresses: HttpRewards, workers: RewardWorkers, grading: Grading) -> None:
         self._store = store
+        self._closing = asyncio.Event()
         self._scorers: dict[str, Scorer] = {
             "http": lambda job, reward, *asked: addresses(job.id, reward, *asked),
             "worker": workers.ask,
@@ -48,16 +50,22 @@ class Scoring:
                 return await self._scored(request)
             except ScorerAway:
                 return Scored(request.key, away=True)
-            except AWAY as error:  # the engine waits; it cancels this when it goes
+            except AWAY as error:  # the engine waits, unless the service stops; it cancels this when it goes
                 _log.warning(
                     "scoring for job %s waits for the database: %s", request.job, getattr(error, "orig", error)
                 )
-                await asyncio.sleep(wait)
+                await within(self._closing, wait)
+                if self._closing.is_set():
+                    return Scored(request.key, away=True)
                 wait = min(2 * wait, _LONGEST_WAIT)
             except Exception as error:  # the boundary of a tenant
                 _log.exception("scoring for job %s failed", request.job)
                 reason = f"the service failed to score it: {type(error).__name__}: {error}"
                 return Scored(request.key, [{"chance": reason}] * len(request.completions))
+
+    def close(self) -> None:
+        """Let every job rest that waits for the database; the next start asks again."""
+        self._closing.set()
 
     async def _scored(self, request: ScoreRequest) -> Scored:
         reward, completions = RewardConfig.model_validate(request.reward), request.completions
