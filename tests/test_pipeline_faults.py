@@ -20,6 +20,7 @@ from motet.config import JobConfig
 from motet.errors import EngineError, RankGone
 from motet.model.fake import FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
+from motet.runtime.rundir import CONTROL
 from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
@@ -311,6 +312,22 @@ def test_a_batch_that_fails_takes_only_its_own_job_down(tmp_path: Path) -> None:
     assert run.state("greedy") is JobState.FAILED
     assert "out of memory" in run.jobs["greedy"].progress.message
     assert {run.state(f"other-{index}") for index in range(4)} == {JobState.SUCCEEDED}
+
+
+def test_a_command_that_cannot_be_read_is_told_once_and_the_next_is_obeyed(tmp_path: Path) -> None:
+    async def script(run: FakeRun) -> None:
+        run.pipeline.pause("told")
+        control, told = tmp_path / "told" / CONTROL, run.jobs["told"].progress
+        control.mkdir()
+        await until(lambda: f"{control} is not obeyed: Is a directory; remove the file" in told.message)
+        message = told.message
+        await asyncio.sleep(0.7)  # it is looked for twice
+        assert told.message == message
+        control.rmdir()
+        control.write_text("cancel")
+
+    run = run_jobs(tmp_path, [job("a"), job("told")], Setting(slots=1), script)
+    assert run.state("told") is JobState.CANCELLED
 
 
 def test_a_directory_that_is_gone_is_the_trouble_of_its_job_alone(tmp_path: Path) -> None:

@@ -297,6 +297,13 @@ def test_states_and_failures_are_told_once() -> None:
     assert log.lines(add) == []
 
 
+def test_a_note_of_a_job_is_written_once() -> None:
+    log, add = Log(), job("add", done=0)
+    assert log.lines(add) == ["add  running"]
+    add.message = "a command is not obeyed"
+    assert [log.lines(add), log.lines(add)] == [["add  note: a command is not obeyed"], []]
+
+
 def test_a_warning_is_written_once_though_its_numbers_change() -> None:
     log, hard = Log(), hopeless("hard", steps=9)
     assert [line for line in log.lines(hard) if "warning" in line] == [

@@ -144,6 +144,11 @@ class Job:
         self.observer("state", {"state": state.value, "message": message, "inexact": list(self.inexact)})
         self.directory.write_status({"state": state.value, "message": message, "inexact": list(self.inexact)})
 
+    def note(self, text: str) -> None:
+        """Tell a person something until the job has another state, beside why it has this one; once."""
+        if text not in self.progress.message:
+            self.progress.message = f"{self.progress.message}; {text}" if self.progress.message else text
+
     def sampling(self) -> SamplingParams:
         """How training rollouts are drawn."""
         given = self.config.sampling

@@ -81,13 +81,22 @@ class RunDirectory:
 
 
 def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, str]]:
-    """(job's name, command) for each file that lies there now; a command that the job's state has no use for is dropped."""
+    """(job's name, command) for each file that lies there now; a command that the job's state has no use for is dropped.
+
+    One that cannot be read or removed, as it is another user's, is a note of the job.
+    """
     for job in jobs:
-        path = job.directory.path / CONTROL
+        path, obeys = job.directory.path / CONTROL, not job.state.final or job.state is JobState.FAILED
         try:
             command = path.read_text(errors="replace").strip()
             path.unlink()
-        except OSError:  # mostly it is not there; what another user wrote may be no business of this one's
+        except FileNotFoundError:  # mostly
             continue
-        if command in _COMMANDS and (not job.state.final or job.state is JobState.FAILED):
+        except OSError as error:
+            if obeys:
+                job.note(
+                    f"a command in {path} is not obeyed: {error.strerror}; remove the file, and ask as who runs this"
+                )
+            continue
+        if command in _COMMANDS and obeys:
             yield job.name, command

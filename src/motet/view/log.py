@@ -19,6 +19,7 @@ class _Printed:
     """What was already printed of one job."""
 
     state: JobState = JobState.QUEUED
+    message: str = ""
     steps: int = 0
     warnings: set[str] = field(default_factory=set)
 
@@ -58,6 +59,7 @@ class LogView(View):
         here = job.step - job.first_step if job.started else 0  # the others were done by an earlier process
         printed = self._printed.setdefault(job.name, _Printed(steps=max(len(job.rewards) - here, 0)))
         before, printed.state = printed.state, job.state
+        known, printed.message = printed.message, job.message
         lines = []
         if job.state is not before and job.state is JobState.RUNNING:
             lines.append(_running(job.first_step or printed.steps))
@@ -69,6 +71,8 @@ class LogView(View):
         printed.warnings |= set(warnings)
         if job.state is not before and job.state is not JobState.RUNNING:
             lines.append(self._ended(job))
+        elif job.message and job.message != known:
+            lines.append(f"note: {self.glyphs.plain(job.message)}")
         return lines
 
     def _ended(self, job: JobProgress) -> str:
