@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from motet.errors import AdapterError, EngineError, ServerGone, ServerRefused
 from motet.rollout.connection import Clocks
 from motet.rollout.embedded import SavedFiles
+from motet.rollout.fake import FakeEngine
 from motet.rollout.server import FileSync, ServerEngine
 from motet.rollout.version_files import VersionFiles
 from motet.runtime.disk_gate import is_full
@@ -150,6 +152,25 @@ def test_a_full_disk_of_versions_is_not_taken_for_that_of_the_run(tmp_path: Path
     trainer = trainer_of("job", kind=FullTrainer)
     with ProtocolServer() as server:
         drive(engine_on([server], tmp_path), test)
+
+
+class Spoiling(FakeEngine):
+    """Reads a version, and leaves a file where its directory was."""
+
+    async def load_adapter(self, ref: AdapterRef, directory: Path) -> None:
+        await super().load_adapter(ref, directory)
+        self.spoil(directory)
+
+    def spoil(self, directory: Path) -> None:
+        shutil.rmtree(directory)
+        directory.touch()
+        self.spoilt = directory
+
+
+def test_a_version_that_is_read_counts_although_its_directory_cannot_be_removed() -> None:
+    engine, trainer = Spoiling(), trainer_of("job")
+    asyncio.run(SavedFiles(engine, trainer).publish("job", ref(0)))
+    engine.spoilt.unlink()
 
 
 def test_a_publish_that_takes_too_long_fails_alone(tmp_path: Path) -> None:

@@ -286,7 +286,8 @@ class SavedFiles:
         """
         with contextlib.ExitStack() as stack:
             try:
-                place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="motet-version-")))
+                made = tempfile.TemporaryDirectory(prefix="motet-version-", ignore_cleanup_errors=True)  # it may stay
+                place = Path(stack.enter_context(made))
                 await asyncio.to_thread(self._trainer.save_adapter, name, place, optimizer=False)
             except OSError as error:  # of another disk than the run's: nobody is to wait for room there
                 raise EngineError(
