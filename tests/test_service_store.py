@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, create_engine, event, inspect, text
+from sqlalchemy import Connection, create_engine, event, func, inspect, select, text
 from sqlalchemy.exc import InternalError, OperationalError, ProgrammingError
 from sqlalchemy.orm import Session
 
 from motet.errors import StoreError
-from motet.service.database.store import Store
+from motet.service.database.store import _EVENTS, _MIGRATING, Store
 from motet.service.database.tables import Table, now
 from motet.service.workers.units import MOST_LEASED, ScoringUnits, key_of
 from tests.database import person
@@ -172,6 +172,27 @@ def test_several_services_may_begin_on_the_same_empty_database(url: str) -> None
     with ThreadPoolExecutor(6) as pool:
         for store in list(pool.map(Store, [url] * 6)):
             store.close()
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_a_service_that_hangs_holds_others_on_its_database_for_a_while_only(url: str) -> None:
+    """Each with its locks: of events, and of the shape of the tables."""
+    reason = "has held a lock for 0.1 s: end the service that hangs"
+    store = Store(url, lock_seconds=0.1)
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    began = time.monotonic()
+    with engine.begin() as hanging:
+        for number in (_EVENTS, _MIGRATING):
+            hanging.execute(select(func.pg_advisory_xact_lock(number)))
+        with pytest.raises(OperationalError, match=reason):
+            store.submit(person(store, "us"), "sort", {}, 3, None)
+        with pytest.raises(StoreError, match=reason):
+            Store(url, lock_seconds=0.1)
+    assert time.monotonic() - began < 10
+    job = store.submit(person(store, "us"), "sort", {}, 3, None)
+    assert store.add_event(job.id, "step", "0", {}) is not None
+    store.close()
+    engine.dispose()
 
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from alembic.util.exc import CommandError
-from sqlalchemy import Engine, Select, create_engine, delete, event, func, inspect, select, update
+from sqlalchemy import Connection, Engine, Select, create_engine, delete, event, func, inspect, select, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
@@ -37,8 +37,8 @@ Value = TypeVar("Value")
 AWAY = (OperationalError, InterfaceError, NoConnection)
 """What is raised while a database is away, full, read-only (it fails over), or has no connection free: the same may succeed a
 moment later."""
-_READ_ONLY = "25006"
-"""What PostgreSQL calls it."""
+_READ_ONLY, _LOCKED = "25006", "55P03"
+"""What PostgreSQL calls them."""
 OPEN = tuple(state.value for state in JobState if not state.final)
 
 
@@ -50,17 +50,17 @@ def find_job(session: Session, job_id: str) -> StoredJob | None:
 class Store:
     """One database."""
 
-    def __init__(self, url: str) -> None:
-        """Open it and bring it to the newest shape.
+    def __init__(self, url: str, *, lock_seconds: float = 20.0) -> None:
+        """Open it and bring it to the newest shape. Nobody waits longer for a lock of PostgreSQL that another service holds.
 
         Raises:
             StoreError: it cannot be opened, and why.
         """
-        self._engine = _engine(url)
+        self._engine, self._lock_seconds = _engine(url), lock_seconds
         self._session = sessionmaker(self._engine, expire_on_commit=False)
         self.tenants = Tenants(self.transaction)
         try:
-            _migrate(self._engine)
+            _migrate(self._engine, lock_seconds)
         except (SQLAlchemyError, CommandError) as error:
             self._engine.dispose()
             reason = error.orig if isinstance(error, DBAPIError) else error
@@ -152,7 +152,7 @@ class Store:
         data = {"state": job.state, "message": job.message or ""}
         try:
             with self.transaction() as session:
-                _wait_for_earlier_events(session)
+                self._wait_for_earlier_events(session)
                 session.add(job)
                 session.flush()
                 session.add(Event(job_id=job.id, kind="state", key="0", data=data))
@@ -239,7 +239,7 @@ class Store:
         entry = Event(job_id=job_id, kind=kind, key=key, data=dict(data))
         try:
             with self.transaction() as session:
-                _wait_for_earlier_events(session)
+                self._wait_for_earlier_events(session)
                 session.add(entry)
                 session.flush()
                 if also is not None:
@@ -249,6 +249,14 @@ class Store:
         except IntegrityError:
             return None
         return entry.id
+
+    def _wait_for_earlier_events(self, session: Session) -> None:
+        """Have events committed in the order of their ids, or who reads after the newest would pass over one that came late.
+
+        SQLite has one writer at a time, so nothing is needed there.
+        """
+        if self._engine.dialect.name == "postgresql":
+            _lock(session, _EVENTS, self._lock_seconds)
 
     def events(self, job_id: str, after: int = 0, limit: int = 500) -> Sequence[Event]:
         """Events of a job after one of them, in order."""
@@ -319,16 +327,26 @@ _MIGRATING, _EVENTS = 0x6D6F746574, 0x6D6F746575
 """Locks of PostgreSQL, by numbers of their own."""
 
 
-def _wait_for_earlier_events(session: Session) -> None:
-    """Have events committed in the order of their ids, or who reads after the newest would pass over one that came late.
+def _lock(transaction: Session | Connection, number: int, seconds: float) -> None:
+    """Have a lock of PostgreSQL until the transaction ends.
 
-    SQLite has one writer at a time, so nothing is needed there.
+    Raises:
+        OperationalError: somebody else has had it for so long.
     """
-    if session.get_bind().dialect.name == "postgresql":
-        session.execute(select(func.pg_advisory_xact_lock(_EVENTS)))
+    transaction.execute(text(f"SET LOCAL lock_timeout = {round(1000 * seconds)}"))
+    try:
+        transaction.execute(select(func.pg_advisory_xact_lock(number)))
+    except OperationalError as error:
+        if getattr(error.orig, "sqlstate", None) != _LOCKED:
+            raise
+        reason = TimeoutError(
+            f"something else that uses it has held a lock for {seconds:g} s: end the service that hangs (pg_stat_activity "
+            "lists who is connected)"
+        )
+        raise OperationalError(error.statement, error.params, reason) from error
 
 
-def _migrate(engine: Engine) -> None:
+def _migrate(engine: Engine, lock_seconds: float) -> None:
     """Make all tables in a new database, and bring those of an older release to their newest shape."""
     from alembic import command
     from alembic.config import Config
@@ -338,7 +356,7 @@ def _migrate(engine: Engine) -> None:
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         if connection.dialect.name == "postgresql":  # another process may begin on the same empty database
-            connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
+            _lock(connection, _MIGRATING, lock_seconds)
         else:  # Python's SQLite begins no transaction of its own before tables are changed: half of it would stay
             connection.exec_driver_sql("BEGIN IMMEDIATE")
         if inspect(connection).has_table("alembic_version"):
