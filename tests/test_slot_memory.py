@@ -31,11 +31,11 @@ def base() -> Any:
     return load("small", EngineConfig(threads=1))
 
 
-def config_of(*ranks: int, lag: int = 0, **engine: Any) -> RunConfig:
+def config_of(*ranks: int, lag: int = 0, critic: Any = None, **engine: Any) -> RunConfig:
     jobs = [
         {
             "name": f"job{number}", "data": "toy:add", "reward": "exact", "steps": 1, "adapter": {"rank": rank},
-            "algorithm": {"max_off_policy_steps": lag},
+            "algorithm": {"max_off_policy_steps": lag, **({} if critic is None else {"type": "ppo", "critic": critic})},
         }
         for number, rank in enumerate(ranks)
     ]  # fmt: skip
@@ -104,6 +104,7 @@ def test_slots_without_room_are_a_note_and_a_job_that_never_fits_is_refused(base
         config_of(*[32] * 9, slots=20)
     )
     assert not said(config_of(*[32] * 9, slots=8))
+    assert "10 slots are wanted, and there is memory for 8" in said(config_of(*[32] * 5, critic={})), "each has two"
     assert not said(config_of(*[32] * 9, slots=20, resident=2, parking="/disk"))
     assert "memory for 8: " in said(config_of(*[32] * 9, resident=2)), "host memory is the device's"
     assert "memory for 7: " in said(config_of(*[32] * 9, lag=1)), "each in two versions"
