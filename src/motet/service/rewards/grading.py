@@ -93,13 +93,13 @@ class Grading:
 
         Of all before one is asked: where the database is away all is graded anew later, and no judge is asked twice.
         """
-        found: dict[str, Answerer | str] = {}
+        answerers: dict[str, Answerer | str] = {}
         for model in {judge.model for judge in judges(grader)}:
             try:
-                found[model] = await asyncio.to_thread(self._adapters.of_model, who, model)
+                answerers[model] = await asyncio.to_thread(self._adapters.of_model, who, model)
             except (ConfigError, NoModelError) as error:
-                found[model] = str(error)
-        return found
+                answerers[model] = str(error)
+        return answerers
 
     async def _part(
         self,
