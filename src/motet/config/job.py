@@ -9,8 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from motet.algorithms.client import ClientDriven
-from motet.algorithms.distillation import Distillation
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.algorithms.registry import Choice
@@ -352,11 +350,7 @@ class JobConfig(Config):
                 raise ValueError(
                     f"reward: {self.algorithm.type} learns the data's rows and asks no reward; leave it out"
                 )
-        elif (
-            not self.rewards
-            and not self.environment.own
-            and not isinstance(self.algorithm, ClientDriven | Distillation)
-        ):
+        elif not self.rewards and not self.environment.own and self.algorithm.needs_rewards:
             raise ValueError("reward: is missing; name one, such as `exact`, or `file.py:function` for your own")
         return self
 
