@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from motet.cluster.client import EngineClient
 from motet.cluster.host import Engine, EngineHandlers
-from motet.cluster.messages import AddJob, JobEvent, Ready, Scored, ScoreRequest, Start, Usage
+from motet.cluster.messages import AddJob, JobChanged, Ready, Scored, ScoreRequest, Start, Usage
 from motet.cluster.ray_hosts import cores_and_gpus
 from motet.cluster.starts import launcher, starts, starts_of
 from motet.config import EngineConfig, LaunchConfig, RolloutConfig, RunConfig
@@ -34,6 +34,7 @@ from motet.service.jobs.handover import Handover
 from motet.service.jobs.submissions import Submissions
 from motet.service.settings import Settings
 from motet.service.tenants.ledger import Ledger
+from motet.types import JobState
 from tests.base_servers import BaseServer, base_servers
 from tests.commands import Motet
 from tests.house import open_house
@@ -285,11 +286,11 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
         await until(lambda: client.jobs_on(here) == 1)
         assert reads[0] == 1
         for _ in range(20):
-            client._hear(here, JobEvent("a1", "state", {"state": "running"}))
+            client._hear(here, JobChanged("a1", JobState.RUNNING, ""))
             await asyncio.sleep(0.005)
         assert reads[0] == 1, "all open jobs were read at each event"
         jobs.pop(0)
-        client._hear(here, JobEvent("a1", "state", {"state": "succeeded"}))  # its tenant may have another out
+        client._hear(here, JobChanged("a1", JobState.SUCCEEDED, ""))  # its tenant may have another out
         await until(lambda: client.jobs_on(here) == 1 and reads[0] == 2)
         down.ready = True
         client._hear(down, Ready([]))
