@@ -13,6 +13,7 @@ from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.algorithms.registry import Choice
 from motet.algorithms.rows import RowAlgorithm
+from motet.batch import AdamW
 from motet.section import Config, named
 
 SEED_BITS = 48
@@ -212,13 +213,13 @@ class OptimizerConfig(Config):
     """Learning rate, between 0 and 1; `auto` derives it from the base's width and family, and prints it."""
     lr_multiplier: float = Field(1.0, gt=0, le=1000)
     """Factor on the learning rate, for an `auto` that should be smaller or larger."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = AdamW.betas
     """AdamW's decay rates."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(AdamW.eps, gt=0)
     """AdamW's epsilon."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(AdamW.weight_decay, ge=0)
     """Decoupled weight decay."""
-    clip_norm: float = Field(1.0, gt=0)
+    clip_norm: float = Field(AdamW.clip_norm, gt=0)
     """Largest gradient norm of the adapter."""
     warmup_steps: int = Field(0, ge=0, le=10**7)
     """Steps of linear warm-up."""
