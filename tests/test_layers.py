@@ -106,6 +106,15 @@ OLD_WORDS = {
     "Call": "a call of what: HttpRequest, QueuedCall",
     "Score": "ScoreRollouts, ScoreOrReason",
     "Run": "a run of what: AdapterRows, KeyRange",
+    "Desk": "the parts it holds",
+    "Steward": "QuotaEnforcer",
+    "Feed": "EventBus, EventLog",
+    "News": "EventBus, EventLog",
+    "Starts": "what it is a start of",
+    "HostLink": "EngineClient",
+    "Siblings": "FusedLinears",
+    "Reader": "ModelRunner",
+    "Recorder": "what is recorded: CudaGraphRunner, EventRecorder",
 }
 
 NOUNS = ("types", "batch", "model_info")
