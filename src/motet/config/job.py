@@ -310,7 +310,7 @@ class JobConfig(Config):
     sampling: SamplingConfig = SamplingConfig()
     """How rollouts are drawn."""
     algorithm: Annotated[Choice, named("type")] = Grpo()
-    """The algorithm."""
+    """How the adapter learns: the name of an algorithm, or its `type` and settings."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     steps: int = Field(50, ge=1, le=10**7)

@@ -65,7 +65,7 @@ class OwnProcess:
         return what if self._log is None else f"{what}; its last words are in {self._log}"
 
     def kill(self) -> None:
-        """By its id."""
+        """End it at once, however busy it is."""
         self._process.kill()
 
     def close(self) -> None:
