@@ -65,7 +65,7 @@ class OwnProcess:
         return what if self._log is None else f"{what}; its last words are in {self._log}"
 
     def kill(self) -> None:
-        """End it at once, however busy it is."""
+        """By its id."""
         self._process.kill()
 
     def close(self) -> None:
