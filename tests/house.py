@@ -169,11 +169,11 @@ def _finish(parts: Parts, job_id: str) -> None:
     for step in range(2):
         rollouts = [{"text": "x", "reward": reward, "step": step} for reward in (0.0, 0.5, 1.0, None)]
         directory.write_rollouts(str(step), rollouts)
-        recorder.record(job_id, "step", {"step": step, "loss": 0.0})
+        recorder.record_step(job_id, {"step": step, "loss": 0.0})
 
     def save(path: Path) -> None:
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             (path / name).write_text("{}")
 
     directory.commit(Committed(step=2, best_version=2), save)
-    recorder.record(job_id, "state", {"state": JobState.SUCCEEDED.value, "message": ""})
+    recorder.record_state(job_id, JobState.SUCCEEDED, "")

@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_costs_are_seconds_for_each_unit_or_the_figure_itself() -> None:
     assert cost({"seconds": 3.0, "units": 12}) == 0.25
     assert cost({"value": 7.0, "seconds": 1.0, "units": 1}) == 7.0
-    assert cost({"seconds": 3.0, "units": 12, "occupancy": 0.9}, "occupancy") == 0.9
+    assert cost({"seconds": 3.0, "units": 12, "busy": 0.9}, "busy") == 0.9
 
 
 def test_a_ratio_is_of_medians_and_its_spread_of_neighbours() -> None:

@@ -22,7 +22,7 @@ from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
-from motet.rollout.sequences import Prompt, Sequence
+from motet.rollout.sequences import Prompt, SampledSequence
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from tests import tiny_models as tiny
 
@@ -76,7 +76,7 @@ def add(decoder: Decoder, request: GenerateRequest, weights: AdapterWeights | No
     """Queue a request; its chunks gather in the list."""
     chunks: list[Any] = []
     prompt = Prompt(request, weights, chunks.append)
-    prompt.waiting = [Sequence(prompt, index, key) for index, key in enumerate(request.seeds)]
+    prompt.waiting = [SampledSequence(prompt, index, key) for index, key in enumerate(request.seeds)]
     decoder.add(prompt)
     return chunks
 

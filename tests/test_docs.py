@@ -302,6 +302,11 @@ def test_the_page_about_runs_has_every_field() -> None:
         compile(example, f"runs.md, example {number}", "exec")
 
 
+def test_figures_of_learning_say_at_which_commit_they_were_made() -> None:
+    for section in page_text("learning").split("\n## "):
+        assert "|---" not in section or re.search(r"commits? [0-9a-f]{7}\b", section), section.partition("\n")[0]
+
+
 @pytest.mark.parametrize("page", ["architecture", "exactness"])
 def test_the_pages_about_the_house_name_what_exists(page: str) -> None:
     text = page_text(page)

@@ -25,7 +25,7 @@ import motet
 from motet.channel import encode
 from motet.cluster.host import Engine
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
-from motet.cluster.messages import JobEvent, Ready, Start
+from motet.cluster.messages import JobStanding, JobStepped, Ready, Start
 from motet.cluster.nodes import NodeFacts, faults
 from motet.cluster.run import HostedJob, HostedRun
 from motet.config import AdapterConfig, JobConfig
@@ -34,6 +34,7 @@ from motet.hosting.steps import EveryStep
 from motet.jobfile import validate
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.interrupt import Interrupt
+from motet.runtime.job import CommandObeyed, StateChanged, StepDone
 from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
@@ -394,16 +395,20 @@ def test_a_step_that_another_host_committed_late_comes_before_the_next(tmp_path:
         directory.commit(Committed(step=number + 1), lambda path: trainer.save_adapter("a", path, optimizer=True))
         return {"step": number, "seconds": 1}
 
-    heard = list[tuple[str, int]]()
+    heard = list[int | str]()
+
+    def observe(event: StateChanged | StepDone | CommandObeyed) -> None:
+        heard.append(event.line["step"] if isinstance(event, StepDone) else type(event).__name__)
+
     step(0)
     step(1)
-    every = EveryStep(directory, 1, lambda kind, data: heard.append((kind, data.get("step", -1))))
-    assert heard == [("step", 1)]
+    every = EveryStep(directory, 1, observe)
+    assert heard == [1]
     step(2)
-    every("state", {})
-    every("step", step(3))
-    every("step", step(4))
-    assert heard == [("step", 1), ("state", -1), ("step", 2), ("step", 3), ("step", 4)]
+    every(StateChanged(JobState.RUNNING, "", ()))
+    every(StepDone(step(3)))
+    every(StepDone(step(4)))
+    assert heard == [1, "StateChanged", 2, 3, 4]
 
 
 @pytest.mark.slow
@@ -459,9 +464,8 @@ def test_a_stranger_who_connects_is_no_host() -> None:
 def test_a_step_that_is_told_again_counts_once(tmp_path: Path) -> None:
     one = HostedJob(JobConfig.model_validate(job("job-0")), JobDirectory(tmp_path), JobProgress("job-0", 6))
     for step in (0, 1, 1, 0, 2):
-        one.hear(JobEvent("job-0", "step", {"step": step, "loss": 0.1, "reward": step / 4}))
+        one.hear(JobStepped("job-0", {"step": step, "loss": 0.1, "reward": step / 4}))
     assert (one.progress.rewards, one.progress.step) == ([0.0, 0.25, 0.5], 3)
     for tokens, counted in ((5, 5), (9, 9), (2, 11)):  # another host begins anew
-        figures = {"phase": "sampling", "tokens": tokens, "rollouts_done": 0, "rollouts_wanted": 1}
-        one.see(figures)
+        one.see(JobStanding("sampling", 0, 0, 1, tokens, 0.0, None))
         assert one.progress.tokens == counted

@@ -85,8 +85,18 @@ def greeting() -> dict[str, str]:
     ),
 }
 ENVIRONMENT = (
-    ("tasks/episode.py", '{"single": single_turn,', '{"once_more": single_turn, "single": single_turn,'),
-    ("config/job.py", '{"single": 1,', '{"once_more": 1, "single": 1,'),
+    (
+        "tasks/episode.py",
+        "ENVIRONMENTS: Mapping[str, Environment] = {",
+        """
+async def halved(context):
+    rollouts = await single_turn(context)
+    return tuple(replace(one, reward=0.5 * one.reward, reward_parts={"halved": one.reward}) for one in rollouts)
+
+
+ENVIRONMENTS: Mapping[str, Environment] = {"halved": halved, """,
+    ),
+    ("config/job.py", '{"single": 1,', '{"halved": 1, "single": 1,'),
 )
 USE = """
 import sys
@@ -98,7 +108,7 @@ assert Path(motet.__file__).is_relative_to(sys.argv[1]), motet.__file__
 assert any(route.path == "/v1/greeting" for module in ROUTES for route in module.router.routes)
 job = {
     "data": {"source": "toy:add", "size": 16, "holdout": 0}, "reward": {"name": "length", "args": {"target": 3}}, "steps": 1,
-    "sampling": {"max_tokens": 6}, "seed": 5, "environment": "once_more",
+    "sampling": {"max_tokens": 6}, "seed": 5, "environment": "halved",
 }
 jobs = [
     {**job, "name": kind, "algorithm": {"type": kind, "group_size": 4, "groups_per_step": 2}} for kind in ("grpo", "halved")
@@ -137,6 +147,8 @@ def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
         for kind in ("grpo", "halved")
     ]
     assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
+    rollouts = [json.loads(line) for line in (run / "grpo" / "rollouts" / "0.jsonl").read_text().splitlines()]
+    assert all(one["reward"] == one["reward_parts"]["halved"] / 2 > 0 for one in rollouts)
 
 
 def test_the_page_names_these_files_and_no_more() -> None:
@@ -146,5 +158,7 @@ def test_the_page_names_these_files_and_no_more() -> None:
         (new,) = files
         assert f"`{Path(new).parent}/`" in parts[what], what
         assert f"`{file}" in parts[what], what
-    assert "`tasks/episode.py`" in parts["An environment"]
-    assert "`EnvironmentConfig.TURNS`" in parts["An environment"]
+        assert len({new, file}) == 2
+    assert len(ENVIRONMENT) == 2
+    for file, *_ in ENVIRONMENT:
+        assert f"`{file}" in parts["An environment"], file

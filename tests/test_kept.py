@@ -21,7 +21,7 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
-from motet.rollout.sequences import Prompt, Sequence
+from motet.rollout.sequences import Prompt, SampledSequence
 from motet.runtime.generation import Generation
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat
@@ -88,7 +88,7 @@ class Stage:
         )  # fmt: skip
         chunks: list[Any] = []
         prompt = Prompt(request, self.weights, chunks.append)
-        prompt.waiting = [Sequence(prompt, index, key) for index, key in enumerate(turn.seeds)]
+        prompt.waiting = [SampledSequence(prompt, index, key) for index, key in enumerate(turn.seeds)]
         self.decoder.add(prompt)
         self.histories[turn.episode] = ids
         return turn, chunks

@@ -14,7 +14,7 @@ from motet.model.host_cache import HostCache
 from motet.model.kv_cache import KVCache
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.kept import KeptSequences
-from motet.rollout.sequences import Prompt, Sequence
+from motet.rollout.sequences import Prompt, SampledSequence
 from motet.types import GenerateRequest, SamplingParams
 
 CPU = torch.device("cpu")
@@ -127,7 +127,7 @@ def test_a_sequence_whose_states_cannot_be_had_gives_its_blocks_back():
     blocks = BlockAllocator(cache, host, KeptSequences(cache, host, 0, stateful=True))
     request = GenerateRequest("r", "job", np.arange(6, dtype=np.int32), None, SamplingParams(max_tokens=1), (1,))
     prompt = Prompt(request, None, lambda chunk: None)
-    sequence = Sequence(prompt, 0, 1)
+    sequence = SampledSequence(prompt, 0, 1)
     with pytest.raises(RuntimeError, match="inference"):
         blocks.begin(prompt, 0, None)
     with pytest.raises(RuntimeError, match="inference"):

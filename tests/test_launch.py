@@ -133,6 +133,21 @@ def test_a_job_that_other_libraries_or_another_processor_began_is_refused(
         run(base, tmp_path / "run", job("a", steps=2))
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_one_that_goes_on_all_the_same_says_how_it_began(hosts: int, base: Any, tmp_path: Path) -> None:
+    """Also when it goes on once more, and where a host has it, as in a service."""
+    assert run(base, tmp_path / "run", job("a", steps=2)).jobs["a"].inexact == ()
+    path = tmp_path / "run" / "a" / "job.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "versions": {"torch": "2.0.0"}}))
+    engine = {"hosts": hosts, "threads": 1}
+    said = "versions.torch: was '2.0.0', is '" + version("torch") + "' (from step 2 on)"
+    for steps in (2, 3):  # nothing is trained and committed the first time
+        tree = {"base": "small", "run": str(tmp_path / "run"), "engine": engine, "jobs": [job("a", steps=steps)]}
+        one = {"base": base} if hosts == 1 else {}
+        result = run_config(validate(tree, "test"), accept_changes=True, **one).jobs["a"]
+    assert (result.state, result.inexact.count(said)) == ("succeeded", 1), result
+
+
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("error", [OverflowError("no room on the screen"), SystemExit("nobody reads it")])
 def test_what_an_observer_raises_ends_the_run_with_all_saved(error: BaseException, hosts: int, tmp_path: Path) -> None:

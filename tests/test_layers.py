@@ -7,6 +7,7 @@ fault for each law.
 from __future__ import annotations
 
 import ast
+import collections.abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,21 @@ OLD_WORDS = {
     "Call": "a call of what: HttpRequest, QueuedCall",
     "Score": "ScoreRollouts, ScoreOrReason",
     "Run": "a run of what: AdapterRows, KeyRange",
+    "Desk": "the parts it holds",
+    "Steward": "QuotaEnforcer",
+    "Feed": "EventBus, EventLog",
+    "News": "EventBus, EventLog",
+    "Starts": "what it is a start of",
+    "HostLink": "EngineClient",
+    "Siblings": "FusedLinears",
+    "Reader": "ModelRunner",
+    "Recorder": "what is recorded: CudaGraphRunner, EventRecorder",
 }
+
+NOUNS = ("types", "batch", "model_info")
+"""The classes of these modules, and those of `collections.abc`, have their names to themselves."""
+ALSO = {"channel": {"Message"}}  # what processes send each other is a message too
+PROTOCOLS = "service."  # the service has the words of the protocols that it speaks
 
 HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
 HEAVY_HOMES = ("model", "training", "rollout", "algorithms.losses")
@@ -378,6 +393,21 @@ def word_faults(modules: dict[str, Module]) -> Iterator[str]:
                 yield f"{module.name}:{line} {word!r} is an old word; say {instead}"
 
 
+def noun_faults(modules: dict[str, Module]) -> Iterator[str]:
+    """Classes that are called as a noun of the house, and are something else."""
+
+    def classes(module: Module) -> Iterator[tuple[str, int]]:
+        return ((node.name, node.lineno) for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef))
+
+    homes = {name: home for home in NOUNS if home in modules for name, _ in classes(modules[home])}
+    homes |= dict.fromkeys(collections.abc.__all__, "collections.abc")
+    for module in modules.values():
+        for name, line in classes(module):
+            known = module.name in NOUNS or module.name.startswith(PROTOCOLS) or name in ALSO.get(module.name, ())
+            if name in homes and not known:
+                yield f"{module.name}:{line} class {name} has the name of another thing, in {homes[name]}"
+
+
 def faults(root: Path) -> list[str]:
     """Everything in the package at `root` that breaks a law."""
     modules = read_package(root)
@@ -389,6 +419,7 @@ def faults(root: Path) -> list[str]:
         *cycle_faults(modules, root.name),
         *size_faults(modules, root),
         *word_faults(modules),
+        *noun_faults(modules),
     ]
 
 
@@ -491,6 +522,11 @@ PLANTED = {
         {"types": "class C:\n    def f(self):\n        self._shelf = 1"},
         "types:3 'shelf' is an old word",
     ),
+    "noun of the house": (
+        {"types": "class Group:\n    x: int", "tasks__chat": "class Group:\n    y: int"},
+        "tasks.chat:1 class Group has the name of another thing, in types",
+    ),
+    "noun of Python": ({"tasks__chat": "class Sequence:\n    x: int"}, "in collections.abc"),
     "long class": ({"types": "class C:\n" + "    x = 1\n" * 249}, "types:1 class C has 250 lines"),
 }
 

@@ -13,6 +13,7 @@ import pytest
 from motet.cluster.client import EngineClient
 from motet.cluster.host import Host
 from motet.cluster.messages import Abandon, Complete, PromptRead, Refused, ToEngine
+from motet.types import JobState
 from tests.house import House, open_house
 from tests.openai_requests import GRADER, JUDGE, PYTHON, WORDS, answered, client_of, method, pairs, rows, uploaded
 from tests.service_run import Json, tiny
@@ -142,7 +143,7 @@ def test_jobs_are_listed_page_by_page_and_only_ones_own(house: House, client: op
         with pytest.raises(openai.NotFoundError):
             client.fine_tuning.jobs.retrieve("plain")
         assert client.fine_tuning.jobs.pause(made[0]).id == made[0]
-        house.recorder.record(made[0], "state", {"state": "cancelled", "message": ""})
+        house.recorder.record_state(made[0], JobState.CANCELLED, "")
         with pytest.raises(openai.BadRequestError, match="cancelled"):
             client.fine_tuning.jobs.resume(made[0])
         assert client.fine_tuning.jobs.retrieve(made[0]).status == "cancelled"

@@ -16,7 +16,9 @@ from motet.jobfile import load_jobs
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
+from motet.types import JobState
 from tests.fake_run import job, metrics, run_jobs, weights
+from tests.protocol_server import ProtocolServer
 
 OWN = '''
 from motet.algorithms import Grpo
@@ -40,6 +42,46 @@ class Mild(Grpo):
 
 
 def function(groups): ...
+
+
+from typing import ClassVar
+
+from motet.algorithms import PolicyGradient
+from motet.algorithms.algorithm import ReferenceServer
+from motet.algorithms.credit import rewards_at_ends
+from motet.algorithms.critic import CriticConfig
+
+
+class Valued(PolicyGradient):
+    """Has a critic without being PPO."""
+
+    values: CriticConfig = CriticConfig(rank=4)
+
+    @property
+    def needs_values(self):
+        return self.values
+
+    def advantages(self, groups, max_tokens):
+        return [[rewards_at_ends(rollout, of_turns=False) for rollout in group.scored] for group in groups]
+
+
+class Followed(PolicyGradient):
+    """Learns from a server without being `distill`, and from no reward."""
+
+    needs_rewards: ClassVar[bool] = False
+    least_scored: ClassVar[int] = 1
+    url: str
+
+    @property
+    def reference_server(self):
+        return ReferenceServer(self.url)
+
+    @property
+    def needs_reference(self):
+        return True
+
+    def advantages(self, groups, max_tokens):
+        return [[1.0] * len(group.scored) for group in groups]
 '''
 
 
@@ -85,6 +127,27 @@ jobs:
     assert first[1]["grad_norm"] == pytest.approx(first[0]["grad_norm"] / 2, rel=1e-5)
     written = config.jobs[1].model_dump(mode="json")
     assert JobConfig.model_validate(written).model_dump(mode="json") == written
+
+
+def test_one_may_have_a_critic(file: Path, tmp_path: Path) -> None:
+    one = {
+        "name": "a", "data": {"source": "toy:add", "size": 16, "holdout": 0}, "steps": 1, "sampling": {"max_tokens": 4},
+        "reward": {"name": "length", "args": {"target": 3}},
+        "algorithm": {"type": f"{file}:Valued", "group_size": 2, "groups_per_step": 2},
+    }  # fmt: skip
+    assert JobConfig.model_validate(one).slots == 2
+    assert motet.run([one], base="small", quiet=True, directory=tmp_path / "run", engine={"samplers": 0}).ok
+    assert json.loads(metrics(tmp_path / "run", "a").splitlines()[0])["value_loss"] > 0
+    assert (tmp_path / "run" / "a" / "state" / "1" / "critic").is_dir()
+
+
+def test_one_may_learn_from_a_server_and_no_reward(file: Path, tmp_path: Path) -> None:
+    with ProtocolServer() as server:
+        algorithm = {"type": f"{file}:Followed", "url": server.url, "group_size": 2}
+        done = run_jobs(tmp_path, [job("a", rewards=[], algorithm=algorithm, steps=1)])
+    assert done.state("a") is JobState.SUCCEEDED, done.jobs["a"].progress.message
+    assert json.loads(metrics(tmp_path, "a").splitlines()[0])["kl_base"] is not None
+    assert done.jobs["a"].inexact == ["a server judges what is learned (algorithm.reference)"]
 
 
 def test_an_edited_file_is_another_job(file: Path, tmp_path: Path) -> None:

@@ -203,6 +203,10 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
             {"algorithm": {"type": "dpo", "reference": str(tmp_path / "nowhere")}},
             "reference: .*nowhere holds no PEFT adapter",
         ),
+        (
+            {"algorithm": {"type": "dpo", "reference": "http://127.0.0.1:1"}},
+            "reference: no server is asked here, only in `distill`; give `start`",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             motet.run([dpo("a", **fields)], base="small", quiet=True, directory=tmp_path / "run")

@@ -18,7 +18,7 @@ from motet import seeds
 from motet.model.distribution import Distribution, draw
 from motet.model.kv_cache import KVCache
 from motet.rollout.decoder import Decoder
-from motet.rollout.sequences import Prompt, Sequence
+from motet.rollout.sequences import Prompt, SampledSequence
 from motet.types import Chunk, FinishReason, GenerateRequest, SamplingParams
 from tests import tiny_models as tiny
 
@@ -133,7 +133,7 @@ def run(request: GenerateRequest, max_rows: int = 64) -> list[Chunk]:
     chunks: list[Any] = []
     decoder = Decoder(tiny.base("llama"), KVCache(256, 16, CPU), max_rows=max_rows, prefill_tokens=256)
     prompt = Prompt(request, None, chunks.append)
-    prompt.waiting = [Sequence(prompt, index, key) for index, key in enumerate(request.seeds)]
+    prompt.waiting = [SampledSequence(prompt, index, key) for index, key in enumerate(request.seeds)]
     decoder.add(prompt)
     while not decoder.idle:
         decoder.tick()
@@ -237,11 +237,11 @@ def test_streamed_pieces_join_to_the_whole():
             assert [piece.finish_reason for piece in own] == [None] * (len(own) - 1) + [chunk.finish_reason]
 
 
-def feed(text: str, stop: tuple[str, ...] = (), *, more: str = "") -> tuple[list[str], Sequence]:
+def feed(text: str, stop: tuple[str, ...] = (), *, more: str = "") -> tuple[list[str], SampledSequence]:
     """Pieces of a completion whose tokens spell this text."""
     tokenizer = tiny.base("llama").info.tokenizer
     request = ask(max_tokens=1000, stop=stop, stream=True)
-    sequence = Sequence(Prompt(request, None, print), 0, 0)
+    sequence = SampledSequence(Prompt(request, None, print), 0, 0)
     pieces = []
     for token in tokenizer.encode(text + more, add_special_tokens=False):
         sequence.append(token, -1.0, True, text_of)

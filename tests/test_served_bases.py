@@ -16,7 +16,7 @@ from motet.cluster.client import EngineClient
 from motet.cluster.host import Engine, EngineHandlers
 from motet.cluster.messages import (
     AddJob,
-    JobEvent,
+    JobChanged,
     Ready,
     Released,
     Scored,
@@ -297,11 +297,11 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
         await until(lambda: client.jobs_on(here) == 1)
         assert reads[0] == 1
         for _ in range(20):
-            client._hear(here, JobEvent("a1", "state", {"state": "running"}))
+            client._hear(here, JobChanged("a1", JobState.RUNNING, ""))
             await asyncio.sleep(0.005)
         assert reads[0] == 1, "all open jobs were read at each event"
         jobs.pop(0)
-        client._hear(here, JobEvent("a1", "state", {"state": "succeeded"}))  # its tenant may have another out
+        client._hear(here, JobChanged("a1", JobState.SUCCEEDED, ""))  # its tenant may have another out
         await until(lambda: client.jobs_on(here) == 1 and reads[0] == 2)
         down.ready = True
         client._hear(down, Ready([]))

@@ -28,7 +28,7 @@ from motet.cluster.messages import (
     Complete,
     Examine,
     FromEngine,
-    JobEvent,
+    JobStepped,
     PromptRead,
     Scored,
     ScoreRequest,
@@ -57,7 +57,7 @@ from motet.service.tenants.ledger import Ledger
 from motet.service.tinker.parts import PREFIX
 from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import Addresses, HttpRewards
-from motet.types import Chunk, FinishReason
+from motet.types import Chunk, FinishReason, JobState
 from tests.database import person
 from tests.house import House, open_house
 from tests.misbehaving_rewards import misbehaving
@@ -147,7 +147,7 @@ def test_those_who_wait_are_looked_at_again_after_whatever_goes_wrong(store: Sto
 def test_a_failed_job_whose_file_is_gone_is_not_resumed_and_stays_failed(house: House) -> None:
     file = uploaded(house)
     job = house.ask("POST", "/v1/jobs", json={**tiny("stuck"), "data": file}).json()["id"]
-    house.recorder.record(job, "state", {"state": "failed", "message": "no luck"})
+    house.recorder.record_state(job, JobState.FAILED, "no luck")
     house.ask("DELETE", f"/v1/files/{file}")
     assert file in house.refused(400, "POST", "/v1/jobs/stuck/resume")["message"]
     assert house.ask("GET", "/v1/jobs/stuck").json()["state"] == "failed"
@@ -171,7 +171,7 @@ def test_an_events_id_is_never_used_again(store: Store) -> None:
 def test_a_reason_with_characters_that_no_database_keeps_is_kept_without_them(store: Store, tmp_path: Path) -> None:
     job, bus = store.submit(person(store, "us"), "sort", {}, 3, None).id, EventBus()
     recorder = EventRecorder(store, Storage(tmp_path), Ledger(store), bus, [RewardWorkers(store, bus, 1.0)])
-    recorder.record(job, "state", {"state": "failed", "message": "a\0b\ud800c\u2028d"})
+    recorder.record_state(job, JobState.FAILED, "a\0b\ud800c\u2028d")
     assert store.events(job)[-1].data["message"] == "ab?c\u2028d"
 
 
@@ -321,7 +321,7 @@ def test_texts_with_odd_ends_of_lines_come_whole(house: House) -> None:
     (one,) = house.ask("GET", "/v1/jobs/ended/rollouts?step=1").json()["data"]
     assert (one["text"], one["error"]) == (text, "a?")
     job = house.ask("POST", "/v1/jobs", json=tiny("told")).json()["id"]
-    house.recorder.record(job, "state", {"state": "failed", "message": text})
+    house.recorder.record_state(job, JobState.FAILED, text)
     with motet.Client(str(house.http.base_url), house.keys["ours"]) as client:
         assert [event.data["message"] for event in client.events(job, follow=True)] == ["", text]
 
@@ -336,8 +336,8 @@ def test_a_stream_of_a_job_ends_with_its_key(house: House) -> None:
             lines.append(line)
             if line.startswith(":"):  # all that there was
                 house.store.tenants.revoke_key(key.id)
-                house.recorder.record(job, "step", {"step": 0, "loss": 0.0})
-                house.recorder.record(job, "state", {"state": "succeeded", "message": ""})
+                house.recorder.record_step(job, {"step": 0, "loss": 0.0})
+                house.recorder.record_state(job, JobState.SUCCEEDED, "")
     assert [line for line in lines if line.startswith("event:")] == ["event: state"]
 
 
@@ -354,7 +354,7 @@ def test_steps_are_told_again_only_from_the_first_that_is_not_kept(store: Store)
 def test_the_engine_hears_how_many_steps_are_kept(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("kept")).json()["id"]
     for step in range(3):
-        house.recorder.record(job, "step", {"step": step, "loss": 0.0})
+        house.recorder.record_step(job, {"step": step, "loss": 0.0})
     (message,) = [one for one in house.part(Handover).open_jobs() if one.job["name"] == job]
     assert message.first_step == 3
 
@@ -469,7 +469,7 @@ def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_lo
     async def work(url: str) -> None:
         with busy_threads():
             async with asyncio.timeout(10):
-                await host._handle(JobEvent("job-1", "step", {}))
+                await host._handle(JobStepped("job-1", {}))
             rewards = HttpRewards(Addresses(("localhost",)), trust=ssl.create_default_context())
             reward = RewardConfig(name="http", args={"url": url, "args": {"scale": 7.0}}, wall_seconds=5)
             assert await rewards("job", reward, {"id": 7}, ["one", "three"], []) == [3.0, 5.0]

@@ -280,11 +280,13 @@ def test_a_job_is_removed_only_when_it_has_ended(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("open")).json()
     assert "cancel" in house.refused(409, "DELETE", "/v1/jobs/open")["message"]
     assert house.ask("POST", "/v1/jobs/open/pause").status_code == 202
-    house.recorder.record(job["id"], "state", {"state": "failed", "message": "for a test"})
+    house.recorder.record_state(job["id"], JobState.FAILED, "for a test")
+    event = house.ask("GET", "/v1/jobs/open/events").json()["data"][-1]
+    assert event["data"] == {"state": "failed", "message": "for a test"}
     house.refused(409, "POST", "/v1/jobs/open/cancel")
     again = house.ask("POST", "/v1/jobs/open/resume").json()
     assert (again["state"], again["message"], again["ended"]) == ("queued", "", None)
-    house.recorder.record(job["id"], "state", {"state": "cancelled", "message": ""})
+    house.recorder.record_state(job["id"], JobState.CANCELLED, "")
     house.refused(409, "POST", "/v1/jobs/open/resume")
     house.refused(422, "POST", "/v1/jobs/open/explode")
     assert house.ask("DELETE", "/v1/jobs/open").status_code == 204
@@ -329,9 +331,9 @@ def test_a_stream_told_in_pieces_has_no_gap_and_no_double(house: House) -> None:
 
     def tell() -> None:
         for step in range(30):
-            house.recorder.record(job, "step", {"step": step, "loss": 0.0})
+            house.recorder.record_step(job, {"step": step, "loss": 0.0})
             time.sleep(0.01)
-        house.recorder.record(job, "state", {"state": JobState.SUCCEEDED.value, "message": ""})
+        house.recorder.record_state(job, JobState.SUCCEEDED, "")
 
     telling, started = threading.Thread(target=tell), time.monotonic()
     telling.start()

@@ -23,6 +23,7 @@ from motet.service.http.throttle import RateLimit
 from motet.service.jobs.handover import Handover
 from motet.service.tenants.enforcement import QuotaEnforcer
 from motet.service.tenants.ledger import Ledger, today
+from motet.types import JobState
 from tests.database import person
 from tests.house import House, open_house
 from tests.service_run import Json, tiny
@@ -48,7 +49,7 @@ def limit(house: House, **limits: Any) -> Json:
 def step(house: House, job: str, number: int, sampled: int = 0, trained: int = 0) -> None:
     """What the engine tells of a step."""
     told = {"step": number, "loss": 0.0, "tokens_sampled": sampled, "tokens_trained": trained}
-    house.recorder.record(job, "step", told)
+    house.recorder.record_step(job, told)
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def test_what_breaks_a_limit_is_refused_with_its_name_use_and_remedy(
         assert house.ask("POST", "/v1/jobs", json=tiny(name)).status_code == 201
     again = {"Idempotency-Key": "kept"}
     kept = house.ask("POST", "/v1/jobs", json=tiny("kept"), headers=again).json()["id"]
-    house.recorder.record(kept, "state", {"state": "cancelled", "message": ""})
+    house.recorder.record_state(kept, JobState.CANCELLED, "")
     limit(house, **limits)
     before = house.store.counts()
     error = house.refused(status, "POST", "/v1/jobs", json={**tiny("more"), **job})
@@ -257,14 +258,14 @@ def test_a_budget_and_a_priority_can_be_changed(house: House) -> None:
     for odd in ({"budget": 0}, {"budget": "x"}, {"steps": 3}, {"priority": "urgent"}, {"priority": 101}):
         house.refused(422, "PATCH", "/v1/jobs/paid", json=odd)
     house.refused(404, "PATCH", "/v1/jobs/paid", "theirs", json={})
-    house.recorder.record(job["id"], "state", {"state": "cancelled", "message": ""})
+    house.recorder.record_state(job["id"], JobState.CANCELLED, "")
     house.refused(409, "PATCH", "/v1/jobs/paid", json={"budget": 1})
 
 
 def test_a_spent_job_is_not_resumed_without_a_larger_budget(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json={**tiny("paid"), "budget": 30}).json()["id"]
     step(house, job, 0, 10, 20)
-    house.recorder.record(job, "state", {"state": "paused", "message": "its budget of 30 tokens is spent"})
+    house.recorder.record_state(job, JobState.PAUSED, "its budget of 30 tokens is spent")
     error = house.refused(409, "POST", "/v1/jobs/paid/resume")
     assert "--budget" in error["message"]
     assert "30" in error["message"]
@@ -298,7 +299,7 @@ def test_spent_tokens_hold_a_tenant_until_the_next_day(house: House, monkeypatch
     assert house.ask("GET", "/v1/limits").json()["tokens_today"] == 25
     enforcer.enforce()
     assert len(sent) == 2  # told once
-    house.recorder.record(job, "state", {"state": "paused", "message": held.rule.hold})
+    house.recorder.record_state(job, JobState.PAUSED, held.rule.hold)
     assert "tokens_per_day" in house.refused(429, "POST", "/v1/jobs/day/resume")["message"]
     asked = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
     assert "tokens_per_day" in house.refused(429, "POST", "/v1/chat/completions", json=asked)["message"]

@@ -25,6 +25,7 @@ from motet.service.workers.units import key_of
 from motet.tasks.reward_elsewhere import ELSEWHERE, WorkerArgs
 from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN
+from motet.types import JobState
 from tests.commands import NOBODY
 from tests.house import House, open_house
 from tests.service_run import Json, tiny
@@ -152,7 +153,7 @@ def waiting(house: House) -> Iterator[tuple[str, list[str]]]:
         house.part(RewardWorkers).units.ask(job, key, 0, one)
     yield job, keys
     house.ask("POST", f"/v1/jobs/{job}/cancel")
-    house.recorder.record(job, "state", {"state": "cancelled", "message": ""})
+    house.recorder.record_state(job, JobState.CANCELLED, "")
 
 
 def lease(house: House, job: str, worker: str = "w", **fields: Any) -> Json:
@@ -269,7 +270,7 @@ def test_a_worker_that_waits_gets_work_at_once_and_hears_of_the_end(
     asking.start()
     time.sleep(0.3)
     started = time.monotonic()
-    house.recorder.record(job, "state", {"state": "cancelled", "message": ""})
+    house.recorder.record_state(job, JobState.CANCELLED, "")
     asking.join()
     assert (got[1]["units"], got[1]["state"]) == ([], "cancelled")
     assert time.monotonic() - started < 5

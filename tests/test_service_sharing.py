@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from motet.cluster.client import EngineClient
+from motet.cluster.messages import JobStanding
 from motet.errors import DataError
 from motet.service.adapters.adapters import Adapters
 from motet.service.adapters.archive import MOST_MEMBERS, pack, unpack
 from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.settings import Settings
-from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
+from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, JobState
 from tests.adapter_files import link, tarred
 from tests.house import House, error_of, open_house
 from tests.service_run import ROWS, Json, tiny
@@ -315,7 +316,7 @@ def test_a_share_needs_something_and_somebody(house: House) -> None:
 
 def test_what_is_removed_is_shared_no_longer(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("gone")).json()
-    house.recorder.record(job["id"], "state", {"state": "cancelled", "message": ""})
+    house.recorder.record_state(job["id"], JobState.CANCELLED, "")
     house.ask("POST", "/v1/shares", json={"name": "gone", "tenant": "third"})
     assert len(house.ask("GET", "/v1/shares", "third").json()["received"]) == 1
     assert house.ask("DELETE", "/v1/jobs/gone").status_code == 204
@@ -363,7 +364,7 @@ def test_every_change_is_written_down_once(house: House) -> None:
         assert answer.is_success, answer.text
         entry, last = house.ask("GET", "/v1/audit?limit=2", "admin").json()["data"]
         assert (last["id"], entry["tenant"]) == (before, "us"), path
-    house.recorder.record(job, "state", {"state": "cancelled", "message": ""})
+    house.recorder.record_state(job, JobState.CANCELLED, "")
     assert house.ask("DELETE", "/v1/jobs/written").status_code == 204
     entry = house.ask("GET", "/v1/audit?limit=1", "admin").json()["data"][0]
     assert (entry["action"], entry["object"]) == ("delete", job)
@@ -374,7 +375,12 @@ def test_every_change_is_written_down_once(house: House) -> None:
 
 def test_metrics_are_for_admins_and_for_the_token(tmp_path: Path) -> None:
     with open_house(tmp_path, metrics_token="for-prometheus") as house:
-        house.part(EngineClient).hosts[0].progress = {house.job["id"]: {"tokens_per_second": 7.0}}
+        standing = JobStanding("training", 1, 4, 8, 60, 7.0, None)
+        house.part(EngineClient).hosts[0].progress = {house.job["id"]: standing}
+        assert house.ask("GET", f"/v1/jobs/{house.job['id']}").json()["progress"] == {
+            "phase": "training", "step": 1, "rollouts_done": 4, "rollouts_wanted": 8, "tokens": 60, "tokens_per_second": 7.0,
+            "seconds_left": None,
+        }  # fmt: skip
         house.refused(401, "GET", "/metrics", "none")
         house.refused(401, "GET", "/metrics", "wrong")
         house.refused(403, "GET", "/metrics", "ours")
@@ -436,7 +442,7 @@ def test_an_admin_sees_whose_a_job_is_by_name(house: House) -> None:
 def test_a_job_knows_its_last_reward(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("rewarded")).json()
     assert job["reward"] is None
-    house.recorder.record(job["id"], "step", {"step": 0, "loss": 0.0, "reward": 0.25})
-    house.recorder.record(job["id"], "step", {"step": 1, "loss": 0.0, "reward": 0.75})
-    house.recorder.record(job["id"], "step", {"step": 2, "eval": {"reward": 0.1}})
+    house.recorder.record_step(job["id"], {"step": 0, "loss": 0.0, "reward": 0.25})
+    house.recorder.record_step(job["id"], {"step": 1, "loss": 0.0, "reward": 0.75})
+    house.recorder.record_step(job["id"], {"step": 2, "eval": {"reward": 0.1}})
     assert house.ask("GET", "/v1/jobs/rewarded").json()["reward"] == 0.75

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import motet
 from motet.commands.run import run_file
+from motet.runtime.job import StateChanged
 from motet.runtime.slot_turns import TURN_SECONDS, SlotTurns
 from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.types import JobState
@@ -177,8 +178,8 @@ def test_a_newcomer_gets_a_slot_and_no_byte_changes(tmp_path: Path) -> None:
     async def script(run: FakeRun) -> None:
         late = run.jobs["b"]
         for name in ("a1", "a2"):
-            run.jobs[name].observer = lambda kind, data, name=name: (  # type: ignore[misc]
-                order.append(f"{name} {data['state']}") if kind == "state" else None
+            run.jobs[name].observer = lambda event, name=name: (  # type: ignore[misc]
+                order.append(f"{name} {event.state}") if isinstance(event, StateChanged) else None
             )
         await until(lambda: run.jobs["a2"].progress.step >= 2)
         run.pipeline.add(late)
@@ -197,12 +198,14 @@ def test_a_newcomer_gets_a_slot_and_no_byte_changes(tmp_path: Path) -> None:
 
 def test_a_tenant_that_is_held_pauses_and_goes_on_by_itself(tmp_path: Path) -> None:
     """Its jobs only, and those that a person paused stay paused."""
-    told: list[tuple[str, str]] = []
+    told: list[str] = []
     setting = Setting(tenants={"a1": "a", "a2": "a"})
 
     async def script(run: FakeRun) -> None:
         for name in ("a1", "a2"):
-            run.jobs[name].observer = lambda kind, data: told.append((kind, data.get("message", "")))
+            run.jobs[name].observer = lambda event: (
+                told.append(event.message) if isinstance(event, StateChanged) else None
+            )
         await until(lambda: run.jobs["a1"].progress.step >= 1)
         run.pipeline.pause("a2")
         await until(lambda: run.state("a2") is JobState.PAUSED)
@@ -218,7 +221,7 @@ def test_a_tenant_that_is_held_pauses_and_goes_on_by_itself(tmp_path: Path) -> N
 
     run = run_jobs(tmp_path, [job("a1", steps=8), job("a2", steps=8), job("b", steps=8)], setting, script)
     assert {one.state for one in run.jobs.values()} == {JobState.SUCCEEDED}
-    assert any(message.startswith("paused after step") and "tokens are spent" in message for _, message in told)
+    assert any(message.startswith("paused after step") and "tokens are spent" in message for message in told)
 
 
 def test_a_tenants_running_jobs_are_limited(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from motet.service.tinker.futures import Futures
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.samplers import Samplers, path_part, sampler_id
+from motet.types import JobState
 from tests.house import House
 from tests.tinker_requests import journal, made, request, sent
 from tests.tinker_run import job_of
@@ -222,7 +223,7 @@ def test_a_client_is_told_what_it_waits_for(house: House) -> None:
     state, reason = told(f"{model}/0")
     assert (state, "slot" in reason) == ("paused_capacity", True)
     job = house.ask("GET", f"/v1/jobs/{job_of(model)}").json()["id"]
-    house.recorder.record(job, "state", {"state": "paused", "message": "paused by hand"})
+    house.recorder.record_state(job, JobState.PAUSED, "paused by hand")
     assert told(f"{model}/0") == ("paused_rate_limit", "paused by hand")
 
     limits = f"/v1/tenants/{who.tenant}/limits"

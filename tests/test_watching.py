@@ -29,8 +29,8 @@ def told_job(house: House, name: str, steps: int) -> str:
     job = str(house.ask("POST", "/v1/jobs", json=tiny(name)).json()["id"])
     for step in range(steps):
         line = {"step": step, "loss": 0.0, "reward": step / steps, "entropy": 1.0}
-        house.recorder.record(job, "step", {**line, "eval": {"reward": 0.5}} if step == 7 else line)
-    house.recorder.record(job, "step", {"step": steps, "eval": {"reward": 0.9}})
+        house.recorder.record_step(job, {**line, "eval": {"reward": 0.5}} if step == 7 else line)
+    house.recorder.record_step(job, {"step": steps, "eval": {"reward": 0.9}})
     return job
 
 
@@ -49,7 +49,7 @@ def test_events_go_on_where_the_steps_end(house: House) -> None:
     job = told_job(house, "going-on", 3)
     after = house.ask("GET", f"/v1/jobs/{job}/steps?field=reward").json()["after"]
     assert after == house.ask("GET", f"/v1/jobs/{job}/events").json()["data"][-1]["id"]
-    house.recorder.record(job, "state", {"state": JobState.PAUSED.value, "message": ""})
+    house.recorder.record_state(job, JobState.PAUSED, "")
     (event,) = house.ask("GET", f"/v1/jobs/{job}/events?after={after}").json()["data"]
     assert event["data"]["state"] == "paused"
 
@@ -78,7 +78,7 @@ def test_one_stream_tells_of_all_jobs_of_a_tenant_and_of_no_other(house: House) 
     start = house.ask("GET", f"/v1/jobs/{told_job(house, 'before', 1)}/steps").json()["after"]
     first = told_job(house, "first", 2)
     theirs = house.ask("POST", "/v1/jobs", "theirs", json=tiny("secret")).json()["id"]
-    house.recorder.record(theirs, "step", {"step": 0, "loss": 0.0})
+    house.recorder.record_step(theirs, {"step": 0, "loss": 0.0})
     second = told_job(house, "second", 1)
     found = heard(house, "ours", start, 7)
     assert [event["job"] for event in found] == [first] * 4 + [second] * 3
@@ -103,7 +103,7 @@ def test_the_stream_tells_at_once_and_begins_now(house: House) -> None:
     listening.start()
     time.sleep(0.7)
     told = time.monotonic()
-    house.recorder.record(job, "state", {"state": JobState.PAUSED.value, "message": ""})
+    house.recorder.record_state(job, JobState.PAUSED, "")
     listening.join()
     assert 0 <= came[0] - told < 2
 

@@ -105,14 +105,14 @@ def clients_block(count: int) -> Block:
     )
 
 
-def occupancy_block() -> Block:
+def busy_block() -> Block:
     """How much of the time the device works, over several steps."""
     job = {"jobs": 8, "groups": 4, "each": 8, "max_tokens": 64, "steps": 4, "rank": RANK}
     what = "device busy with eight on-policy jobs"
-    row = Row("occupancy", what, "", "value", "at once", "", at_least(0.9), "%", "occupancy")
-    one = Row("occupancy-one", "device busy with one of them", "", "value", "one job", "", None, "%", "occupancy")
+    row = Row("busy", what, "", "value", "at once", "", at_least(0.9), "%", "busy")
+    one = Row("busy-one", "device busy with one of them", "", "value", "one job", "", None, "%", "busy")
     return Block(
-        "occupancy",
+        "busy",
         f"Eight jobs of 4 × 8 completions of at most {job['max_tokens']} tokens, {job['steps']} of their steps: the share of "
         "time in which the device sampled or trained, from the moment when all jobs had done a step until the first was "
         "through.",

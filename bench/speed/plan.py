@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bench.speed.against_itself import (
     at_once_block,
+    busy_block,
     clients_block,
     few_rows_block,
     many_adapters_blocks,
     memory_block,
-    occupancy_block,
     shared_block,
     start_block,
 )
@@ -27,7 +27,7 @@ def cpu_blocks(quick: bool) -> list[Block]:
         grpo_block(quick),
         at_once_block(8, quick),
         at_once_block(32, quick),
-        occupancy_block(),
+        busy_block(),
         memory_block(),
         *many_adapters_blocks(),
         start_block(),

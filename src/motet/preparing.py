@@ -11,7 +11,6 @@ from typing import Any
 
 from motet import budgets
 from motet.algorithms.client import ClientDriven
-from motet.algorithms.distillation import Distillation
 from motet.algorithms.rows import RowAlgorithm
 from motet.algorithms.schedule import auto_learning_rate
 from motet.config import DataConfig, JobConfig, RunConfig
@@ -98,15 +97,14 @@ def _check_reference(config: JobConfig) -> None:
     """Refuse a reference or a teacher that is not there, and one on a server that has another temperature."""
     algorithm = config.algorithm
     name = algorithm.compared_with
-    if algorithm.compared_on_server:
+    if algorithm.reference_server is not None:
         if config.sampling.temperature != 1.0:
             raise ConfigError("sampling.temperature: must be 1 with a teacher on a server, whose logprobs are at 1")
     elif name not in ("base", "start"):
         try:
             shape_of(Path(os.path.expanduser(name)))
         except AdapterError as error:
-            field = "teacher" if isinstance(algorithm, Distillation) else "reference"
-            raise ConfigError(f"algorithm.{field}: {error}") from error
+            raise ConfigError(f"algorithm.{algorithm.compared_field}: {error}") from error
 
 
 def _check_rows(job: Job, info: ModelInfo, longest: int, problem: Problem) -> None:

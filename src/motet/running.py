@@ -108,7 +108,8 @@ def run_config(
         jobs = [job for job, _ in prepared]
         for job in jobs:
             described = identity(job, opened.info, config)
-            open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes)
+            for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
+                job.note_inexact(why)
             _take_up(job.directory, job.progress)
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _LONGEST = 1024
+_SHAPE = AdapterConfig()
 
 
 class Verbs:
@@ -65,7 +66,7 @@ class Verbs:
         """Let the device go."""
         self._open.close()
 
-    def add_adapter(self, name: str, *, rank: int = 32, alpha: float = 32.0, seed: int = 0) -> None:
+    def add_adapter(self, name: str, *, rank: int = _SHAPE.rank, alpha: float = _SHAPE.alpha, seed: int = 0) -> None:
         """A fresh adapter, which is the base until its first step.
 
         Raises:

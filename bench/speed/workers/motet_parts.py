@@ -269,7 +269,7 @@ class Watch:
         if self._busy is not None and wanted and len(self._marks) < 2:
             self._marks.append((time.perf_counter(), self._busy.decode + self._busy.train))
 
-    def occupancy(self) -> float:
+    def busy(self) -> float:
         """Busy seconds by seconds; NaN where the window was never open."""
         if len(self._marks) < 2:
             return float("nan")

@@ -150,7 +150,7 @@ def jobs(args: dict[str, Any]) -> Iterator[Repeat]:
             watch = Watch()
             run_jobs(args, Path(scratch), watch)
             steps = [read_steps(Path(scratch) / job["name"]) for job in job_fields(args, Path(scratch))]
-            return {**figures(steps, args, *job_budgets(args)), "occupancy": watch.occupancy()}
+            return {**figures(steps, args, *job_budgets(args)), "busy": watch.busy()}
 
     yield repeat
 

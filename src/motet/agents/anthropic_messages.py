@@ -58,7 +58,7 @@ class MessagesRequest(_Extra):
 
     @property
     def limits(self) -> CallLimits:
-        """Of the answer."""
+        """Where an answer ends, whether it is trained, and the form that it has to have."""
         return CallLimits(self.max_tokens, tuple(self.stop_sequences or ()), self.train)
 
 

@@ -86,7 +86,7 @@ class ChatRequest(_Extra):
 
     @property
     def limits(self) -> CallLimits:
-        """Of each answer."""
+        """Where an answer ends, whether it is trained, and the form that it has to have."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         grammar = grammar_of(self.response_format, tools=bool(self.offered))
         return CallLimits(self.max_completion_tokens or self.max_tokens, stop, self.train, grammar)

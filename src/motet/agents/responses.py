@@ -57,7 +57,7 @@ class ResponsesRequest(_Extra):
 
     @property
     def limits(self) -> CallLimits:
-        """Of the answer."""
+        """Where an answer ends, whether it is trained, and the form that it has to have."""
         grammar = grammar_of((self.text or {}).get("format"), tools=bool(self.offered))
         return CallLimits(self.max_output_tokens, train=self.train, grammar=grammar)
 

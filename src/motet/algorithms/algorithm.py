@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from motet.algorithms.packing import cut
 from motet.batch import Sample, Segment
@@ -15,8 +15,29 @@ if TYPE_CHECKING:
     from motet.algorithms.losses import Loss, LossInputs, TokenLosses
 
 
+def is_address(name: str) -> bool:
+    """Whether a name of what a policy is compared with is the address of a server."""
+    return name.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class ReferenceServer:
+    """An OpenAI-compatible server that gives `prompt_logprobs`."""
+
+    url: str
+    model: str | None = None
+    """Its name there; None is the first that the server lists."""
+    key_env: str | None = None
+    """Environment variable with the server's key."""
+
+
 class Algorithm(Config):
     """How a job learns. A plain string is the type."""
+
+    needs_rewards: ClassVar[bool] = True
+    """Whether a job has to name rewards, or an environment that gives some."""
+    compared_field: ClassVar[str] = "reference"
+    """The field that `compared_with` is read from."""
 
     type: str = ""
     """A name, or `file.py:Class` for one of your own."""
@@ -28,18 +49,18 @@ class Algorithm(Config):
 
     @property
     def compared_with(self) -> str:
-        """What reference logprobs are of: `base`, `start`, a PEFT directory, or the address of a server."""
+        """What reference logprobs are of: `base`, `start`, a PEFT directory, or the address of `reference_server`."""
         return "base"
 
     @property
-    def compared_on_server(self) -> bool:
-        """Whether that is a server's address."""
-        return self.compared_with.startswith(("http://", "https://"))
+    def reference_server(self) -> ReferenceServer | None:
+        """The server that is asked for them, where one is."""
+        return None
 
     def companions(self, *, started: bool) -> int:
         """Adapters that the trainer holds beside the job's own; `started` is whether that began as another one."""
         return int(
-            not self.compared_on_server and self.compared_with not in (("base",) if started else ("base", "start"))
+            self.reference_server is None and self.compared_with not in (("base",) if started else ("base", "start"))
         )
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:

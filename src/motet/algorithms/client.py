@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 class ClientDriven(Algorithm):
     """A client of a service says what is trained, and when a step is made. Of the data only a prompt is used, as a probe."""
+
+    needs_rewards: ClassVar[bool] = False
 
     type: Literal["client"] = "client"
 

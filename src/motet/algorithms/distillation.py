@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from motet.algorithms.algorithm import StepBatch
+from motet.algorithms.algorithm import ReferenceServer, StepBatch, is_address
 from motet.algorithms.policy_gradient import LossName, OfTokens, PolicyGradient
 from motet.types import Group
 
@@ -22,6 +22,8 @@ class Distillation(PolicyGradient):
     """
 
     least_scored: ClassVar[int] = 1
+    needs_rewards: ClassVar[bool] = False
+    compared_field: ClassVar[str] = "teacher"
 
     type: Literal["distill"] = "distill"
     teacher: str
@@ -46,6 +48,13 @@ class Distillation(PolicyGradient):
     def compared_with(self) -> str:
         """What reference logprobs are of."""
         return self.teacher
+
+    @property
+    def reference_server(self) -> ReferenceServer | None:
+        """The teacher, where it is the address of one."""
+        if not is_address(self.teacher):
+            return None
+        return ReferenceServer(self.teacher, self.teacher_model, self.teacher_key_env)
 
     @property
     def needs_reference(self) -> bool:

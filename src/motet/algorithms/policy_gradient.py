@@ -16,6 +16,7 @@ from motet.section import Config
 from motet.types import Branch, FloatArray, Group, Rollout
 
 if TYPE_CHECKING:
+    from motet.algorithms.critic import CriticConfig
     from motet.algorithms.losses import LossInputs, TokenLosses
 
 LossName = Literal["ppo_clip", "importance_sampling", "cispo", "gspo", "reinforce"]
@@ -127,9 +128,18 @@ class PolicyGradient(Algorithm):
         return self.kl.coef > 0
 
     @property
+    def needs_values(self) -> CriticConfig | None:
+        """The critic that makes advantages of what `advantages` says each token was given; it takes a slot of its own."""
+        return None
+
+    @property
     def keeps_all(self) -> bool:
-        """Whether samples without an advantage teach something too."""
-        return self.needs_reference
+        """Whether samples without an advantage teach something too: a critic learns from what was expected."""
+        return self.needs_reference or self.needs_values is not None
+
+    def companions(self, *, started: bool) -> int:
+        """A critic is one."""
+        return super().companions(started=started) + (self.needs_values is not None)
 
     @property
     def needs_proximal(self) -> bool:

@@ -85,13 +85,9 @@ class Ppo(PolicyGradient):
         return self
 
     @property
-    def keeps_all(self) -> bool:
-        """Whether samples without an advantage teach something too: a critic learns from what was expected."""
-        return self.critic is not None or super().keeps_all
-
-    def companions(self, *, started: bool) -> int:
-        """The critic is one."""
-        return super().companions(started=started) + (self.critic is not None)
+    def needs_values(self) -> CriticConfig | None:
+        """The critic, where there is one."""
+        return self.critic
 
     def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[OfTokens]]:
         """With a critic the rewards, of which it makes advantages."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from motet.algorithms.algorithm import Algorithm, StepBatch
+from motet.algorithms.algorithm import Algorithm, StepBatch, is_address
 from motet.batch import Example, Row, Sample
 from motet.types import FloatArray
 
@@ -92,6 +92,13 @@ class Preference(RowAlgorithm):
     """What the policy is compared with: `start` (the adapter as the job begins with it), `base`, or a PEFT directory."""
     beta: float = Field(0.1, gt=0, le=1e3)
     """How much a difference of log probabilities counts; the larger, the closer the policy stays to the reference."""
+
+    @field_validator("reference")
+    @classmethod
+    def _no_server(cls, reference: str) -> str:
+        if is_address(reference):
+            raise ValueError("no server is asked here, only in `distill`; give `start`, `base` or a PEFT directory")
+        return reference
 
     @property
     def compares(self) -> bool:

@@ -87,12 +87,12 @@ class Assignments:
         for name in [name for name, job in self._jobs.items() if job.host is host]:
             del self._jobs[name]
 
-    def moved_on(self, host: Host, event: m.JobEvent) -> None:
+    def moved_on(self, host: Host, event: m.JobChanged) -> None:
         """A job has another state on its host."""
-        job, state = self._jobs.get(event.job), JobState(event.data["state"])
+        job = self._jobs.get(event.job)
         if job is not None and job.host is host:
-            job.state = state
-            if state.final:
+            job.state = event.state
+            if event.state.final:
                 del self._jobs[event.job]
 
     def released(self, host: Host, job: str) -> bool:

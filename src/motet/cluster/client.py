@@ -12,7 +12,8 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+
+from msgspec.structs import replace
 
 from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments
@@ -78,11 +79,11 @@ class EngineClient:
         return "" if self.there[base].is_set() else next(filter(None, failures), "")
 
     @property
-    def progress(self) -> dict[str, dict[str, Any]]:
+    def progress(self) -> dict[str, m.JobStanding]:
         """How running jobs stand, by id; where there are several hosts, also on which."""
         if len(self.hosts) == 1:
             return self.hosts[0].progress
-        return {job: {**now, "host": host.number} for host in self.hosts for job, now in host.progress.items()}
+        return {job: replace(now, host=host.number) for host in self.hosts for job, now in host.progress.items()}
 
     def jobs_on(self, host: Host) -> int:
         """How many jobs a host has."""
@@ -196,12 +197,12 @@ class EngineClient:
                 self._unplaced = True
             case m.Ready():
                 self._unplaced = True
-            case m.JobEvent(kind="state"):
+            case m.JobChanged():
                 self._jobs.moved_on(host, message)
             case m.Released():
                 if self._jobs.released(host, message.job):
                     self._unplaced = True
-            case m.JobEvent():
+            case m.JobStepped():
                 return
         self._look.set()
 

@@ -16,7 +16,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -43,7 +42,7 @@ class EngineHandlers:
 
     open_jobs: Callable[[], list[m.AddJob]]
     """All jobs that have not ended, in the order they came; those that a host has may be left out."""
-    event: Callable[[m.JobEvent], None]
+    event: Callable[[m.JobChanged | m.JobStepped], None]
     usage: Callable[[m.Usage], None]
     score: Callable[[m.ScoreRequest], Awaitable[m.Scored]]
     rest: Callable[[str, bool], None]
@@ -56,7 +55,7 @@ class EngineHandlers:
     """What comes of an episode whose agent runs elsewhere; the host that offers it answers what the agent asks."""
 
 
-OfHost = m.Ready | m.Failed | m.Progress | m.JobEvent | m.Released
+OfHost = m.Ready | m.Failed | m.Progress | m.JobChanged | m.JobStepped | m.Released
 """What a host says of itself or of a job."""
 Heard = Callable[["Host", OfHost | None], None]
 """What is called with it in the event loop, with `Progress` when servers went away or came back; None: its process is gone."""
@@ -97,7 +96,7 @@ class Host:
         """Why it answers nobody while it is there: its servers are away."""
         self.hopeless = False
         """Whether it could not be started the last time, or ended again and again before it was of use."""
-        self.progress: dict[str, dict[str, Any]] = {}
+        self.progress: dict[str, m.JobStanding] = {}
         self.device: dict[str, float] = {}
         self.used: dict[str, float] = {}
         """Tokens by tenant since its start, each divided by the weight of its job."""
@@ -270,9 +269,9 @@ class Host:
                 handlers.obeyed(message.job)
             case m.Rest():
                 handlers.rest(message.job, message.wanted)
-            case m.JobEvent() | m.Usage():
+            case m.JobChanged() | m.JobStepped() | m.Usage():
                 await loop.run_in_executor(self._handling, _keep_event, message, handlers)
-                if isinstance(message, m.JobEvent):
+                if not isinstance(message, m.Usage):
                     self._heard(self, message)
             case m.Released():
                 self._heard(self, message)
@@ -299,7 +298,7 @@ def _cancel(tasks: dict[int, asyncio.Task[None]], key: int) -> None:
         unwanted.cancel()
 
 
-def _keep_event(message: m.JobEvent | m.Usage, handlers: EngineHandlers) -> None:
+def _keep_event(message: m.JobChanged | m.JobStepped | m.Usage, handlers: EngineHandlers) -> None:
     try:
         if isinstance(message, m.Usage):
             handlers.usage(message)

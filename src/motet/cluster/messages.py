@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
+
 from motet.agents.episode_messages import (
     AskEpisode,
     BeginEpisode,
@@ -18,7 +20,7 @@ from motet.agents.episode_messages import (
 from motet.channel import Message
 from motet.config.service import Largest
 from motet.runtime.slots import Rule
-from motet.types import Chunk, FloatArray, IntArray, SamplingParams
+from motet.types import Chunk, FloatArray, IntArray, JobState, SamplingParams
 
 Action = Literal["pause", "resume", "cancel"]
 
@@ -206,10 +208,27 @@ class Stopped(Message, frozen=True):
     """Every job has saved."""
 
 
+class JobStanding(msgspec.Struct, frozen=True):
+    """How a running job stands."""
+
+    phase: str
+    """`sampling`, `training`, `evaluating` or `saving`."""
+    step: int
+    rollouts_done: int
+    """Of the step that is being sampled."""
+    rollouts_wanted: int
+    tokens: int
+    """Sampled and trained on this host."""
+    tokens_per_second: float
+    seconds_left: float | None
+    host: int | None = None
+    """Its host's number, where there are several."""
+
+
 class Progress(Message, frozen=True):
     """How running jobs stand, by id, and seconds of the device by what it did."""
 
-    jobs: dict[str, dict[str, Any]]
+    jobs: dict[str, JobStanding]
     device: dict[str, float]
     used: dict[str, float] = {}
     """Tokens by tenant since the start, each divided by the weight of its job."""
@@ -217,15 +236,24 @@ class Progress(Message, frozen=True):
     """Why nobody can be answered now, because no server of this host is there."""
 
 
-class JobEvent(Message, frozen=True):
-    """Something that happened to a job."""
+class JobChanged(Message, frozen=True):
+    """A job has another state."""
 
     job: str
-    kind: str
-    """`state` or `step`."""
-    data: dict[str, Any]
+    state: JobState
+    message: str
+    inexact: list[str] | None = None
+    """Why its bytes may depend on more than itself; None where nobody has looked at it yet."""
     spent: bool = False
     """Whether the job is paused because its budget is spent."""
+
+
+class JobStepped(Message, frozen=True):
+    """A step of a job is done, or its last version evaluated."""
+
+    job: str
+    line: dict[str, Any]
+    """Of metrics.jsonl, with the tokens of the step and, where they were measured, its seconds."""
 
 
 class Released(Message, frozen=True):
@@ -339,7 +367,7 @@ class Refused(Message, frozen=True):
 
 Answer = PromptRead | PromptScored | Tokens | Examined | Unfit | EpisodeAnswered | Done | Refused
 FromEngine = (
-    Ready | Failed | Stopped | Progress | JobEvent | Released | Obeyed | Usage | ScoreRequest | CancelScore | Rest
-    | PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
+    Ready | Failed | Stopped | Progress | JobChanged | JobStepped | Released | Obeyed | Usage | ScoreRequest | CancelScore
+    | Rest | PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
     | OfferEpisode | WithdrawEpisode | EpisodeAnswered
 )  # fmt: skip

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from motet.cluster import messages as m
 from motet.cluster.client import EngineClient
@@ -48,33 +47,32 @@ class HostedJob:
         """Whether there is something left to do."""
         return not self.progress.state.final and not self.progress.spent
 
-    def hear(self, event: m.JobEvent) -> None:
+    def hear(self, event: m.JobChanged | m.JobStepped) -> None:
         """Take in what a host says."""
         now = self.progress
-        if event.kind == "step":
-            step = int(event.data["step"])
+        if isinstance(event, m.JobStepped):
+            step = int(event.line["step"])
             if step not in self.lines:
                 self.lines.add(step)
-                if "loss" in event.data:
-                    now.stepped(event.data)
+                if "loss" in event.line:
+                    now.stepped(event.line)
                     now.step = step + 1
-                if "eval" in event.data:
-                    now.evaluated(step, event.data["eval"])
+                if "eval" in event.line:
+                    now.evaluated(step, event.line["eval"])
         else:
-            now.state, now.message = JobState(event.data["state"]), str(event.data.get("message", ""))
-            now.phase, now.spent = "", event.spent
-            self.inexact = [str(reason) for reason in event.data.get("inexact", self.inexact)]
+            now.state, now.message, now.phase, now.spent = event.state, event.message, "", event.spent
+            self.inexact = self.inexact if event.inexact is None else event.inexact
             if now.state is JobState.RUNNING and not now.started:
                 now.started, now.first_step = time.monotonic(), now.step
 
-    def see(self, figures: Mapping[str, Any]) -> None:
+    def see(self, standing: m.JobStanding) -> None:
         """Take in how it stands on its host."""
-        now, tokens = self.progress, int(figures["tokens"])
+        now, tokens = self.progress, standing.tokens
         now.tokens += (
             tokens if tokens < self.counted else tokens - self.counted
         )  # fewer than before: it went to another host
-        self.counted, now.phase = tokens, str(figures["phase"])
-        now.rollouts_done, now.rollouts_wanted = int(figures["rollouts_done"]), int(figures["rollouts_wanted"])
+        self.counted, now.phase = tokens, standing.phase
+        now.rollouts_done, now.rollouts_wanted = standing.rollouts_done, standing.rollouts_wanted
 
 
 class HostedRun:
@@ -136,7 +134,7 @@ class HostedRun:
                     f"host {host.number}",
                     host.ready,
                     self._client.jobs_on(host),
-                    sum(float(job["tokens_per_second"]) for job in host.progress.values()),
+                    sum(job.tokens_per_second for job in host.progress.values()),
                     host.failure or ("starting" if host.starts < 2 else "starting again"),
                 )
                 for host in self._client.hosts
@@ -153,8 +151,8 @@ class HostedRun:
         failures = list[BaseException]()
 
         def look() -> None:
-            for name, figures in self._client.progress.items():
-                self._jobs[name].see(figures)
+            for name, standing in self._client.progress.items():
+                self._jobs[name].see(standing)
             if observe is not None:
                 observe(progress)
 

@@ -108,11 +108,22 @@ class EngineConfig(Config):
             raise ValueError("offload moves what recompute keeps: set recompute to true, or leave offload out")
         if self.offload is not None and self.shard > 1:
             raise ValueError("a base in shards has no offload yet: leave it out, or set shard to 1")
+        if self.shard > 1 and self.numerics == "fast":
+            raise ValueError("a base in shards is computed as `exact` has it: leave numerics out, or set shard to 1")
+        if self.parking is not None and not self.resident:
+            raise ValueError(
+                "parking has no effect while all adapters stay on the device: set resident to how many do, or leave it out"
+            )
         cards = [device for device in (self.device, *self.devices) if device.startswith("cuda")]
         if self.shard > 1 and cards:
             raise ValueError(
                 f"shard is {self.shard} and device {cards[0]}, but bases in shards run on CPUs alone: "
                 "set device to cpu, or shard to 1"
+            )
+        if cards and self.samplers != "auto" and self.samplers > 0:
+            raise ValueError(
+                f"samplers is {self.samplers} and device {cards[0]}, but processes of their own sample on CPUs alone: "
+                "leave samplers out"
             )
         return self
 

@@ -9,12 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from motet.algorithms.client import ClientDriven
-from motet.algorithms.distillation import Distillation
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.algorithms.registry import Choice
 from motet.algorithms.rows import RowAlgorithm
+from motet.batch import AdamW
 from motet.section import Config, named
 
 SEED_BITS = 48
@@ -214,13 +213,13 @@ class OptimizerConfig(Config):
     """Learning rate, between 0 and 1; `auto` derives it from the base's width and family, and prints it."""
     lr_multiplier: float = Field(1.0, gt=0, le=1000)
     """Factor on the learning rate, for an `auto` that should be smaller or larger."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = AdamW.betas
     """AdamW's decay rates."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(AdamW.eps, gt=0)
     """AdamW's epsilon."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(AdamW.weight_decay, ge=0)
     """Decoupled weight decay."""
-    clip_norm: float = Field(1.0, gt=0)
+    clip_norm: float = Field(AdamW.clip_norm, gt=0)
     """Largest gradient norm of the adapter."""
     warmup_steps: int = Field(0, ge=0, le=10**7)
     """Steps of linear warm-up."""
@@ -311,7 +310,7 @@ class JobConfig(Config):
     sampling: SamplingConfig = SamplingConfig()
     """How rollouts are drawn."""
     algorithm: Annotated[Choice, named("type")] = Grpo()
-    """The algorithm."""
+    """How the adapter learns: the name of an algorithm, or its `type` and settings."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     steps: int = Field(50, ge=1, le=10**7)
@@ -352,11 +351,7 @@ class JobConfig(Config):
                 raise ValueError(
                     f"reward: {self.algorithm.type} learns the data's rows and asks no reward; leave it out"
                 )
-        elif (
-            not self.rewards
-            and not self.environment.own
-            and not isinstance(self.algorithm, ClientDriven | Distillation)
-        ):
+        elif not self.rewards and not self.environment.own and self.algorithm.needs_rewards:
             raise ValueError("reward: is missing; name one, such as `exact`, or `file.py:function` for your own")
         return self
 

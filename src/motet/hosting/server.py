@@ -24,7 +24,7 @@ from motet.hosting.scores import AskedOfService
 from motet.hosting.steps import EveryStep
 from motet.launch import assemble, open_base, services
 from motet.preparing import identity, prepare
-from motet.runtime.job import Job
+from motet.runtime.job import CommandObeyed, Job, StateChanged, StepDone
 from motet.runtime.meter import Meter
 from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
@@ -214,8 +214,7 @@ class EngineServer:
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._wanted.pop(name)
             self._changes.pop(name, None)
-            failed = {"state": JobState.FAILED.value, "message": reason(error)}
-            self._parent.send(m.JobEvent(name, "state", failed))
+            self._parent.send(m.JobChanged(name, JobState.FAILED, reason(error)))
         else:
             job.tenant = message.tenant
             self.pipeline.add(job)
@@ -227,19 +226,23 @@ class EngineServer:
         start, info = self._start, self.base.info
         job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, None if start.own_jobs else OF_A_JOB)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
-        open_job(job.directory, identity(job, info, self._config), **accepts)
-        for why in self.workshop.inexact:
+        otherwise = open_job(job.directory, identity(job, info, self._config), **accepts)
+        for why in (*otherwise, *self.workshop.inexact):
             job.note_inexact(why)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
-        job.observer = EveryStep(job.directory, first_step, lambda kind, data: self._event(job, kind, data))
+        job.observer = EveryStep(job.directory, first_step, lambda event: self._event(job, event))
         return job
 
-    def _event(self, job: Job, kind: str, data: Mapping[str, Any]) -> None:
-        if kind == "command":
-            self._parent.send(m.Obeyed(job.name))
-        elif not (job.name in self._leaving and data.get("state") == JobState.PAUSED):  # it goes on elsewhere
-            self._parent.send(m.JobEvent(job.name, kind, as_json(data), job.progress.spent))
+    def _event(self, job: Job, event: StateChanged | StepDone | CommandObeyed) -> None:
+        match event:
+            case CommandObeyed():
+                self._parent.send(m.Obeyed(job.name))
+            case StepDone(line):
+                self._parent.send(m.JobStepped(job.name, as_json(line)))
+            case StateChanged(state, message, inexact):
+                if not (job.name in self._leaving and state is JobState.PAUSED):  # it goes on elsewhere
+                    self._parent.send(m.JobChanged(job.name, state, message, list(inexact), job.progress.spent))
 
     def _release(self) -> None:
         """Let go of the jobs that are to leave and have saved."""
@@ -277,7 +280,7 @@ class EngineServer:
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
-            jobs = {job.name: as_json(_progress(job.progress)) for job in running}
+            jobs = {job.name: _standing(job.progress) for job in running}
             self._parent.send(
                 m.Progress(jobs, {"decode": busy.decode, "train": busy.train}, dict(self._shared.scheduler.used), away)
             )
@@ -326,13 +329,13 @@ def _fault(task: asyncio.Task[None]) -> BaseException | None:
     return task.exception() if task.done() and not task.cancelled() else None
 
 
-def _progress(progress: JobProgress) -> dict[str, Any]:
-    return {
-        "phase": progress.phase,
-        "step": progress.step,
-        "rollouts_done": progress.rollouts_done,
-        "rollouts_wanted": progress.rollouts_wanted,
-        "tokens": progress.tokens,
-        "tokens_per_second": round(progress.tokens_per_second, 1),
-        "seconds_left": progress.seconds_left,
-    }
+def _standing(progress: JobProgress) -> m.JobStanding:
+    return m.JobStanding(
+        phase=progress.phase,
+        step=progress.step,
+        rollouts_done=progress.rollouts_done,
+        rollouts_wanted=progress.rollouts_wanted,
+        tokens=progress.tokens,
+        tokens_per_second=round(progress.tokens_per_second, 1),
+        seconds_left=progress.seconds_left,
+    )

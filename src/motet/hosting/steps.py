@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.job import JobObserver
+from motet.runtime.job import CommandObeyed, JobObserver, StateChanged, StepDone
 
 
 class EveryStep:
@@ -18,14 +16,14 @@ class EveryStep:
         self._directory, self._next, self._observe = directory, first_step, observe
         self._send_committed()
 
-    def __call__(self, kind: str, data: Mapping[str, Any]) -> None:
+    def __call__(self, event: StateChanged | StepDone | CommandObeyed) -> None:
         """Take in what happens to the job."""
-        if kind == "step":
-            step = int(data["step"])
+        if isinstance(event, StepDone):
+            step = int(event.line["step"])
             if step > self._next:
                 self._send_committed(before=step)
             self._next = step + 1
-        self._observe(kind, data)
+        self._observe(event)
 
     def _send_committed(self, before: float = math.inf) -> None:
         if (committed := self._directory.newest()) is None:
@@ -34,4 +32,4 @@ class EveryStep:
         for record in self._directory.read_metrics(committed):
             if self._next <= (step := int(record["step"])) < before:
                 self._next = step + 1
-                self._observe("step", {**record, **tokens.get(step, {})})
+                self._observe(StepDone({**record, **tokens.get(step, {})}))

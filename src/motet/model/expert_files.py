@@ -100,7 +100,7 @@ def _widened(name: str, tensor: Tensor, more: int) -> Tensor:
 
 
 def _products(module: str, products: Mapping[str, Mapping[str, Mapping[int, Tensor]]], rank: int) -> dict[str, _Pair]:
-    """Of a module's experts."""
+    """Adapters that a file has one by one, stacked over the experts of a module; gate and up, where they are, as one."""
     names = next((names for names in _NAMES if set(products) <= set(names)), None)
     if names is None or (names[0] in products) != (names[1] in products):
         known = " or ".join(", ".join(names) for names in _NAMES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from motet.model.host_cache import HostCache, HostCopy
 from motet.model.kv_cache import KVCache
 from motet.rollout.kept import Kept, KeptSequences
-from motet.rollout.sequences import Prompt, Sequence
+from motet.rollout.sequences import Prompt, SampledSequence
 
 
 class BlockAllocator:
@@ -39,7 +39,7 @@ class BlockAllocator:
         prompt.slot = self._cache.states.take()
         return 0
 
-    def fork(self, prompt: Prompt, *, alone: bool) -> Sequence | None:
+    def fork(self, prompt: Prompt, *, alone: bool) -> SampledSequence | None:
         """The prompt's next completion: full blocks are shared, a partly filled one is copied, or taken over by the last.
 
         Its states are copied: there is a slot for each row of the decode batch, and one for the prompt at hand.
@@ -65,7 +65,7 @@ class BlockAllocator:
             self.give_back(prompt)
         return sequence
 
-    def resume(self, sequence: Sequence) -> bool:
+    def resume(self, sequence: SampledSequence) -> bool:
         """Give a preempted sequence its blocks, one for its next token too, and a slot; False where it has to wait."""
         n_blocks = self._blocks_of(sequence.length)
         if sequence.copy is not None:
@@ -76,7 +76,7 @@ class BlockAllocator:
         sequence.slot = self._cache.states.take()
         return True
 
-    def grow(self, sequence: Sequence) -> bool:
+    def grow(self, sequence: SampledSequence) -> bool:
         """See that a running sequence has a block for its next token; False where none is free."""
         if self._blocks_of(sequence.length) > len(sequence.blocks):
             if not self._kept.make_room(1):
@@ -84,14 +84,14 @@ class BlockAllocator:
             sequence.blocks += self._cache.take(1)
         return True
 
-    def page_out(self, owner: Prompt | Sequence) -> None:
+    def page_out(self, owner: Prompt | SampledSequence) -> None:
         """Take back all that it has, and leave it a copy in host memory where there is room."""
-        n_tokens = owner.length - 1 if isinstance(owner, Sequence) else len(owner.request.prompt_ids)
+        n_tokens = owner.length - 1 if isinstance(owner, SampledSequence) else len(owner.request.prompt_ids)
         copy = self._host.put(owner.blocks, owner.slot, n_tokens)
         self.give_back(owner)
         owner.copy = copy
 
-    def give_back(self, owner: Prompt | Sequence) -> None:
+    def give_back(self, owner: Prompt | SampledSequence) -> None:
         """Take back all that it has, its copy too."""
         if owner.copy is not None:
             self._host.forget(owner.copy)
@@ -100,7 +100,7 @@ class BlockAllocator:
         self._cache.states.give_back(owner.slot)
         owner.blocks, owner.slot = [], self._cache.states.no_slot
 
-    def _come_back(self, owner: Prompt | Sequence, n_tokens: int, n_blocks: int, more: int = 0) -> bool:
+    def _come_back(self, owner: Prompt | SampledSequence, n_tokens: int, n_blocks: int, more: int = 0) -> bool:
         if owner.copy is None or not self._copy_back(owner, owner.copy, n_tokens, n_blocks, more):
             return False
         self._host.forget(owner.copy)
@@ -123,7 +123,9 @@ class BlockAllocator:
         prompt.blocks += self._cache.take(n_blocks - len(prompt.blocks))
         return True
 
-    def _copy_back(self, owner: Prompt | Sequence, copy: HostCopy, n_tokens: int, n_blocks: int, more: int) -> bool:
+    def _copy_back(
+        self, owner: Prompt | SampledSequence, copy: HostCopy, n_tokens: int, n_blocks: int, more: int
+    ) -> bool:
         present = self._host.present(copy, n_tokens)
         self._cache.share(present)  # before others give way, who may hold them alone
         if not self._kept.make_room(n_blocks - len(present) + more, 1) or copy.gone:

@@ -9,7 +9,7 @@ Legend: T packed rows, N sampled rows, V vocabulary.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ from motet.model.lora_model import LoraModel
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import ModelRunner, NewTokens
-from motet.rollout.sequences import Prompt, Sequence
+from motet.rollout.sequences import Prompt, SampledSequence
 from motet.types import FinishReason
 
 
@@ -55,8 +55,8 @@ class Decoder:
         self.sampled: Counter[str] = Counter()
         """Tokens by job since somebody took the count away."""
         self._waiting: deque[Prompt] = deque()
-        self._preempted: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._preempted: deque[SampledSequence] = deque()
+        self._running: list[SampledSequence] = []
 
     @property
     def idle(self) -> bool:
@@ -121,11 +121,11 @@ class Decoder:
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> list[Sequence]:
+    def _admit(self) -> list[SampledSequence]:
         """Bring in preempted sequences, then new prompts, as far as there is room; sample their first token."""
         budget = self.prefill_tokens
         inputs: list[NewTokens] = []
-        resumed: list[Sequence] = []
+        resumed: list[SampledSequence] = []
         if self._preempted:
             self._reclaim_prompts()
         while self._preempted and self._rows_left():
@@ -175,9 +175,9 @@ class Decoder:
             reserved += len(prompt.waiting)
         return opened
 
-    def _fork(self) -> list[Sequence]:
+    def _fork(self) -> list[SampledSequence]:
         """Start completions of prefilled prompts and sample their first tokens."""
-        born: list[Sequence] = []
+        born: list[SampledSequence] = []
         logits = []
         while self._waiting and self._waiting[0].blocks:
             prompt = self._waiting[0]
@@ -203,9 +203,9 @@ class Decoder:
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
-    def _grow_or_preempt(self) -> list[Sequence]:
+    def _grow_or_preempt(self) -> list[SampledSequence]:
         """Give every running sequence a block for its next token, oldest first; the youngest give way."""
-        kept: list[Sequence] = []
+        kept: list[SampledSequence] = []
         queue = deque(self._running)
         while queue:
             sequence = queue.popleft()
@@ -229,12 +229,12 @@ class Decoder:
             if prompt.copy is None:
                 prompt.logits = None
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SampledSequence) -> None:
         self.blocks.page_out(sequence)
         self._preempted.appendleft(sequence)
         self.preemptions += 1
 
-    def _settle(self, touched: Seq[Sequence]) -> None:
+    def _settle(self, touched: Sequence[SampledSequence]) -> None:
         """Deliver what is due of sequences that just got a token, and take finished ones out of the batch."""
         self.sampled.update(sequence.prompt.request.job for sequence in touched)
         for sequence in touched:
@@ -244,7 +244,7 @@ class Decoder:
                 sequence.prompt.emit(sequence.chunk(self.runner.text))
         self._running = [item for item in self._running if item.finish is None]
 
-    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _end(self, sequence: SampledSequence, reason: FinishReason) -> None:
         sequence.finish = reason
         if sequence.prompt.request.episodes and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.kept.keep(sequence)
@@ -256,6 +256,6 @@ def _named(prompt: Prompt, names: set[str]) -> bool:
     return prompt.request.id in names or prompt.request.job in names
 
 
-def _adapter_order(sequence: Sequence) -> tuple[str, int]:
+def _adapter_order(sequence: SampledSequence) -> tuple[str, int]:
     adapter = sequence.prompt.request.adapter
     return ("", -1) if adapter is None else (adapter.name, adapter.version)

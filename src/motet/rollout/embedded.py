@@ -27,7 +27,7 @@ from motet.model.peft_io import flatten, read_adapter
 from motet.protocols import RolloutEngine, Trainer
 from motet.rollout.decoder import Decoder
 from motet.rollout.grammars import Grammars
-from motet.rollout.sequences import Prompt, Sequence, aborted
+from motet.rollout.sequences import Prompt, SampledSequence, aborted
 from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
 _SCORED_ROWS = 256
@@ -126,7 +126,7 @@ class EmbeddedEngine:
         chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
         weights = None if request.adapter is None else self._versions[request.adapter]
         prompt = Prompt(request, weights, lambda item: _deliver(loop, chunks, item))
-        prompt.waiting = [Sequence(prompt, index, key) for index, key in enumerate(request.seeds)]
+        prompt.waiting = [SampledSequence(prompt, index, key) for index, key in enumerate(request.seeds)]
         if request.sampling.grammar:
             self._preparing[request.id] = request.job
             try:

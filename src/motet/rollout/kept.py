@@ -14,7 +14,7 @@ import numpy as np
 
 from motet.model.host_cache import HostCache, HostCopy
 from motet.model.kv_cache import KVCache
-from motet.rollout.sequences import Prompt, Sequence
+from motet.rollout.sequences import Prompt, SampledSequence
 from motet.types import AdapterRef, IntArray
 
 
@@ -47,7 +47,7 @@ class KeptSequences:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, sequence: Sequence) -> None:
+    def keep(self, sequence: SampledSequence) -> None:
         """Take over the blocks and the slot of a sequence that ended; what it went on from is not needed any more."""
         if not self._most:
             return

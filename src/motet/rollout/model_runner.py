@@ -5,7 +5,7 @@ Legend: T packed rows, N sampled rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks
 from motet.model.state_cache import StateCache
-from motet.rollout.sequences import Sequence
+from motet.rollout.sequences import SampledSequence
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class NewTokens:
     """Tokens of one sequence or prompt that the cache does not have yet."""
 
     weights: AdapterWeights | None
-    token_ids: Seq[int]
+    token_ids: Sequence[int]
     start: int
-    blocks: Seq[int]
+    blocks: Sequence[int]
     slot: int = StateCache.no_slot
 
 
@@ -44,7 +44,7 @@ class ModelRunner:
         self.stacks = AdapterStacks(base.products)
         self._graphs = CudaGraphRunner(base, cache)
 
-    def logits(self, inputs: Seq[NewTokens]) -> Tensor:
+    def logits(self, inputs: Sequence[NewTokens]) -> Tensor:
         """What the head gives [len(inputs), V] for the last token of each (see `LoraModel.raw_logits`).
 
         It may be overwritten by the next call.
@@ -56,7 +56,7 @@ class ModelRunner:
                 return replayed
         return self._logits(inputs)
 
-    def _logits(self, inputs: Seq[NewTokens]) -> Tensor:
+    def _logits(self, inputs: Sequence[NewTokens]) -> Tensor:
         base, device = self.base, self.base.device
         spans: list[Span] = []
         tokens: list[int] = []
@@ -82,14 +82,14 @@ class ModelRunner:
             hidden_TD = base.hidden(tokens_T, positions_T, base.attention.cached(spans, self.cache))
         return base.raw_logits(base.pad(hidden_TD[torch.tensor(last, device=device)]))[: len(inputs)]
 
-    def sample(self, sequences: Seq[Sequence], raw_NV: Tensor) -> None:
+    def sample(self, sequences: Sequence[SampledSequence], raw_NV: Tensor) -> None:
         """Draw each sequence's next token from its row and let it decide whether it ends."""
         at_a_time = self.base.arithmetic.logit_rows
         for start in range(0, len(sequences), at_a_time):
             rows = slice(start, min(start + at_a_time, len(sequences)))
             self._sample(sequences[rows], self.base.finish_logits(self.base.pad(raw_NV[rows])))
 
-    def _sample(self, sequences: Seq[Sequence], logits_NV: Tensor) -> None:
+    def _sample(self, sequences: Sequence[SampledSequence], logits_NV: Tensor) -> None:
         keys = np.array([item.key for item in sequences], np.uint64)
         positions = np.array([len(item.tokens) for item in sequences], np.uint64)
         uniforms_N = torch.from_numpy(seeds.uniforms(keys, positions)).to(logits_NV.device)
@@ -106,7 +106,7 @@ class ModelRunner:
         return self.base.info.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def _kept_to_grammars(logits_NV: Tensor, sequences: Seq[Sequence]) -> Tensor:
+def _kept_to_grammars(logits_NV: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
     """Logits without the tokens that the grammars of some rows forbid; all others are what they were."""
     bound = [(row, item.grammar.allowed()) for row, item in enumerate(sequences) if item.grammar is not None]
     if not bound:

@@ -26,7 +26,7 @@ class Prompt:
     request: GenerateRequest
     weights: AdapterWeights | None
     emit: Emit
-    waiting: list[Sequence] = field(default_factory=list)
+    waiting: list[SampledSequence] = field(default_factory=list)
     """Completions not yet admitted for the first time."""
     blocks: list[int] = field(default_factory=list)
     slot: int = 0
@@ -38,7 +38,7 @@ class Prompt:
 
 
 @dataclass(eq=False)
-class Sequence:
+class SampledSequence:
     """One completion of a request."""
 
     prompt: Prompt

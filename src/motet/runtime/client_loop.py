@@ -22,7 +22,7 @@ from motet.errors import AdapterError, ScorerAway
 from motet.runtime import journal as j
 from motet.runtime.checkpoint import Committed, sync_directory
 from motet.runtime.driver import Driver
-from motet.runtime.job import Job, Services
+from motet.runtime.job import CommandObeyed, Job, Services
 from motet.runtime.learning import LearnedStep
 from motet.runtime.metrics import trained_record
 from motet.runtime.session import FinishedStep
@@ -123,7 +123,7 @@ class ClientLoop(Driver):
 
         await asyncio.to_thread(write)
         self._next = number + 1
-        self.job.observer("command", {"number": number})
+        self.job.observer(CommandObeyed())
 
     async def _forward_backward(self, command: j.ForwardBackward) -> j.AnyOutcome:
         loss, samples = ClientLoss(command.loss, command.settings), j.samples_of(command.data)
@@ -186,7 +186,7 @@ class ClientLoop(Driver):
         self._stats, self._samples, self._tokens, self._next = LossStats(), 0, 0, number + 1
         await asyncio.to_thread(self._journal.reveal, self._next)
         await asyncio.to_thread(self._journal.forget, self._next)
-        self.job.observer("command", {"number": number})
+        self.job.observer(CommandObeyed())
 
     async def _load(self, number: int, command: j.Load) -> None:
         """Another start, which is a version of its own: what is sampled from it has to be told from what was before."""

@@ -28,12 +28,35 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-JobObserver = Callable[[str, Mapping[str, Any]], None]
-"""(event, data) of a job: `state` when that changes, `step` when one is committed or done, `command` when one of its client's
-is obeyed."""
+
+@dataclass(frozen=True)
+class StateChanged:
+    """A job has another state."""
+
+    state: JobState
+    message: str
+    """Why, or what a person should know."""
+    inexact: tuple[str, ...]
+    """Why its bytes may depend on more than itself."""
 
 
-def _unobserved(kind: str, data: Mapping[str, Any]) -> None:
+@dataclass(frozen=True)
+class StepDone:
+    """A step is done, or the last version evaluated."""
+
+    line: Mapping[str, Any]
+    """Of metrics.jsonl, with the tokens of the step and, where it was trained in this process, its seconds."""
+
+
+@dataclass(frozen=True)
+class CommandObeyed:
+    """A command of the job's client is done."""
+
+
+JobObserver = Callable[[StateChanged | StepDone | CommandObeyed], None]
+
+
+def _unobserved(event: StateChanged | StepDone | CommandObeyed) -> None:
     """Drop the event."""
 
 
@@ -141,7 +164,7 @@ class Job:
         self.progress.state = state
         self.progress.message = message
         self.progress.phase = ""
-        self.observer("state", {"state": state.value, "message": message, "inexact": list(self.inexact)})
+        self.observer(StateChanged(state, message, tuple(self.inexact)))
         self.directory.write_status({"state": state.value, "message": message, "inexact": list(self.inexact)})
 
     def note(self, text: str) -> None:

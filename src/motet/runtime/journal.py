@@ -68,7 +68,7 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def length(self) -> int:
-        """T."""
+        """How many tokens it has."""
         return len(self.tokens) // 4
 
     def sample(self) -> Sample:
@@ -136,7 +136,7 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gradient(Outcome, frozen=True):
-    """Of `ForwardBackward`."""
+    """What `ForwardBackward` gave."""
 
     logprobs: list[Tensor]
     """Of each datum's targets, [T] or [T, K]."""
@@ -144,7 +144,7 @@ class Gradient(Outcome, frozen=True):
 
 
 class Done(Outcome, frozen=True):
-    """Of every other command."""
+    """A command that is no `ForwardBackward` was carried out."""
 
     answer: dict[str, Any] = {}
     """What the client is told."""

@@ -46,7 +46,7 @@ STEP_FIELDS: Mapping[str, str] = {
     "kl_sampler": "k3 estimate of KL(sampler ‖ policy) per token, nats",
     "kl_base": "k3 estimate of KL(policy ‖ base) per token, nats; on steps that evaluate, or always with a KL term; with "
     "`distill` to the teacher",
-    "logprob_gap": "largest |trainer − sampler| logprob; 0 on-policy on the embedded engine",
+    "logprob_gap": "largest |trainer − sampler| logprob; 0 on-policy on the embedded engine, where the base is exact",
     "grad_norm": "before clipping",
     "lr": "learning rate of the update",
     "skipped": "whether the gradient was not finite and the update left out",

@@ -12,10 +12,14 @@ from motet.errors import RunError
 from motet.runtime.checkpoint import JobDirectory, replace_file
 from motet.runtime.damage import accept, damages, record_damages
 
+COMPUTING = ("dtype", "device", "versions", "kernels", "numerics", "block_size", "micro_batch_tokens")
+"""What of a job's identity says how it is computed."""
+_BEFORE = "computed_before"
+
 
 def open_job(
     directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool = False, accept_damage: bool = False
-) -> None:
+) -> tuple[str, ...]:
     """Make the directory, or make sure that it is this job's and whole.
 
     Args:
@@ -23,6 +27,9 @@ def open_job(
         identity: everything the job's bytes depend on; kept in job.yaml.
         accept_changes: go on although it differs from what the directory was made with.
         accept_damage: go on although logs, rollouts or versions are not what was saved; weights and moments have to be.
+
+    Returns:
+        How steps that are done were computed otherwise than those to come: the job's bytes are those of neither.
 
     Raises:
         RunError: it belongs to a different job, and what differs; or it is damaged, and what to do.
@@ -34,7 +41,24 @@ def open_job(
         accept(directory, newest)
     for damage in damages(directory, directory.steps()):
         raise RunError(str(damage))
-    replace_file(directory.path / "job.yaml", _as_yaml(identity).encode())
+    otherwise = _computed_otherwise(directory, identity)
+    kept = {_BEFORE: otherwise} if otherwise else {}
+    replace_file(directory.path / "job.yaml", _as_yaml({**identity, **kept}).encode())
+    return tuple(otherwise)
+
+
+def _computed_otherwise(directory: JobDirectory, identity: Mapping[str, Any]) -> list[str]:
+    path, steps = directory.path / "job.yaml", directory.steps()
+    try:
+        before = yaml.safe_load(path.read_text()) if path.exists() and steps else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return ["nobody knows how its first steps were computed: job.yaml was damaged"]
+    if not isinstance(before, dict):
+        return []
+    then = {key: before[key] for key in COMPUTING if key in before}
+    now = yaml.safe_load(_as_yaml(identity))
+    changes = differences(then, {key: now.get(key) for key in then}) if steps[-1] else ()
+    return [*before.get(_BEFORE, ()), *(f"{change} (from step {steps[-1]} on)" for change in changes)]
 
 
 def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool) -> None:

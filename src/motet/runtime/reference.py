@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.algorithms.distillation import Distillation
 from motet.batch import Sample, Segment
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
@@ -87,7 +86,8 @@ class ServerReference(Reference):
 
     async def open(self) -> None:
         """What a server answers is no function of the job alone."""
-        self._session.job.note_inexact("a server judges what is learned (algorithm.teacher)")
+        job = self._session.job
+        job.note_inexact(f"a server judges what is learned (algorithm.{job.config.algorithm.compared_field})")
         await self._server.open()
 
     async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
@@ -110,10 +110,9 @@ def reference_of(session: Session) -> Reference:
     """The reference that a job's algorithm names."""
     job, algorithm = session.job, session.job.config.algorithm
     name = algorithm.compared_with
-    if algorithm.compared_on_server:
-        assert isinstance(algorithm, Distillation)
-        key = os.environ.get(algorithm.teacher_key_env or "", "")
-        return ServerReference(session, ScoringServer(name, algorithm.teacher_model, key))
+    if (server := algorithm.reference_server) is not None:
+        key = os.environ.get(server.key_env or "", "")
+        return ServerReference(session, ScoringServer(server.url, server.model, key))
     if name == "start" and job.config.adapter.init is not None:
         return AdapterReference(session, job.init_directory())
     if name in ("base", "start"):

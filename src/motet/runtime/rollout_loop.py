@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from motet.algorithms.presets import Ppo
 from motet.errors import JobFailed
 from motet.runtime.checkpoint import Committed
 from motet.runtime.critic import Critic
@@ -34,8 +33,7 @@ class RolloutLoop(Driver):
         self._sampler = JobSampler(job, services, self.session.versions, supply)
         self._steps: dict[int, asyncio.Task[SampledStep]] = {}
         self._evaluation: asyncio.Task[SampledStep] | None = None
-        algorithm = job.config.algorithm
-        critic = algorithm.critic if isinstance(algorithm, Ppo) else None
+        critic = job.config.rl.needs_values
         self._critic = None if critic is None else Critic(self.session, critic)
 
     async def begin(self) -> None:

@@ -19,7 +19,7 @@ from motet.config import AdapterConfig
 from motet.errors import JobFailed
 from motet.protocols import Trainer
 from motet.runtime.checkpoint import Committed
-from motet.runtime.job import Job, Services
+from motet.runtime.job import Job, Services, StepDone
 from motet.runtime.metrics import timing_record
 from motet.runtime.probe import Probe
 from motet.runtime.uninterrupted import uninterrupted
@@ -203,7 +203,7 @@ class Session:
         job.progress.step = self.done.step
         job.progress.tokens += step.tokens_trained
         job.progress.stepped(record)
-        job.observer("step", {**record, **tokens, "seconds": seconds})
+        job.observer(StepDone({**record, **tokens, "seconds": seconds}))
 
     async def end(self, evaluated: Evaluated | None, seconds: Mapping[str, float]) -> None:
         """Record the evaluation of the last version in a last line of the metrics, and commit."""
@@ -211,7 +211,7 @@ class Session:
             record = {"step": evaluated.version, "version": evaluated.version, "eval": evaluated.record}
             tokens = {"tokens_sampled": evaluated.tokens, "tokens_trained": 0}
             await asyncio.to_thread(self._write, record, {**seconds, "publish": self._publish_seconds}, tokens)
-            self.job.observer("step", {**record, **tokens})
+            self.job.observer(StepDone({**record, **tokens}))
             done = replace(self.done, tokens_sampled=self.done.tokens_sampled + evaluated.tokens)
             self.done = _with_evaluation(done, evaluated)
         await self.commit()

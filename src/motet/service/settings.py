@@ -34,7 +34,7 @@ class Settings:
 
     @cached_property
     def bases(self) -> Bases:
-        """All bases."""
+        """The bases that the service serves, by name."""
         return Bases({name: one.base for name, one in self.config.bases.items()} or {self.base: self.base})
 
     @cached_property

@@ -63,7 +63,7 @@ class ScoreCompletions(Message, frozen=True):
 
 
 class Scores(Message, frozen=True):
-    """Of each completion."""
+    """What a reward says of each completion."""
 
     values: list[float | None]
     """Finite; None where there is no score: it failed, or does not apply."""

@@ -30,9 +30,9 @@ from motet.model.arithmetic import ROWS, least_rows, round_up
 from motet.model.attention.backend import LayerCall, Prefix, Span
 from motet.model.attention.torch_metadata import (
     TILE,
-    Group,
     KeyRange,
     Reach,
+    SpanGroup,
     TorchMetadata,
     cached_metadata,
     packed_metadata,
@@ -216,7 +216,7 @@ def _to_all_rows(first_SKRE: Tensor, n_rows: int, value: float = 0.0) -> Tensor:
     )
 
 
-def _fold(states_THE: Tensor, group: Group, call: _FoldedCall, multiple: int) -> Tensor:
+def _fold(states_THE: Tensor, group: SpanGroup, call: _FoldedCall, multiple: int) -> Tensor:
     """Bring rows of query heads to [S, K, R, E], R padded with zeros to a multiple."""
     rows_SQ = group.query_rows_SQ
     width = states_THE.shape[-1]
@@ -233,7 +233,7 @@ def _pad(folded_SKRE: Tensor, multiple: int) -> Tensor:
     return F.pad(folded_SKRE, (0, 0, 0, pad)) if pad else folded_SKRE
 
 
-def _unfold(folded_SKRE: Tensor, group: Group, call: _FoldedCall) -> Tensor:
+def _unfold(folded_SKRE: Tensor, group: SpanGroup, call: _FoldedCall) -> Tensor:
     """Back to padded queries [S·Q, H, E]."""
     n_seqs, n_queries = group.positions_SQ.shape
     states = folded_SKRE[:, :, : n_queries * call.fold].view(n_seqs, call.n_kv, n_queries, call.fold, -1)
@@ -270,7 +270,7 @@ def _through_cache(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: 
 # --- training and scoring: keys and values of the pass itself ------------------------------------------------------------
 
 
-def _blocks(states_TKE: Tensor, group: Group, block: int) -> Tensor:
+def _blocks(states_TKE: Tensor, group: SpanGroup, block: int) -> Tensor:
     """Keys or values of a group as [B, S, K, C, E]."""
     assert group.key_rows_SL is not None
     n_seqs = group.key_rows_SL.shape[0]

@@ -76,7 +76,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Group:
+class SpanGroup:
     """Spans whose attention has the same shape."""
 
     query_rows_SQ: Tensor | None
@@ -105,7 +105,7 @@ class SharedKeys:
 class TorchMetadata:
     """Where each packed row's keys are."""
 
-    groups: list[Group]
+    groups: list[SpanGroup]
     out_rows_T: Tensor | None
     """Place of each packed row among the padded queries of all groups, one after another; None where they agree already."""
     block_size: int
@@ -184,7 +184,7 @@ def packed_metadata(
     *starts, total = accumulate(lengths, initial=0)
     reach = [-(-(length + prefix_length(prefix)) // block_size) for length, prefix in zip(lengths, before, strict=True)]
     out_rows, key_places = torch.empty(total, dtype=torch.long), torch.empty(total, dtype=torch.long)
-    groups: list[Group] = []
+    groups: list[SpanGroup] = []
     first_keys = [0] * len(lengths)
     queries = keys = 0
     for n_blocks, members in _alike(lengths, reach):
@@ -204,7 +204,7 @@ def packed_metadata(
             if prefix is not None:
                 key_rows_SL[place, : prefix_length(prefix)] = torch.from_numpy(prefix.rows).long()
         groups.append(
-            Group(
+            SpanGroup(
                 (own_SQ + starts_S).to(device),
                 (own_SQ + first_S).to(device),
                 n_blocks,
@@ -289,7 +289,7 @@ def cached_metadata(
 
 def _decode_groups(
     spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int, _: int
-) -> tuple[list[Group], None]:
+) -> tuple[list[SpanGroup], None]:
     """One query per sequence, in the order of the rows; rows of padding look at the block of zeros."""
     reach = [-(-(span.start + 1) // cache.block_size) for span in spans]
     n_blocks = max(reach)
@@ -303,15 +303,15 @@ def _decode_groups(
     first = 0 if pad else min(span.start for span in spans)
     hidden_from = min((first + 1) // cache.block_size, n_blocks)
     run = KeyRange(0, n_blocks, 0, hidden_from)
-    return [Group(None, positions, n_blocks, (run,), block_table_BS=table_BS)], None
+    return [SpanGroup(None, positions, n_blocks, (run,), block_table_BS=table_BS)], None
 
 
 def _prefill_groups(
     spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int, least: int
-) -> tuple[list[Group], Tensor]:
+) -> tuple[list[SpanGroup], Tensor]:
     *starts, total = accumulate((span.length for span in spans), initial=0)
     reach = [-(-(span.start + span.length) // cache.block_size) for span in spans]
-    groups: list[Group] = []
+    groups: list[SpanGroup] = []
     order = [0] * round_up(total, multiple)
     offset = 0
     for n_blocks, members in _alike([span.length for span in spans], reach):
@@ -327,7 +327,7 @@ def _prefill_groups(
         tables = [list(spans[index].blocks[:n_blocks]) for index in members]
         firsts = [spans[index].start for index in members]
         groups.append(
-            Group(
+            SpanGroup(
                 torch.tensor(rows, device=device),
                 torch.tensor(positions, device=device),
                 n_blocks,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from motet.cluster.messages import JobEvent, Usage
+from motet.cluster.messages import JobChanged, JobStepped, Usage
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import now
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
@@ -29,33 +29,35 @@ class EventRecorder:
         self.failure = ""
         """Why nothing can be written just now."""
 
-    def record(self, job_id: str, kind: str, data: Mapping[str, Any]) -> None:
-        """Keep what the engine sends about a job; runs in a worker thread, one event after another."""
-        if kind == "step":
-            row: dict[str, Any] = {"step": int(data["step"]) + ("loss" in data)}
-            row |= {"reward": data.get("reward")} if "loss" in data else {}
-            counts = self._ledger.step(job_id, data)
-            self._write(lambda: self._store.add_event(job_id, kind, f"{data['step']}", data, counts, **row))
-            self._bus.publish(job_id, ANY_JOB)
-        else:
-            self.record_state(job_id, JobState(data["state"]), str(data.get("message", "")), data)
+    def record_step(self, job_id: str, line: Mapping[str, Any]) -> None:
+        """Keep a line of a job's metrics."""
+        row: dict[str, Any] = {"step": int(line["step"]) + ("loss" in line)}
+        row |= {"reward": line.get("reward")} if "loss" in line else {}
+        counts = self._ledger.step(job_id, line)
+        self._write(lambda: self._store.add_event(job_id, "step", f"{line['step']}", line, counts, **row))
+        self._bus.publish(job_id, ANY_JOB)
 
-    def record_state(self, job_id: str, state: JobState, message: str, data: Mapping[str, Any] = {}) -> None:
-        """Keep a new state of a job, with a message for its owner and more `data` for the event."""
+    def record_state(self, job_id: str, state: JobState, message: str, inexact: Sequence[str] | None = None) -> None:
+        """Keep a new state of a job, with a message for its owner."""
         shown = {"state": state.value, "message": self._storage.without_places(_storable(message))}
         key, row = f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
-        self._write(lambda: self._store.add_event(job_id, "state", key, {**data, **shown}, None, **row))
+        event = shown if inexact is None else {**shown, "inexact": inexact}
+        self._write(lambda: self._store.add_event(job_id, "state", key, event, None, **row))
         self._bus.publish(job_id, ANY_JOB)
         if state.final:
             self._bus.publish(WAITING_JOBS)
             for workers in self._workers:
                 self._write(lambda workers=workers: workers.ended(job_id))  # type: ignore[misc]
 
-    def record_event(self, event: JobEvent) -> None:
-        """Keep an event as the engine sends it; jobs that stop with the service go on with its next start."""
-        if self._closing and event.data.get("state") in (JobState.PAUSED.value, JobState.QUEUED.value):
-            return
-        self.record(event.job, event.kind, event.data)
+    def record_event(self, event: JobChanged | JobStepped) -> None:
+        """Keep an event as the engine sends it; jobs that stop with the service go on with its next start.
+
+        Runs in a worker thread, one event after another.
+        """
+        if isinstance(event, JobStepped):
+            self.record_step(event.job, event.line)
+        elif not (self._closing and event.state in (JobState.PAUSED, JobState.QUEUED)):
+            self.record_state(event.job, event.state, event.message, event.inexact)
 
     def record_usage(self, usage: Usage) -> None:
         """Keep who used the device."""

@@ -61,8 +61,8 @@ class FineTuningAnswers:
     def __call__(self, made: Made) -> s.FineTuningJob:
         """The answer for one job."""
         job, asked = made[0], made[1].request
-        state, progress = JobState(job.state), self._engine.progress.get(job.id)
-        left = None if progress is None else progress["seconds_left"]
+        state, standing = JobState(job.state), self._engine.progress.get(job.id)
+        left = None if standing is None else standing.seconds_left
         method = asked.get("method") or {"type": "supervised"}
         kind = method["type"]
         own = method.get(kind) or {}

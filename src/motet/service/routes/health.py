@@ -82,11 +82,11 @@ def metrics(
     bases = adapters.bases
     labels = ["tenant", "job", *(["base"] if bases.several else [])]
     rate = Gauge("motet_tokens_per_second", "Tokens sampled and trained, by job.", labels, registry=registry)
-    for job_id, progress in engine.progress.items():
+    for job_id, standing in engine.progress.items():
         job = adapters.by_id(job_id)
         if isinstance(job, StoredJob):
             of_job = (store.tenants.name_of(job.tenant_id), job.name, bases.called(job.base))
-            rate.labels(*of_job[: len(labels)]).set(progress["tokens_per_second"])
+            rate.labels(*of_job[: len(labels)]).set(standing.tokens_per_second)
     _add_hosts(registry, engine, ["host", "base"] if bases.several else ["host"])
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -106,6 +106,6 @@ def _add_hosts(registry: CollectorRegistry, engine: EngineClient, labels: list[s
         ready.labels(*of_host).set(host.ready)
         starts.labels(*of_host).set(host.starts)
         jobs.labels(*of_host).set(engine.jobs_on(host))
-        rate.labels(*of_host).set(sum(job["tokens_per_second"] for job in host.progress.values()))
+        rate.labels(*of_host).set(sum(job.tokens_per_second for job in host.progress.values()))
         for name, seconds in device.items():
             seconds.labels(*of_host).set(host.device.get(name, 0.0))

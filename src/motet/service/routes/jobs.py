@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, Header, Query
+from msgspec.structs import asdict
 from pydantic import Field
 
 from motet.cluster.messages import Action
@@ -70,9 +71,12 @@ class JobAnswers:
         return self(self._store.job(self._who, job.id) or job)
 
     def _progress(self, job_id: str) -> dict[str, Any] | None:
-        progress = self._engine.progress.get(job_id)
-        if progress is None:
+        standing = self._engine.progress.get(job_id)
+        if standing is None:
             return None
+        progress = asdict(standing)
+        if standing.host is None:
+            del progress["host"]
         waiting = [one.phase for one in (self._scorers, self._agents) if one.waits(job_id)]
         return {**progress, "phase": waiting[0]} if waiting else progress
 

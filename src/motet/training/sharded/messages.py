@@ -140,7 +140,7 @@ class Joined(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """It was done."""
+    """The message was carried out, and there is nothing to tell."""
 
 
 class SegmentResult(msgspec.Struct, frozen=True):
