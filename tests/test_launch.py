@@ -17,6 +17,8 @@ from motet.jobfile import validate
 from motet.launch import load
 from motet.preparing import prepare
 from motet.running import run_config
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.opening import open_job
 from motet.runtime.rundir import RunDirectory
 from motet.types import Problem
 
@@ -146,6 +148,13 @@ def test_one_that_goes_on_all_the_same_says_how_it_began(hosts: int, base: Any, 
         one = {"base": base} if hosts == 1 else {}
         result = run_config(validate(tree, "test"), accept_changes=True, **one).jobs["a"]
     assert (result.state, result.inexact.count(said)) == ("succeeded", 1), result
+    identity = yaml.safe_load(path.read_text())
+    path.write_text(
+        yaml.safe_dump({**identity, "versions": {"torch": "2.0.0"}})
+    )  # unlike hosts may take turns for days
+    del identity["computed_before"]
+    again = open_job(JobDirectory(path.parent), identity, accept_changes=True)
+    assert sum(line.startswith("versions.torch: was '2.0.0'") for line in again) == 1, again
 
 
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.soak)])

@@ -58,7 +58,9 @@ def _computed_otherwise(directory: JobDirectory, identity: Mapping[str, Any]) ->
     then = {key: before[key] for key in COMPUTING if key in before}
     now = yaml.safe_load(_as_yaml(identity))
     changes = differences(then, {key: now.get(key) for key in then}) if steps[-1] else ()
-    return [*before.get(_BEFORE, ()), *(f"{change} (from step {steps[-1]} on)" for change in changes)]
+    known = [str(line) for line in before.get(_BEFORE, ())]
+    new = (change for change in changes if not any(line.startswith(change) for line in known))  # hosts may take turns
+    return [*known, *(f"{change} (from step {steps[-1]} on)" for change in new)]
 
 
 def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool) -> None:
