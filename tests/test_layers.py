@@ -123,7 +123,6 @@ SERVERS = (
     "affinity",
     "shipping",
     "node_agent",
-    "node_server",
     "version_server",
     "in_vllm",
     "in_vllm.motet_vllm",
