@@ -120,7 +120,6 @@ SERVERS = (
     "server_guard",
     "served_versions",
     "connection",
-    "affinity",
     "shipping",
     "node_agent",
     "version_server",

@@ -41,7 +41,7 @@ LOADS_SECONDS = 1800.0
 
 
 class NodeServer:
-    """The server of an agent that starts it: started again when it dies or hangs, given up when it dies again and again without an answer."""
+    """An agent's own server: started again when it dies or hangs, given up when it dies again and again without an answer."""
 
     def __init__(
         self,
