@@ -29,7 +29,7 @@ import numpy as np
 
 from motet.algorithms.client import datum
 from motet.batch import Sample
-from motet.runtime.checkpoint import sync_directory
+from motet.checksums import sync
 from motet.types import FloatArray
 
 KEPT = 4096
@@ -278,7 +278,7 @@ def _write(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.rename(path)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def samples_of(data: Sequence[Datum]) -> tuple[Sample, ...]:
