@@ -127,7 +127,8 @@ class ClientLoop(Driver):
         self.job.observer("command", {"number": number})
 
     async def _forward_backward(self, command: j.ForwardBackward) -> j.AnyOutcome:
-        loss, samples = ClientLoss(command.loss, command.settings), j.samples_of(command.data)
+        loss = ClientLoss(command.loss, command.settings)
+        samples = tuple(datum.sample() for datum in command.data)
         if (reason := self._misfit(command)) is not None:
             return j.Failed(reason)
         batch = StepBatch(samples, 1.0)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -279,8 +278,3 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     draft.rename(path)
     sync(path.parent)
-
-
-def samples_of(data: Sequence[Datum]) -> tuple[Sample, ...]:
-    """Of all data of a command, in order."""
-    return tuple(datum.sample() for datum in data)

@@ -146,7 +146,8 @@ def accept(directory: JobDirectory, committed: Committed) -> None:
         lines = path.read_bytes()[: committed.length(path)].splitlines(keepends=True) if path.is_file() else []
         path.write_bytes(b"".join(line for line in lines if _is_whole(line)))
     folder = directory.path / "rollouts"
-    records = ({"file": path.name, "sha256": hash_of(path).hexdigest()} for path in _by_age(folder))
+    by_age = sorted(folder.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    records = ({"file": path.name, "sha256": hash_of(path).hexdigest()} for path in by_age)
     directory.checksums.unlink(missing_ok=True)
     directory.forget()
     for record in records:
@@ -154,10 +155,6 @@ def accept(directory: JobDirectory, committed: Committed) -> None:
     directory.commit(committed, lambda _: None)
     for step in directory.steps():
         directory.link_version(step)
-
-
-def _by_age(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
 def _is_whole(line: bytes) -> bool:
