@@ -23,14 +23,14 @@ import yaml
 
 import motet
 from motet.channel import encode
-from motet.cluster.host import Engine
+from motet.cluster.host import Engine, Launch
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
 from motet.cluster.messages import JobStanding, JobStepped, Ready, Start
 from motet.cluster.nodes import NodeFacts, faults
 from motet.cluster.run import HostedJob, HostedRun
 from motet.config import AdapterConfig, JobConfig
 from motet.errors import EngineError
-from motet.hosting.steps import EveryStep
+from motet.hosting.server import EveryStep
 from motet.jobfile import validate
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.interrupt import Interrupt
@@ -278,6 +278,23 @@ class Cable:
         writer.close()
 
 
+def run_all(
+    path: Path, launch: Launch, observe: Callable[[Sequence[JobProgress]], None], alone: dict[str, bytes]
+) -> None:
+    """All jobs on two hosts, with the bytes that each has alone."""
+    engine = {**ENGINE, "hosts": 2}
+    tree = {"base": "small", "run": str(path), "engine": engine, "jobs": [job(name) for name in NAMES]}
+    config = validate(tree, "the test")
+    with contextlib.closing(RunDirectory(path, "run")) as directory:
+        jobs = [HostedJob(one, directory.job(one.name), JobProgress(one.name, one.steps)) for one in config.jobs]
+        run, interrupt = HostedRun(config, directory, jobs, launch), Interrupt()
+        interrupt.run(lambda: run.run(interrupt, observe))
+    for one in jobs:
+        assert one.progress.state is JobState.SUCCEEDED
+        assert one.lines == set(range(7))
+        assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [3.0, 30.0])
 def test_a_network_that_is_away_for_a_while_changes_nothing(
@@ -306,22 +323,8 @@ def test_a_network_that_is_away_for_a_while_changes_nothing(
             cable.whole.clear()
             asyncio.get_running_loop().call_later(seconds, cable.whole.set)
 
-    tree = {
-        "base": "small",
-        "run": str(tmp_path),
-        "engine": {**ENGINE, "hosts": 2},
-        "jobs": [job(name) for name in NAMES],
-    }
-    config = validate(tree, "the test")
-    with contextlib.closing(RunDirectory(tmp_path, "run")) as directory:
-        jobs = [HostedJob(one, directory.job(one.name), JobProgress(one.name, one.steps)) for one in config.jobs]
-        run, interrupt = HostedRun(config, directory, jobs, launch), Interrupt()
-        interrupt.run(lambda: run.run(interrupt, observe))
+    run_all(tmp_path, launch, observe, alone)
     assert cut.is_set()
-    for one in jobs:
-        assert one.progress.state is JobState.SUCCEEDED
-        assert one.lines == set(range(7))
-        assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
     assert sorted(path.name for path in starts) == ["engine-1.log", "engine.log"], "nothing was started again"
 
 
@@ -358,28 +361,15 @@ def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alo
         if all(one.step for one in jobs):
             cut.set()
 
-    tree = {
-        "base": "small",
-        "run": str(tmp_path),
-        "engine": {**ENGINE, "hosts": 2},
-        "jobs": [job(name) for name in NAMES],
-    }
-    config = validate(tree, "the test")
     try:
-        with contextlib.closing(RunDirectory(tmp_path, "run")) as directory:
-            jobs = [HostedJob(one, directory.job(one.name), JobProgress(one.name, one.steps)) for one in config.jobs]
-            run, interrupt = HostedRun(config, directory, jobs, launch), Interrupt()
-            interrupt.run(lambda: run.run(interrupt, observe))
+        run_all(tmp_path, launch, observe, alone)
     finally:
         for process in started:
             process.kill()
             process.wait()
     assert cut.is_set()
-    for one in jobs:
-        assert one.progress.state is JobState.SUCCEEDED
-        assert one.lines == set(range(7))
-        assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
-        lines = one.directory.metrics.read_text().splitlines()
+    for name in NAMES:
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         assert len(lines) == 7, "the one that was cut off wrote none of its own"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.runtime.idle_slots import IdleSlotTimeouts
+from motet.runtime.slot_turns import IdleSlotTimeouts
 from motet.tasks.reward_pool import Scored, Transcript
 from motet.types import JobState, Problem
 from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, run_jobs, weights

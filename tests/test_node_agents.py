@@ -27,9 +27,9 @@ from starlette.routing import Route
 from motet.commands.node_agent import listen
 from motet.errors import ConfigError, EngineError, ServerFault
 from motet.model.fake import FakeTokenizer
-from motet.rollout.affinity import Homes
 from motet.rollout.dialects import DIALECTS, HttpRequest
 from motet.rollout.fake import FakeEngine
+from motet.rollout.served_versions import Homes
 from motet.rollout.server import ServerEngine
 from motet.rollout.shipping import DIGEST, packed
 from motet.rollout.version_files import VersionFiles

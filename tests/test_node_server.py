@@ -15,7 +15,7 @@ import pytest
 
 from motet.commands.node_agent import listen
 from motet.errors import ConfigError
-from motet.rollout.node_server import NodeServer
+from motet.rollout.node_agent import NodeServer
 from motet.rollout.server_process import free_port
 from tests.waiting import until, wait_until
 

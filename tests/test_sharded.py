@@ -32,8 +32,7 @@ from motet.running import config_of, run_config
 from motet.training.sharded.base import ShardedBase
 from motet.training.sharded.group import RankGroup
 from motet.training.sharded.messages import Join
-from motet.training.sharded.placement import owner, scatter
-from motet.training.sharded.trainer import ShardedTrainer
+from motet.training.sharded.trainer import ShardedTrainer, owner, scatter
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
 from tests.segments import branching_samples, make_samples

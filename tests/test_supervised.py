@@ -127,26 +127,21 @@ def test_a_real_base_learns_json_lines(tmp_path: Path) -> None:
         assert found(tmp_path / "alone", "answers") == found(tmp_path / "both", "answers")
 
 
-def test_rows_without_an_answer_are_named(tmp_path: Path) -> None:
-    data = [*rows(3), {"messages": [{"role": "user", "content": "And this?"}]}]
-    with pytest.raises(ConfigError, match=r"row 4 has no answer to learn: sft wants rows"):
-        motet.run(
-            [{"name": "a", "data": {"source": data, "holdout": 1}, "algorithm": "sft"}],
-            base="small",
-            quiet=True,
-            directory=tmp_path,
-        )
-
-
-def test_rows_that_the_base_has_no_room_for_are_named(tmp_path: Path) -> None:
-    data = [*rows(3), {"prompt": "Say much", "answer": "much " * 3000}]
-    with pytest.raises(ConfigError, match=r"row 4 has \d+ tokens with its answer, more than the 1024 positions"):
-        motet.run(
-            [{"name": "a", "data": {"source": data, "holdout": 1}, "algorithm": "sft"}],
-            base="small",
-            quiet=True,
-            directory=tmp_path,
-        )
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"messages": [{"role": "user", "content": "And this?"}]}, "has no answer to learn: sft wants rows"),
+        (
+            {"prompt": "Say much", "answer": "much " * 3000},
+            r"has \d+ tokens with its answer, more than the 1024 positions",
+        ),
+    ],
+    ids=["no answer", "no room"],
+)
+def test_rows_that_cannot_be_learned_are_named(tmp_path: Path, row: dict[str, Any], told: str) -> None:
+    job = {"name": "a", "data": {"source": [*rows(3), row], "holdout": 1}, "algorithm": "sft"}
+    with pytest.raises(ConfigError, match=f"row 4 {told}"):
+        motet.run([job], base="small", quiet=True, directory=tmp_path)
 
 
 def test_holdout_is_evaluated_by_what_was_saved(tmp_path: Path) -> None:

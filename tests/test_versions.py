@@ -78,14 +78,17 @@ def test_versions_of_a_job_that_is_cancelled_while_they_are_unloaded_go_all() ->
     play(scene)
 
 
-def test_a_version_that_admissions_may_ask_for_stays() -> None:
-    versions, engine = make()
+@pytest.mark.parametrize(("keep", "lag", "stay"), [(None, 2, {5, 6, 7}), (2, 3, {2, 3, 4, 5, 6, 7})])
+def test_versions_that_admissions_may_ask_for_stay_and_kept_ones_come_on_top(
+    keep: int | None, lag: int, stay: set[int]
+) -> None:
+    versions, engine = make(keep=keep)
 
     async def scene() -> None:
-        for version in range(4):
+        for version in range(8):
             await versions.publish(version)
-            await versions.announce(version, max(0, version - 2))
-        assert loaded(engine) == {1, 2, 3}
+            await versions.announce(version, max(0, version - lag))
+        assert loaded(engine) == stay
 
     play(scene)
 
@@ -108,18 +111,6 @@ def test_more_versions_are_kept_where_that_is_asked_for(keep: int | None, stay: 
 
     play(scene)
     assert set(engine.unloads.values()) <= {1}
-
-
-def test_kept_versions_come_on_top_of_those_that_are_needed() -> None:
-    versions, engine = make(keep=2)
-
-    async def scene() -> None:
-        for version in range(8):
-            await versions.publish(version)
-            await versions.announce(version, max(0, version - 3))
-        assert loaded(engine) == {2, 3, 4, 5, 6, 7}
-
-    play(scene)
 
 
 def test_collecting_twice_at_once() -> None:

@@ -1,6 +1,7 @@
 """A typed channel to a child process: tagged structs, one a line of JSON, over its standard input and output.
 
-The parent holds a `Child`, the child its `Parent`. A child ends when its input does, so also when its parent is killed.
+The parent holds a `Child` in an event loop, or a `ChildProcess` among threads, and the child its `Parent`. A child ends when
+its input does, so also when its parent is killed.
 Dataclasses and numpy arrays may be fields. Floats survive the way bit for bit, NaN too, and text may hold what is not UTF-8.
 """
 
@@ -13,19 +14,23 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar, get_args
+from typing import IO, Any, BinaryIO, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
+from motet import wall
 from motet.errors import EngineError
 
 LONGEST_LINE = 2**26
 """Bytes of a line: a reader gives up at a longer one."""
+END_SECONDS = 5.0
+"""What a process has to end by itself."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -92,7 +97,7 @@ class Child(Generic[Received]):
         with contextlib.ExitStack() as stack:
             out = None if log is None else stack.enter_context(log.open("ab"))
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", module,
+                *wall.command(module),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=out,
                 start_new_session=True, limit=LONGEST_LINE,
                 env={name: value for name, value in os.environ.items() if name not in without},
@@ -128,6 +133,67 @@ class Child(Generic[Received]):
         """End it, where it has not ended, and wait for that."""
         self.close_input()
         await self._end()
+
+
+class Streams:
+    """The two streams of a process, for threads."""
+
+    def __init__(self, lines: IO[bytes], out: IO[bytes]) -> None:
+        """`lines` is what it sends, `out` its input."""
+        self.lines, self.out = lines, out
+
+    def send(self, message: Message) -> None:
+        """Send one message; that a process is gone is noticed by whoever reads."""
+        with contextlib.suppress(OSError, ValueError):
+            self.out.write(encode(message))
+            self.out.flush()
+
+    def messages(self, kinds: Any) -> Iterator[Any]:
+        """What it sends, one of `kinds` each, until it is gone."""
+        with contextlib.suppress(OSError):
+            for line in self.lines:
+                if not line.endswith(b"\n"):  # it was killed while it wrote
+                    return
+                yield decode(line, kinds)
+
+
+class ChildProcess(Streams):
+    """A process that this one starts: `python -m module`."""
+
+    def __init__(self, module: str, log: Path | None, **variables: str) -> None:
+        """`log` is where its errors go, thrown away without one; `variables` are set in its environment."""
+        self._log = log
+        with contextlib.ExitStack() as stack:
+            stderr = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
+            self._process = subprocess.Popen(
+                wall.command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+                env={**os.environ, **variables, "PYTHONPATH": str(wall.PACKAGE_ROOT)},
+                start_new_session=True,  # Ctrl-C does not reach it
+            )  # fmt: skip
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        super().__init__(self._process.stdout, self._process.stdin)
+        self.pid = self._process.pid
+
+    def how_it_ended(self) -> str:
+        """Wait for its end: its status, and where its errors are."""
+        status = self._process.wait()
+        what = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        return what if self._log is None else f"{what}; its last words are in {self._log}"
+
+    def kill(self) -> None:
+        """End it at once, by its id."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Close its input, and kill it where it does not end."""
+        with contextlib.suppress(OSError):
+            self.out.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class Parent(Generic[Received]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,15 @@ def hash_of(path: Path, length: int | None = None) -> hashlib._Hash:
             digest.update(piece)
             length = None if length is None else length - len(piece)
     return digest
+
+
+def sync(path: Path) -> None:
+    """Make what was written to a file, or renamed in a directory, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def sums_of(directory: Path) -> dict[str, str]:

@@ -35,8 +35,7 @@ def listen(
         raise ConfigError(f"motet node-agent needs {missing[0]}, which is not installed: pip install 'motet[serve]'")
     import uvicorn
 
-    from motet.rollout.node_agent import NodeAgent
-    from motet.rollout.node_server import NodeServer
+    from motet.rollout.node_agent import NodeAgent, NodeServer
 
     try:
         parse_url(server)

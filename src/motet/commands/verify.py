@@ -8,7 +8,7 @@ from rich.console import Console
 
 from motet.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.damage import damages
+from motet.runtime.opening import damages
 
 
 def verify(directory: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping
@@ -21,10 +22,10 @@ from motet.config import JobConfig, RolloutConfig, RunConfig
 from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
 from motet.hosting.scores import AskedOfService
-from motet.hosting.steps import EveryStep
 from motet.launch import assemble, open_base, services
 from motet.preparing import identity, prepare
-from motet.runtime.job import CommandObeyed, Job, StateChanged, StepDone
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.job import CommandObeyed, Job, JobObserver, StateChanged, StepDone
 from motet.runtime.meter import Meter
 from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
@@ -294,6 +295,33 @@ class EngineServer:
         self._windows += 1
         self._parent.send(m.Usage(self._shared.engine_suffix, self._windows, dict(self._used), self._start.serves))
         self._used.clear()
+
+
+class EveryStep:
+    """An observer that leaves no step out: before a step come those that another process committed and did not send."""
+
+    def __init__(self, directory: JobDirectory, first_step: int, observe: JobObserver) -> None:
+        """Send what is committed from `first_step` on; a process that was cut off may commit more after this."""
+        self._directory, self._next, self._observe = directory, first_step, observe
+        self._send_committed()
+
+    def __call__(self, event: StateChanged | StepDone | CommandObeyed) -> None:
+        """Take in what happens to the job."""
+        if isinstance(event, StepDone):
+            step = int(event.line["step"])
+            if step > self._next:
+                self._send_committed(before=step)
+            self._next = step + 1
+        self._observe(event)
+
+    def _send_committed(self, before: float = math.inf) -> None:
+        if (committed := self._directory.newest()) is None:
+            return
+        tokens = self._directory.read_tokens(committed)
+        for record in self._directory.read_metrics(committed):
+            if self._next <= (step := int(record["step"])) < before:
+                self._next = step + 1
+                self._observe(StepDone({**record, **tokens.get(step, {})}))
 
 
 class _Servers:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from motet.checksums import check_version
+from motet.checksums import check_version, sync
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.expert_files import together
@@ -105,7 +104,7 @@ def write_adapter(
         config["target_parameters"] = [place.path for place in layout.experts]
     save_tensors(tensors, directory / ADAPTER_WEIGHTS, {"format": "pt"})
     (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    _sync(directory / ADAPTER_CONFIG)
+    sync(directory / ADAPTER_CONFIG)
 
 
 def file_views(layout: AdapterLayout, flat: Tensor) -> dict[str, tuple[Tensor, tuple[int, int]]]:
@@ -152,15 +151,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
         full = "No space left" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
     path.chmod(0o644)  # servers of other users read adapters too
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(path)
 
 
 def read_adapter(directory: Path) -> PeftAdapter:

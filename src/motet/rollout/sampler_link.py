@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import os
 import queue
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -17,16 +13,14 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from motet.channel import decode, encode
+from motet.channel import END_SECONDS, ChildProcess
 from motet.device import BusyTime
 from motet.errors import DeviceError, EngineError
 from motet.model.lora import AdapterWeights
 from motet.rollout import sampler_messages as m
 from motet.types import AdapterRef, Chunk, GenerateRequest
 
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _MEMORY = Path("/dev/shm")
-_END_SECONDS = 5.0
 
 Outcome = Chunk | Exception
 
@@ -60,13 +54,7 @@ class SamplerLink:
         self.note = ""
         """Why the process does not take part, for a person."""
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        with contextlib.ExitStack() as stack:
-            stderr = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "motet.rollout.sampler_process"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-                env={**os.environ, **threads, "PYTHONPATH": _PACKAGE_ROOT}, start_new_session=True,
-            )  # fmt: skip
+        self._process = ChildProcess("motet.rollout.sampler_process", log, **threads)
         self._outbox: queue.SimpleQueue[m.ToSampler | tuple[AdapterRef, AdapterWeights] | None] = queue.SimpleQueue()
         self._outbox.put(replace(load, files=self._files.name))
         self._writer = threading.Thread(target=self._write, name="motet-sampler-out", daemon=True)
@@ -147,30 +135,18 @@ class SamplerLink:
         if not loaded:  # it does not read yet, or no longer
             self._process.kill()
         self._outbox.put(None)
-        self._writer.join(_END_SECONDS)
-        with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._writer.join(END_SECONDS)
+        self._process.close()
         self._reader.join()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._process.lines.close()
         self._files.cleanup()
 
     def _write(self) -> None:
         """In a thread of its own, so that publishing costs its caller nothing; messages keep their order."""
-        assert self._process.stdin is not None
         while (message := self._outbox.get()) is not None:
             sent = self._version(*message) if isinstance(message, tuple) else message
-            if sent is None:
-                continue
-            with contextlib.suppress(OSError, ValueError):  # a process that is gone is noticed by the reader
-                self._process.stdin.write(encode(sent))
-                self._process.stdin.flush()
+            if sent is not None:
+                self._process.send(sent)
 
     def _version(self, ref: AdapterRef, weights: AdapterWeights) -> m.Install | None:
         """Put a version's bytes into a file, which the process deletes once it has read it; None where that fails."""
@@ -192,11 +168,8 @@ class SamplerLink:
     # --- from the process -------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if not line.endswith(b"\n"):  # it was killed while it wrote
-                break
-            self._handle(decode(line, m.FromSampler))
+        for message in self._process.messages(m.FromSampler):
+            self._handle(message)
         with self._lock:
             if not self._closing:
                 self.note = self.note or "a sampling process ended unexpectedly; sampling goes on without it"

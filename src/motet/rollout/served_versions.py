@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused
-from motet.rollout.affinity import Homes
 from motet.rollout.fleet import Fleet
 from motet.rollout.replica import Replica, again
 from motet.rollout.version_files import VersionFiles
@@ -25,6 +26,36 @@ _ATTEMPTS = 3
 """How often a server that refuses is asked to load or unload a version."""
 _LOSSES = 5
 """How often a version is handed over when connections are lost; waiting for a server that is away does not count."""
+
+
+class Homes:
+    """The servers that each adapter is at home on: so many that all have work, those with the fewest other adapters.
+
+    They are found again at each publish, so that they spread as adapters and servers come and go.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str, frozenset[str]] = {}
+        self._adapters: Counter[str] = Counter()
+        """By URL: how many adapters are at home there."""
+
+    def find(self, adapter: str, urls: Sequence[str], away: Container[str] = ()) -> frozenset[str]:
+        """Those of these servers where the next version of an adapter is at home.
+
+        Fewer adapters than servers share the servers out among them; of more, each has one. Servers that are away come last,
+        and are handed the version when they are back.
+        """
+        before = self._of.get(adapter, frozenset())
+        self.leave(adapter)
+        count = math.ceil(len(urls) / (len(self._of) + 1))
+        ranked = sorted(urls, key=lambda url: (url in away, self._adapters[url], url not in before))
+        homes = self._of[adapter] = frozenset(ranked[:count])
+        self._adapters.update(homes)
+        return homes
+
+    def leave(self, adapter: str) -> None:
+        """An adapter has no version any more."""
+        self._adapters.subtract(self._of.pop(adapter, ()))
 
 
 @dataclass

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from motet.checksums import SUMS, hash_of, sealed, sums_of, unsealed
+from motet.checksums import SUMS, hash_of, sealed, sums_of, sync, unsealed
 from motet.errors import DiskFull, RunError
 from motet.runtime.ownership import Ownership
 from motet.tasks.plain_json import as_json
@@ -242,10 +242,10 @@ class JobDirectory:
         self._owner.check()  # it may have taken long, and whoever takes a job up removes what is not finished
         committed = dataclasses.replace(committed, **lengths, sums={**sums_of(draft), **sums})
         replace_file(draft / "state.json", sealed(asdict(committed)))
-        sync_directory(draft)
+        sync(draft)
         self._owner.check()
         draft.rename(final)
-        sync_directory(final.parent)
+        sync(final.parent)
         self.link_version(committed.step)
         return committed
 
@@ -274,9 +274,9 @@ class JobDirectory:
                 replace_file(draft / name, committed.read_bytes())
         sums = self.committed(step).sums
         replace_file(draft / SUMS, sealed({name: sums[name] for name in ADAPTER_FILES}))
-        sync_directory(draft)
+        sync(draft)
         draft.rename(final)
-        sync_directory(final.parent)
+        sync(final.parent)
 
     def prune(self, keep: int, rollouts_bytes: float) -> None:
         """Delete commits beyond the newest `keep`, versions that are neither theirs nor their best, and old rollout logs."""
@@ -363,12 +363,3 @@ def disk_error(error: OSError, path: Path | None) -> Exception:
             "command again"
         )
     return error
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

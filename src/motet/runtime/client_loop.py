@@ -18,9 +18,10 @@ import numpy as np
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.client import ClientLoss
 from motet.batch import AdamW, LossStats, OptimStats
+from motet.checksums import sync
 from motet.errors import AdapterError, ScorerAway
 from motet.runtime import journal as j
-from motet.runtime.checkpoint import Committed, sync_directory
+from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.job import CommandObeyed, Job, Services
 from motet.runtime.learning import LearnedStep
@@ -126,7 +127,8 @@ class ClientLoop(Driver):
         self.job.observer(CommandObeyed())
 
     async def _forward_backward(self, command: j.ForwardBackward) -> j.AnyOutcome:
-        loss, samples = ClientLoss(command.loss, command.settings), j.samples_of(command.data)
+        loss = ClientLoss(command.loss, command.settings)
+        samples = tuple(datum.sample() for datum in command.data)
         if (reason := self._misfit(command)) is not None:
             return j.Failed(reason)
         batch = StepBatch(samples, 1.0)
@@ -209,10 +211,10 @@ class ClientLoop(Driver):
             ttl = command.about.get("ttl")  # not a moment: who sends the command again sends the same
             expires = None if ttl is None else time.time() + ttl
             (draft / ABOUT).write_bytes(msgspec.json.encode({**command.about, "expires": expires}))
-            sync_directory(draft)
+            sync(draft)
             shutil.rmtree(final, ignore_errors=True)
             draft.rename(final)
-            sync_directory(final.parent)
+            sync(final.parent)
             _prune(final.parent)
 
         await asyncio.to_thread(write)

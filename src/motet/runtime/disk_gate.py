@@ -13,9 +13,15 @@ _MORE = 2**20
 
 def is_full(error: BaseException) -> bool:
     """Whether a job ended because the disk is full."""
+    error = innermost(error)
+    return isinstance(error, DiskFull) or (isinstance(error, OSError) and disk_error(error, None) is not error)
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The first error of a group, and of the groups in it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return isinstance(error, DiskFull) or (isinstance(error, OSError) and disk_error(error, None) is not error)
+    return error
 
 
 class DiskSpaceGate:

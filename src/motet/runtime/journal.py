@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import numpy as np
 
 from motet.algorithms.client import datum
 from motet.batch import Sample
-from motet.runtime.checkpoint import sync_directory
+from motet.checksums import sync
 from motet.types import FloatArray
 
 KEPT = 4096
@@ -278,9 +277,4 @@ def _write(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.rename(path)
-    sync_directory(path.parent)
-
-
-def samples_of(data: Sequence[Datum]) -> tuple[Sample, ...]:
-    """Of all data of a command, in order."""
-    return tuple(datum.sample() for datum in data)
+    sync(path.parent)

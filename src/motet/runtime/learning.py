@@ -48,11 +48,6 @@ class _Lesson:
     segments: tuple[Segment, ...]
     explained: float
 
-    @property
-    def warms_up(self) -> int:
-        """Steps in which the policy waits."""
-        return self.critic.config.warmup_steps
-
 
 async def learn(
     session: Session, reference: Reference, critic: Critic | None, sampled: SampledStep, *, with_reference: bool
@@ -90,7 +85,7 @@ async def train(
     if not batch.samples:
         return LearnedStep(batch, LossStats(), None, 0)
     first, optim, valued = LossStats(), None, None
-    if lesson is not None and step < lesson.warms_up:
+    if lesson is not None and step < lesson.critic.config.warmup_steps:  # the policy waits
         segments = ()
     beside = () if lesson is None else lesson.segments
     tokens = batch.tokens * (bool(segments) + bool(beside))

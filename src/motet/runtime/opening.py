@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from motet.checksums import Damage, compare, hash_of, version_damage
 from motet.errors import RunError
-from motet.runtime.checkpoint import JobDirectory, replace_file
-from motet.runtime.damage import accept, damages, record_damages
+from motet.runtime.checkpoint import Committed, JobDirectory, replace_file
+
+_GO_ON = "put it back, or go on with what is there by --accept-changes"
 
 COMPUTING = ("dtype", "device", "versions", "kernels", "numerics", "block_size", "micro_batch_tokens")
 """What of a job's identity says how it is computed."""
@@ -109,3 +112,79 @@ def differences(before: Any, after: Any, path: str = "") -> Iterable[str]:
             yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
     elif before != after:
         yield f"{path}: was {before!r}, is {after!r}"
+
+
+def damages(directory: JobDirectory, steps: Sequence[int]) -> Iterator[Damage]:
+    """What is wrong with these commits, and with what the newest of them names besides its own files."""
+    newest, logs = None, {path.name for path in directory.logs}
+    for step in steps:
+        path = directory.path / "state" / str(step)
+        try:
+            newest = directory.committed(step)
+        except RunError as error:
+            yield Damage(path / "state.json", f"is damaged ({error.__cause__})", directory.remedy(step))
+        else:
+            own = {name: value for name, value in newest.sums.items() if name not in logs}
+            yield from compare(path, own, directory.remedy(step))
+    if newest is not None and newest.step == steps[-1]:
+        yield from record_damages(directory, newest)
+
+
+def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
+    """What is wrong with logs, rollouts and versions: training could go on without them."""
+    intact = True
+    for path in directory.logs:
+        length = committed.length(path)
+        if not path.is_file():
+            yield Damage(path, "is missing", _GO_ON)
+        elif path.stat().st_size < length:
+            yield Damage(path, f"has {path.stat().st_size} of the {length} bytes that were saved", _GO_ON)
+        elif hash_of(path, length).hexdigest() != committed.sums[path.name]:
+            yield Damage(path, f"is not what was saved in its first {length} bytes", _GO_ON)
+        else:
+            continue
+        intact = intact and path != directory.checksums
+    if intact:
+        yield from _rollout_damage(directory, committed)
+    best = [] if committed.best_version is None else [committed.best_version]
+    for version in sorted({*directory.steps(), *best} - {committed.step}):  # the newest is made again from its commit
+        if not (path := directory.version(version)).is_dir():
+            yield Damage(path, "is missing", _GO_ON)
+        yield from version_damage(path)
+
+
+def _rollout_damage(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
+    """The oldest go when there are too many, all but the first evaluation; one that is missing after another is damage."""
+    lines = directory.checksums.read_bytes()[: committed.checksums_bytes].splitlines()
+    sums = {entry["file"]: entry["sha256"] for entry in map(json.loads, lines)}
+    folder: Path = directory.path / "rollouts"
+    there = [name for name in sums if (folder / name).is_file()]
+    oldest = next((name for name in there if name != "eval-0.jsonl"), None)
+    names = list(sums)
+    kept = names[names.index(oldest) :] if oldest else names[-1:]
+    kept += ["eval-0.jsonl"] if "eval-0.jsonl" in sums else []
+    yield from compare(folder, {name: sums[name] for name in dict.fromkeys(kept)}, _GO_ON)
+
+
+def accept(directory: JobDirectory, committed: Committed) -> None:
+    """Take logs, rollouts and versions as they are: whole lines stay, and their sums are made anew."""
+    for path in directory.logs:
+        lines = path.read_bytes()[: committed.length(path)].splitlines(keepends=True) if path.is_file() else []
+        path.write_bytes(b"".join(line for line in lines if _is_whole(line)))
+    folder = directory.path / "rollouts"
+    by_age = sorted(folder.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    records = ({"file": path.name, "sha256": hash_of(path).hexdigest()} for path in by_age)
+    directory.checksums.unlink(missing_ok=True)
+    directory.forget()
+    for record in records:
+        directory.append(directory.checksums, record)
+    directory.commit(committed, lambda _: None)
+    for step in directory.steps():
+        directory.link_version(step)
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False

@@ -14,15 +14,14 @@ from motet.algorithms.rows import RowAlgorithm
 from motet.errors import DeviceError, MotetError, RankGone, RunError
 from motet.runtime.checkpoint import disk_error
 from motet.runtime.client_loop import ClientLoop
-from motet.runtime.disk_gate import DiskSpaceGate, is_full
+from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.driver import Driver
-from motet.runtime.idle_slots import MAX_IDLE, IdleSlotTimeouts
 from motet.runtime.job import Job, Services
 from motet.runtime.rollout_loop import RolloutLoop
 from motet.runtime.row_loop import RowLoop
 from motet.runtime.rundir import read_commands
 from motet.runtime.scheduler import weight_of
-from motet.runtime.slot_turns import SlotTurns
+from motet.runtime.slot_turns import MAX_IDLE, IdleSlotTimeouts, SlotTurns
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.types import JobState
 
@@ -352,19 +351,13 @@ def _claim(job: Job) -> Claim:
 
 def _fail(job: Job, error: BaseException, waits: str) -> None:
     """The state of a job whose loop failed; `waits` is what for, where it goes on by itself."""
-    if isinstance(_innermost(error), RankGone):
+    if isinstance(innermost(error), RankGone):
         return  # the run ends, and leaves its jobs as they are
     _move(job, JobState.QUEUED if waits else JobState.FAILED, waits or _reason(job, error))
 
 
-def _innermost(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def _reason(job: Job, error: BaseException) -> str:
-    error = _innermost(error)
+    error = innermost(error)
     if isinstance(error, OSError):
         error = disk_error(error, job.directory.path)
     if isinstance(error, MotetError):

@@ -323,7 +323,7 @@ class JobSampler:
                 )
                 task.rollouts = await self._environment(context)
             except EngineError as error:
-                task.rollouts = tuple(_failed(problem, index, str(error)) for index in range(purpose.n))
+                task.rollouts = tuple(Rollout(problem, index, (), (), error=str(error)) for index in range(purpose.n))
             except PutAside:
                 await asyncio.wait(calls)  # second turns run side by side, and each keeps what it has
                 return None
@@ -378,7 +378,3 @@ async def _until_done(
             one.result()  # a fault of the job leaves here
         if len(running) - len(waiting) >= width and not any(running[one] in due for one in waiting):
             return
-
-
-def _failed(problem: Problem, index: int, reason: str) -> Rollout:
-    return Rollout(problem, index, branches=(), turns=(), error=reason)

@@ -1,4 +1,4 @@
-"""What tenants have had of the slots so far, so that those who cannot all have one at a time take turns."""
+"""How long jobs keep their slots: tenants who cannot all have one at a time take turns, and a job that only waits loses its."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ TURN_SECONDS = 60.0
 two of these at least."""
 LOOK_SECONDS = 6.0
 """How often it is worth to look whether a turn is over."""
+MAX_IDLE = 120.0
+"""Seconds that a job keeps its slot while it waits for scores and asks nothing of the device."""
 
 
 class SlotTurns:
@@ -71,3 +73,45 @@ class SlotTurns:
     def _part_of_round(self, tenant: str) -> float:
         """How late a tenant is on this host, from 0 to 1."""
         return seeds.key(0, f"turn/{self._host}/{tenant}") / 2**64
+
+
+class IdleSlotTimeouts:
+    """When a job that only waits loses its slot.
+
+    The time doubles each time that it is preempted without a step since the last time, so that slow rewards get on too.
+    """
+
+    def __init__(self, seconds: float = MAX_IDLE, clock: Callable[[], float] = time.monotonic) -> None:
+        """`seconds` is how long a job may wait the first time."""
+        self._seconds, self._clock = seconds, clock
+        self._since: dict[str, float] = {}
+        self._preemptions: dict[str, tuple[int, int]] = {}
+        """The step at which a job was preempted last, and how often at that step."""
+
+    def expired(self, job: str, step: int, *, waits: bool) -> bool:
+        """Whether a job has waited for too long; asked again and again.
+
+        Args:
+            job: its name.
+            step: steps that it has done.
+            waits: whether it waits now.
+        """
+        if not waits:
+            self._since.pop(job, None)
+            return False
+        waited = self._clock() - self._since.setdefault(job, self._clock())
+        return waited >= self._seconds * 2.0 ** self._times(job, step)
+
+    def preempted(self, job: str, step: int) -> None:
+        """Count that a job lost its slot after `step` steps."""
+        self._since.pop(job, None)
+        self._preemptions[job] = step, self._times(job, step) + 1
+
+    def forget(self, job: str) -> None:
+        """Drop what is known of a job that has ended."""
+        self._since.pop(job, None)
+        self._preemptions.pop(job, None)
+
+    def _times(self, job: str, step: int) -> int:
+        at, times = self._preemptions.get(job, (step, 0))
+        return times if at == step else 0

@@ -16,8 +16,7 @@ from motet.errors import RewardError
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_loading import OWN, SCORER, adapted, own_parameters
 from motet.tasks.rewards import BUILTIN
-
-_LOAD_SECONDS = 120.0
+from motet.tasks.worker_link import LOAD_SECONDS, import_path
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,14 @@ def install(wanted: Mapping[str, Mapping[str, Any]], file: Path | None = None) -
     Raises:
         RewardError: one of them does not load, and why; or a name is taken.
     """
-    path = [str(Path(entry or ".").resolve()) for entry in sys.path]
-    asked = json.dumps({"path": path, "wanted": wanted, "file": None if file is None else str(file)})
+    asked = json.dumps({"path": import_path(), "wanted": wanted, "file": None if file is None else str(file)})
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "motet.tasks.reward_installed"],
-            input=asked, capture_output=True, text=True, timeout=_LOAD_SECONDS, check=False,
+            input=asked, capture_output=True, text=True, timeout=LOAD_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise RewardError(f"the rewards did not load in {_LOAD_SECONDS:g} s") from error
+        raise RewardError(f"the rewards did not load in {LOAD_SECONDS:g} s") from error
     answer = json.loads(done.stdout or "{}")
     if "found" not in answer:
         raise RewardError(answer.get("error") or f"the rewards do not load: {done.stderr.strip()[-500:]}")

@@ -38,9 +38,8 @@ from motet.tasks.reward_elsewhere import (
     Transcripts,
 )
 from motet.tasks.reward_installed import Installed, without_folder
-from motet.tasks.reward_link import load_request
 from motet.tasks.reward_walls import Walls
-from motet.tasks.reward_workers import Worker, WorkerGroup
+from motet.tasks.reward_workers import Worker, WorkerGroup, load_request
 from motet.tasks.worker_link import ClockLimitError, ProcessDiedError
 from motet.tasks.worker_messages import ScoreCompletions, Scores
 from motet.types import Message, Problem

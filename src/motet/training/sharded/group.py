@@ -17,10 +17,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from motet import errors
-from motet.channel import decode, encode
+from motet.channel import ChildProcess
 from motet.errors import BaseModelError, MotetError, RankGone
 from motet.training.sharded import messages as m
-from motet.training.sharded.links import Link, OwnProcess
+from motet.training.sharded.links import Link
+
+_MODULE = "motet.training.sharded.process"
 
 
 class _Rank:
@@ -43,9 +45,7 @@ class _Rank:
                 future.set_exception(self._gone)
                 return future
             self._waiting.append(future)
-        with contextlib.suppress(OSError, ValueError):  # a process that is gone is noticed by the reader
-            self.link.out.write(encode(message))
-            self.link.out.flush()
+        self.link.send(message)
         return future
 
     def fail(self, error: MotetError) -> None:
@@ -64,15 +64,11 @@ class _Rank:
         self.link.lines.close()
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):
-            for line in self.link.lines:
-                if not line.endswith(b"\n"):  # it was killed while it wrote
-                    break
-                answer = decode(line, m.FromRank)
-                with self._lock:
-                    future = self._waiting.popleft() if self._waiting else None
-                if future is not None:
-                    future.set_result(answer)
+        for answer in self.link.messages(m.FromRank):
+            with self._lock:
+                future = self._waiting.popleft() if self._waiting else None
+            if future is not None:
+                future.set_result(answer)
         self._ended(self._rank, self.link.how_it_ended())
 
 
@@ -101,7 +97,7 @@ class RankGroup:
         self._lock = threading.Lock()
         self._files = tempfile.TemporaryDirectory(prefix="motet-ranks-")
         links: list[Link] = [] if others is None else list(others(join.n_ranks))
-        links = [*(OwnProcess(log) for _ in range(join.n_ranks - len(links))), *links]
+        links = [*(ChildProcess(_MODULE, log) for _ in range(join.n_ranks - len(links))), *links]
         self._ranks = [_Rank(rank, link, self._ended) for rank, link in enumerate(links)]
         meeting = join.meeting or str(Path(self._files.name) / "meeting")
         try:
@@ -118,7 +114,7 @@ class RankGroup:
     @property
     def pids(self) -> tuple[int, ...]:
         """Of the processes that were started here."""
-        return tuple(rank.link.pid for rank in self._ranks if isinstance(rank.link, OwnProcess))
+        return tuple(rank.link.pid for rank in self._ranks if isinstance(rank.link, ChildProcess))
 
     def ask(self, messages: Mapping[int, m.ToRank]) -> dict[int, m.FromRank]:
         """Send each rank its message and wait for all answers. Threads may ask at once: all ranks hear them in one order.

@@ -46,11 +46,10 @@ class _Gradient:
 class RankTrainer:
     """What one rank does of a `Trainer`."""
 
-    def __init__(self, base: LoraModel, *, slots: int, recompute: bool = False, share_prompts: bool = True) -> None:
+    def __init__(self, base: LoraModel, *, slots: int, recompute: bool = False) -> None:
         """The process group is there, and the base lies in shards over it."""
         self.base = base
         self.rank = distributed.get_rank()
-        self._share_prompts = share_prompts
         self._owned = TorchTrainer(base, slots=slots, recompute=recompute)
         self._owners: dict[str, int] = {}
         self._copies: dict[str, AdapterWeights] = {}
@@ -156,7 +155,7 @@ class RankTrainer:
                 highest = max(int(sample.token_ids.max(initial=0)) for sample in segment.samples)
                 if highest >= self.base.info.vocab_size:
                     raise ValueError(f"{segment.adapter!r} has token {highest} of {self.base.info.vocab_size}")
-            return PackedPass(self.base, batch, share=self._share_prompts), None
+            return PackedPass(self.base, batch, share=True), None
         except Exception as error:  # a tenant's samples must not stop the ranks
             return PackedPass(self.base, Batch(()), share=False), error
 

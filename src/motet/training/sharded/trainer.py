@@ -7,6 +7,7 @@ is a pipe that closes, never a call that hangs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.training.sharded import messages as m
 from motet.training.sharded.group import RankGroup
-from motet.training.sharded.placement import owner, scatter
 from motet.types import FloatArray
 
 
@@ -117,3 +117,29 @@ def _fields(segment: Segment) -> dict[str, Any]:
             "put its class into a file and name it as `file.py:Class` in algorithm.type, or set engine.shard to 1"
         )
     return loss.model_dump(mode="json")
+
+
+def scatter(lengths: Sequence[int], owners: Sequence[int], n_ranks: int) -> tuple[int, ...]:
+    """A rank for each segment of a batch: the longest first, each to the rank with the fewest tokens so far.
+
+    That decides how long a pass takes, never a bit of what it gives.
+
+    Args:
+        lengths: tokens of each segment.
+        owners: the rank that owns each segment's adapter; where ranks are level it is taken, for it need not send a gradient.
+        n_ranks: how many ranks there are.
+    """
+    loads, ranks = [0] * n_ranks, [0] * len(lengths)
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        rank = min(range(n_ranks), key=lambda rank: (loads[rank], rank != owners[place], rank))
+        ranks[place] = rank
+        loads[rank] += lengths[place]
+    return tuple(ranks)
+
+
+def owner(owned: Iterable[int], n_ranks: int) -> int:
+    """A rank for a new adapter: the one that owns the fewest."""
+    counts = [0] * n_ranks
+    for rank in owned:
+        counts[rank] += 1
+    return counts.index(min(counts))
