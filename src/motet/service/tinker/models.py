@@ -133,9 +133,9 @@ class Models:
 
     def everybodys(self, model_id: str) -> list[StoredJob]:
         """Models of an id whoever has them, oldest first."""
-        query = select(StoredJob).where(StoredJob.idempotency_key == model_id).order_by(StoredJob.number)
-        with self._store.transaction() as session:
-            return list(session.scalars(query))
+        return self._store.scalars(
+            select(StoredJob).where(StoredJob.idempotency_key == model_id).order_by(StoredJob.number)
+        )
 
     def of_session(self, who: Principal, session_id: str | None = None) -> list[StoredJob]:
         """A tenant's models, of one session or of all, newest first."""
@@ -143,8 +143,7 @@ class Models:
         query = select(StoredJob).where(
             StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key.startswith(begin)
         )
-        with self._store.transaction() as session:
-            return list(session.scalars(query.order_by(StoredJob.number.desc())))
+        return self._store.scalars(query.order_by(StoredJob.number.desc()))
 
     def directory(self, job: StoredJob) -> Path:
         """Where its files lie."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import Depends, Request, Response
@@ -188,19 +190,14 @@ def _load(source: Checkpoint, wanted: LoadWeights) -> Load:
     return Load(str(source.directory), wanted.optimizer, {"type": "load_weights", "path": wanted.path})
 
 
-class _refusing:
+@contextlib.contextmanager
+def _refusing(models: Models, job: StoredJob, number: int) -> Iterator[None]:
     """Where a command of a number is refused, the commands after it go on."""
-
-    def __init__(self, models: Models, job: StoredJob, number: int) -> None:
-        self._models, self._job, self._number = models, job, number
-
-    def __enter__(self) -> None:
-        """Nothing to begin."""
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        """Fill the number's place."""
-        if isinstance(error, Refusal | LimitError):
-            self._models.refuse(self._job, self._number)
+    try:
+        yield
+    except (Refusal, LimitError):
+        models.refuse(job, number)
+        raise
 
 
 @router.post("/save_weights_external")
