@@ -53,9 +53,8 @@ from motet.service.storage import Storage
 from motet.service.tenants.enforcement import QuotaEnforcer
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import Quotas
-from motet.service.tinker import runs, sampling, startup, training
-from motet.service.tinker.checkpoints import Checkpoints
-from motet.service.tinker.downloads import Downloads
+from motet.service.tinker import runs, sessions, training
+from motet.service.tinker.checkpoints import Checkpoints, Downloads
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
@@ -66,7 +65,7 @@ from motet.tasks.reward_http import HttpRewards
 
 ROUTES = (
     jobs, events, adapters, shares, files, keys, tenants, completions, fine_tuning, dashboard, rewards, episodes, health,
-    startup, training, sampling, runs,
+    sessions, training, runs,
 )  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503, 507)

@@ -15,8 +15,17 @@ from motet.runtime.journal import Nothing
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.http.depends import Asker, StoreDep
-from motet.service.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoint, Checkpoints, iso
-from motet.service.tinker.downloads import ARCHIVE, SECONDS, archive_of, files_of
+from motet.service.tinker.checkpoints import (
+    ARCHIVE,
+    SAMPLER,
+    SECONDS,
+    WEIGHTS,
+    Checkpoint,
+    Checkpoints,
+    archive_of,
+    files_of,
+    iso,
+)
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import CheckpointsDep, DownloadsDep, ModelsDep, new_router
 from motet.service.tinker.requests import CopyWeights, Lora, Ttl

@@ -16,7 +16,6 @@ from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.http.depends import Asker, QuotasDep
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
-from motet.service.tinker.gradients import command_of
 from motet.service.tinker.models import SESSION, Models
 from motet.service.tinker.parts import CheckpointsDep, FuturesDep, ModelsDep, new_router, numbered
 from motet.service.tinker.requests import (
@@ -31,7 +30,7 @@ from motet.service.tinker.requests import (
     Step,
 )
 from motet.service.tinker.samplers import sampler_id
-from motet.service.tinker.wire import CONTENT_TYPE, WireError, read_request
+from motet.service.tinker.wire import CONTENT_TYPE, WireError, command_of, read_request
 
 router = new_router()
 
