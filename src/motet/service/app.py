@@ -42,9 +42,7 @@ from motet.service.routes import (
     fine_tuning,
     health,
     jobs,
-    keys,
     rewards,
-    shares,
     tenants,
 )
 from motet.service.schemas import Error
@@ -64,7 +62,7 @@ from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import HttpRewards
 
 ROUTES = (
-    jobs, events, adapters, shares, files, keys, tenants, completions, fine_tuning, dashboard, rewards, episodes, health,
+    jobs, events, adapters, files, tenants, completions, fine_tuning, dashboard, rewards, episodes, health,
     sessions, training, runs,
 )  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {

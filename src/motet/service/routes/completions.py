@@ -23,7 +23,7 @@ from motet.service.database.tables import new_id
 from motet.service.errors import bad_field
 from motet.service.http.depends import AdaptersDep, Asker, EngineDep, StorageDep, StoreDep
 from motet.service.http.sampling import MOST_SEQUENCES, STREAMED, ModelNamesDep, Sampled, Text, streamed, usage
-from motet.service.routes.shares import SharesDep
+from motet.service.routes.adapters import SharesDep
 from motet.service.schemas import Model, Models
 
 router = APIRouter(prefix="/v1", tags=["completions"])
