@@ -23,7 +23,7 @@ from fastapi import Request, UploadFile
 from motet.commands.serve import serve
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
-from motet.service.http.throttle import ReadThreads
+from motet.service.http.auth import ReadThreads
 from motet.service.routes.files import upload
 from motet.service.settings import Settings
 from motet.service.tenants.quotas import Quotas

@@ -19,7 +19,7 @@ from motet.errors import ConfigError, ServiceError
 from motet.jobfile import load_service
 from motet.runtime.slots import Rule
 from motet.service.database.store import Store
-from motet.service.http.throttle import RateLimit
+from motet.service.http.auth import RateLimit
 from motet.service.jobs.handover import Handover
 from motet.service.tenants.enforcement import QuotaEnforcer
 from motet.service.tenants.ledger import Ledger, today

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from motet.errors import StoreError
 from motet.service.database.store import Store
 from motet.service.database.tables import Table, now
-from motet.service.workers.units import MOST_LEASED, ScoringUnits, key_of
+from motet.service.workers.rewards import MOST_LEASED, ScoringUnits, key_of
 from tests.database import person
 
 Found = TypeVar("Found")

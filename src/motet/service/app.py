@@ -19,10 +19,9 @@ from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.errors import error_body, handle_errors
 from motet.service.events import EventBus, EventLog
-from motet.service.http.auth import Access
+from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads
 from motet.service.http.bodies import Bodies
 from motet.service.http.depends import Parts
-from motet.service.http.throttle import CheckThreads, RateLimit, ReadThreads
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.initial_adapter import InitialAdapters

@@ -14,8 +14,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
 from motet.service.events import EventBus, EventLog
-from motet.service.http.auth import Access
-from motet.service.http.throttle import CheckThreads, ReadThreads
+from motet.service.http.auth import Access, CheckThreads, ReadThreads
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
