@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from motet.service.errors import Refusal
 from motet.service.http.depends import Asker, NamedJob, SettingsDep, WorkersDep
-from motet.service.schemas.scoring import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards
+from motet.service.schemas.workers import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_loading import SCORER
