@@ -21,8 +21,8 @@ from motet.runtime.slots import Rule
 from motet.service.database.store import Store
 from motet.service.http.auth import RateLimit
 from motet.service.jobs.handover import Handover
-from motet.service.tenants.enforcement import QuotaEnforcer
 from motet.service.tenants.ledger import Ledger, today
+from motet.service.tenants.quotas import QuotaEnforcer
 from tests.database import person
 from tests.house import House, open_house
 from tests.service_run import Json, tiny

@@ -47,9 +47,8 @@ from motet.service.routes import (
 from motet.service.schemas import Error
 from motet.service.settings import Settings
 from motet.service.storage import Storage
-from motet.service.tenants.enforcement import QuotaEnforcer
 from motet.service.tenants.ledger import Ledger
-from motet.service.tenants.quotas import Quotas
+from motet.service.tenants.quotas import QuotaEnforcer, Quotas
 from motet.service.tinker import runs, sessions, training
 from motet.service.tinker.checkpoints import Checkpoints, Downloads
 from motet.service.tinker.futures import Futures
