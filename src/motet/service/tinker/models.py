@@ -77,14 +77,6 @@ class Models:
             )
         return base
 
-    def base_of(self, job: StoredJob) -> str:
-        """The base of a model.
-
-        Raises:
-            ConfigError: it is not served any more.
-        """
-        return self.bases.of(job.base)
-
     def create(
         self, who: Principal, model_id: str, base: str, lora: Lora, first: AnyCommand, about: dict[str, Any]
     ) -> str:

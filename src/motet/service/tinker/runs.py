@@ -111,7 +111,7 @@ def weights_info(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wan
     source = checkpoints.find(who, wanted.tinker_path)
     lora = models.journal(source.job).description()["lora"]
     shape = {"train_unembed": False, "train_mlp": lora["train_mlp"], "train_attn": lora["train_attn"]}
-    return {"base_model": models.base_of(source.job), "is_lora": True, "lora_rank": lora["rank"], **shape}
+    return {"base_model": models.bases.of(source.job.base), "is_lora": True, "lora_rank": lora["rank"], **shape}
 
 
 @router.delete(_CHECKPOINT, status_code=204)
@@ -183,7 +183,7 @@ def copy_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wan
     session_id, number = wanted.session_id or models.new_session(), wanted.model_seq_id or 0
     model_id = models.model_id(session_id, number)
     lora = Lora(**models.journal(source.job).description()["lora"])
-    models.create(who, model_id, models.base_of(source.job), lora, Nothing(), {"from": wanted.source_path})
+    models.create(who, model_id, models.bases.of(source.job.base), lora, Nothing(), {"from": wanted.source_path})
     copy = checkpoints.copy(source, models.find(who, model_id), wanted.ttl_seconds)
     models.finish(copy.job)
     return {"tinker_path": copy.path}

@@ -54,7 +54,7 @@ def create_model(who: Asker, models: ModelsDep, wanted: CreateModel) -> dict[str
 def get_info(who: Asker, models: ModelsDep, wanted: OfModel) -> dict[str, Any]:
     """What a model is."""
     job = models.find(who, wanted.model_id)
-    base = models.base_of(job)
+    base = models.bases.of(job.base)
     data = {"arch": "causal-lm", "model_name": base, "tokenizer_id": models.bases.tokenizer(base)}
     rank = job.spec["adapter"]["rank"]
     return {
@@ -167,14 +167,14 @@ def load_weights(
         job = models.find(who, wanted.model_id)
         with _refusing(models, job, wanted.seq_id):
             source = checkpoints.find(who, wanted.path)
-            if (base := models.base_of(source.job)) != models.base_of(job):
+            if (base := models.bases.of(source.job.base)) != models.bases.of(job.base):
                 raise Refusal(400, f"path: {wanted.path} is of a model on another base, {base!r}")
             command = _load(source, wanted)
         return _promise(models.order(job, wanted.seq_id, command))
     if wanted.session_id is None or wanted.model_seq_id is None or not SESSION.fullmatch(wanted.session_id):
         raise Refusal(400, "give model_id and seq_id, or session_id and model_seq_id")
     source = checkpoints.find(who, wanted.path)
-    base = models.base_of(source.job)
+    base = models.bases.of(source.job.base)
     if wanted.base_model is not None and models.base(wanted.base_model) != base:
         raise Refusal(400, f"base_model {wanted.base_model!r} is not the base of {wanted.path}, which is {base!r}")
     lora = Lora(**models.journal(source.job).description()["lora"])

@@ -204,10 +204,6 @@ class RewardWorkers(AttachedWorkers):
 
         return await self._taken(job_id, worker, seconds if most else 0.0, gone, take)
 
-    async def expected(self, job_id: str, keys: Sequence[str]) -> dict[str, int]:
-        """How many completions each of these units has; those that are not there are left out."""
-        return await asyncio.to_thread(self.units.completions, job_id, keys)
-
     async def leave(self, job_id: str, worker: str) -> None:
         """A worker that goes: others can have what it held at once."""
         self._seen[job_id].pop(worker, None)
