@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 
 from motet.cluster.messages import Action
 from motet.config import JobConfig
-from motet.errors import ConfigError, StoreError
+from motet.errors import StoreError
 from motet.service.database.tables import Event, FineTuning, StoredJob
 from motet.service.errors import Refusal
 from motet.service.http.depends import (
@@ -113,10 +113,7 @@ async def create(
 
     def make() -> s.FineTuningJob:
         tree = fine_tunings.job_of(who, asked)
-        try:
-            job = submissions.submit(who, tree, idempotency_key)
-        except ConfigError as error:
-            raise Refusal(400, str(error)) from error
+        job = submissions.submit(who, tree, idempotency_key)
         fine_tunings.keep(job.id, body)
         store.audit(who, "submit", job.id)
         return shown((job, FineTuning(job_id=job.id, request=body)))

@@ -30,7 +30,7 @@ from motet.service.tinker.requests import (
     Step,
 )
 from motet.service.tinker.samplers import sampler_id
-from motet.service.tinker.wire import CONTENT_TYPE, WireError, command_of, read_request
+from motet.service.tinker.wire import CONTENT_TYPE, command_of, read_request
 
 router = new_router()
 
@@ -79,18 +79,12 @@ async def forward_backward(who: Asker, models: ModelsDep, request: Request) -> d
     body = await request.body()
 
     def order() -> dict[str, Any]:
-        try:
-            read = read_request(body)
-        except WireError as error:
-            raise Refusal(400, str(error)) from error
+        read = read_request(body)
         job = models.find(who, read.model_id)
         if read.seq_id < 1:
             raise Refusal(400, f"seq_id {read.seq_id} is not from 1 on")
-        try:
+        with _refusing(models, job, read.seq_id):
             command = command_of(read)
-        except WireError as error:
-            models.refuse(job, read.seq_id)
-            raise Refusal(400, str(error)) from error
         return _promise(models.order(job, read.seq_id, command))
 
     return await asyncio.to_thread(order)

@@ -21,6 +21,7 @@ from google.protobuf import (  # type: ignore[import-untyped]
 from motet.algorithms.client import CLIENT_LOSSES, ClientLoss
 from motet.errors import ConfigError
 from motet.runtime.journal import Datum, ForwardBackward, Gradient, Tensor
+from motet.service.errors import Refusal
 from motet.types import FloatArray, IntArray
 
 CONTENT_TYPE = "application/x-protobuf"
@@ -53,8 +54,11 @@ MOST_DATA = 4096
 _DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
 
 
-class WireError(ValueError):
+class WireError(Refusal):
     """Bytes that are no message, or one that is not meant; says what is wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message)
 
 
 def _messages() -> dict[str, Any]:
