@@ -22,7 +22,7 @@ from motet.service.adapters.archive import pack_into, unpack_apart
 from motet.service.database.tables import Share as StoredShare
 from motet.service.database.tables import StoredJob, UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, existing
 from motet.service.http.depends import (
     AdaptersDep,
     Asker,
@@ -116,9 +116,7 @@ def list_adapters(who: Asker, adapters: AdaptersDep) -> Adapters:
 @router.get("/adapters/{adapter:path}/download", response_class=Response)
 def download(who: Asker, storage: StorageDep, adapters: AdaptersDep, adapter: str) -> Response:
     """An adapter as a .tar.gz of a PEFT directory: an uploaded one, `job@version`, or `tenant/job@version` of a share."""
-    resolved = adapters.find(who, adapter)
-    if resolved is None:
-        raise Refusal(404, f"there is no adapter {adapter!r}")
+    resolved = existing(adapters.find(who, adapter), f"there is no adapter {adapter!r}")
     return _packed(storage.directory, resolved.path, resolved.name)
 
 
@@ -141,10 +139,7 @@ def _shown(adapters: AdaptersPart, adapter: UploadedAdapter) -> Adapter:
 
 
 def _uploaded(adapters: AdaptersPart, who: Principal, name: str) -> UploadedAdapter:
-    uploaded = adapters.uploaded(who, name)
-    if uploaded is None:
-        raise Refusal(404, f"there is no uploaded adapter {name!r}")
-    return uploaded
+    return existing(adapters.uploaded(who, name), f"there is no uploaded adapter {name!r}")
 
 
 async def _unpacked(file: UploadFile, directory: Path, limit: int) -> int:
@@ -264,7 +259,5 @@ def list_shares(who: Asker, adapters: AdaptersDep, shown: SharesDep) -> Shares:
 @router.delete("/shares/{share}", status_code=204)
 def unshare(who: Asker, store: StoreDep, adapters: AdaptersDep, share: str) -> None:
     """End a share; jobs that started from it go on."""
-    ended = adapters.unshare(who, share)
-    if ended is None:
-        raise Refusal(404, f"there is no share {share!r}")
+    ended = existing(adapters.unshare(who, share), f"there is no share {share!r}")
     store.audit(who, "unshare", f"{ended.id} {ended.object}")

@@ -17,7 +17,7 @@ from motet.cluster.messages import Action
 from motet.config import JobConfig
 from motet.errors import StoreError
 from motet.service.database.tables import Event, FineTuning, StoredJob
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, existing
 from motet.service.http.depends import (
     Asker,
     EngineDep,
@@ -42,10 +42,7 @@ Made = tuple[StoredJob, FineTuning]
 
 
 def _named(job: str, who: Asker, fine_tunings: FineTuningsDep) -> Made:
-    made = fine_tunings.find(who, job)
-    if made is None:
-        raise Refusal(404, f"there is no fine-tuning job {job!r}")
-    return made
+    return existing(fine_tunings.find(who, job), f"there is no fine-tuning job {job!r}")
 
 
 NamedMade = Annotated[Made, Depends(_named)]

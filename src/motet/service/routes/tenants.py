@@ -14,7 +14,7 @@ from motet.config.service import LimitsConfig
 from motet.service.database.store import Store
 from motet.service.database.tables import Key, now
 from motet.service.database.tenants import Principal
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, existing
 from motet.service.http.depends import Admin, Asker, BasesDep, LedgerDep, QuotasDep, StoreDep
 from motet.service.schemas import ApiKey, AuditEntries, AuditEntry, KeyRequest, Keys, NewKey
 from motet.service.schemas.usage import By, TenantInfo, Tenants, UsageLine, UsageReport
@@ -80,9 +80,7 @@ def set_limits(who: Admin, store: StoreDep, quotas: QuotasDep, tenant: str, want
 
     Null is no limit, and the service's default stands for what is left out.
     """
-    known = store.tenants.find(tenant)
-    if known is None:
-        raise Refusal(404, f"there is no tenant {tenant!r}; motet keys create makes one")
+    known = existing(store.tenants.find(tenant), f"there is no tenant {tenant!r}; motet keys create makes one")
     quotas.set(known.id, wanted.model_dump(exclude_unset=True))
     store.audit(who, "set limits", known.name)
     return quotas.used(known.name)[0]

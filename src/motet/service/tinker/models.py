@@ -16,7 +16,7 @@ from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, existing
 from motet.service.jobs.submissions import Submissions
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
@@ -118,10 +118,7 @@ class Models:
         Raises:
             Refusal: there is none.
         """
-        job = self._store.submitted(who, model_id)
-        if job is None:
-            raise Refusal(404, f"there is no model {model_id!r}")
-        return job
+        return existing(self._store.submitted(who, model_id), f"there is no model {model_id!r}")
 
     def everybodys(self, model_id: str) -> list[StoredJob]:
         """Models of an id whoever has them, oldest first."""

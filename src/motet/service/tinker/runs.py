@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from motet.runtime.journal import Nothing
 from motet.service.database.tables import StoredJob
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, existing
 from motet.service.http.depends import Asker, StoreDep
 from motet.service.tinker.checkpoints import (
     ARCHIVE,
@@ -167,9 +167,7 @@ def archive(request: Request, downloads: DownloadsDep, checkpoint: NamedCheckpoi
 def download_checkpoint(store: StoreDep, checkpoints: CheckpointsDep, downloads: DownloadsDep, token: str) -> Response:
     """What a link opens: whoever has it needs no key."""
     link = downloads.open(token)
-    job = store.job_by_id(link.job)
-    if job is None:
-        raise Refusal(404, "the model is gone")
+    job = existing(store.job_by_id(link.job), "the model is gone")
     directory = checkpoints.named(job, link.kind, link.name).directory
     if link.file == ARCHIVE:
         return Response(archive_of(directory), media_type="application/x-tar")
