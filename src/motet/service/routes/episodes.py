@@ -17,7 +17,7 @@ from motet.errors import HostGone
 from motet.service.errors import Refusal
 from motet.service.http.auth import episode_key
 from motet.service.http.depends import AccessDep, AgentWorkersDep, Asker, NamedJob
-from motet.service.http.sampling import STREAMED
+from motet.service.routes.completions import STREAMED
 from motet.service.schemas import Models
 from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeLeaseRequest, EpisodeResult, EpisodeResults
 from motet.service.workers.agents import AgentWorkers
