@@ -8,7 +8,7 @@ import errno
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -64,24 +64,13 @@ from tests.misbehaving_rewards import misbehaving
 from tests.places import Place
 from tests.service_run import ROWS, Json, tiny
 from tests.small_disk import small_disk
+from tests.together import at_once
 from tests.waiting import until
 
 
 def uploaded(house: House) -> str:
     """The id of a new file."""
     return str(house.ask("POST", "/v1/files", files={"file": ("rows.jsonl", ROWS)}).json()["id"])
-
-
-def at_once(work: Callable[[int], int], n: int) -> list[int]:
-    """What n answer who begin together."""
-    together = threading.Barrier(n)
-
-    def one(number: int) -> int:
-        together.wait()
-        return work(number)
-
-    with ThreadPoolExecutor(n) as threads:
-        return list(threads.map(one, range(n)))
 
 
 # --- what a job names goes away ---------------------------------------------------------------------------------------------

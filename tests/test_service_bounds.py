@@ -220,7 +220,7 @@ def test_mistakes_are_found_until_the_first(house: House) -> None:
     from pydantic import ValidationError
 
     from motet.service.routes.completions import ChatRequest, CompletionRequest
-    from motet.service.schemas.scoring import Results
+    from motet.service.schemas.workers import Results
 
     for model, body in (
         (Results, {"results": [{"id": "a", "scores": [{}] * 1000}] * 10}),

@@ -23,13 +23,14 @@ from fastapi import Request, UploadFile
 from motet.commands.serve import serve
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
-from motet.service.http.throttle import ReadThreads
+from motet.service.http.auth import ReadThreads
 from motet.service.routes.files import upload
 from motet.service.settings import Settings
 from motet.service.tenants.quotas import Quotas
 from motet.types import JobState
 from tests.house import House, error_of, open_house
 from tests.service_run import ROWS, Json, tiny
+from tests.together import at_once
 
 OPEN = {"/healthz", "/readyz"}  # routes that need no key
 
@@ -442,14 +443,6 @@ def test_a_service_without_keys_stays_on_this_machine(tmp_path: Path, host: str)
 
 def test_without_keys_everyone_is_admin_also_many_at_once(tmp_path: Path) -> None:
     with open_house(tmp_path, open_to_all=True) as house:
-        answers: list[int] = []
-        asking = [
-            threading.Thread(target=lambda: answers.append(httpx2.get(f"{house.http.base_url}/v1/keys").status_code))
-            for _ in range(8)
-        ]
-        for one in asking:
-            one.start()
-        for one in asking:
-            one.join()
+        answers = at_once(lambda _: httpx2.get(f"{house.http.base_url}/v1/keys").status_code, 8)
         assert answers == [200] * 8
         assert house.ask("GET", "/v1/keys", "wrong").status_code == 200

@@ -20,8 +20,7 @@ from motet.errors import ConfigError, RewardError
 from motet.jobfile import load_service
 from motet.service.events import EventBus
 from motet.service.http.bodies import MOST_SCORES
-from motet.service.workers.rewards import RewardWorkers
-from motet.service.workers.units import key_of
+from motet.service.workers.rewards import RewardWorkers, key_of
 from motet.tasks.reward_elsewhere import ELSEWHERE, WorkerArgs
 from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN

@@ -20,7 +20,7 @@ from motet.service.events import EventBus
 from motet.service.settings import Settings
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import Quotas
-from motet.service.tinker import runs, sampling, startup, training
+from motet.service.tinker import runs, sessions, training
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
@@ -43,7 +43,7 @@ CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 def routes() -> set[tuple[str, str]]:
     """Every method and path below the prefix."""
-    found = [route for module in (startup, training, sampling, runs) for route in module.router.routes]
+    found = [route for module in (sessions, training, runs) for route in module.router.routes]
     return {
         (method, route.path.removeprefix(PREFIX))
         for route in found

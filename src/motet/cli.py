@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from motet import __version__
-from motet.commands import agents, jobs, keys, scoring, sharing, usage
+from motet.commands import jobs, sharing, tenants, workers
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 from motet.errors import MotetError
 
@@ -363,8 +363,8 @@ def node_agent(
     listen(server, engine, host=host, port=port, directory=directory, key_env=key_env, command=command or ())
 
 
-for part in (jobs, sharing, usage, scoring, agents, keys):
-    app.add_typer(part.app)
+for part in (jobs.app, sharing.app, tenants.app, workers.app, tenants.key_app):
+    app.add_typer(part)
 
 
 def main() -> None:

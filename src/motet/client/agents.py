@@ -18,7 +18,7 @@ from motet.agents.processes import AgentProcesses
 from motet.client.leases import Asked, LeaseWorker, Running
 from motet.errors import EnvironmentFault
 from motet.service.schemas import Job
-from motet.service.schemas.episodes import EpisodeLease, EpisodeWork
+from motet.service.schemas.workers import EpisodeLease, EpisodeWork
 from motet.tasks.reward_elsewhere import MOST_LETTERS
 from motet.types import Problem
 

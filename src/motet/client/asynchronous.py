@@ -31,7 +31,7 @@ from motet.service.schemas import (
     Version,
     Versions,
 )
-from motet.service.schemas.scoring import Reward, Rewards
+from motet.service.schemas.workers import Reward, Rewards
 from motet.tasks.row_files import rows_of
 from motet.types import JobState
 

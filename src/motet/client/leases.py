@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from motet.client.connection import path_of, worker_name
 from motet.errors import ServiceError
 from motet.service.schemas import Job
-from motet.service.schemas.episodes import EpisodeLease, EpisodeWork
-from motet.service.schemas.scoring import Counted, Lease, ScoringWork
+from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeWork, Lease, ScoringWork
 from motet.types import JobState
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from motet.client.leases import Asked, LeaseWorker, Running
 from motet.client.reward_files import RewardFiles
 from motet.config import RewardConfig
 from motet.service.schemas import Job
-from motet.service.schemas.scoring import Lease, ScoringWork
+from motet.service.schemas.workers import Lease, ScoringWork
 from motet.tasks.reward_elsewhere import WorkerArgs, to_wire
 from motet.tasks.reward_pool import RewardPool
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.status import Status
 
 from motet.client import AsyncClient, Client
 from motet.client.agents import AgentWorker
@@ -72,40 +69,24 @@ def _elsewhere(job: JobConfig) -> JobConfig:
     return job.model_copy(update={"environment": environment})
 
 
-@dataclass(frozen=True)
-class Work:
-    """An agent that runs here while jobs are followed."""
+def running(agent: str, concurrency: int) -> served_jobs.LocalWork:
+    """Runs the agent of jobs until all have ended; on a terminal, a line below theirs says what it does."""
 
-    agent: str
-    concurrency: int
-    again: str
-    """The command that goes on with it."""
-
-    async def run(self, client: AsyncClient, jobs: Sequence[str], console: Console) -> None:
-        """Work until all jobs have ended; on a terminal, say below the lines what it does."""
-        worker = AgentWorker(client, self.agent, self.concurrency)
-        with _status(console) as status:
-            running = asyncio.create_task(worker.run(jobs))
+    async def work(client: AsyncClient, jobs: Sequence[str], console: Console) -> None:
+        worker = AgentWorker(client, agent, concurrency)
+        with console.status("waiting for episodes") as status:
+            task = asyncio.create_task(worker.run(jobs))
             try:
-                while not running.done():
-                    await asyncio.wait([running], timeout=_LOOK_SECONDS)
-                    if status is not None:
-                        status.update(_now(worker))
-                running.result()
+                while not task.done():
+                    await asyncio.wait([task], timeout=_LOOK_SECONDS)
+                    status.update(_now(worker))
+                task.result()
             finally:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         say(_now(worker))
 
-
-@contextlib.contextmanager
-def _status(console: Console) -> Iterator[Status | None]:
-    """A line at the end of a terminal, by the console that prints above it; None where there is none."""
-    if not console.is_terminal:
-        yield None
-        return
-    with console.status("waiting for episodes") as status:
-        yield status
+    return work
 
 
 def _now(worker: AgentWorker) -> str:

@@ -50,13 +50,13 @@ def submit(
         base = served_jobs.base_meant(config, client.health(), jobs)
         submitted = served_jobs.submit(client, to_submit, after=after or (), at=at, base=base, quiet=as_json)
         try:
-            work = None
             if reward:
                 given = [word for file in reward for word in ("--reward", file)]
                 again = command_for(url, "score", *(job.name for job in submitted), *given)
-                work = served_jobs.ScoringWork(reward, again)
-            if follow or work:
-                raise typer.Exit(served_jobs.follow(url, key, submitted, work, aside=as_json))
+                work = served_jobs.scoring(reward)
+                raise typer.Exit(served_jobs.follow(url, key, submitted, work, again, aside=as_json))
+            if follow:
+                raise typer.Exit(served_jobs.follow(url, key, submitted, aside=as_json))
         finally:
             if as_json:
                 print_answer([client.job(job.id) for job in submitted] if follow or reward else submitted, True, "")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -23,6 +22,9 @@ from motet.tasks.row_files import READERS
 from motet.types import ADAPTER_CONFIG, JobState
 from motet.view import LogView, glyphs_of
 from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, reward_text
+
+LocalWork = Callable[[AsyncClient, Sequence[str], Console], Coroutine[Any, Any, None]]
+"""What this machine does for jobs while they are followed, until all have ended; their lines go to the console."""
 
 
 def base_meant(config: RunConfig, service: Health, file: Path) -> str | None:
@@ -98,39 +100,27 @@ def submit(
     return submitted
 
 
-class LocalWork(Protocol):
-    """What this machine does for jobs while they are followed."""
+def scoring(rewards: Sequence[str], processes: int = 2) -> LocalWork:
+    """Scores jobs until all have ended."""
 
-    @property
-    def again(self) -> str:
-        """The command that goes on with it."""
-        ...
+    async def work(client: AsyncClient, jobs: Sequence[str], _: Console) -> None:
+        await client.score(*jobs, reward=rewards, processes=processes)
 
-    async def run(self, client: AsyncClient, jobs: Sequence[str], console: Console) -> None:
-        """Work until all jobs have ended; the console is where their lines are printed."""
-        ...
-
-
-@dataclass(frozen=True)
-class ScoringWork:
-    """It scores them."""
-
-    rewards: Sequence[str]
-    again: str
-    """The command that goes on with it."""
-    processes: int = 2
-
-    async def run(self, client: AsyncClient, jobs: Sequence[str], console: Console) -> None:
-        """Score until all jobs have ended."""
-        await client.score(*jobs, reward=self.rewards, processes=self.processes)
+    return work
 
 
 def follow(
-    url: str | None, key: str | None, jobs: Sequence[Job], work: LocalWork | None, *, aside: bool = False
+    url: str | None,
+    key: str | None,
+    jobs: Sequence[Job],
+    work: LocalWork | None = None,
+    again: str = "",
+    *,
+    aside: bool = False,
 ) -> int:
     """Show jobs until all have ended, and do the work for them meanwhile that there is.
 
-    Returns the exit code; with `aside` the lines go to standard error.
+    `again` is the command that goes on with the work. Returns the exit code; with `aside` the lines go to standard error.
     """
     lines = JobLines(jobs, history=work is None, aside=aside)
 
@@ -145,7 +135,7 @@ def follow(
                     for job in jobs:
                         group.create_task(watch(client, job))
                     if work is not None:
-                        group.create_task(work.run(client, [job.id for job in jobs], lines.console))
+                        group.create_task(work(client, [job.id for job in jobs], lines.console))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from errors  # it has a message for people
             return [await client.job(job.id) for job in jobs]
@@ -153,10 +143,9 @@ def follow(
     try:
         ended = asyncio.run(watch_all())
     except KeyboardInterrupt:
-        again = f"the service goes on; `{command_for(url, 'logs', jobs[0].name, '-f')}` follows again"
-        if work is not None:
-            again = f"the service goes on with: `{work.again}`"
-        say(again, aside=aside)
+        logs = command_for(url, "logs", jobs[0].name, "-f")
+        goes_on = f"; `{logs}` follows again" if work is None else f" with: `{again}`"
+        say(f"the service goes on{goes_on}", aside=aside)
         return INTERRUPTED
     return 1 if any(job.state == JobState.FAILED for job in ended) else 0
 

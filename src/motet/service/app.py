@@ -19,10 +19,9 @@ from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.errors import error_body, handle_errors
 from motet.service.events import EventBus, EventLog
-from motet.service.http.auth import Access
+from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads
 from motet.service.http.bodies import Bodies
 from motet.service.http.depends import Parts
-from motet.service.http.throttle import CheckThreads, RateLimit, ReadThreads
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.initial_adapter import InitialAdapters
@@ -42,20 +41,16 @@ from motet.service.routes import (
     fine_tuning,
     health,
     jobs,
-    keys,
     rewards,
-    shares,
     tenants,
 )
 from motet.service.schemas import Error
 from motet.service.settings import Settings
 from motet.service.storage import Storage
-from motet.service.tenants.enforcement import QuotaEnforcer
 from motet.service.tenants.ledger import Ledger
-from motet.service.tenants.quotas import Quotas
-from motet.service.tinker import runs, sampling, startup, training
-from motet.service.tinker.checkpoints import Checkpoints
-from motet.service.tinker.downloads import Downloads
+from motet.service.tenants.quotas import QuotaEnforcer, Quotas
+from motet.service.tinker import runs, sessions, training
+from motet.service.tinker.checkpoints import Checkpoints, Downloads
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
@@ -65,8 +60,8 @@ from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import HttpRewards
 
 ROUTES = (
-    jobs, events, adapters, shares, files, keys, tenants, completions, fine_tuning, dashboard, rewards, episodes, health,
-    startup, training, sampling, runs,
+    jobs, events, adapters, files, tenants, completions, fine_tuning, dashboard, rewards, episodes, health,
+    sessions, training, runs,
 )  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503, 507)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +16,7 @@ from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetE
 from motet.runtime.disk_gate import is_full
 from motet.service.database.store import AWAY
 
+Thing = TypeVar("Thing")
 _log = logging.getLogger(__name__)
 
 TYPES = {
@@ -48,6 +49,17 @@ class Refusal(Exception):
 def bad_field(field: str, reason: object) -> Refusal:
     """Of a request one of whose fields cannot be used, and why."""
     return Refusal(400, f"{field}: {reason}", field)
+
+
+def existing(thing: Thing | None, missing: str) -> Thing:
+    """What was looked up.
+
+    Raises:
+        Refusal: it is not there, in the words of `missing`.
+    """
+    if thing is None:
+        raise Refusal(404, missing)
+    return thing
 
 
 def handle_errors(app: FastAPI) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -158,8 +157,8 @@ def _doing(server: ServerLoad | HostNow) -> tuple[str, str]:
 class LiveView(View):
     """All jobs of a run in a terminal."""
 
-    def __init__(self, console: Console, base: str = "", now: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console, now)
+    def __init__(self, console: Console, base: str = "") -> None:
+        super().__init__(console)
         self._base = base
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 

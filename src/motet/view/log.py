@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -27,8 +26,8 @@ class _Printed:
 class LogView(View):
     """Writes a line whenever a job has done a step or changed its state, and when a server comes or goes."""
 
-    def __init__(self, console: Console, now: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console, now)
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
         self._printed: dict[str, _Printed] = {}
         self._last: tuple[JobProgress, ...] = ()
         self._up: dict[str, bool] = {}

@@ -57,8 +57,8 @@ class RunClock:
 class View(ABC):
     """Shows jobs while they run."""
 
-    def __init__(self, console: Console, now: Callable[[], float] = time.monotonic) -> None:
-        self.console, self.glyphs, self.clock = console, glyphs_of(console), RunClock(now)
+    def __init__(self, console: Console) -> None:
+        self.console, self.glyphs, self.clock = console, glyphs_of(console), RunClock()
         self.servers: Callable[[], Sequence[ServerLoad | HostNow]] = tuple
 
     @property

@@ -15,7 +15,6 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
@@ -232,8 +231,17 @@ def _unzip(file: IO[bytes], directory: Path, limit: int) -> dict[str, int]:
     _look_at_directory(file)
     taken = _Taken(directory, limit)
     with zipfile.ZipFile(file) as archive:
-        for name, open_member in _wanted(archive, taken):
-            with open_member() as source:
+        for member in archive.infolist():
+            name = taken.wants(member.filename)
+            kind = member.external_attr >> 28  # the type of a file, where it was packed on Unix
+            if kind not in (0, 8, 4):
+                raise DataError(f"the archive has a member {member.filename!r} that is neither a file nor a directory")
+            if name is None or member.is_dir():
+                continue
+            # `zipfile` unpacks others at one go
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise DataError(f"the archive packs {member.filename!r} in a way that is not taken here; use deflate")
+            with archive.open(member) as source:
                 taken.take(name, source)
     return taken.sizes
 
@@ -252,21 +260,6 @@ def _look_at_directory(file: IO[bytes]) -> None:
             f"the archive has more than {MOST_MEMBERS} members, or long names; pack the files of one PEFT directory"
         )
     file.seek(0)
-
-
-def _wanted(archive: zipfile.ZipFile, taken: _Taken) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
-    for member in archive.infolist():
-        name = taken.wants(member.filename)
-        kind = member.external_attr >> 28  # the type of a file, where it was packed on Unix
-        if kind not in (0, 8, 4):
-            raise DataError(f"the archive has a member {member.filename!r} that is neither a file nor a directory")
-        if name is not None and not member.is_dir():
-            if member.compress_type not in (
-                zipfile.ZIP_STORED,
-                zipfile.ZIP_DEFLATED,
-            ):  # `zipfile` unpacks others at one go
-                raise DataError(f"the archive packs {member.filename!r} in a way that is not taken here; use deflate")
-            yield name, lambda member=member: archive.open(member)  # type: ignore[misc]
 
 
 def _answer(archive: Path, directory: Path, limit: int) -> dict[str, Any]:

@@ -12,7 +12,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from alembic.util.exc import CommandError
-from sqlalchemy import Connection, Engine, Select, create_engine, delete, event, func, inspect, select, text, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Select,
+    create_engine,
+    delete,
+    event,
+    func,
+    inspect,
+    make_url,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
@@ -94,8 +107,7 @@ class Store:
     def alive(self) -> bool:
         """Whether the database answers."""
         try:
-            with self.transaction() as session:
-                session.execute(select(1))
+            self.scalar(select(1))
         except AWAY:
             return False
         return True
@@ -204,9 +216,7 @@ class Store:
     def change_job(self, job_id: str, **fields: Any) -> None:
         """Set columns of a job."""
         with self.transaction() as session:
-            if (job := find_job(session, job_id)) is not None:
-                for name, value in fields.items():
-                    setattr(job, name, value)
+            session.execute(update(StoredJob).where(StoredJob.id == job_id).values(**fields))
 
     def delete_job(self, job_id: str) -> None:
         """Forget a job and its events."""
@@ -283,15 +293,12 @@ class Store:
 
     def file(self, who: Principal, file_id: str) -> StoredFile | None:
         """One of a tenant's files."""
-        with self.transaction() as session:
-            file = session.get(StoredFile, file_id)
-        return file if file is not None and file.tenant_id == who.tenant_id else None
+        return self.scalar(select(StoredFile).where(StoredFile.id == file_id, StoredFile.tenant_id == who.tenant_id))
 
     def delete_file(self, file_id: str) -> None:
         """Forget a file."""
         with self.transaction() as session:
-            if (file := session.get(StoredFile, file_id)) is not None:
-                session.delete(file)
+            session.execute(delete(StoredFile).where(StoredFile.id == file_id))
 
 
 def _engine(url: str) -> Engine:
@@ -315,8 +322,6 @@ def _engine(url: str) -> Engine:
 
 def _public(url: str) -> str:
     """A URL without its password."""
-    from sqlalchemy.engine import make_url
-
     try:
         return make_url(url).render_as_string(hide_password=True)
     except Exception:  # not a URL at all

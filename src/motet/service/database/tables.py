@@ -219,7 +219,7 @@ class MeterReading(Table):
 
 
 class ScoringUnit(Table):
-    """One reward of one problem's completions that a reward worker is to score; see `scoring_units`."""
+    """One reward of one problem's completions that a reward worker is to score; see `ScoringUnits`."""
 
     __tablename__ = "scoring_units"
     __table_args__ = (UniqueConstraint("job_id", "key"), Index("scoring_units_of_lease", "lease"))

@@ -93,11 +93,11 @@ class Tenants:
         with self._transaction() as session:
             return [(key, tenant) for key, tenant in session.execute(query).all()]
 
-    def revoke_key(self, key_id: str, tenant_id: str | None = None) -> bool:
+    def revoke_key(self, key_id: str) -> bool:
         """End a key; False where there is none."""
         with self._transaction() as session:
             key = session.get(Key, key_id)
-            if key is None or (tenant_id is not None and key.tenant_id != tenant_id):
+            if key is None:
                 return False
             key.revoked = key.revoked or now()
             return True

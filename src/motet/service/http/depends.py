@@ -12,10 +12,9 @@ from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, existing
 from motet.service.events import EventBus, EventLog
-from motet.service.http.auth import Access
-from motet.service.http.throttle import CheckThreads, ReadThreads
+from motet.service.http.auth import Access, CheckThreads, ReadThreads
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
@@ -90,10 +89,7 @@ Admin = Annotated[Principal, Depends(admin_only)]
 
 
 def _named_job(job: str, who: Asker, store: StoreDep) -> StoredJob:
-    stored = store.job(who, job)
-    if stored is None:
-        raise Refusal(404, f"there is no job {job!r}")
-    return stored
+    return existing(store.job(who, job), f"there is no job {job!r}")
 
 
 NamedJob = Annotated[StoredJob, Depends(_named_job)]

@@ -17,7 +17,7 @@ from motet.service.events import EventLog
 from motet.service.jobs.initial_adapter import InitialAdapters
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.storage import Storage
-from motet.service.tenants.enforcement import QuotaEnforcer
+from motet.service.tenants.quotas import QuotaEnforcer
 from motet.types import JobState
 
 UNFIT = (MotetError, OSError, ValueError)

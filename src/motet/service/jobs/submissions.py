@@ -21,8 +21,7 @@ from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import AT_ONCE, JobQueue, StartCondition, StartPlan
 from motet.service.jobs.validation import Allowed, validated
 from motet.service.storage import Storage
-from motet.service.tenants.enforcement import QuotaEnforcer
-from motet.service.tenants.quotas import Quotas
+from motet.service.tenants.quotas import QuotaEnforcer, Quotas
 from motet.types import JobState
 
 

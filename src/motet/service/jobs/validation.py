@@ -22,7 +22,7 @@ from motet.config.service import ANY_SIZE, Largest
 from motet.errors import ConfigError
 from motet.jobfile import jobs_of, normal_job, validate
 from motet.service.bases import Bases
-from motet.service.schemas.scoring import MOST_COMPLETIONS
+from motet.service.schemas.workers import MOST_COMPLETIONS
 from motet.service.settings import Settings
 from motet.tasks.dataset import parts_of
 from motet.tasks.episode import ENVIRONMENTS

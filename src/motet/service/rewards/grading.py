@@ -1,9 +1,14 @@
-"""Graders run for the service: those that ask no model in reward processes, as in a job, the others by asking the engine."""
+"""Graders run for the service: those that ask no model in reward processes, as in a job, the others by asking the engine.
+
+A model as the judge of an answer is told what to end with, and the score is read out of what it says.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,24 +17,39 @@ from typing import Any, Literal
 import msgspec
 
 from motet.cluster.client import EngineClient
+from motet.cluster.messages import Complete
 from motet.config import RewardConfig
 from motet.errors import ConfigError, EngineError, RewardError
 from motet.service.adapters.adapters import Adapters, Answerer, NoModelError
+from motet.service.answers import whole
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
-from motet.service.rewards import judging
 from motet.tasks.graders import combined, item_of
-from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, ScoreModel, Single, judges, parse
-from motet.tasks.graders.template import UnfilledError, fill
+from motet.tasks.graders.shapes import (
+    Grader,
+    Judge,
+    JudgeSampling,
+    LabelModel,
+    Multi,
+    ScoreModel,
+    Single,
+    judges,
+    parse,
+)
+from motet.tasks.graders.template import MOST_FILLED, UnfilledError, fill
 from motet.tasks.reward_elsewhere import Chance, ScoreOrReason
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
-from motet.types import Problem
+from motet.tasks.rewards import last_number
+from motet.types import Problem, SamplingParams
 
 _LANES = 8
 _PROCESSES = 2
 _CPU_SECONDS = 10.0
 _WALL_SECONDS = 30.0
+_RESULT = re.compile(r'"result"\s*:\s*"?(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')
+_MAX_TOKENS = 512
+_SHOWN = 120
 Fault = Literal["formula", "sample", "variable", "parse", "server", "other"]
 
 
@@ -177,9 +197,9 @@ class Grading:
         graded: Graded,
     ) -> None:
         try:
-            graded.parts[name], tokens = await judging.ask(self._engine, who.tenant_id, asked, judge, item, output)
+            graded.parts[name], tokens = await ask_judge(self._engine, who.tenant_id, asked, judge, item, output)
             graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
-        except judging.VerdictError as error:
+        except VerdictError as error:
             graded.faults["parse"] = str(error)
         except UnfilledError as error:  # each message could be filled, but together they are too long
             graded.faults["variable"] = str(error)
@@ -190,3 +210,94 @@ class Grading:
 def _reason(graded: Graded) -> ScoreOrReason:
     reason = "; ".join(graded.faults.values())
     return Chance(reason) if "server" in graded.faults else reason
+
+
+class VerdictError(ValueError):
+    """What a judge said holds no score."""
+
+
+async def ask_judge(
+    engine: EngineClient, tenant: str, asked: Answerer, judge: Judge, item: Mapping[str, Any], output: str
+) -> tuple[float, int]:
+    """The score of an answer by the judge that `asked` means, and the tokens that it took.
+
+    The tokens are those of `tenant`.
+
+    Raises:
+        UnfilledError: a variable has no value.
+        EngineError, ConfigError: the engine cannot answer, now or ever.
+        VerdictError: the judge gave no score.
+    """
+    messages = prompt(judge, item, output)
+    sampling = judge.sampling_params or JudgeSampling()
+    seed = zlib.crc32(repr(messages).encode()) if sampling.seed is None else sampling.seed
+    params = SamplingParams(
+        temperature=sampling.temperature or 0.0,
+        top_p=sampling.top_p or 1.0,
+        max_tokens=sampling.max_tokens or _MAX_TOKENS,
+    )
+    adapter = None if asked.directory is None else str(asked.directory)
+    question = Complete(
+        tenant, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params, messages=messages,
+        base=asked.base,
+    )  # fmt: skip
+    answered = await whole(engine, question)
+    return verdict(judge, answered.choices[0].text), answered.prompt_tokens + answered.tokens
+
+
+def prompt(judge: Judge, item: Mapping[str, Any], output: str) -> list[dict[str, str]]:
+    """The messages to a judge, with what it has to end its answer with.
+
+    Raises:
+        UnfilledError: a variable has no value, or the messages are too long together.
+    """
+    messages = [
+        {"role": "system" if one.role == "developer" else one.role, "content": fill(one.content, item, output)}
+        for one in judge.input
+    ]
+    if (size := sum(len(one["content"]) for one in messages)) > MOST_FILLED:
+        raise UnfilledError(
+            "item", f"the messages to the judge have {size} characters; the most are {MOST_FILLED}", of_item=True
+        )
+    messages[-1]["content"] += f"\n\n{_form(judge)}"
+    return messages
+
+
+def _form(judge: Judge) -> str:
+    if isinstance(judge, LabelModel):
+        return f"Answer with one of these labels and nothing else: {', '.join(judge.labels)}"
+    assert isinstance(judge, ScoreModel)
+    low, high = judge.range
+    return (
+        f'End your answer with JSON of this form: {{"result": NUMBER}}. NUMBER is your score, from {low:g} to {high:g}.'
+    )
+
+
+def verdict(judge: Judge, said: str) -> float:
+    """The score in what a judge said.
+
+    Raises:
+        VerdictError: there is none.
+    """
+    if isinstance(judge, LabelModel):
+        return float(_label(judge, said) in judge.passing_labels)
+    assert isinstance(judge, ScoreModel)
+    results = _RESULT.findall(said)
+    number = float(results[-1]) if results else last_number(said)
+    if number is None:
+        raise VerdictError(f"the judge {judge.model!r} gave no number: {said[:_SHOWN]!r}")
+    low, high = judge.range
+    if not low <= number <= high:
+        raise VerdictError(f"the judge {judge.model!r} gave {number}, which is not from {low:g} to {high:g}")
+    return float(number)
+
+
+def _label(judge: LabelModel, said: str) -> str:
+    plain = said.strip().strip("\"'.`*").casefold()
+    for label in judge.labels:
+        if label.casefold() == plain:
+            return label
+    named = [one for one in judge.labels if re.search(rf"(?<!\w){re.escape(one)}(?!\w)", said, re.IGNORECASE)]
+    if len(named) != 1:
+        raise VerdictError(f"the judge {judge.model!r} gave none of the labels, or several: {said[:_SHOWN]!r}")
+    return named[0]

@@ -17,10 +17,9 @@ from motet.errors import HostGone
 from motet.service.errors import Refusal
 from motet.service.http.auth import episode_key
 from motet.service.http.depends import AccessDep, AgentWorkersDep, Asker, NamedJob
-from motet.service.http.sampling import STREAMED
+from motet.service.routes.completions import STREAMED
 from motet.service.schemas import Models
-from motet.service.schemas.episodes import EpisodeLease, EpisodeLeaseRequest, EpisodeResult, EpisodeResults
-from motet.service.schemas.scoring import Counted
+from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeLeaseRequest, EpisodeResult, EpisodeResults
 from motet.service.workers.agents import AgentWorkers
 from motet.types import JobState
 

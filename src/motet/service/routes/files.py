@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse
 
 from motet.errors import LimitError, MotetError
 from motet.service.database.tables import StoredFile, new_id
-from motet.service.errors import Refusal, bad_field
+from motet.service.errors import Refusal, bad_field, existing
 from motet.service.http.depends import Asker, QuotasDep, ReadThreadsDep, SettingsDep, StorageDep, StoreDep
 from motet.service.schemas import File, FileDeleted, Files
 from motet.tasks.row_files import UPLOADED, count_rows
@@ -95,10 +95,7 @@ def list_files(
 
 
 def _named_file(file: str, who: Asker, store: StoreDep) -> StoredFile:
-    stored = store.file(who, file)
-    if stored is None:
-        raise Refusal(404, f"there is no file {file!r}")
-    return stored
+    return existing(store.file(who, file), f"there is no file {file!r}")
 
 
 NamedFile = Annotated[StoredFile, Depends(_named_file)]

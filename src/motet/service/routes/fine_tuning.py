@@ -15,9 +15,9 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 
 from motet.cluster.messages import Action
 from motet.config import JobConfig
-from motet.errors import ConfigError, StoreError
+from motet.errors import StoreError
 from motet.service.database.tables import Event, FineTuning, StoredJob
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, existing
 from motet.service.http.depends import (
     Asker,
     EngineDep,
@@ -42,10 +42,7 @@ Made = tuple[StoredJob, FineTuning]
 
 
 def _named(job: str, who: Asker, fine_tunings: FineTuningsDep) -> Made:
-    made = fine_tunings.find(who, job)
-    if made is None:
-        raise Refusal(404, f"there is no fine-tuning job {job!r}")
-    return made
+    return existing(fine_tunings.find(who, job), f"there is no fine-tuning job {job!r}")
 
 
 NamedMade = Annotated[Made, Depends(_named)]
@@ -113,10 +110,7 @@ async def create(
 
     def make() -> s.FineTuningJob:
         tree = fine_tunings.job_of(who, asked)
-        try:
-            job = submissions.submit(who, tree, idempotency_key)
-        except ConfigError as error:
-            raise Refusal(400, str(error)) from error
+        job = submissions.submit(who, tree, idempotency_key)
         fine_tunings.keep(job.id, body)
         store.audit(who, "submit", job.id)
         return shown((job, FineTuning(job_id=job.id, request=body)))

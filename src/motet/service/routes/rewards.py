@@ -5,6 +5,7 @@ Reward workers take work over connections of their own making: lease, score, han
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pydantic_core import PydanticUndefined
 
 from motet.service.errors import Refusal
 from motet.service.http.depends import Asker, NamedJob, SettingsDep, WorkersDep
-from motet.service.schemas.scoring import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards
+from motet.service.schemas.workers import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_loading import SCORER
@@ -51,7 +52,7 @@ async def lease(request: Request, workers: WorkersDep, job: NamedJob, asked: Lea
 async def results(workers: WorkersDep, job: NamedJob, asked: Results) -> Counted:
     """Hand scores in. What comes twice, or after another worker's, is counted once."""
     given = {one.id: one.scores for one in asked.results}
-    expected = await workers.expected(job.id, list(given))
+    expected = await asyncio.to_thread(workers.units.completions, job.id, list(given))
     for key, n in expected.items():
         if len(given[key]) != n:
             raise Refusal(400, f"{key} has {n} completions, but got {len(given[key])} scores; nothing was counted")

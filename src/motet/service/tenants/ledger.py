@@ -17,16 +17,16 @@ from sqlalchemy.orm import Session
 
 from motet.runtime.meter import COMPLETIONS, IDLE
 from motet.service.database.store import AWAY, Store, find_job
-from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage, now
+from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage
 from motet.service.schemas.usage import By, UsageLine
 
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
 
 
-def today(seconds: float | None = None) -> str:
-    """The day, in UTC, of a moment in Unix seconds; without one, of now."""
-    return datetime.fromtimestamp(now() if seconds is None else seconds, UTC).date().isoformat()
+def today() -> str:
+    """The day that it is in UTC."""
+    return datetime.now(UTC).date().isoformat()
 
 
 class Ledger:

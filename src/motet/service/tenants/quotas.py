@@ -1,17 +1,26 @@
-"""What a tenant may use: the service's defaults, what an admin set for one tenant, and what is checked against them."""
+"""What a tenant may use: the service's defaults, what an admin set for one tenant, and what is checked against them.
+
+Quotas also hold over time: the engine is sent the rule of a tenant when it changes, as limits are set, tokens spent and days
+begin.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sqlalchemy import func, select
 
+from motet.cluster.client import EngineClient
+from motet.cluster.messages import SetRule
 from motet.config import JobConfig
 from motet.config.service import LimitsConfig
-from motet.errors import LimitError
+from motet.errors import LimitError, StoreError
+from motet.runtime.slots import Rule
 from motet.service.database.store import OPEN, Store
 from motet.service.database.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter, now
 from motet.service.schemas.usage import TenantInfo
@@ -19,9 +28,11 @@ from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.types import JobState
 
+_log = logging.getLogger(__name__)
 _MB = 2**20
 _DAY = 86_400
-ASK = "an admin raises it with motet tenants limit"
+_SECONDS = 1.0
+_ASK = "an admin raises it with motet tenants limit"
 
 
 class Quotas:
@@ -125,7 +136,7 @@ class Quotas:
             if most is not None and wanted > most:
                 option = name.rpartition(".")[2].replace("_", "-")
                 raise LimitError(
-                    f"{name}: {wanted:g} is more than {most:g}, the most of this tenant; {ASK} --{option}", 403
+                    f"{name}: {wanted:g} is more than {most:g}, the most of this tenant; {_ASK} --{option}", 403
                 )
         self.check_priority(tenant_id, config.priority)
 
@@ -139,7 +150,7 @@ class Quotas:
         if count >= limits.queued_jobs + at_once:
             raise LimitError(
                 f"queued_jobs: {count} jobs of this tenant run or wait; {at_once} may run and {limits.queued_jobs} wait. Let "
-                f"one end, cancel one, or {ASK} --queued-jobs",
+                f"one end, cancel one, or {_ASK} --queued-jobs",
                 429,
             )
 
@@ -149,7 +160,7 @@ class Quotas:
         highest = limits.highest_priority
         if highest is not None and priority > highest:
             raise LimitError(
-                f"priority: {priority} is above {limits.priority!r} ({highest}), the highest of this tenant; {ASK} --priority",
+                f"priority: {priority} is above {limits.priority!r} ({highest}), the highest of this tenant; {_ASK} --priority",
                 403,
             )
 
@@ -163,7 +174,7 @@ class Quotas:
             raise LimitError(
                 f"storage_mb: this tenant stores {stored / _MB:.1f} of {most:g} MB"
                 + (f", and {size / _MB:.1f} more do not fit" if size else "")
-                + f"; delete files or jobs that have ended, or {ASK} --storage-mb",
+                + f"; delete files or jobs that have ended, or {_ASK} --storage-mb",
                 403,
             )
 
@@ -172,9 +183,74 @@ class Quotas:
         most = self.of(tenant_id).tokens_per_day
         if most is not None and self._ledger.tokens_today().get(tenant_id, 0) >= most:
             left = int(_DAY - now() % _DAY) + 1
-            raise LimitError(f"{spent(most)}; new ones come at 00:00 UTC, or {ASK} --tokens-per-day", 429, left)
+            raise LimitError(f"{_spent(most)}; new ones come at 00:00 UTC, or {_ASK} --tokens-per-day", 429, left)
 
 
-def spent(most: int) -> str:
+class QuotaEnforcer:
+    """Keeps running jobs within the quotas of their tenants."""
+
+    def __init__(self, quotas: Quotas, ledger: Ledger, engine: EngineClient) -> None:
+        self._quotas, self._ledger, self._engine = quotas, ledger, engine
+        self._sent: dict[str, Rule | None] = {}
+        """What all hosts were sent last; None where one of them has heard something else since."""
+
+    def rule(self, tenant_id: str) -> Rule:
+        """What holds for a tenant's jobs now."""
+        return _rule(self._quotas.of(tenant_id), self._ledger.tokens_today().get(tenant_id, 0))
+
+    def rule_with_job(self, job: StoredJob) -> Rule:
+        """What holds for a job, for the message that takes it to the engine."""
+        rule = self.rule(job.tenant_id)
+        if rule != self._sent.get(job.tenant_id, Rule()):
+            self._sent[job.tenant_id] = None
+        return rule
+
+    def check_resume(self, job: StoredJob) -> None:
+        """Let a paused or failed job go on.
+
+        Raises:
+            LimitError: a limit keeps it where it is.
+            StoreError: its budget is spent.
+        """
+        if reason := self.rule(job.tenant_id).hold:
+            raise LimitError(f"job {job.name!r} stays paused: {reason}", 429)
+        budget = job.spec.get("budget")
+        if budget is not None and (used := self._ledger.tokens_of(job.id)) >= budget:
+            raise StoreError(
+                f"job {job.name!r} has used {used} of its budget of {budget} tokens; give it a larger one: motet resume "
+                f"{job.name} --budget {2 * budget}"
+            )
+        if job.state == JobState.FAILED:
+            self._quotas.check_queue(job.tenant_id)
+
+    async def watch(self) -> None:
+        """Enforce until cancelled."""
+        while True:
+            await asyncio.sleep(_SECONDS)
+            try:
+                await asyncio.to_thread(self.enforce)
+            except Exception:  # whatever it is, the next time may succeed, and without any no job would ever go on
+                _log.exception("quotas could not be enforced")
+
+    def enforce(self) -> None:
+        """Write down usage, and send the engine the rules that are not what they were."""
+        self._ledger.flush()
+        used = self._ledger.tokens_today()
+        for tenant_id, limits in self._quotas.all().items():
+            rule = _rule(limits, used.get(tenant_id, 0))
+            if rule != self._sent.get(tenant_id, Rule()):
+                self._sent[tenant_id] = rule
+                self._engine.send(SetRule(tenant_id, rule))
+
+
+def _rule(limits: LimitsConfig, tokens: int) -> Rule:
+    most = limits.tokens_per_day
+    hold = ""
+    if most is not None and tokens >= most:
+        hold = f"{_spent(most)}; it goes on by itself at 00:00 UTC, or when {_ASK} --tokens-per-day"
+    return Rule(limits.running_jobs, hold, limits.share, limits.highest_priority or 0)
+
+
+def _spent(most: int) -> str:
     """The reason why a tenant has to wait for the next day."""
     return f"tokens_per_day: the {most} tokens of this tenant for this day are spent"

@@ -16,7 +16,7 @@ from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, existing
 from motet.service.jobs.submissions import Submissions
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
@@ -77,14 +77,6 @@ class Models:
             )
         return base
 
-    def base_of(self, job: StoredJob) -> str:
-        """The base of a model.
-
-        Raises:
-            ConfigError: it is not served any more.
-        """
-        return self.bases.of(job.base)
-
     def create(
         self, who: Principal, model_id: str, base: str, lora: Lora, first: AnyCommand, about: dict[str, Any]
     ) -> str:
@@ -126,16 +118,13 @@ class Models:
         Raises:
             Refusal: there is none.
         """
-        job = self._store.submitted(who, model_id)
-        if job is None:
-            raise Refusal(404, f"there is no model {model_id!r}")
-        return job
+        return existing(self._store.submitted(who, model_id), f"there is no model {model_id!r}")
 
     def everybodys(self, model_id: str) -> list[StoredJob]:
         """Models of an id whoever has them, oldest first."""
-        query = select(StoredJob).where(StoredJob.idempotency_key == model_id).order_by(StoredJob.number)
-        with self._store.transaction() as session:
-            return list(session.scalars(query))
+        return self._store.scalars(
+            select(StoredJob).where(StoredJob.idempotency_key == model_id).order_by(StoredJob.number)
+        )
 
     def of_session(self, who: Principal, session_id: str | None = None) -> list[StoredJob]:
         """A tenant's models, of one session or of all, newest first."""
@@ -143,8 +132,7 @@ class Models:
         query = select(StoredJob).where(
             StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key.startswith(begin)
         )
-        with self._store.transaction() as session:
-            return list(session.scalars(query.order_by(StoredJob.number.desc())))
+        return self._store.scalars(query.order_by(StoredJob.number.desc()))
 
     def directory(self, job: StoredJob) -> Path:
         """Where its files lie."""

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from motet.service.errors import Refusal
 from motet.service.http.depends import Asker, part
-from motet.service.tinker.checkpoints import Checkpoints
-from motet.service.tinker.downloads import Downloads
+from motet.service.tinker.checkpoints import Checkpoints, Downloads
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models

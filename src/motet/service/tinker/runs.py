@@ -7,16 +7,25 @@ from collections.abc import Callable
 from email.utils import formatdate
 from typing import Annotated, Any
 
-from fastapi import Query, Request, Response
+from fastapi import Depends, Query, Request, Response
 from fastapi.responses import FileResponse
 from pydantic import BaseModel
 
 from motet.runtime.journal import Nothing
 from motet.service.database.tables import StoredJob
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, existing
 from motet.service.http.depends import Asker, StoreDep
-from motet.service.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoints, iso
-from motet.service.tinker.downloads import ARCHIVE, SECONDS, archive_of, files_of
+from motet.service.tinker.checkpoints import (
+    ARCHIVE,
+    SAMPLER,
+    SECONDS,
+    WEIGHTS,
+    Checkpoint,
+    Checkpoints,
+    archive_of,
+    files_of,
+    iso,
+)
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import CheckpointsDep, DownloadsDep, ModelsDep, new_router
 from motet.service.tinker.requests import CopyWeights, Lora, Ttl
@@ -36,6 +45,15 @@ class Ttls(BaseModel):
     """How long a checkpoint stays."""
 
     ttl_seconds: Ttl | None = None
+
+
+def _named(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, run: str, kind: str, name: str) -> Checkpoint:
+    return checkpoints.named(models.find(who, run), kind, name)
+
+
+NamedCheckpoint = Annotated[Checkpoint, Depends(_named)]
+"""The checkpoint that a path names, of one of the asker's models."""
+_CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 def _run(models: Models, checkpoints: Checkpoints, owner: str, job: StoredJob) -> dict[str, Any]:
@@ -93,57 +111,43 @@ def weights_info(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wan
     source = checkpoints.find(who, wanted.tinker_path)
     lora = models.journal(source.job).description()["lora"]
     shape = {"train_unembed": False, "train_mlp": lora["train_mlp"], "train_attn": lora["train_attn"]}
-    return {"base_model": models.base_of(source.job), "is_lora": True, "lora_rank": lora["rank"], **shape}
+    return {"base_model": models.bases.of(source.job.base), "is_lora": True, "lora_rank": lora["rank"], **shape}
 
 
-@router.delete("/training_runs/{run}/checkpoints/{kind}/{name}", status_code=204)
-def delete_checkpoint(
-    who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, run: str, kind: str, name: str
-) -> Response:
+@router.delete(_CHECKPOINT, status_code=204)
+def delete_checkpoint(checkpoints: CheckpointsDep, checkpoint: NamedCheckpoint) -> Response:
     """Delete a checkpoint."""
-    checkpoints.remove(checkpoints.named(models.find(who, run), kind, name))
+    checkpoints.remove(checkpoint)
     return Response(status_code=204)
 
 
-@router.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl")
-def set_ttl(
-    who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, run: str, kind: str, name: str, wanted: Ttls
-) -> dict[str, Any]:
+@router.put(f"{_CHECKPOINT}/ttl")
+def set_ttl(checkpoints: CheckpointsDep, checkpoint: NamedCheckpoint, wanted: Ttls) -> dict[str, Any]:
     """Say how long a checkpoint stays."""
-    checkpoint = checkpoints.named(models.find(who, run), kind, name)
     checkpoints.expire(checkpoint, wanted.ttl_seconds)
     return checkpoint.shown()
 
 
-@router.post("/training_runs/{run}/checkpoints/{kind}/{name}/publish", status_code=204)
-def publish(
-    who: Asker, store: StoreDep, models: ModelsDep, checkpoints: CheckpointsDep, run: str, kind: str, name: str
-) -> Response:
+@router.post(f"{_CHECKPOINT}/publish", status_code=204)
+def publish(who: Asker, store: StoreDep, checkpoints: CheckpointsDep, checkpoint: NamedCheckpoint) -> Response:
     """Let every tenant sample and start from a checkpoint."""
-    checkpoint = checkpoints.named(models.find(who, run), kind, name)
     checkpoints.publish(checkpoint, True)
     store.audit(who, "publish checkpoint", checkpoint.path)
     return Response(status_code=204)
 
 
-@router.delete("/training_runs/{run}/checkpoints/{kind}/{name}/publish", status_code=204)
-def unpublish(
-    who: Asker, store: StoreDep, models: ModelsDep, checkpoints: CheckpointsDep, run: str, kind: str, name: str
-) -> Response:
+@router.delete(f"{_CHECKPOINT}/publish", status_code=204)
+def unpublish(who: Asker, store: StoreDep, checkpoints: CheckpointsDep, checkpoint: NamedCheckpoint) -> Response:
     """Keep it to its own tenant again."""
-    checkpoint = checkpoints.named(models.find(who, run), kind, name)
     checkpoints.publish(checkpoint, False)
     store.audit(who, "unpublish checkpoint", checkpoint.path)
     return Response(status_code=204)
 
 
-@router.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
-def external_urls(
-    request: Request, who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, downloads: DownloadsDep,
-    run: str, kind: str, name: str,
-) -> dict[str, Any]:  # fmt: skip
+@router.get(f"{_CHECKPOINT}/external_weights_urls")
+def external_urls(request: Request, downloads: DownloadsDep, checkpoint: NamedCheckpoint) -> dict[str, Any]:
     """A link to each file of a checkpoint."""
-    checkpoint, expires = checkpoints.named(models.find(who, run), kind, name), time.time() + SECONDS
+    expires = time.time() + SECONDS
     urls = {
         file: str(request.url_for("download_checkpoint", token=downloads.token(checkpoint, file, expires)))
         for file in files_of(checkpoint)
@@ -151,13 +155,10 @@ def external_urls(
     return {"urls": urls, "expires": iso(expires)}
 
 
-@router.get("/training_runs/{run}/checkpoints/{kind}/{name}/archive")
-def archive(
-    request: Request, who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, downloads: DownloadsDep,
-    run: str, kind: str, name: str,
-) -> Response:  # fmt: skip
+@router.get(f"{_CHECKPOINT}/archive")
+def archive(request: Request, downloads: DownloadsDep, checkpoint: NamedCheckpoint) -> Response:
     """A link to all of them in one, as packages before 0.36 ask."""
-    checkpoint, expires = checkpoints.named(models.find(who, run), kind, name), time.time() + SECONDS
+    expires = time.time() + SECONDS
     url = request.url_for("download_checkpoint", token=downloads.token(checkpoint, ARCHIVE, expires))
     return Response(status_code=302, headers={"Location": str(url), "Expires": formatdate(expires, usegmt=True)})
 
@@ -166,9 +167,7 @@ def archive(
 def download_checkpoint(store: StoreDep, checkpoints: CheckpointsDep, downloads: DownloadsDep, token: str) -> Response:
     """What a link opens: whoever has it needs no key."""
     link = downloads.open(token)
-    job = store.job_by_id(link.job)
-    if job is None:
-        raise Refusal(404, "the model is gone")
+    job = existing(store.job_by_id(link.job), "the model is gone")
     directory = checkpoints.named(job, link.kind, link.name).directory
     if link.file == ARCHIVE:
         return Response(archive_of(directory), media_type="application/x-tar")
@@ -182,7 +181,7 @@ def copy_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wan
     session_id, number = wanted.session_id or models.new_session(), wanted.model_seq_id or 0
     model_id = models.model_id(session_id, number)
     lora = Lora(**models.journal(source.job).description()["lora"])
-    models.create(who, model_id, models.base_of(source.job), lora, Nothing(), {"from": wanted.source_path})
+    models.create(who, model_id, models.bases.of(source.job.base), lora, Nothing(), {"from": wanted.source_path})
     copy = checkpoints.copy(source, models.find(who, model_id), wanted.ttl_seconds)
     models.finish(copy.job)
     return {"tinker_path": copy.path}

@@ -99,7 +99,7 @@ class Samplers:
             directory = self._models.directory(job) / "checkpoints" / SAMPLER / f"snapshot-{what}"
         if directory is None or not directory.is_dir():
             raise Refusal(404, f"the snapshot of {name!r} is gone; save the weights for sampling again")
-        return Sampler(self._models.base_of(job), directory=directory)
+        return Sampler(self._models.bases.of(job.base), directory=directory)
 
     def of_path(self, who: Principal, path: str) -> Sampler:
         """What a checkpoint's path means.
@@ -108,7 +108,7 @@ class Samplers:
             Refusal: there is no such checkpoint.
         """
         checkpoint = self._checkpoints.find(who, path)
-        return Sampler(self._models.base_of(checkpoint.job), path, checkpoint.directory)
+        return Sampler(self._models.bases.of(checkpoint.job.base), path, checkpoint.directory)
 
     def of(self, who: Principal, wanted: Sample) -> Sampler:
         """What a sample is to come from.

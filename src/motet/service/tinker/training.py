@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import Depends, Request, Response
@@ -14,7 +16,6 @@ from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.http.depends import Asker, QuotasDep
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
-from motet.service.tinker.gradients import command_of
 from motet.service.tinker.models import SESSION, Models
 from motet.service.tinker.parts import CheckpointsDep, FuturesDep, ModelsDep, new_router, numbered
 from motet.service.tinker.requests import (
@@ -29,7 +30,7 @@ from motet.service.tinker.requests import (
     Step,
 )
 from motet.service.tinker.samplers import sampler_id
-from motet.service.tinker.wire import CONTENT_TYPE, WireError, read_request
+from motet.service.tinker.wire import CONTENT_TYPE, command_of, read_request
 
 router = new_router()
 
@@ -53,7 +54,7 @@ def create_model(who: Asker, models: ModelsDep, wanted: CreateModel) -> dict[str
 def get_info(who: Asker, models: ModelsDep, wanted: OfModel) -> dict[str, Any]:
     """What a model is."""
     job = models.find(who, wanted.model_id)
-    base = models.base_of(job)
+    base = models.bases.of(job.base)
     data = {"arch": "causal-lm", "model_name": base, "tokenizer_id": models.bases.tokenizer(base)}
     rank = job.spec["adapter"]["rank"]
     return {
@@ -78,18 +79,12 @@ async def forward_backward(who: Asker, models: ModelsDep, request: Request) -> d
     body = await request.body()
 
     def order() -> dict[str, Any]:
-        try:
-            read = read_request(body)
-        except WireError as error:
-            raise Refusal(400, str(error)) from error
+        read = read_request(body)
         job = models.find(who, read.model_id)
         if read.seq_id < 1:
             raise Refusal(400, f"seq_id {read.seq_id} is not from 1 on")
-        try:
+        with _refusing(models, job, read.seq_id):
             command = command_of(read)
-        except WireError as error:
-            models.refuse(job, read.seq_id)
-            raise Refusal(400, str(error)) from error
         return _promise(models.order(job, read.seq_id, command))
 
     return await asyncio.to_thread(order)
@@ -166,14 +161,14 @@ def load_weights(
         job = models.find(who, wanted.model_id)
         with _refusing(models, job, wanted.seq_id):
             source = checkpoints.find(who, wanted.path)
-            if (base := models.base_of(source.job)) != models.base_of(job):
+            if (base := models.bases.of(source.job.base)) != models.bases.of(job.base):
                 raise Refusal(400, f"path: {wanted.path} is of a model on another base, {base!r}")
             command = _load(source, wanted)
         return _promise(models.order(job, wanted.seq_id, command))
     if wanted.session_id is None or wanted.model_seq_id is None or not SESSION.fullmatch(wanted.session_id):
         raise Refusal(400, "give model_id and seq_id, or session_id and model_seq_id")
     source = checkpoints.find(who, wanted.path)
-    base = models.base_of(source.job)
+    base = models.bases.of(source.job.base)
     if wanted.base_model is not None and models.base(wanted.base_model) != base:
         raise Refusal(400, f"base_model {wanted.base_model!r} is not the base of {wanted.path}, which is {base!r}")
     lora = Lora(**models.journal(source.job).description()["lora"])
@@ -188,19 +183,14 @@ def _load(source: Checkpoint, wanted: LoadWeights) -> Load:
     return Load(str(source.directory), wanted.optimizer, {"type": "load_weights", "path": wanted.path})
 
 
-class _refusing:
+@contextlib.contextmanager
+def _refusing(models: Models, job: StoredJob, number: int) -> Iterator[None]:
     """Where a command of a number is refused, the commands after it go on."""
-
-    def __init__(self, models: Models, job: StoredJob, number: int) -> None:
-        self._models, self._job, self._number = models, job, number
-
-    def __enter__(self) -> None:
-        """Nothing to begin."""
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        """Fill the number's place."""
-        if isinstance(error, Refusal | LimitError):
-            self._models.refuse(self._job, self._number)
+    try:
+        yield
+    except (Refusal, LimitError):
+        models.refuse(job, number)
+        raise
 
 
 @router.post("/save_weights_external")

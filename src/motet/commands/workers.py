@@ -1,0 +1,86 @@
+"""`motet score`, `motet rewards` and `motet agent`: work for jobs of a service that is done on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import motet
+from motet.commands.answers import print_answer, same_command, say, table
+from motet.commands.options import AsJson, Key, Override, Url
+from motet.errors import ConfigError
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(epilog="Example: motet score sort --reward rewards.py")
+def score(
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB", help="Jobs, by name or id.", show_default=False)],
+    reward: Annotated[
+        list[str],
+        typer.Option(metavar="FILE.py[:FUNCTION]", help="Your reward functions; may be given several times."),
+    ],
+    processes: Annotated[int, typer.Option(min=1, help="How many score at a time.")] = 2,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Score jobs of a service on this machine until they have ended. After Ctrl-C they wait for the same command again."""
+    from motet.commands import served_jobs
+
+    with motet.Client(url, key) as client:
+        asked = [client.job(name) for name in jobs]
+    say(f"scoring {', '.join(f'{job.name} ({job.state})' for job in asked)} here; Ctrl-C ends it")
+    raise typer.Exit(served_jobs.follow(url, key, asked, served_jobs.scoring(reward, processes), same_command()))
+
+
+@app.command(epilog="Example: motet rewards")
+def rewards(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
+    """Show the rewards that jobs of a service may use: built in, installed there, and scored elsewhere."""
+    with motet.Client(url, key) as client:
+        known = client.rewards()
+    rows = []
+    for one in known:
+        args = (name + (f"={value}" if value else " (required)") for name, value in one.parameters.items())
+        rows.append((one.name, one.kind, ", ".join(args), one.summary))
+    print_answer(known, as_json, table(rows, "reward, kind, args, about", empty="no rewards", folds=("args", "about")))
+
+
+@app.command(epilog="Example: motet agent jobs.yaml --agent agent.py:run")
+def agent(
+    jobs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE|JOB", help="A job file, or jobs of the service by name or id.", show_default=False
+        ),
+    ],
+    agent: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="Your agent; a job file's `environment` may name it too.",
+            show_default=False,
+        ),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="How many episodes of a job run at once.")] = 32,
+    overrides: Override = None,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Run your agent on this machine for jobs of a service until they have ended.
+
+    Jobs of a file are submitted where the service has none of their name. After Ctrl-C they wait for the same command again.
+    """
+    from motet.commands import agent_jobs, served_jobs
+
+    with motet.Client(url, key) as client:
+        if len(jobs) == 1 and Path(jobs[0]).suffix in (".yaml", ".yml", ".json"):
+            wanted, function = agent_jobs.of_file(client, Path(jobs[0]), overrides or [], agent)
+        elif agent is None:
+            raise ConfigError("name the function with your agent: --agent agent.py:run")
+        else:
+            wanted, function = [client.job(name) for name in jobs], agent
+    say(f"running {function} for {', '.join(f'{job.name} ({job.state})' for job in wanted)} here; Ctrl-C ends it")
+    work = agent_jobs.running(function, concurrency)
+    raise typer.Exit(served_jobs.follow(url, key, wanted, work, same_command()))
