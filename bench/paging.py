@@ -23,7 +23,7 @@ from motet.launch import load
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
 from motet.rollout.decoder import Decoder
-from motet.rollout.sequences import Prompt, Sequence
+from motet.rollout.sequences import Prompt, SampledSequence
 from motet.types import GenerateRequest, IntArray, SamplingParams
 
 ROWS = 32
@@ -102,7 +102,7 @@ def _ask(decoder: Decoder, shape: Shape, number: int, ids: IntArray) -> list[Any
     params = SamplingParams(max_tokens=shape.new)
     request = GenerateRequest(f"r{number}", "bench", ids, None, params, seeds, episodes=episodes)
     prompt = Prompt(request, None, chunks.append)
-    prompt.waiting = [Sequence(prompt, index, seed) for index, seed in enumerate(seeds)]
+    prompt.waiting = [SampledSequence(prompt, index, seed) for index, seed in enumerate(seeds)]
     decoder.add(prompt)
     return chunks
 

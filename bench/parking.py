@@ -35,7 +35,12 @@ def measure(adapters: int, resident: int, *, ahead: bool) -> None:
     """Print the seconds of a step, the bytes of an adapter, and those that it takes."""
     with tempfile.TemporaryDirectory() as directory:
         engine = EngineConfig(
-            dtype="float32", threads=1, slots=adapters, device="cpu", resident=resident, parking=directory
+            dtype="float32",
+            threads=1,
+            slots=adapters,
+            device="cpu",
+            resident=resident,
+            parking=directory if resident else None,
         )
         trainer = make_trainer(load("small", engine), engine)
         before = private_memory()

@@ -155,6 +155,14 @@ def test_one_that_goes_on_all_the_same_says_how_it_began(hosts: int, base: Any, 
     del identity["computed_before"]
     again = open_job(JobDirectory(path.parent), identity, accept_changes=True)
     assert sum(line.startswith("versions.torch: was '2.0.0'") for line in again) == 1, again
+    for rows in (320, 32):
+        known = yaml.safe_load(path.read_text())["computed_before"]
+        path.write_text(yaml.safe_dump({**identity, "computed_before": known, "block_size": 16}))
+        again = open_job(JobDirectory(path.parent), {**identity, "block_size": rows}, accept_changes=True)
+        assert f"block_size: was 16, is {rows} (from step 3 on)" in again
+    path.write_text("")
+    (why,) = open_job(JobDirectory(path.parent), identity, accept_changes=True)
+    assert "nobody knows how its first steps were computed" in why
 
 
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.soak)])

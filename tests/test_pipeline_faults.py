@@ -20,6 +20,7 @@ from motet.config import JobConfig
 from motet.errors import EngineError, RankGone
 from motet.model.fake import FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
+from motet.runtime.job import StateChanged
 from motet.runtime.rundir import CONTROL
 from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
@@ -318,11 +319,14 @@ def test_a_command_that_cannot_be_read_is_told_once_and_the_next_is_obeyed(tmp_p
     async def script(run: FakeRun) -> None:
         run.pipeline.pause("told")
         control, told = tmp_path / "told" / CONTROL, run.jobs["told"].progress
+        heard: list[object] = []
+        run.jobs["told"].observer = heard.append
         control.mkdir()
         await until(lambda: f"{control} is not obeyed: Is a directory; remove the file" in told.message)
         message = told.message
         await asyncio.sleep(0.7)  # it is looked for twice
         assert told.message == message
+        assert heard == [StateChanged(JobState.PAUSED, message, ())]  # so it is told where a host has the job
         control.rmdir()
         control.write_text("cancel")
 

@@ -154,7 +154,7 @@ def test_several_services_may_begin_on_the_same_empty_database(url: str) -> None
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_a_service_that_hangs_holds_others_on_its_database_for_a_while_only(url: str) -> None:
     """Each with its locks: of events, and of the shape of the tables."""
-    reason = "has held a lock for 0.1 s: end the service that hangs"
+    reason = "has held a lock for 0.1 s: wait, where another service brings it"
     store = Store(url, lock_seconds=0.1)
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     began = time.monotonic()
@@ -168,6 +168,9 @@ def test_a_service_that_hangs_holds_others_on_its_database_for_a_while_only(url:
     assert time.monotonic() - began < 10
     job = store.submit(person(store, "us"), "sort", {}, 3, None)
     assert store.add_event(job.id, "step", "0", {}) is not None
+    with store.transaction() as session:
+        store._wait_for_earlier_events(session)
+        assert session.scalar(text("SHOW lock_timeout")) == "0"  # of what is locked next: as it was
     store.close()
     engine.dispose()
 

@@ -67,7 +67,7 @@ class Connection:
             host = parse_url(given).hostname
         except ValueError as error:
             raise ConfigError(
-                f"this is not the address of a service: {error}; where none is given, it is {DEFAULT_URL}"
+                f"a service cannot be asked: {error} (where no address is given, it is {DEFAULT_URL})"
             ) from error
         if not key.isascii() or not key.isprintable():
             raise ConfigError("this is not an API key; one looks like mk-… and has plain letters only")
@@ -88,7 +88,7 @@ class Connection:
             return self._http.build_request(method, path, **parts)
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"this cannot be sent to the service: {error}; numbers have to be finite, all else text, lists and mappings"
+                f"this cannot be sent to the service: {error}; what is sent has to be JSON: text, finite numbers, lists"
             ) from error
 
     async def _send(self, method: str, path: str, *, also: int = 200, **request: Any) -> httpx2.Response:

@@ -237,7 +237,7 @@ class Progress(Message, frozen=True):
 
 
 class JobChanged(Message, frozen=True):
-    """A job has another state."""
+    """A job has another state, or another message with it."""
 
     job: str
     state: JobState

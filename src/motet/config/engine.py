@@ -109,10 +109,10 @@ class EngineConfig(Config):
         if self.offload is not None and self.shard > 1:
             raise ValueError("a base in shards has no offload yet: leave it out, or set shard to 1")
         if self.shard > 1 and self.numerics == "fast":
-            raise ValueError("a base in shards is computed as `exact` has it: leave numerics out, or set shard to 1")
+            raise ValueError("a base in shards is computed as `exact` has it: set numerics to exact, or shard to 1")
         if self.parking is not None and not self.resident:
             raise ValueError(
-                "parking has no effect while all adapters stay on the device: set resident to how many do, or leave it out"
+                "parking has no effect while all adapters stay on the device: set resident to how many do, or parking to null"
             )
         cards = [device for device in (self.device, *self.devices) if device.startswith("cuda")]
         if self.shard > 1 and cards:
@@ -120,10 +120,11 @@ class EngineConfig(Config):
                 f"shard is {self.shard} and device {cards[0]}, but bases in shards run on CPUs alone: "
                 "set device to cpu, or shard to 1"
             )
-        if cards and self.samplers != "auto" and self.samplers > 0:
+        alone = all(device.startswith("cuda") for device in self.devices or (self.device,))
+        if alone and self.samplers != "auto" and self.samplers > 0:
             raise ValueError(
                 f"samplers is {self.samplers} and device {cards[0]}, but processes of their own sample on CPUs alone: "
-                "leave samplers out"
+                "set samplers to auto"
             )
         return self
 

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StateChanged:
-    """A job has another state."""
+    """A job has another state, or another message with it."""
 
     state: JobState
     message: str
@@ -171,6 +171,7 @@ class Job:
         """Tell a person something until the job has another state, beside why it has this one; once."""
         if text not in self.progress.message:
             self.progress.message = f"{self.progress.message}; {text}" if self.progress.message else text
+            self.observer(StateChanged(self.state, self.progress.message, tuple(self.inexact)))
 
     def sampling(self) -> SamplingParams:
         """How training rollouts are drawn."""

@@ -53,16 +53,20 @@ def open_job(
 def _computed_otherwise(directory: JobDirectory, identity: Mapping[str, Any]) -> list[str]:
     path, steps = directory.path / "job.yaml", directory.steps()
     try:
-        before = yaml.safe_load(path.read_text()) if path.exists() and steps else None
+        before = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
-        return ["nobody knows how its first steps were computed: job.yaml was damaged"]
-    if not isinstance(before, dict):
+        before = None
+    if not steps or not steps[-1]:
         return []
+    if not isinstance(before, dict):
+        return ["nobody knows how its first steps were computed: job.yaml was damaged"]
     then = {key: before[key] for key in COMPUTING if key in before}
     now = yaml.safe_load(_as_yaml(identity))
-    changes = differences(then, {key: now.get(key) for key in then}) if steps[-1] else ()
+    changes = differences(then, {key: now.get(key) for key in then})
     known = [str(line) for line in before.get(_BEFORE, ())]
-    new = (change for change in changes if not any(line.startswith(change) for line in known))  # hosts may take turns
+    new = (
+        change for change in changes if not any(line.startswith(f"{change} (") for line in known)
+    )  # hosts may take turns
     return [*known, *(f"{change} (from step {steps[-1]} on)" for change in new)]
 
 

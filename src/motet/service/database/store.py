@@ -345,10 +345,11 @@ def _lock(transaction: Session | Connection, number: int, seconds: float) -> Non
         if getattr(error.orig, "sqlstate", None) != _LOCKED:
             raise
         reason = TimeoutError(
-            f"something else that uses it has held a lock for {seconds:g} s: end the service that hangs (pg_stat_activity "
-            "lists who is connected)"
+            f"something else that uses it has held a lock for {seconds:g} s: wait, where another service brings it to its "
+            "newest shape, or end the one that hangs (pg_stat_activity lists who is connected)"
         )
         raise OperationalError(error.statement, error.params, reason) from error
+    transaction.execute(text("SET LOCAL lock_timeout = DEFAULT"))
 
 
 def _migrate(engine: Engine, lock_seconds: float) -> None:
