@@ -218,7 +218,7 @@ def make_layout(
 
 def initial_weights(layout: AdapterLayout, seed: int) -> Tensor:
     """Fresh fp32 weights on the CPU: A uniform in ±1/√K (PEFT's default), a function of (seed, path, shape); B zero."""
-    flat = torch.zeros(layout.size)
+    flat = new_vector(layout.size, torch.float32, torch.device("cpu"))
     for path, (a, _) in layout.views(flat).items():
         generator = torch.Generator().manual_seed(seeds.key(seed, f"init/{path}") >> 1)
         bound = 1.0 / math.sqrt(a.shape[-2])
