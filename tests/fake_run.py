@@ -123,6 +123,7 @@ class Setting:
     engine: Callable[..., FakeEngine] = FakeEngine
     sync: Callable[..., FakeSync] = FakeSync
     trainer: Callable[..., FakeTrainer] = FakeTrainer
+    learner: Callable[..., Learner] = Learner
     rewards: Callable[[], RewardPool] = InlineRewards
     identity: Mapping[str, Any] = field(default_factory=dict)
     tenants: Mapping[str, str] = field(default_factory=dict)
@@ -170,7 +171,7 @@ async def _run(
         sync=setting.sync(engine, trainer.weights),
         device=device,
         scheduler=scheduler,
-        learner=Learner(trainer, device, setting.train_tokens, scheduler.standing),
+        learner=setting.learner(trainer, device, setting.train_tokens, scheduler.standing),
         rewards=setting.rewards(),
         micro_batch_tokens=setting.micro_batch_tokens,
         probe_tolerance=setting.tolerance,

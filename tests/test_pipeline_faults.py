@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import shutil
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from motet.batch import AdamW, Batch, OptimStats, Trained
+from motet.batch import AdamW, Batch, OptimStats, Segment, Trained
 from motet.config import JobConfig
 from motet.errors import EngineError, RankGone
 from motet.model.fake import FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.job import StateChanged
+from motet.runtime.learner import Learner
 from motet.runtime.rundir import CONTROL
 from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
@@ -286,14 +286,13 @@ def test_a_rank_that_is_gone_is_no_fault_of_a_job(tmp_path: Path) -> None:
 
 
 class _PickyTrainer(FakeTrainer):
-    """Slow until `greedy` shares a batch; from then on runs out of memory whenever that is in one."""
+    """Runs out of memory whenever `greedy` is in a batch, from the first shared one on."""
 
     def __init__(self, *, slots: int = 16) -> None:
-        super().__init__(slots=slots, seconds=0.02)
+        super().__init__(slots=slots)
         self.shared: list[set[str]] = []
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
-        time.sleep(0 if self.shared else 0.2)  # others come to wait meanwhile, also on a busy machine
         stats = super().forward_backward(batch)
         names = {segment.adapter for segment in batch.segments}
         if "greedy" in names and (self.shared or len(names) > 1):
@@ -302,17 +301,32 @@ class _PickyTrainer(FakeTrainer):
         return stats
 
 
+class _GatheringLearner(Learner):
+    """Trains nobody before three jobs wait for it, twice. Left alone, two groups of jobs may train by turns for ever."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._calls = 0
+        self._gathered = [asyncio.Event(), asyncio.Event()]
+
+    async def train(self, job: str, segments: tuple[Segment, ...]) -> tuple[Trained, ...]:
+        call, self._calls = self._calls, self._calls + 1
+        if call < 6:
+            if call % 3 == 2:
+                self._gathered[call // 3].set()
+            await self._gathered[call // 3].wait()
+        return await super().train(job, segments)
+
+
 def test_a_batch_that_fails_takes_only_its_own_job_down(tmp_path: Path) -> None:
     """Whoever shared the batch goes on from its last commit, with the same bytes; the one at fault fails, trained apart."""
-    setting = Setting(trainer=_PickyTrainer, train_tokens=100_000, capacity=64)
-    companions = [job("greedy", steps=50), *(job(f"other-{index}") for index in range(4))]
-    run = check_company(tmp_path, [*companions, job("good")], setting)
+    setting = Setting(trainer=_PickyTrainer, learner=_GatheringLearner, train_tokens=100_000)
+    run = check_company(tmp_path, [job("greedy", steps=50), job("other"), job("good")], setting)
     assert isinstance(run.trainer, _PickyTrainer)
-    assert len(run.trainer.shared[0]) > 1
-    assert run.trainer.shared[-1] == {"greedy"}
+    assert run.trainer.shared == [{"greedy", "other", "good"}, {"greedy"}]
     assert run.state("greedy") is JobState.FAILED
     assert "out of memory" in run.jobs["greedy"].progress.message
-    assert {run.state(f"other-{index}") for index in range(4)} == {JobState.SUCCEEDED}
+    assert run.state("other") is JobState.SUCCEEDED
 
 
 def test_a_command_that_cannot_be_read_is_told_once_and_the_next_is_obeyed(tmp_path: Path) -> None:
