@@ -76,7 +76,7 @@ async def slow(problem, completion):
 
     if completion == "raise":
         raise ValueError("no")
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(1.0)
     return float(len(completion))
 
 

@@ -36,11 +36,11 @@ from tests.protocol_server import ProtocolServer
 from tests.waiting import until
 
 RUN = "run"
-CLOCKS = Clocks(connect=1.0, health=1.0, load=2.0, request=5.0, retry=0.01, look=0.02)
+CLOCKS = Clocks(connect=5.0, health=2.0, load=10.0, request=20.0, retry=0.01, look=0.02)
 IMPATIENT = replace(CLOCKS, health=0.15)
 """For servers that hang; a machine that is busy may drain others too."""
 BOUNDS = Bounds(
-    rows=8, vocabulary=VOCABULARY, max_positions=4096, wanted=Demand(1, 2, 4), tolerance=1e-6, wait_seconds=3.0
+    rows=8, vocabulary=VOCABULARY, max_positions=4096, wanted=Demand(1, 2, 4), tolerance=1e-6, wait_seconds=10.0
 )
 PROMPT = tuple(FakeTokenizer().encode("ab? "))
 PROBE = np.array(FakeTokenizer().encode("a probe of many letters"), np.int32)
@@ -81,7 +81,7 @@ def engine_on(
     return ServerEngine(replicas, processes or {}, files, FakeTokenizer().decode, replace(BOUNDS, **bounds), run)
 
 
-def drive(engine: ServerEngine, test: Test, seconds: float = 20.0) -> None:
+def drive(engine: ServerEngine, test: Test, seconds: float = 60.0) -> None:
     """Run a test with an engine, close it, and look for what is left."""
 
     async def go() -> None:

@@ -273,9 +273,9 @@ def test_a_fault_costs_its_own_rollout(file: Path, text: str, told: str) -> None
 def test_the_clock_is_told(file: Path) -> None:
     file.write_text(OWN.replace("raise RuntimeError", "time.sleep(60); raise RuntimeError"))
     rollouts, _, workers = played(
-        file, "Trouble", lambda index, turn, read: "raise" if index else "end", 2, wall_seconds=0.5
+        file, "Trouble", lambda index, turn, read: "raise" if index else "end", 2, wall_seconds=1.5
     )
-    assert "gave no answer in 0.5 s by the clock (environment field wall_seconds)" in rollouts[1].error
+    assert "gave no answer in 1.5 s by the clock (environment field wall_seconds)" in rollouts[1].error
     assert workers.clock_limited
     assert rollouts[0].error == ""
 

@@ -154,11 +154,11 @@ def test_an_answer_without_what_is_named_scores_nothing(said: str) -> None:
 
 
 def test_filling_takes_time_by_the_length_and_not_more() -> None:
-    started = time.monotonic()
+    started = time.process_time()
     assert template.variables("{" * 100_000) == []
     assert template.variables("{{item.a}}" * 10_000) == [("item", ("a",))] * 10_000
     assert template.fill("{{item.a}}{{{" + "{" * 90_000, {"a": "x"}, "") == "x{{{" + "{" * 90_000
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_what_is_filled_in_is_bounded() -> None:

@@ -38,9 +38,9 @@ def test_late_answers() -> None:
         return time.monotonic() - begun
 
     async def test(client: Client) -> None:
-        server.faults.late = {"generate": 0.3}
-        assert await seconds(client.post(GENERATE, json=body())) >= 0.3
-        assert await seconds(client.get("/health")) < 0.3
+        server.faults.late = {"generate": 1.0}
+        assert await seconds(client.post(GENERATE, json=body())) >= 1.0
+        assert await seconds(client.get("/health")) < 1.0
         server.faults.late = {"all": 0.3}
         assert await seconds(client.get("/health")) >= 0.3
 
@@ -281,7 +281,7 @@ def test_a_crash_and_a_new_server_at_the_same_port(tmp_path: Path, stream: bool)
         for one in asked:
             with pytest.raises((httpx2.RemoteProtocolError, httpx2.ReadError)):
                 await one
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 10  # their tokens would take 20
         with pytest.raises(httpx2.ConnectError):
             await client.get("/health")
         server.faults.token_seconds = 0

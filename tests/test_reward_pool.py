@@ -98,9 +98,9 @@ def test_a_loop_that_cannot_be_interrupted_meets_the_kernel():
 
 
 def test_the_wall_clock_is_a_backstop_and_says_so():
-    bad, good = scores(["sleep", "fine"], reward(wall_seconds=0.5))
+    bad, good = scores(["sleep", "fine"], reward(wall_seconds=1.5))
     assert (bad.clock_limited, good.clock_limited, good.reward) == (True, False, 1.0)
-    assert "0.5 s by the clock (reward field wall_seconds)" in bad.error
+    assert "1.5 s by the clock (reward field wall_seconds)" in bad.error
 
 
 def test_prints_and_forks_do_not_reach_the_protocol(tmp_path):
@@ -278,7 +278,7 @@ def test_async_rewards_wait_together():
     scored, took = run(scenario)
     assert [s.reward for s in scored if not s.error] == [1.0, 3.0, 4.0]
     assert "ValueError: no" in scored[1].error
-    assert took < 0.9
+    assert took < 3.0
 
 
 def test_rewards_that_do_not_load_are_told_at_the_start(tmp_path):

@@ -111,9 +111,9 @@ def test_a_server_starts_and_ends_with_its_children(started: Started) -> None:
     assert all(map(lives, family))
     begun = time.monotonic()
     process.close()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 8
     assert not process.alive
-    assert gone([*family, process.pid], 0.5)
+    assert gone([*family, process.pid])
     process.close()
 
 
@@ -154,8 +154,8 @@ def test_a_server_that_will_not_end_is_ended(tmp_path: Path, monkeypatch: pytest
     family = server.family()
     begun = time.monotonic()
     server.process.close()
-    assert 0.2 <= time.monotonic() - begun < 3
-    assert gone(family, 0.5)
+    assert 0.2 <= time.monotonic() - begun < 8
+    assert gone(family)
 
 
 def test_a_server_ends_with_whoever_started_it(tmp_path: Path) -> None:

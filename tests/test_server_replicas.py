@@ -240,7 +240,7 @@ def test_a_server_that_hangs_is_drained(dialect: Any, stream: bool, tmp_path: Pa
         running = asking(engine, *asked)
         await until(lambda: not engine.fleet.replicas[0].up)
         assert await running == [await in_process(asked[0], trainer)] * 4
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 15
         assert not first.counts.asked
         assert "does not answer" in engine.loads()[0].note
         first.faults.hangs = False
@@ -250,7 +250,7 @@ def test_a_server_that_hangs_is_drained(dialect: Any, stream: bool, tmp_path: Pa
     trainer = trainer_of("job")
     learn(trainer, "job")
     with ProtocolServer(dialect) as first, ProtocolServer(dialect) as second:
-        drive(engine_on([first, second], tmp_path, clocks=IMPATIENT), test)
+        drive(engine_on([first, second], tmp_path, clocks=replace(IMPATIENT, request=60.0)), test)
 
 
 @either_way
@@ -293,10 +293,10 @@ def test_a_publish_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None
 def test_nobody_there(dialect: Any, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         begun = time.monotonic()
-        told = rf"within rollout.patience_seconds=0.3: {first.url} does not answer: .*; {second.url} says that .* 503"
+        told = rf"within rollout.patience_seconds=0.7: {first.url} does not answer: .*; {second.url} says that .* 503"
         with pytest.raises(EngineError, match=told):
             await engine.ready()
-        assert 0.3 <= time.monotonic() - begun < 1
+        assert 0.7 <= time.monotonic() - begun < 10
         for work in (collect(engine, request()), engine.score(PROBE, None), publish(engine, trainer, 0)):
             with pytest.raises(EngineError, match=r"no server can be used"):
                 await work
@@ -307,7 +307,7 @@ def test_nobody_there(dialect: Any, tmp_path: Path) -> None:
     with ProtocolServer(dialect) as first, ProtocolServer(dialect) as second:
         first.stop()
         second.faults.ill = True
-        drive(engine_on([first, second], tmp_path, wait_seconds=0.3), test)
+        drive(engine_on([first, second], tmp_path, wait_seconds=0.7), test)
 
 
 @pytest.mark.parametrize(
@@ -355,4 +355,4 @@ def test_something_else_answers(tmp_path: Path) -> None:
 
     with ProtocolServer("sglang") as server:
         server.dialect = "vllm"
-        drive(engine_on([server], tmp_path, wait_seconds=0.2), test)
+        drive(engine_on([server], tmp_path, wait_seconds=1.0), test)

@@ -189,10 +189,10 @@ def test_a_text_of_many_lists_in_each_other_takes_no_time(opened: str) -> None:
 
 def test_a_text_that_means_much_by_naming_it_again_is_refused_quickly() -> None:
     lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 6)]
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(ConfigError, match="aliases"):
         read_jobs("\n".join(lines), Bases({"small": "small"}))
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_the_client_asks_for_steps_tokens_and_checks(house: House) -> None:
