@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.samplers import Samplers, path_part, sampler_id
 from motet.types import JobState
-from tests.house import House
+from tests.house import House, open_house
+from tests.small_disk import small_disk
 from tests.tinker_requests import journal, made, request, sent
 from tests.tinker_run import job_of
 
@@ -171,6 +173,26 @@ def test_a_link_opens_what_it_was_made_for(house: House) -> None:
     link = urls["adapter_config.json"]
     assert house.http.get(link).text == "{}", "without a key"
     assert house.http.get(f"{link[:-8]}AAAAAAA=").status_code == 403
+
+
+def test_a_copy_that_finds_no_room_leaves_nothing_and_can_be_asked_for_again(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "8m") as disk, open_house(disk / "served") as house:
+        model = made(house)
+        (saved(house, model) / "adapter_model.safetensors").write_bytes(b"x" * 2**20)
+        copied = {
+            "source_path": f"tinker://{model}/weights/w",
+            "session_id": model.partition(":")[0],
+            "model_seq_id": 1,
+        }
+        filler = disk / "filler"
+        filler.write_bytes(b"x" * (shutil.disk_usage(disk).free - 2**19))
+        told = house.refused(507, "POST", f"{PREFIX}/copy_weights", json=copied)["message"]
+        assert told == "the disk of the service is full; try again once its operator has made room"
+        assert [path.name for path in disk.rglob("*w") if path.is_dir()] == ["w"]
+        filler.unlink()
+        found = house.ask("POST", f"{PREFIX}/copy_weights", json=copied).json()["tinker_path"]
+        assert house.ask("POST", f"{PREFIX}/weights_info", json={"tinker_path": found}).status_code == 200
+        assert len([*disk.rglob("w/adapter_model.safetensors")]) == 2
 
 
 def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:

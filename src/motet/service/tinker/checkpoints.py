@@ -151,9 +151,15 @@ class Checkpoints:
         )
         draft = copied.directory.with_name(f".part-{source.name}")
         shutil.rmtree(draft, ignore_errors=True)
-        shutil.copytree(source.directory, draft)
+        draft.mkdir(parents=True)
         about = {**source.about(), "public": False, "expires": None if ttl is None else time.time() + ttl}
-        (draft / ABOUT).write_bytes(msgspec.json.encode(about))
+        try:
+            for file in source.directory.iterdir():  # an error of `copytree` does not say that the disk is full
+                shutil.copy2(file, draft)
+            (draft / ABOUT).write_bytes(msgspec.json.encode(about))
+        except OSError:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         shutil.rmtree(copied.directory, ignore_errors=True)
         draft.rename(copied.directory)
         return copied

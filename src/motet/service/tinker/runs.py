@@ -182,9 +182,11 @@ def copy_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wan
     model_id = models.model_id(session_id, number)
     lora = Lora(**models.journal(source.job).description()["lora"])
     models.create(who, model_id, models.bases.of(source.job.base), lora, Nothing(), {"from": wanted.source_path})
-    copy = checkpoints.copy(source, models.find(who, model_id), wanted.ttl_seconds)
-    models.finish(copy.job)
-    return {"tinker_path": copy.path}
+    made = models.find(who, model_id)
+    try:
+        return {"tinker_path": checkpoints.copy(source, made, wanted.ttl_seconds).path}
+    finally:
+        models.finish(made)
 
 
 @router.get("/auth/apikey/me")
