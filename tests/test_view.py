@@ -220,6 +220,16 @@ def test_more_jobs_than_lines_show_running_ones_first() -> None:
     assert lines[-1] == "  +13 more queued, 1 succeeded"
 
 
+def test_what_a_job_waits_for_is_told_where_there_is_room() -> None:
+    jobs = [
+        *some_jobs()[:4],
+        job("full", JobState.QUEUED, 0, message="the disk is full: it goes on when there is room"),
+    ]
+    *all_jobs, reason = draw(jobs, 80, height=10)
+    assert reason.strip() == "the disk is full: it goes on when there is room"
+    assert draw(jobs, 80, height=9) == all_jobs
+
+
 def test_a_terminal_with_ascii_only(capsys: pytest.CaptureFixture[str]) -> None:
     lines = draw(some_jobs(), 80, encoding="ascii")
     assert "\n".join(lines).isascii()

@@ -83,7 +83,7 @@ class Frame:
         height -= headed
         notes = {job.name: [*self._reason(job, width), *self._warnings(job, width)] for job in self.jobs}
         if sum(1 + len(lines) for lines in notes.values()) > height:  # jobs first; the summary has the warnings
-            notes = {job.name: self._reason(job, width) for job in self.jobs}
+            notes = {job.name: [] if job.state is JobState.QUEUED else self._reason(job, width) for job in self.jobs}
         shown = list(self.jobs)
         if sum(1 + len(lines) for lines in notes.values()) > height:
             shown.sort(key=lambda job: _ORDER.index(job.state))
@@ -122,9 +122,9 @@ class Frame:
         return lines
 
     def _reason(self, job: JobProgress, width: int) -> list[Text]:
-        """Why a job failed, or what to know of a running one, on at most two lines below it."""
+        """Why a job failed or waits, or what to know of a running one, on at most two lines below it."""
         message = self.glyphs.plain(job.message)
-        if not message or job.state in (JobState.SUCCEEDED, JobState.QUEUED):
+        if not message or job.state is JobState.SUCCEEDED:
             return []
         return self._folded(message, width, "red" if job.state is JobState.FAILED else "bright_black")
 
