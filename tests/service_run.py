@@ -92,16 +92,23 @@ class Service:
         return one
 
     def engines(self) -> list[Any]:
-        """The processes of its hosts, in the order they were started."""
-        assert self.process is not None
-        found = psutil.Process(self.process.pid).children()
-        return [child for child in found if "motet.hosting" in child.cmdline()]
+        """The processes of its hosts, in the order they were started, whoever started them."""
+        sockets = str(self.directory / "engine")
+        named = [(one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+        found = [one for one, words in named if "motet.hosting" in words and words[-1].startswith(f"{sockets}/")]
+        return sorted(found, key=psutil.Process.create_time)
 
     def kill(self) -> None:
-        """Kill it as a machine that loses its power does; its engine finds that out by itself."""
+        """Kill its process; its engine goes on."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
+
+    def kill_all(self) -> None:
+        """Kill all its processes, as a machine that loses its power does."""
+        self.kill()
+        for engine in self.engines():
+            engine.kill()
 
     def terminate(self, seconds: float = PATIENCE) -> None:
         """Stop it as an operator does."""
@@ -113,12 +120,15 @@ class Service:
     def close(self) -> None:
         """Leave nothing running."""
         self._http.close()
-        if self.process is not None and self.process.poll() is None:
-            below = psutil.Process(self.process.pid).children(recursive=True)
+        own = [psutil.Process(self.process.pid)] if self.process is not None and self.process.poll() is None else []
+        below = [below for one in (*own, *self.engines()) for below in one.children(recursive=True)]
+        if own:
             self.kill()
-            _, alive = psutil.wait_procs(below, timeout=10)
-            for one in alive:
-                one.kill()
+        for engine in self.engines():
+            engine.kill()
+        _, alive = psutil.wait_procs(below, timeout=10)
+        for one in alive:
+            one.kill()
 
     def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
         """Wait for something to become true."""

@@ -232,6 +232,9 @@ class Parent(Generic[Received]):
         message: Received | None = decode(line, self._kinds) if line else None
         return message
 
+    def resume(self) -> None:
+        """Send from now on, which this one does from the start."""
+
     def on_hang_up(self, call: Callable[[], object]) -> None:
         """Call something in a thread of its own as soon as the parent is gone, whatever this process does at that moment."""
 

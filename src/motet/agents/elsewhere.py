@@ -22,12 +22,14 @@ from motet.tasks.plain_json import as_json
 from motet.tasks.reward_pool import problem_as_given
 from motet.types import Rollout
 
+_NOBODY = "nobody is there to run this job's agents"
+
 
 class _Offer:
     """An episode that was offered: what came of it, and as whom an agent has begun it."""
 
-    def __init__(self, begin: Callable[[], AgentEpisode]) -> None:
-        self.begin = begin
+    def __init__(self, offer: m.OfferEpisode, begin: Callable[[], AgentEpisode]) -> None:
+        self.offer, self.begin = offer, begin
         self.ended: asyncio.Future[m.EpisodeEnded] = asyncio.get_running_loop().create_future()
         self.name = ""
         self.served: ServedEpisode | None = None
@@ -42,6 +44,7 @@ class EpisodesElsewhere:
         self._offers: dict[int, _Offer] = {}
         self._begun: dict[str, ServedEpisode] = {}
         self._numbers = itertools.count()
+        self._away = False
 
     async def run(
         self, offer: m.OfferEpisode, begin: Callable[[], AgentEpisode]
@@ -51,10 +54,12 @@ class EpisodesElsewhere:
         Raises:
             ScorerAway: nobody runs agents, and the job is to rest.
         """
+        if self._away:
+            raise ScorerAway(_NOBODY)
         number = next(self._numbers)
-        one = self._offers[number] = _Offer(begin)
+        one = self._offers[number] = _Offer(msgspec.structs.replace(offer, episode=number), begin)
         try:
-            self._send(msgspec.structs.replace(offer, episode=number))
+            self._send(one.offer)
             ended = await one.ended
         except EngineError as error:  # too long
             reason = f"the problem cannot be sent to the agent: {error}; leave large columns out of the data"
@@ -66,7 +71,7 @@ class EpisodesElsewhere:
             del self._offers[number]
             self._close(one)
         if ended.away:
-            raise ScorerAway("nobody is there to run this job's agents")
+            raise ScorerAway(_NOBODY)
         return one.served.episode if one.served is not None else begin(), ended
 
     def hear(self, message: m.BeginEpisode | m.EpisodeEnded) -> None:
@@ -89,6 +94,24 @@ class EpisodesElsewhere:
     def begun(self, job: str) -> bool:
         """Whether an agent has taken an episode of a job that has not ended."""
         return any(one.episode.model == job for one in self._begun.values())
+
+    def hang_up(self) -> None:
+        """The service is gone: what its agents have begun is forgotten."""
+        for one in self._offers.values():
+            self._close(one)
+            one.served = None if not one.ended.done() else one.served
+
+    def offer_again(self) -> None:
+        """Offer another service the episodes that have not ended."""
+        for one in self._offers.values():
+            if not one.ended.done():
+                self._send(one.offer)
+
+    def send_away(self) -> None:
+        """Let all jobs rest that wait for agents, or offer episodes from now on."""
+        self._away = True
+        for number in list(self._offers):
+            self.hear(m.EpisodeEnded(number, away=True))
 
     async def answer(self, asked: m.AskEpisode) -> m.EpisodeAnswered:
         """What an agent is answered."""

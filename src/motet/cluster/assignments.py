@@ -70,6 +70,11 @@ class Assignments:
         self._jobs[name] = Assigned(claim, host, JobState.QUEUED if runs else JobState.PAUSED)
         return host
 
+    def adopt(self, host: Host, held: m.Held) -> None:
+        """A host says that it has a job, which an earlier service gave it."""
+        claim = Claim(held.job, held.tenant, slots=held.slots, base=host.base)
+        self._jobs.setdefault(held.job, Assigned(claim, host, held.state))
+
     def can_place_more(self) -> bool:
         """Whether a host could take now what none could: there is one of its base, and its tenant may have more out."""
         hosts = list(self.loads().values()) if self.refused else []

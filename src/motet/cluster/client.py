@@ -54,7 +54,9 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._jobs = Assignments(self.hosts)
         self._asked: set[str] = set()
-        """Jobs of which something was asked since the open jobs were read last: what was read of them may be old."""
+        """Jobs of which something was asked, or that ended, since the open jobs were read last: that may be old."""
+        self._held: dict[str, m.Held] = {}
+        """Jobs that a host has of the service before, and that it was told nothing of yet."""
         self._unplaced = True
         """Whether there may be jobs that no host has, and that nobody has looked at since something changed."""
         self._look = asyncio.Event()
@@ -167,6 +169,9 @@ class EngineClient:
                         job.host.send(message)
                 case m.SteerJob() | m.ChangeJob():
                     self._pass_on(message)
+                case m.ReleaseJob():
+                    if (job := self._jobs.get(message.job)) is not None:
+                        job.host.send(message)
                 case _:
                     raise EngineError(f"{type(message).__name__} is for no job")
 
@@ -196,9 +201,16 @@ class EngineClient:
                 self._jobs.forget_all_on(host)
                 self._unplaced = True
             case m.Ready():
+                for held in message.jobs:
+                    self._jobs.adopt(host, held)
+                    self._held[held.job] = held
+                for tenant, rule in self._jobs.rules.items():
+                    host.send(m.SetRule(tenant, rule))
                 self._unplaced = True
             case m.JobChanged():
                 self._jobs.moved_on(host, message)
+                if message.state.final:
+                    self._asked.add(message.job)
             case m.Released():
                 if self._jobs.released(host, message.job):
                     self._unplaced = True
@@ -259,6 +271,8 @@ class EngineClient:
         for base, there in self.there.items():
             if self._answering(base):  # also while the database is away: questions can be answered
                 there.set()
+        if self._held:
+            await self._reconcile(handlers)
         if self._unplaced or self._jobs.can_place_more():
             self._asked.clear()
             self._unplaced = False
@@ -270,6 +284,18 @@ class EngineClient:
                     self._place(message, loads)
         for host, job in self._jobs.moves():
             host.send(m.ReleaseJob(job))
+
+    async def _reconcile(self, handlers: EngineHandlers) -> None:
+        """Say what was asked of jobs while nobody could tell their host."""
+        self._asked.clear()
+        held = list(self._held.values())
+        messages = await asyncio.get_running_loop().run_in_executor(self._handling, handlers.reconcile, held)
+        asked = set(self._asked)
+        for job in set(messages) - asked:
+            self._route(*messages[job])
+        self._held = {job: one for job, one in self._held.items() if job in asked and self._jobs.get(job)}
+        if self._held:  # what was read of them may be old
+            self._look.set()
 
     def _place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> None:
         """Give a job to a host of its base, unless one has it or none can take it."""

@@ -11,8 +11,9 @@ import contextlib
 import itertools
 import logging
 import math
+import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ class EngineHandlers:
     """A command of a job's client is done."""
     episode: Callable[[Host, e.OfferEpisode], Awaitable[e.EpisodeEnded]] = _no_agents
     """What comes of an episode whose agent runs elsewhere; the host that offers it answers what the agent asks."""
+    reconcile: Callable[[Sequence[m.Held]], Mapping[str, Sequence[m.ToEngine]]] = lambda held: {}
+    """By job that a host has of the service before: what is asked of it now. In the thread of events."""
 
 
 OfHost = m.Ready | m.Failed | m.Progress | m.JobChanged | m.JobStepped | m.Released
@@ -85,7 +88,7 @@ class Host:
         self._scoring: dict[int, asyncio.Task[None]] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._open: dict[int, asyncio.Queue[m.Answer]] = {}
-        self._keys = itertools.count()
+        self._keys = itertools.count(secrets.randbits(32) << 20)  # others than those of a service that was here before
         self._stopped = asyncio.Event()
         self._closing = asyncio.Event()
         self._ready_since = math.inf
@@ -172,6 +175,8 @@ class Host:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self._stopped.wait()
+        elif self._engine is not None:
+            self.send(m.Stop())  # one that loads has nothing to save
         if self._engine is not None:
             self._engine.close_input()
         elif self._keeping is not None:
@@ -271,10 +276,14 @@ class Host:
                 handlers.rest(message.job, message.wanted)
             case m.JobChanged() | m.JobStepped() | m.Usage():
                 await loop.run_in_executor(self._handling, _keep_event, message, handlers)
+                if self._start.takeover_seconds:
+                    self.send(m.Kept())
                 if not isinstance(message, m.Usage):
                     self._heard(self, message)
             case m.Released():
                 self._heard(self, message)
+            case m.Here():
+                pass
             case _:
                 if (answers := self._open.get(message.key)) is not None:
                     answers.put_nowait(message)

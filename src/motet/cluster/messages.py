@@ -52,6 +52,10 @@ class Start(Message, frozen=True):
     accept_changes: bool = True
     """Whether a job goes on that differs from what its directory was made with, or that is damaged."""
     trust_remote_code: bool = False
+    takeover_seconds: float = 0.0
+    """How long the host goes on without a service; 0: it ends with its parent."""
+    code: str = ""
+    """What the host runs besides what is said here: a host of other code is no host of this start."""
 
 
 class Stop(Message, frozen=True):
@@ -168,6 +172,10 @@ class Abandon(Message, frozen=True):
     key: int
 
 
+class Kept(Message, frozen=True):
+    """The oldest of the messages that are sent again to the next service is kept (`KEPT`)."""
+
+
 class Scored(Message, frozen=True):
     """The answer to a `ScoreRequest`."""
 
@@ -181,10 +189,28 @@ class Scored(Message, frozen=True):
 Question = Complete | Examine | AskEpisode
 ToEngine = (
     Start | Stop | AddJob | SteerJob | ChangeJob | ReleaseJob | ForgetJob | Nudge | SetRule | EvenOut
-    | Complete | Examine | Abandon | Scored | AskEpisode | BeginEpisode | EpisodeEnded
+    | Complete | Examine | Abandon | Scored | AskEpisode | BeginEpisode | EpisodeEnded | Kept
 )  # fmt: skip
 
 # --- from a host -------------------------------------------------------------------------------------------------------
+
+
+class Here(Message, frozen=True):
+    """The first message of a host that a service connects to."""
+
+    token: str
+    """The half that the service does not say."""
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A job that a host has."""
+
+    job: str
+    tenant: str
+    slots: int
+    state: JobState
+    wanted: str
+    """What was asked for last: `run`, `pause` or `cancel`."""
 
 
 class Ready(Message, frozen=True):
@@ -196,6 +222,8 @@ class Ready(Message, frozen=True):
     """That it reads of one prompt; 0 where that is not known."""
     device: str = ""
     """What it computes with: hosts with the same are as fast as each other, whatever kept one of them busy meanwhile."""
+    jobs: list[Held] = []
+    """Jobs that an earlier service gave it and that have not ended."""
 
 
 class Failed(Message, frozen=True):
@@ -246,6 +274,8 @@ class JobChanged(Message, frozen=True):
     """Why its bytes may depend on more than itself; None where nobody has looked at it yet."""
     spent: bool = False
     """Whether the job is paused because its budget is spent."""
+    key: str = ""
+    """Another one for each event: an event that comes twice is kept once."""
 
 
 class JobStepped(Message, frozen=True):
@@ -369,5 +399,7 @@ Answer = PromptRead | PromptScored | Tokens | Examined | Unfit | EpisodeAnswered
 FromEngine = (
     Ready | Failed | Stopped | Progress | JobChanged | JobStepped | Released | Obeyed | Usage | ScoreRequest | CancelScore
     | Rest | PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
-    | OfferEpisode | WithdrawEpisode | EpisodeAnswered
+    | OfferEpisode | WithdrawEpisode | EpisodeAnswered | Here
 )  # fmt: skip
+KEPT = (JobChanged, JobStepped, Usage)
+"""Messages of a host that a service writes down and answers with `Kept`; without it the next service gets them again."""

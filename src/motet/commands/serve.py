@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -18,7 +18,8 @@ from rich.console import Console
 from motet import wall
 from motet.allocator import without_collections
 from motet.cluster.client import EngineClient
-from motet.cluster.host import start_engine
+from motet.cluster.host import Engine, start_engine
+from motet.cluster.local_hosts import LocalHosts, lasting
 from motet.commands.listening import bound, is_loopback
 from motet.config.service import RateConfig, ServiceConfig
 from motet.errors import ConfigError, RunError
@@ -79,31 +80,47 @@ def serve(
             _greet(app, f"http://{host}:{port}", heard)
         return app
 
+    hosts, log = lasting(config, directory), directory / "engine.log"
+
+    async def first_host() -> Engine:
+        return await (start_engine(log) if hosts is None else hosts.host(0, log))
+
+    async def end_hosts_from(number: int) -> None:
+        """End those of a service before that had more of them, or other ones."""
+        await LocalHosts(directory / "engine").end_from(0 if hosts is None else number)
+
     try:
         here = config.cluster.launcher == "local"
-        asyncio.run(_run(make, directory / "engine.log" if here else None, sockets))
+        asyncio.run(_run(make, first_host if here else None, end_hosts_from, sockets))
     except KeyboardInterrupt:
         return
 
 
-async def _run(make: Callable[[Sequence[int]], FastAPI], log: Path | None, sockets: Sequence[socket.socket]) -> None:
-    """Make the application and serve it. With `log` an engine's process is started first: both take seconds to be loaded."""
+async def _run(
+    make: Callable[[Sequence[int]], FastAPI],
+    first_host: Callable[[], Awaitable[Engine]] | None,
+    end_hosts_from: Callable[[int], Awaitable[None]],
+    sockets: Sequence[socket.socket],
+) -> None:
+    """Make the application and serve it. The first host's process is started before: both take seconds to be loaded."""
     with _noted() as heard:
-        engine = None if log is None else await start_engine(log)
+        engine = None if first_host is None else await first_host()
         try:
             import uvicorn
 
             app = make(heard)
         except BaseException:
             if engine is not None:
-                await engine.kill()
+                engine.close_input()  # what trains waits for a service that can start; what was just started ends
             raise
     if heard:
         if engine is not None:
             await engine.kill()
         return
+    client = app.state.parts[EngineClient]
     if engine is not None:
-        app.state.parts[EngineClient].adopt(engine)
+        client.adopt(engine)
+    await end_hosts_from(len(client.hosts))
 
     lifecycle = app.state.lifecycle
 
@@ -113,10 +130,12 @@ async def _run(make: Callable[[Sequence[int]], FastAPI], log: Path | None, socke
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             lifecycle.drain(_GRACE_SECONDS / 2)
             await super().shutdown(sockets)
+            await client.kill()  # where a second Ctrl-C skipped the rest
 
     server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS))
     await server.serve(list(sockets))
     if not server.started:
+        await client.kill()
         sys.exit(3)
 
 

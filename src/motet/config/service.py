@@ -138,6 +138,9 @@ class ServiceConfig(Config):
     patience_seconds: float = Field(120.0, gt=0, le=86400)
     """How long a job keeps a slot that another could use, while it waits for scores or an agent worker and asks nothing of the
     device; each time it is sent away before it has done a step, it is given twice as long."""
+    takeover_seconds: float = Field(600.0, ge=0, le=86400)
+    """How long the engine keeps training when the process of `motet serve` was killed, and waits for a new one to take it over;
+    then its jobs save and it ends. 0: it ends at once."""
     metrics_token: str = ""
     """What Prometheus brings as a key to read `/metrics`; an admin's key does too."""
     max_upload_mb: float = Field(64.0, gt=0)

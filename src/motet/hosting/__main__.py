@@ -1,10 +1,11 @@
-"""The process: `python -m motet.hosting`."""
+"""The process: `python -m motet.hosting`, with the path of its socket where it outlives whoever starts it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from motet.cluster.listener import ADDRESS, TOKEN
 from motet.cluster.messages import Failed, Start, ToEngine
 from motet.errors import RunError
 from motet.hosting.answers import reason
+from motet.hosting.line import ServiceLine
 from motet.hosting.server import EngineServer
 from motet.jobfile import validate
 from motet.launch import warm_up
@@ -26,10 +28,9 @@ _LOCK_SECONDS = 60.0
 def main() -> None:
     """Load what is slow, then the base, say that all is ready, and serve until the input ends."""
     address, token = os.environ.pop(ADDRESS, ""), os.environ.pop(TOKEN, "")
-    parent = Parent[ToEngine].at(address, token, ToEngine) if address else Parent[ToEngine](ToEngine)
-    serving = threading.Event()
-    # while this one loads, the next engine needs the cores and the directory
-    parent.on_hang_up(lambda: None if serving.is_set() else os._exit(0))
+    serving, parent = threading.Event(), _line(token) if len(sys.argv) > 1 else _parent(address, token)
+    if isinstance(parent, Parent):  # while this one loads, the next engine needs the cores and the directory
+        parent.on_hang_up(lambda: None if serving.is_set() else os._exit(0))
     warm_up()
     start = parent.first()
     if not isinstance(start, Start):
@@ -48,6 +49,18 @@ def main() -> None:
         sys.stderr.write(f"{(failure := reason(error))}\n")
         parent.send(Failed(failure))
     os._exit(0)
+
+
+def _parent(address: str, token: str) -> Parent[ToEngine]:
+    return Parent[ToEngine].at(address, token, ToEngine) if address else Parent[ToEngine](ToEngine)
+
+
+def _line(token: str) -> ServiceLine:
+    """On the socket that this process has as its standard input."""
+    listening = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return ServiceLine(listening, token, lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def _run_directory(path: Path, host: int | None) -> RunDirectory:

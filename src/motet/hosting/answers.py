@@ -65,6 +65,11 @@ class Answers:
         if task := self._open.pop(key, None):
             task.cancel()
 
+    def abandon_all(self) -> None:
+        """Cancel all answers: whoever asked is gone."""
+        for key in list(self._open):
+            self.abandon(key)
+
     async def answer(self, question: m.Complete) -> None:
         """Complete a prompt or a conversation, from the base or from a stored version."""
         key = question.key
@@ -170,6 +175,8 @@ class Answers:
             self._send(m.Done(key))
         except Exception as error:  # whoever asked has to hear of it
             self._send(m.Refused(key, reason(error)))
+        finally:
+            self._open.pop(key, None)
 
 
 def _examined(base: LoraModel | ShardedBase, directory: Path) -> AdapterConfig:

@@ -13,6 +13,8 @@ from motet.errors import EngineError, ScorerAway
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_elsewhere import ScoreOrReason, Transcripts, from_wire
 
+_NOBODY = "nobody is there to score this job's rollouts"
+
 
 class AskedOfService:
     """Scores that were asked for and have not come. Lives in one event loop."""
@@ -20,8 +22,9 @@ class AskedOfService:
     def __init__(self, send: Callable[[FromEngine], None]) -> None:
         """`send` raises `EngineError` where a message is too long."""
         self._send = send
-        self._open: dict[int, asyncio.Future[Scored]] = {}
+        self._open: dict[int, tuple[ScoreRequest, asyncio.Future[Scored]]] = {}
         self._keys = itertools.count()
+        self._away = False
 
     async def __call__(
         self,
@@ -36,11 +39,14 @@ class AskedOfService:
         Raises:
             ScorerAway: nobody is there, and the job is to rest.
         """
-        key = next(self._keys)
-        answer = self._open[key] = asyncio.get_running_loop().create_future()
+        if self._away:
+            raise ScorerAway(_NOBODY)
+        key, answer = next(self._keys), asyncio.get_running_loop().create_future()
+        wanted = reward.model_dump(mode="json")
+        request = ScoreRequest(key, job, wanted, as_json(problem), completions, transcripts)
+        self._open[key] = request, answer
         try:
-            wanted = reward.model_dump(mode="json")
-            self._send(ScoreRequest(key, job, wanted, as_json(problem), completions, transcripts))
+            self._send(request)
         except EngineError as error:  # too long
             del self._open[key]
             reason = (
@@ -55,7 +61,7 @@ class AskedOfService:
         finally:
             del self._open[key]
         if scored.away:
-            raise ScorerAway("nobody is there to score this job's rollouts")
+            raise ScorerAway(_NOBODY)
         return from_wire(scored.scores, len(completions))
 
     @property
@@ -65,6 +71,18 @@ class AskedOfService:
 
     def hear(self, scored: Scored) -> None:
         """Take an answer; one that nobody waits for any more is dropped."""
-        waiting = self._open.get(scored.key)
+        _, waiting = self._open.get(scored.key, (None, None))
         if waiting is not None and not waiting.done():
             waiting.set_result(scored)
+
+    def ask_again(self) -> None:
+        """Ask another service for what has not come."""
+        for request, answer in self._open.values():
+            if not answer.done():
+                self._send(request)
+
+    def send_away(self) -> None:
+        """Let all jobs rest that wait for scores, or ask for some from now on."""
+        self._away = True
+        for key in list(self._open):
+            self.hear(Scored(key, away=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import itertools
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from motet import budgets
 from motet.agents import episode_messages as e
@@ -21,11 +22,12 @@ from motet.cluster import messages as m
 from motet.config import JobConfig, RolloutConfig, RunConfig
 from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
+from motet.hosting.every_step import EveryStep
+from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.scores import AskedOfService
 from motet.launch import assemble, open_base, services
 from motet.preparing import identity, prepare
-from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.job import CommandObeyed, Job, JobObserver, StateChanged, StepDone
+from motet.runtime.job import CommandObeyed, Job, StateChanged, StepDone
 from motet.runtime.meter import Meter
 from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
@@ -57,7 +59,9 @@ _OF_PATIENCE = 0.9
 class EngineServer:
     """One base, the jobs that train on it, and the versions that people talk to."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, start: m.Start, parent: Parent[m.ToEngine]) -> None:
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, start: m.Start, parent: Parent[m.ToEngine] | ServiceLine
+    ) -> None:
         """Load the base; `start` has the rewards and bounds of the service."""
         self._config, self._parent = config, parent
         self.directory = directory
@@ -90,6 +94,11 @@ class EngineServer:
         self._leaving: set[str] = set()
         """Jobs that are to save and go to another host."""
         self._wanted: dict[str, str] = {}  # of jobs that are being prepared: what was asked for last
+        self._held: dict[str, m.AddJob] = {}
+        """Jobs as they were handed over, with what was asked for last."""
+        self._resting = set[str]()
+        """Jobs that are to rest as soon as nobody is there who scores for them."""
+        self._events, self._alone = itertools.count(), False
         self._preparing = asyncio.Lock()  # one after another, so that jobs queue in the order they came
 
     def _rewards(self) -> RewardPool:
@@ -103,6 +112,7 @@ class EngineServer:
         )
 
     def _rest(self, job: str, wanted: bool) -> None:
+        (self._resting.add if wanted else self._resting.discard)(job)
         if self._scores.asked or self._episodes.offered:
             self._parent.send(m.Rest(job, wanted))
 
@@ -118,10 +128,14 @@ class EngineServer:
                 f"{info.processor}, {threads or budgets.cores()} threads" if info.device == "cpu" else info.processor
             )
             try:
-                self._parent.send(m.Ready(self.workshop.notes, await self._tokens_per_second(), device))
+                self._ready = m.Ready(self.workshop.notes, await self._tokens_per_second(), device)
+                self._attach()
                 while (message := await messages.get()) is not None:
                     if isinstance(message, m.Stop):
                         self.pipeline.stop()
+                        if self._alone:
+                            self._scores.send_away()
+                            self._episodes.send_away()
                         self._begin(self._stopped(running))  # messages go on: a step may wait for scores
                     else:
                         self.handle(message)
@@ -157,16 +171,44 @@ class EngineServer:
         self._measure(0.0)
         self._parent.send(m.Stopped())
 
-    def handle(self, message: m.ToEngine) -> None:
+    def _attach(self) -> None:
+        """Work for the service that is there: say which jobs are here, and ask again what the one before has not answered."""
+        self._alone, jobs = False, self.pipeline.jobs
+        self._parent.resume()
+        states = {name: jobs[name].state if name in jobs else JobState.QUEUED for name in self._held}
+        held = [
+            m.Held(name, job.tenant, job.slots, states[name], job.wanted)
+            for name, job in self._held.items()
+            if not states[name].final
+        ]
+        self._parent.send(structs.replace(self._ready, jobs=held))
+        self._scores.ask_again()
+        self._episodes.offer_again()
+
+    def _wait_for_service(self) -> None:
+        """Work on without a service: nobody waits for answers, and nobody looks at shares over all hosts."""
+        self._alone = True
+        self._answers.abandon_all()
+        self._episodes.hang_up()
+        self._shared.scheduler.even_out({})
+
+    def handle(self, message: m.ToEngine | Gone) -> None:
         """Begin what one message asks."""
         match message:
+            case Gone():
+                self._wait_for_service()
+            case m.Start():
+                self._attach()
             case m.AddJob():
                 name = str(message.job["name"])
                 if name not in self.pipeline.jobs and name not in self._wanted:  # it comes twice while this starts
-                    self._wanted[name] = message.wanted
+                    self._wanted[name], self._held[name] = message.wanted, message
                     self._begin(self._add(name, message))
                     self.pipeline.rule(message.tenant, message.rule)
             case m.SteerJob():
+                if (held := self._held.get(message.job)) is not None:
+                    wanted = "run" if message.action == "resume" else message.action
+                    self._held[message.job] = structs.replace(held, wanted=wanted)
                 self._steer(message.job, message.action)
             case m.SetRule():
                 self.pipeline.rule(message.tenant, message.rule)
@@ -185,7 +227,7 @@ class EngineServer:
             case m.Complete():
                 self._answers.hold(message.key, self._begin(self._answers.answer(message)))
             case m.Examine():
-                self._begin(self._answers.examine(message))
+                self._answers.hold(message.key, self._begin(self._answers.examine(message)))
             case m.Abandon():
                 self._answers.abandon(message.key)
             case m.Scored():
@@ -215,7 +257,7 @@ class EngineServer:
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._wanted.pop(name)
             self._changes.pop(name, None)
-            self._parent.send(m.JobChanged(name, JobState.FAILED, reason(error)))
+            self._say(name, JobState.FAILED, reason(error))
         else:
             job.tenant = message.tenant
             self.pipeline.add(job)
@@ -243,7 +285,13 @@ class EngineServer:
                 self._parent.send(m.JobStepped(job.name, as_json(line)))
             case StateChanged(state, message, inexact):
                 if not (job.name in self._leaving and state is JobState.PAUSED):  # it goes on elsewhere
-                    self._parent.send(m.JobChanged(job.name, state, message, list(inexact), job.progress.spent))
+                    self._say(job.name, state, message, list(inexact), spent=job.progress.spent)
+
+    def _say(
+        self, job: str, state: JobState, message: str, inexact: list[str] | None = None, *, spent: bool = False
+    ) -> None:
+        key = f"{self._shared.engine_suffix}.{next(self._events)}"
+        self._parent.send(m.JobChanged(job, state, message, inexact, spent, key))
 
     def _release(self) -> None:
         """Let go of the jobs that are to leave and have saved."""
@@ -277,11 +325,15 @@ class EngineServer:
             for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
                 self.pipeline.forget(job.name)
             self._release()
+            self._held = {n: job for n, job in self._held.items() if n in self.pipeline.jobs or n in self._wanted}
             away = self._servers.look() if start.host is not None else ""  # of several: others go on
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
             jobs = {job.name: _standing(job.progress) for job in running}
+            self._resting &= {job.name for job in running}
+            for name in self._resting:  # again: another service does not know it
+                self._rest(name, True)
             self._parent.send(
                 m.Progress(jobs, {"decode": busy.decode, "train": busy.train}, dict(self._shared.scheduler.used), away)
             )
@@ -295,33 +347,6 @@ class EngineServer:
         self._windows += 1
         self._parent.send(m.Usage(self._shared.engine_suffix, self._windows, dict(self._used), self._start.serves))
         self._used.clear()
-
-
-class EveryStep:
-    """An observer that leaves no step out: before a step come those that another process committed and did not send."""
-
-    def __init__(self, directory: JobDirectory, first_step: int, observe: JobObserver) -> None:
-        """Send what is committed from `first_step` on; a process that was cut off may commit more after this."""
-        self._directory, self._next, self._observe = directory, first_step, observe
-        self._send_committed()
-
-    def __call__(self, event: StateChanged | StepDone | CommandObeyed) -> None:
-        """Take in what happens to the job."""
-        if isinstance(event, StepDone):
-            step = int(event.line["step"])
-            if step > self._next:
-                self._send_committed(before=step)
-            self._next = step + 1
-        self._observe(event)
-
-    def _send_committed(self, before: float = math.inf) -> None:
-        if (committed := self._directory.newest()) is None:
-            return
-        tokens = self._directory.read_tokens(committed)
-        for record in self._directory.read_metrics(committed):
-            if self._next <= (step := int(record["step"])) < before:
-                self._next = step + 1
-                self._observe(StepDone({**record, **tokens.get(step, {})}))
 
 
 class _Servers:

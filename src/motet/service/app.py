@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 
 from motet.cluster.client import EngineClient
 from motet.cluster.host import EngineHandlers
+from motet.cluster.local_hosts import code_of, lasting
 from motet.cluster.messages import Start
 from motet.cluster.starts import launcher, starts_of
 from motet.service.adapters.adapters import Adapters
@@ -155,7 +156,8 @@ def _parts(settings: Settings, store: Store) -> Parts:
     log = EventLog(store, bus)
     adapters = Adapters(store, storage, bases)
     starts = starts_of([(_start(settings, storage, name), *hosts) for name, hosts in settings.hosts.items()])
-    engine = EngineClient(starts, settings.directory, launcher(config.cluster, *settings.hosts.values()))
+    launch = launcher(config.cluster, *settings.hosts.values()) or lasting(config, settings.directory)
+    engine = EngineClient(starts, settings.directory, launch)
     ledger = Ledger(store)
     quotas = Quotas(store, storage, ledger, config.limits, sum(hosts.slots for hosts, _ in settings.hosts.values()))
     enforcer = QuotaEnforcer(quotas, ledger, engine)
@@ -176,7 +178,7 @@ def _parts(settings: Settings, store: Store) -> Parts:
 
     handlers = EngineHandlers(
         handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, rest, ledger.count_completion,
-        bus.publish, agents.run,
+        bus.publish, agents.run, handover.reconcile,
     )  # fmt: skip
     models = Models(bases, store, storage, submissions, quotas, engine)
     checkpoints = Checkpoints(models)
@@ -193,6 +195,8 @@ def _parts(settings: Settings, store: Store) -> Parts:
 
 def _start(settings: Settings, storage: Storage, base: str) -> Start:
     config = settings.config
+    lasts = lasting(config, settings.directory) is not None
+    rewards = [one.target.rpartition(":")[0] for one in settings.rewards.values()]
     return Start(
         base=settings.bases.place(base),
         serves=base,
@@ -203,4 +207,6 @@ def _start(settings: Settings, storage: Storage, base: str) -> Start:
         unwalled=list(config.unwalled),
         patience_seconds=config.patience_seconds,
         largest=config.largest(*settings.hosts[base]),
+        takeover_seconds=config.takeover_seconds if lasts else 0.0,
+        code=code_of(settings.bases.place(base), *rewards) if lasts else "",
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from motet.cluster.client import EngineClient
-from motet.cluster.messages import AddJob
+from motet.cluster.messages import Action, AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToEngine
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError
 from motet.service.bases import Bases
@@ -22,6 +23,8 @@ from motet.types import JobState
 
 UNFIT = (MotetError, OSError, ValueError)
 """What is raised where a job cannot be taken up as it stands: it fails with the reason, and no other does."""
+
+_ACTIONS: dict[str, Action] = {"run": "resume", "pause": "pause", "cancel": "cancel"}
 
 
 class Handover:
@@ -70,6 +73,20 @@ class Handover:
             except UNFIT as error:
                 self._recorder.record_state(job.id, JobState.FAILED, str(error))
         return messages
+
+    def reconcile(self, held: Sequence[Held]) -> dict[str, list[ToEngine]]:
+        """What hosts are told of jobs that they have of the service before, by job: it may have been asked meanwhile."""
+        return {one.job: self._told_again(one) for one in held}
+
+    def _told_again(self, held: Held) -> list[ToEngine]:
+        job = self._store.job_by_id(held.job)
+        if job is None or JobState(job.state).final:
+            return [ReleaseJob(held.job)]  # it is not known here, or not any more
+        rule, spec = self._enforcer.rule_with_job(job), job.spec
+        messages: list[ToEngine] = [SetRule(job.tenant_id, rule), ChangeJob(job.id, spec["budget"], spec["priority"])]
+        if job.wanted != held.wanted:
+            messages.append(SteerJob(job.id, _ACTIONS[job.wanted]))
+        return [*messages, Nudge(job.id)]
 
     def _wait(self, job: StoredJob, why: str) -> None:
         """Leave a job as it is until the service is started with what it needs."""

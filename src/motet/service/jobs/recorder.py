@@ -37,10 +37,12 @@ class EventRecorder:
         self._write(lambda: self._store.add_event(job_id, "step", f"{line['step']}", line, counts, **row))
         self._bus.publish(job_id, ANY_JOB)
 
-    def record_state(self, job_id: str, state: JobState, message: str, inexact: Sequence[str] | None = None) -> None:
-        """Keep a new state of a job, with a message for its owner."""
+    def record_state(
+        self, job_id: str, state: JobState, message: str, inexact: Sequence[str] | None = None, key: str = ""
+    ) -> None:
+        """Keep a new state of a job, with a message for its owner; once, where it comes again with its `key`."""
         shown = {"state": state.value, "message": self._storage.without_places(_storable(message))}
-        key, row = f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
+        key, row = key or f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
         event = shown if inexact is None else {**shown, "inexact": inexact}
         self._write(lambda: self._store.add_event(job_id, "state", key, event, None, **row))
         self._bus.publish(job_id, ANY_JOB)
@@ -57,7 +59,7 @@ class EventRecorder:
         if isinstance(event, JobStepped):
             self.record_step(event.job, event.line)
         elif not (self._closing and event.state in (JobState.PAUSED, JobState.QUEUED)):
-            self.record_state(event.job, event.state, event.message, event.inexact)
+            self.record_state(event.job, event.state, event.message, event.inexact, event.key)
 
     def record_usage(self, usage: Usage) -> None:
         """Keep who used the device."""

@@ -238,7 +238,7 @@ class QuotaEnforcer:
         used = self._ledger.tokens_today()
         for tenant_id, limits in self._quotas.all().items():
             rule = _rule(limits, used.get(tenant_id, 0))
-            if rule != self._sent.get(tenant_id, Rule()):
+            if rule != self._sent.get(tenant_id):  # the first time to all: a service before may have said otherwise
                 self._sent[tenant_id] = rule
                 self._engine.send(SetRule(tenant_id, rule))
 

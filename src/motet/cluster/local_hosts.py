@@ -1,0 +1,209 @@
+"""Hosts on this machine that outlive the service: each has a socket and a token in a directory, for the next service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import importlib.metadata
+import logging
+import os
+import secrets
+import signal
+import socket
+import struct
+import sys
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+
+from motet import wall
+from motet.channel import LONGEST_LINE, Child, Message, decode
+from motet.cluster import messages as m
+from motet.cluster.host import Engine
+from motet.cluster.listener import TOKEN
+from motet.config.service import ServiceConfig
+
+_log = logging.getLogger(__name__)
+_ANSWER_SECONDS = 20.0
+_STOP_SECONDS = 120.0
+_PACKAGES = ("motet", "torch", "transformers")
+_VARIABLES = (
+    "CUDA",
+    "GOMP",
+    "HF_",
+    "HIP_",
+    "KMP",
+    "MKL",
+    "MOTET_",
+    "NCCL",
+    "OMP",
+    "PYTORCH",
+    "TORCH",
+    "TRANS",
+    "TRITON",
+)
+"""How names of environment variables begin that a host may look at."""
+
+
+def lasting(config: ServiceConfig, directory: Path) -> LocalHosts | None:
+    """What starts the hosts of a service, and finds those of the service before; None where they end with the service."""
+    here = config.cluster.launcher == "local" and sys.platform == "linux"
+    return LocalHosts(directory / "engine") if here and config.takeover_seconds else None
+
+
+class LocalHosts:
+    """The hosts of one service: the `Launch` of its `EngineClient`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Where sockets and tokens are."""
+        self._directory = directory
+
+    async def __call__(self, start: m.Start, log: Path) -> Engine:
+        """The process of a host."""
+        return await self.host(start.host or 0, log)
+
+    async def host(self, number: int, log: Path) -> Engine:
+        """The process of a host that an earlier service has left, or a new one; what a new one prints goes to `log`."""
+        return await self._left(number) or await self._started(number, log)
+
+    async def end_from(self, number: int) -> None:
+        """Let hosts of this number and above save their jobs, and end them: this service has no use for so many."""
+        for path in sorted(self._directory.glob("*.sock")):
+            if path.stem.isdigit() and int(path.stem) >= number and (engine := await self._left(int(path.stem))):
+                engine.send(m.Stop())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_STOP_SECONDS):
+                        async for _ in engine.messages():
+                            pass
+                await engine.kill()
+
+    async def _left(self, number: int) -> Engine | None:
+        """The process that listens, where it is a host of this service's."""
+        socket_file, token_file = self._files(number)
+        try:
+            token = token_file.read_text()
+            with _short(self._directory) as short:
+                reader, writer = await asyncio.open_unix_connection(short / socket_file.name, limit=LONGEST_LINE)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
+        pid, uid, _ = struct.unpack(
+            "3i", writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        )
+        half, here = len(token) // 2, None
+        with contextlib.suppress(OSError, ValueError, TimeoutError):
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                writer.write(token[:half].encode())
+                here = decode(await reader.readline(), m.Here)
+        if uid != os.getuid() or here is None or not secrets.compare_digest(here.token, token[half:]):
+            writer.close()
+            _log.warning("%s: process %d there is no engine of this service; another is started", socket_file, pid)
+            return None
+        return _Connected(reader, writer, pid, (socket_file, token_file))
+
+    async def _started(self, number: int, log: Path) -> Engine:
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._directory.chmod(0o700)
+        socket_file, token_file = self._files(number)
+        token = secrets.token_hex(32)
+        for path in (socket_file, token_file):
+            path.unlink(missing_ok=True)
+        with os.fdopen(os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(token)
+        with log.open("ab") as out, socket.socket(socket.AF_UNIX) as listening, _short(self._directory) as short:
+            listening.bind(str(short / socket_file.name))
+            socket_file.chmod(0o600)
+            listening.listen()
+            process = await asyncio.create_subprocess_exec(
+                *wall.command("motet.hosting", str(socket_file)),
+                stdin=listening, stdout=out, stderr=out, start_new_session=True, env={**os.environ, TOKEN: token},
+            )  # fmt: skip
+            reader, writer = await asyncio.open_unix_connection(short / socket_file.name, limit=LONGEST_LINE)
+        writer.write(token[: len(token) // 2].encode())
+        connected = _Connected(reader, writer, process.pid, (socket_file, token_file))
+        connected.child = process
+        return connected
+
+    def _files(self, number: int) -> tuple[Path, Path]:
+        return self._directory / f"{number}.sock", self._directory / f"{number}.token"
+
+
+class _Connected(Child[m.FromEngine]):
+    """A host's process, this one's child or not."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, files: Iterable[Path]
+    ) -> None:
+        super().__init__(m.FromEngine, reader, writer, self._end_process)
+        self._files, self._process = files, os.pidfd_open(pid)
+        self._said_all = False
+        self.child: asyncio.subprocess.Process | None = None
+        """Kept: asyncio ends a child that nobody refers to."""
+
+    def send(self, message: Message) -> None:
+        if not self._said_all:
+            super().send(message)
+
+    def close_input(self) -> None:
+        """Let it end, where it was asked to stop; what it still says is heard."""
+        if not self._said_all and not self._writer.is_closing():
+            self._said_all = True
+            self._writer.write_eof()
+
+    async def _end_process(self) -> None:
+        """Kill it, wait until it is gone, and remove its files."""
+        self._writer.close()
+        if self._process < 0:
+            return
+        process, self._process = self._process, -1
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        async with _readable(process):
+            os.close(process)
+        for path in self._files:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def _readable(descriptor: int) -> AsyncIterator[None]:
+    """Once there is something to be read: of a process, that it has ended."""
+    loop, there = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, there.set)
+    try:
+        await there.wait()
+    finally:
+        loop.remove_reader(descriptor)
+    yield
+
+
+@contextlib.contextmanager
+def _short(directory: Path) -> Iterator[Path]:
+    """A short name of a directory: an address of a socket has room for a hundred bytes."""
+    opened = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield Path(f"/proc/self/fd/{opened}")
+    finally:
+        os.close(opened)
+
+
+def code_of(*places: str) -> str:
+    """A digest of the code that a host runs: packages, the environment, and files and folders that are named."""
+    digest = hashlib.sha256(sys.executable.encode())
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
+    for name in sorted(os.environ):
+        if name.startswith(_VARIABLES):
+            digest.update(f"{name}={os.environ[name]}\n".encode("utf-8", "surrogateescape"))
+    for place in (str(wall.PACKAGE_ROOT / "motet"), *places):
+        for path in sorted(_files_of(Path(place).expanduser())):
+            facts = path.stat()
+            digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _files_of(place: Path) -> Iterator[Path]:
+    if place.is_file():
+        yield place
+    for folder, _, names in os.walk(place):
+        if not folder.endswith("__pycache__"):
+            yield from (path for name in names if (path := Path(folder, name)).is_file())

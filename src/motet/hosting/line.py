@@ -1,0 +1,219 @@
+"""The service that a host works for: its process may be killed, and the next one takes over while the host works on.
+
+The host listens on a Unix socket. The process of the service that connects says one half of a token, the host the other. What
+a service has to write down (`KEPT`) is sent again to the next one, until it is known to be written down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from motet.channel import Message, decode, encode
+from motet.cluster import messages as m
+
+MOST_KEPT = 2**26
+"""Bytes of messages that wait for a service; with more of them the host saves its jobs and ends."""
+_FIRST_SECONDS = 60.0
+"""For the first process to connect."""
+_TOKEN_SECONDS = 5.0
+_STOP_SECONDS = 120.0
+"""For jobs to finish their step and save when nobody is there."""
+
+
+class Gone(Message, frozen=True):
+    """The process of the service is gone; the next one sends its `Start`."""
+
+
+class ServiceLine:
+    """The processes of a service, one after another. Threads may share it."""
+
+    def __init__(self, listening: socket.socket, token: str, say: Callable[[str], object]) -> None:
+        """`say` writes a line for an operator."""
+        self._listening, self._token, self._say = listening, token, say
+        listening.listen()  # again: a service finds this process's id by it
+        self._lock = threading.Lock()
+        self._peer: socket.socket | None = None
+        """Who is sent messages."""
+        self._next: socket.socket | None = None
+        """Who is sent messages once the host resumes."""
+        self._kept = deque[bytes]()
+        self._waiting = 0
+        """Bytes of what is kept."""
+        self._start: m.Start | None = None
+        self._first = queue.SimpleQueue[m.Start]()
+        self._early: list[m.ToEngine | Gone | None] = []
+        self._deliver: Callable[[m.ToEngine | Gone | None], object] | None = None
+        self._ending = False
+        threading.Thread(target=self._serve, name="motet-service", daemon=True).start()
+
+    # --- what the host asks for -------------------------------------------------------------------------------------------
+
+    def first(self) -> m.Start:
+        """Wait for the first message."""
+        return self._first.get()
+
+    def queue(self) -> asyncio.Queue[m.ToEngine | Gone | None]:
+        """Messages as they come; None when the host is to end."""
+        loop, messages = asyncio.get_running_loop(), asyncio.Queue[m.ToEngine | Gone | None]()
+
+        def deliver(message: m.ToEngine | Gone | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                loop.call_soon_threadsafe(messages.put_nowait, message)
+
+        with self._lock:
+            for message in self._early:
+                messages.put_nowait(message)
+            self._deliver = deliver
+        return messages
+
+    def resume(self) -> None:
+        """Send what waits to the service whose `Start` has come, and everything else from now on."""
+        with self._lock:
+            if self._next is not None:
+                self._peer, self._next = self._next, None
+                self._write(b"".join(self._kept))
+
+    def send(self, message: Message) -> None:
+        """Send one message; where nobody is there it waits for the next service (`KEPT`), or is dropped.
+
+        Raises:
+            EngineError: it is too long; nothing was sent.
+        """
+        line = encode(message)
+        with self._lock:
+            if isinstance(message, m.KEPT):
+                self._kept.append(line)
+                self._waiting += len(line)
+            if self._peer is not None:
+                self._write(line)
+            elif self._waiting > MOST_KEPT:
+                with contextlib.suppress(OSError):
+                    self._listening.shutdown(socket.SHUT_RDWR)  # nobody can take over any more
+            alone = self._peer is None
+        if alone and isinstance(message, m.Stopped):
+            self._pass_on(None)
+
+    def _write(self, lines: bytes) -> None:
+        try:
+            assert self._peer is not None
+            self._peer.sendall(lines)
+        except OSError:  # the reader sees it too
+            self._peer = None
+
+    # --- in its own thread ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """Listen to one process after another until the host is to end."""
+        seconds = _FIRST_SECONDS
+        while (connection := self._accepted(time.monotonic() + seconds)) is not None:
+            with connection, contextlib.suppress(OSError, ValueError):
+                self._hear(connection)
+            with self._lock:
+                self._peer = self._next = None
+            if self._start is None:
+                os._exit(0)
+            if self._ending:
+                self._pass_on(None)
+                return
+            seconds = self._start.takeover_seconds
+            self._say(f"the service is gone; jobs go on, and the next service has {seconds:g} s to take them over")
+            self._pass_on(Gone())
+        self._give_up()
+
+    def _accepted(self, deadline: float) -> socket.socket | None:
+        """Somebody who knows the token; None where nobody came in time."""
+        while True:
+            self._listening.settimeout(max(0.0, deadline - time.monotonic()))
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:  # late, or shut down
+                return None
+            if self._knows_token(connection):
+                connection.settimeout(None)
+                return connection
+            connection.close()
+            self._say("somebody without the token was refused")
+
+    def _knows_token(self, connection: socket.socket) -> bool:
+        half = len(self._token) // 2
+        connection.settimeout(_TOKEN_SECONDS)
+        try:
+            _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            given = b""
+            while len(given) < half and (part := connection.recv(half - len(given))):
+                given += part
+            if uid != os.getuid() or not hmac.compare_digest(given, self._token[:half].encode()):
+                return False
+            connection.sendall(encode(m.Here(self._token[half:])))
+        except OSError:
+            return False
+        return True
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Take messages in until it hangs up."""
+        with connection.makefile("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):  # it was killed while it wrote
+                    return
+                match message := decode(line, m.ToEngine):
+                    case m.Kept():
+                        with self._lock:
+                            self._waiting -= len(self._kept.popleft()) if self._kept else 0
+                    case m.Start():
+                        self._begin(connection, message)
+                    case m.Stop():
+                        self._stop()
+                    case _:
+                        self._pass_on(message)
+
+    def _begin(self, connection: socket.socket, start: m.Start) -> None:
+        if self._start is None:
+            with self._lock:
+                self._start, self._peer = start, connection
+            self._first.put(start)
+        elif start == self._start and not self._ending:
+            self._say("another process of the service has taken over")
+            with self._lock:
+                self._next = connection
+            self._pass_on(start)
+        else:
+            reason = (
+                "the engine of the service before has another configuration, base or version: it saves its jobs and ends, and "
+                "another is started"
+            )
+            self._say(reason)
+            connection.sendall(encode(m.Failed(reason)))
+            self._stop()
+
+    def _stop(self) -> None:
+        self._ending = True
+        if self._deliver is None:  # nothing is to be saved yet
+            os._exit(0)
+        self._pass_on(m.Stop())
+
+    def _give_up(self) -> None:
+        """Let jobs save, and end."""
+        self._say("no service came: the engine saves its jobs and ends")
+        self._listening.close()
+        if self._start is None:
+            os._exit(0)
+        self._stop()
+        time.sleep(_STOP_SECONDS)
+        os._exit(0)
+
+    def _pass_on(self, message: m.ToEngine | Gone | None) -> None:
+        with self._lock:
+            if self._deliver is None:
+                self._early.append(message)
+            else:
+                self._deliver(message)
