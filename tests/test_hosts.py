@@ -30,7 +30,7 @@ from motet.cluster.nodes import NodeFacts, faults
 from motet.cluster.run import HostedJob, HostedRun
 from motet.config import AdapterConfig, JobConfig
 from motet.errors import EngineError
-from motet.hosting.server import EveryStep
+from motet.hosting.reports import EveryStep
 from motet.jobfile import validate
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.interrupt import Interrupt

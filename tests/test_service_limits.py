@@ -264,8 +264,9 @@ def test_a_spent_job_is_not_resumed_without_a_larger_budget(house: House) -> Non
 
 @pytest.fixture
 def sent(house: House, monkeypatch: pytest.MonkeyPatch) -> list[SetRule]:
-    """The rules that the engine is sent."""
+    """The rules that the engine is sent after those that it is sent at the start."""
     rules: list[SetRule] = []
+    house.part(QuotaEnforcer).enforce()
 
     def send(*messages: ToEngine) -> None:
         rules.extend(message for message in messages if isinstance(message, SetRule))

@@ -32,6 +32,8 @@ class Assignments:
         self._hosts = hosts
         self._jobs: dict[str, Assigned] = {}
         self.rules: dict[str, Rule] = {}
+        self.held: dict[str, m.Held] = {}
+        """Jobs that hosts have of the service before, and of which they were told nothing yet."""
         self.refused: set[tuple[str, str, bool]] = set()
         """Of jobs that no host could take: base, tenant, and whether they run."""
 
@@ -70,10 +72,13 @@ class Assignments:
         self._jobs[name] = Assigned(claim, host, JobState.QUEUED if runs else JobState.PAUSED)
         return host
 
-    def adopt(self, host: Host, held: m.Held) -> None:
-        """A host says that it has a job, which an earlier service gave it."""
-        claim = Claim(held.job, held.tenant, slots=held.slots, base=host.base)
-        self._jobs.setdefault(held.job, Assigned(claim, host, held.state))
+    def adopt(self, host: Host, jobs: Sequence[m.Held]) -> None:
+        """A host is ready, with the jobs that the service before gave it; it learns what holds for tenants."""
+        for held in jobs:
+            claim = Claim(held.job, held.tenant, slots=held.slots, base=host.base)
+            self._jobs.setdefault(held.job, Assigned(claim, host, held.state))
+            self.held[held.job] = held
+        host.send(*(m.SetRule(tenant, rule) for tenant, rule in self.rules.items()))
 
     def can_place_more(self) -> bool:
         """Whether a host could take now what none could: there is one of its base, and its tenant may have more out."""

@@ -19,7 +19,7 @@ from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments
 from motet.cluster.host import Engine, EngineHandlers, Host, Launch, OfHost
 from motet.cluster.placement import HostLoad
-from motet.cluster.shares import EVEN_SECONDS, ClusterShares
+from motet.cluster.shares import shared
 from motet.errors import EngineError, HostGone
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ class EngineClient:
 
         `launch` starts their processes: on this machine unless it is given.
         """
-        self._look_seconds = look
         # of its own: what others wait for in threads, a slow disk or a slow name, does not keep the engine waiting
         self._handling = ThreadPoolExecutor(1, "motet-events")
         logs = [directory / (f"engine-{number}.log" if number else "engine.log") for number in range(len(starts))]
@@ -54,12 +53,10 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._jobs = Assignments(self.hosts)
         self._asked: set[str] = set()
-        """Jobs of which something was asked, or that ended, since the open jobs were read last: that may be old."""
-        self._held: dict[str, m.Held] = {}
-        """Jobs that a host has of the service before, and that it was told nothing of yet."""
+        """Jobs of which something was asked, or that ended, since jobs were read last: what was read may be old."""
         self._unplaced = True
         """Whether there may be jobs that no host has, and that nobody has looked at since something changed."""
-        self._look = asyncio.Event()
+        self._look, self._look_seconds = asyncio.Event(), look
         self._settled = len(starts) == 1
         """Whether jobs are given out: not before all hosts are there, or too late."""
         self.there = {host.base: asyncio.Event() for host in self.hosts}
@@ -104,7 +101,10 @@ class EngineClient:
         self._handlers, self._loop = handlers, asyncio.get_running_loop()
         for host in self.hosts:
             host.start(handlers, self._hear)
-        self._tasks = [asyncio.create_task(self._keep_placed(handlers)), asyncio.create_task(self._share())]
+        self._tasks = [
+            asyncio.create_task(self._keep_placed(handlers)),
+            asyncio.create_task(shared(self.hosts, self._jobs)),
+        ]
 
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the processes."""
@@ -164,14 +164,11 @@ class EngineClient:
                 case m.ForgetJob():
                     self._jobs.forget(message.job)
                     self._to_all(message)
-                case m.Nudge():  # the journal has it for whichever host takes the job up
+                case m.Nudge() | m.ReleaseJob():  # the journal has what is asked for whichever host takes the job up
                     if (job := self._jobs.get(message.job)) is not None:
                         job.host.send(message)
                 case m.SteerJob() | m.ChangeJob():
                     self._pass_on(message)
-                case m.ReleaseJob():
-                    if (job := self._jobs.get(message.job)) is not None:
-                        job.host.send(message)
                 case _:
                     raise EngineError(f"{type(message).__name__} is for no job")
 
@@ -201,11 +198,7 @@ class EngineClient:
                 self._jobs.forget_all_on(host)
                 self._unplaced = True
             case m.Ready():
-                for held in message.jobs:
-                    self._jobs.adopt(host, held)
-                    self._held[held.job] = held
-                for tenant, rule in self._jobs.rules.items():
-                    host.send(m.SetRule(tenant, rule))
+                self._jobs.adopt(host, message.jobs)
                 self._unplaced = True
             case m.JobChanged():
                 self._jobs.moved_on(host, message)
@@ -217,19 +210,6 @@ class EngineClient:
             case m.JobStepped():
                 return
         self._look.set()
-
-    async def _share(self) -> None:
-        """Let tenants have their shares over all hosts, not on each alone."""
-        account, shared = ClusterShares(), False
-        while len(self.hosts) > 1:
-            await asyncio.sleep(EVEN_SECONDS)
-            used = {host.number: host.used for host in self.hosts if host.ready}
-            factors = account.look(
-                used, self._jobs.tenants(), {tenant: rule.share for tenant, rule in self._jobs.rules.items()}
-            )
-            for host in self.hosts if len(factors) > 1 or shared else ():
-                host.send(m.EvenOut(factors))
-            shared = len(factors) > 1
 
     # --- which host has which job -----------------------------------------------------------------------------------------
 
@@ -271,7 +251,7 @@ class EngineClient:
         for base, there in self.there.items():
             if self._answering(base):  # also while the database is away: questions can be answered
                 there.set()
-        if self._held:
+        if self._jobs.held:
             await self._reconcile(handlers)
         if self._unplaced or self._jobs.can_place_more():
             self._asked.clear()
@@ -286,16 +266,13 @@ class EngineClient:
             host.send(m.ReleaseJob(job))
 
     async def _reconcile(self, handlers: EngineHandlers) -> None:
-        """Say what was asked of jobs while nobody could tell their host."""
+        """Say what was asked of jobs while nobody could tell their host; again where that may be old."""
         self._asked.clear()
-        held = list(self._held.values())
-        messages = await asyncio.get_running_loop().run_in_executor(self._handling, handlers.reconcile, held)
-        asked = set(self._asked)
-        for job in set(messages) - asked:
-            self._route(*messages[job])
-        self._held = {job: one for job, one in self._held.items() if job in asked and self._jobs.get(job)}
-        if self._held:  # what was read of them may be old
-            self._look.set()
+        held, loop = list(self._jobs.held.values()), asyncio.get_running_loop()
+        asked = await loop.run_in_executor(self._handling, handlers.reconcile, held)
+        self._jobs.held = {one.job: one for one in held if one.job in self._asked and self.has(one.job)}
+        self._route(*(message for job in set(asked) - self._asked for message in asked[job]))
+        self._look.set()
 
     def _place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> None:
         """Give a job to a host of its base, unless one has it or none can take it."""

@@ -282,8 +282,6 @@ class Host:
                     self._heard(self, message)
             case m.Released():
                 self._heard(self, message)
-            case m.Here():
-                pass
             case _:
                 if (answers := self._open.get(message.key)) is not None:
                     answers.put_nowait(message)

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 from motet import wall
-from motet.channel import LONGEST_LINE, Child, Message, decode
+from motet.channel import LONGEST_LINE, Child, Message
 from motet.cluster import messages as m
 from motet.cluster.host import Engine
 from motet.cluster.listener import TOKEN
@@ -89,12 +89,12 @@ class LocalHosts:
         pid, uid, _ = struct.unpack(
             "3i", writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         )
-        half, here = len(token) // 2, None
-        with contextlib.suppress(OSError, ValueError, TimeoutError):
+        half, answer = len(token) // 2, b""
+        with contextlib.suppress(OSError, EOFError, TimeoutError):
             async with asyncio.timeout(_ANSWER_SECONDS):
                 writer.write(token[:half].encode())
-                here = decode(await reader.readline(), m.Here)
-        if uid != os.getuid() or here is None or not secrets.compare_digest(here.token, token[half:]):
+                answer = await reader.readexactly(len(token) - half)
+        if uid != os.getuid() or not token or not secrets.compare_digest(answer, token[half:].encode()):
             writer.close()
             _log.warning("%s: process %d there is no engine of this service; another is started", socket_file, pid)
             return None
@@ -115,13 +115,13 @@ class LocalHosts:
             listening.listen()
             process = await asyncio.create_subprocess_exec(
                 *wall.command("motet.hosting", str(socket_file)),
-                stdin=listening, stdout=out, stderr=out, start_new_session=True, env={**os.environ, TOKEN: token},
+                stdin=listening.fileno(), stdout=out, stderr=out, start_new_session=True, env={**os.environ, TOKEN: token},
             )  # fmt: skip
             reader, writer = await asyncio.open_unix_connection(short / socket_file.name, limit=LONGEST_LINE)
         writer.write(token[: len(token) // 2].encode())
-        connected = _Connected(reader, writer, process.pid, (socket_file, token_file))
-        connected.child = process
-        return connected
+        started = _Connected(reader, writer, process.pid, (socket_file, token_file))
+        started.child, started.unread = process, len(token) // 2
+        return started
 
     def _files(self, number: int) -> tuple[Path, Path]:
         return self._directory / f"{number}.sock", self._directory / f"{number}.token"
@@ -138,6 +138,15 @@ class _Connected(Child[m.FromEngine]):
         self._said_all = False
         self.child: asyncio.subprocess.Process | None = None
         """Kept: asyncio ends a child that nobody refers to."""
+        self.unread = 0
+        """Bytes of the answer of a process that was just started, which nobody has to check."""
+
+    async def messages(self) -> AsyncIterator[m.FromEngine]:
+        with contextlib.suppress(OSError, EOFError):
+            await self._reader.readexactly(self.unread)
+            self.unread = 0
+            async for message in super().messages():
+                yield message
 
     def send(self, message: Message) -> None:
         if not self._said_all:

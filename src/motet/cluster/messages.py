@@ -173,7 +173,7 @@ class Abandon(Message, frozen=True):
 
 
 class Kept(Message, frozen=True):
-    """The oldest of the messages that are sent again to the next service is kept (`KEPT`)."""
+    """The oldest event or usage that waits for this is written down; those that wait are sent to the next service again."""
 
 
 class Scored(Message, frozen=True):
@@ -191,15 +191,7 @@ ToEngine = (
     Start | Stop | AddJob | SteerJob | ChangeJob | ReleaseJob | ForgetJob | Nudge | SetRule | EvenOut
     | Complete | Examine | Abandon | Scored | AskEpisode | BeginEpisode | EpisodeEnded | Kept
 )  # fmt: skip
-
 # --- from a host -------------------------------------------------------------------------------------------------------
-
-
-class Here(Message, frozen=True):
-    """The first message of a host that a service connects to."""
-
-    token: str
-    """The half that the service does not say."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -399,7 +391,5 @@ Answer = PromptRead | PromptScored | Tokens | Examined | Unfit | EpisodeAnswered
 FromEngine = (
     Ready | Failed | Stopped | Progress | JobChanged | JobStepped | Released | Obeyed | Usage | ScoreRequest | CancelScore
     | Rest | PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
-    | OfferEpisode | WithdrawEpisode | EpisodeAnswered | Here
+    | OfferEpisode | WithdrawEpisode | EpisodeAnswered
 )  # fmt: skip
-KEPT = (JobChanged, JobStepped, Usage)
-"""Messages of a host that a service writes down and answers with `Kept`; without it the next service gets them again."""

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -80,31 +80,19 @@ def serve(
             _greet(app, f"http://{host}:{port}", heard)
         return app
 
-    hosts, log = lasting(config, directory), directory / "engine.log"
-
-    async def first_host() -> Engine:
-        return await (start_engine(log) if hosts is None else hosts.host(0, log))
-
-    async def end_hosts_from(number: int) -> None:
-        """End those of a service before that had more of them, or other ones."""
-        await LocalHosts(directory / "engine").end_from(0 if hosts is None else number)
-
     try:
-        here = config.cluster.launcher == "local"
-        asyncio.run(_run(make, first_host if here else None, end_hosts_from, sockets))
+        asyncio.run(_run(make, config, directory, sockets))
     except KeyboardInterrupt:
         return
 
 
 async def _run(
-    make: Callable[[Sequence[int]], FastAPI],
-    first_host: Callable[[], Awaitable[Engine]] | None,
-    end_hosts_from: Callable[[int], Awaitable[None]],
-    sockets: Sequence[socket.socket],
+    make: Callable[[Sequence[int]], FastAPI], config: ServiceConfig, directory: Path, sockets: Sequence[socket.socket]
 ) -> None:
-    """Make the application and serve it. The first host's process is started before: both take seconds to be loaded."""
+    """Make the application and serve it. A host's process on this machine is started first: both take seconds to load."""
+    hosts = lasting(config, directory)
     with _noted() as heard:
-        engine = None if first_host is None else await first_host()
+        engine = await _first_host(config, hosts, directory / "engine.log")
         try:
             import uvicorn
 
@@ -120,7 +108,7 @@ async def _run(
     client = app.state.parts[EngineClient]
     if engine is not None:
         client.adopt(engine)
-    await end_hosts_from(len(client.hosts))
+    await LocalHosts(directory / "engine").end_from(0 if hosts is None else len(client.hosts))
 
     lifecycle = app.state.lifecycle
 
@@ -137,6 +125,12 @@ async def _run(
     if not server.started:
         await client.kill()
         sys.exit(3)
+
+
+async def _first_host(config: ServiceConfig, hosts: LocalHosts | None, log: Path) -> Engine | None:
+    if config.cluster.launcher != "local":
+        return None
+    return await (start_engine(log) if hosts is None else hosts.host(0, log))
 
 
 @contextlib.contextmanager

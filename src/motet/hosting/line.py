@@ -21,6 +21,8 @@ from collections.abc import Callable
 from motet.channel import Message, decode, encode
 from motet.cluster import messages as m
 
+KEPT = (m.JobChanged, m.JobStepped, m.Usage)
+"""Messages that wait until the service has written them down (`Kept`)."""
 MOST_KEPT = 2**26
 """Bytes of messages that wait for a service; with more of them the host saves its jobs and ends."""
 _FIRST_SECONDS = 60.0
@@ -91,7 +93,7 @@ class ServiceLine:
         """
         line = encode(message)
         with self._lock:
-            if isinstance(message, m.KEPT):
+            if isinstance(message, KEPT):
                 self._kept.append(line)
                 self._waiting += len(line)
             if self._peer is not None:
@@ -154,7 +156,7 @@ class ServiceLine:
                 given += part
             if uid != os.getuid() or not hmac.compare_digest(given, self._token[:half].encode()):
                 return False
-            connection.sendall(encode(m.Here(self._token[half:])))
+            connection.sendall(self._token[half:].encode())
         except OSError:
             return False
         return True

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections import Counter
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,19 +20,19 @@ from motet.cluster import messages as m
 from motet.config import JobConfig, RolloutConfig, RunConfig
 from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
-from motet.hosting.every_step import EveryStep
 from motet.hosting.line import Gone, ServiceLine
+from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports
 from motet.hosting.scores import AskedOfService
 from motet.launch import assemble, open_base, services
 from motet.preparing import identity, prepare
-from motet.runtime.job import CommandObeyed, Job, StateChanged, StepDone
+from motet.protocols import RolloutEngine
+from motet.runtime.job import Job
 from motet.runtime.meter import Meter
 from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
-from motet.tasks.plain_json import as_json
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
@@ -86,19 +84,17 @@ class EngineServer:
         room = min(info.max_positions, self.workshop.kv_tokens or info.max_positions)
         self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._meter, self._used = Meter(self.workshop.device.busy), Counter[str]()
-        self._measured, self._windows = time.monotonic(), 0
+        self._usage = UsageReports(Meter(self.workshop.device.busy), parent.send, shared.engine_suffix, start.serves)
         self._servers = _Servers(self.workshop, away_seconds(config.rollout))
         self._changes: dict[str, m.ChangeJob] = {}
         """Of jobs that are being prepared: another budget or priority."""
         self._leaving: set[str] = set()
         """Jobs that are to save and go to another host."""
         self._wanted: dict[str, str] = {}  # of jobs that are being prepared: what was asked for last
-        self._held: dict[str, m.AddJob] = {}
-        """Jobs as they were handed over, with what was asked for last."""
+        self._handed_over, self._reports = HandedOver(), JobReports(parent.send, shared.engine_suffix)
         self._resting = set[str]()
         """Jobs that are to rest as soon as nobody is there who scores for them."""
-        self._events, self._alone = itertools.count(), False
+        self._alone = False
         self._preparing = asyncio.Lock()  # one after another, so that jobs queue in the order they came
 
     def _rewards(self) -> RewardPool:
@@ -128,7 +124,9 @@ class EngineServer:
                 f"{info.processor}, {threads or budgets.cores()} threads" if info.device == "cpu" else info.processor
             )
             try:
-                self._ready = m.Ready(self.workshop.notes, await self._tokens_per_second(), device)
+                compared = self._start.host is not None and self.workshop.servers is None
+                speed = await _tokens_per_second(self.workshop.engine, info.vocab_size) if compared else 0.0
+                self._ready = m.Ready(self.workshop.notes, speed, device)
                 self._attach()
                 while (message := await messages.get()) is not None:
                     if isinstance(message, m.Stop):
@@ -153,35 +151,17 @@ class EngineServer:
         self.workshop.close()
         self._opened.close()
 
-    async def _tokens_per_second(self) -> float:
-        """How fast this host reads a prompt, the best of three times, for whoever has others to compare; 0 where servers do."""
-        if self._start.host is None or self.workshop.servers is not None:
-            return 0.0
-        ids = np.arange(_SPEED_TOKENS, dtype=np.int32) % self.base.info.vocab_size
-        seconds = []
-        for _ in range(3):
-            begun = time.perf_counter()
-            await self.workshop.engine.score(ids, None)
-            seconds.append(time.perf_counter() - begun)
-        return _SPEED_TOKENS / min(seconds)
-
     async def _stopped(self, running: asyncio.Task[None]) -> None:
         """Say when every job has saved."""
         await asyncio.wait([running])
-        self._measure(0.0)
+        self._usage.look(0.0, 0.0)
         self._parent.send(m.Stopped())
 
     def _attach(self) -> None:
         """Work for the service that is there: say which jobs are here, and ask again what the one before has not answered."""
-        self._alone, jobs = False, self.pipeline.jobs
+        self._alone = False
         self._parent.resume()
-        states = {name: jobs[name].state if name in jobs else JobState.QUEUED for name in self._held}
-        held = [
-            m.Held(name, job.tenant, job.slots, states[name], job.wanted)
-            for name, job in self._held.items()
-            if not states[name].final
-        ]
-        self._parent.send(structs.replace(self._ready, jobs=held))
+        self._parent.send(structs.replace(self._ready, jobs=self._handed_over.held(self.pipeline.jobs)))
         self._scores.ask_again()
         self._episodes.offer_again()
 
@@ -202,13 +182,12 @@ class EngineServer:
             case m.AddJob():
                 name = str(message.job["name"])
                 if name not in self.pipeline.jobs and name not in self._wanted:  # it comes twice while this starts
-                    self._wanted[name], self._held[name] = message.wanted, message
+                    self._wanted[name] = message.wanted
+                    self._handed_over.add(message)
                     self._begin(self._add(name, message))
                     self.pipeline.rule(message.tenant, message.rule)
             case m.SteerJob():
-                if (held := self._held.get(message.job)) is not None:
-                    wanted = "run" if message.action == "resume" else message.action
-                    self._held[message.job] = structs.replace(held, wanted=wanted)
+                self._handed_over.steer(message)
                 self._steer(message.job, message.action)
             case m.SetRule():
                 self.pipeline.rule(message.tenant, message.rule)
@@ -257,7 +236,7 @@ class EngineServer:
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._wanted.pop(name)
             self._changes.pop(name, None)
-            self._say(name, JobState.FAILED, reason(error))
+            self._reports.changed(name, JobState.FAILED, reason(error))
         else:
             job.tenant = message.tenant
             self.pipeline.add(job)
@@ -274,24 +253,9 @@ class EngineServer:
             job.note_inexact(why)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
-        job.observer = EveryStep(job.directory, first_step, lambda event: self._event(job, event))
+        report = lambda event: self._reports.event(job, event, leaves=job.name in self._leaving)  # noqa: E731
+        job.observer = EveryStep(job.directory, first_step, report)
         return job
-
-    def _event(self, job: Job, event: StateChanged | StepDone | CommandObeyed) -> None:
-        match event:
-            case CommandObeyed():
-                self._parent.send(m.Obeyed(job.name))
-            case StepDone(line):
-                self._parent.send(m.JobStepped(job.name, as_json(line)))
-            case StateChanged(state, message, inexact):
-                if not (job.name in self._leaving and state is JobState.PAUSED):  # it goes on elsewhere
-                    self._say(job.name, state, message, list(inexact), spent=job.progress.spent)
-
-    def _say(
-        self, job: str, state: JobState, message: str, inexact: list[str] | None = None, *, spent: bool = False
-    ) -> None:
-        key = f"{self._shared.engine_suffix}.{next(self._events)}"
-        self._parent.send(m.JobChanged(job, state, message, inexact, spent, key))
 
     def _release(self) -> None:
         """Let go of the jobs that are to leave and have saved."""
@@ -325,11 +289,11 @@ class EngineServer:
             for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
                 self.pipeline.forget(job.name)
             self._release()
-            self._held = {n: job for n, job in self._held.items() if n in self.pipeline.jobs or n in self._wanted}
+            self._handed_over.keep({*self.pipeline.jobs, *self._wanted})
             away = self._servers.look() if start.host is not None else ""  # of several: others go on
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
-            self._measure(_USAGE_SECONDS if any(self._used) else _IDLE_SECONDS)
+            self._usage.look(_USAGE_SECONDS, _IDLE_SECONDS)
             jobs = {job.name: _standing(job.progress) for job in running}
             self._resting &= {job.name for job in running}
             for name in self._resting:  # again: another service does not know it
@@ -338,15 +302,16 @@ class EngineServer:
                 m.Progress(jobs, {"decode": busy.decode, "train": busy.train}, dict(self._shared.scheduler.used), away)
             )
 
-    def _measure(self, every: float) -> None:
-        """Read the meter, and send what was used where the last time is so long ago, in seconds."""
-        self._used.update(self._meter.window())
-        if time.monotonic() - self._measured < every or not self._used:
-            return
-        self._measured = time.monotonic()
-        self._windows += 1
-        self._parent.send(m.Usage(self._shared.engine_suffix, self._windows, dict(self._used), self._start.serves))
-        self._used.clear()
+
+async def _tokens_per_second(engine: RolloutEngine, vocabulary: int) -> float:
+    """How fast a host reads a prompt, the best of three times, for whoever has others to compare."""
+    ids = np.arange(_SPEED_TOKENS, dtype=np.int32) % vocabulary
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        await engine.score(ids, None)
+        seconds.append(time.perf_counter() - begun)
+    return _SPEED_TOKENS / min(seconds)
 
 
 class _Servers:

@@ -1,0 +1,123 @@
+"""What the service hears of jobs: their events, each with a key of its own and no step left out, and who used the device."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from msgspec import structs
+
+from motet.cluster import messages as m
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.job import CommandObeyed, Job, JobObserver, StateChanged, StepDone
+from motet.runtime.meter import Meter
+from motet.tasks.plain_json import as_json
+from motet.types import JobState
+
+Send = Callable[[m.FromEngine], None]
+
+
+class JobReports:
+    """Sends what happens to jobs."""
+
+    def __init__(self, send: Send, engine: str) -> None:
+        """`engine` is another name for each start."""
+        self._send, self._engine, self._numbers = send, engine, itertools.count()
+
+    def changed(
+        self, job: str, state: JobState, message: str, inexact: Sequence[str] | None = None, *, spent: bool = False
+    ) -> None:
+        """A job has another state, or another message with it."""
+        because = None if inexact is None else list(inexact)
+        self._send(m.JobChanged(job, state, message, because, spent, f"{self._engine}.{next(self._numbers)}"))
+
+    def event(self, job: Job, event: StateChanged | StepDone | CommandObeyed, *, leaves: bool) -> None:
+        """Something happened to a job; `leaves`: another host takes it up."""
+        match event:
+            case CommandObeyed():
+                self._send(m.Obeyed(job.name))
+            case StepDone(line):
+                self._send(m.JobStepped(job.name, as_json(line)))
+            case StateChanged(state, message, inexact):
+                if not (leaves and state is JobState.PAUSED):  # it goes on elsewhere
+                    self.changed(job.name, state, message, inexact, spent=job.progress.spent)
+
+
+class HandedOver:
+    """Jobs as the service handed them over, with what it asked for last: the next one hears of them."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, m.AddJob] = {}
+
+    def add(self, message: m.AddJob) -> None:
+        """A job comes."""
+        self._jobs[str(message.job["name"])] = message
+
+    def steer(self, message: m.SteerJob) -> None:
+        """Something else is asked of a job."""
+        if (job := self._jobs.get(message.job)) is not None:
+            wanted = "run" if message.action == "resume" else message.action
+            self._jobs[message.job] = structs.replace(job, wanted=wanted)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget all others."""
+        self._jobs = {name: job for name, job in self._jobs.items() if name in names}
+
+    def held(self, jobs: Mapping[str, Job]) -> list[m.Held]:
+        """Those that have not ended; what is not in `jobs` is being prepared."""
+        states = {name: jobs[name].state if name in jobs else JobState.QUEUED for name in self._jobs}
+        return [
+            m.Held(name, job.tenant, job.slots, states[name], job.wanted)
+            for name, job in self._jobs.items()
+            if not states[name].final
+        ]
+
+
+class UsageReports:
+    """Sends who used the device, in numbered windows."""
+
+    def __init__(self, meter: Meter, send: Send, engine: str, base: str) -> None:
+        self._meter, self._send, self._engine, self._base = meter, send, engine, base
+        self._used = Counter[str]()
+        self._measured, self._windows = time.monotonic(), 0
+
+    def look(self, every: float, idle: float) -> None:
+        """Read the meter, and send it where the last time is `every` seconds ago, or `idle` where nobody used the device."""
+        seconds = every if any(self._used) else idle
+        self._used.update(self._meter.window())
+        if time.monotonic() - self._measured < seconds or not self._used:
+            return
+        self._measured = time.monotonic()
+        self._windows += 1
+        self._send(m.Usage(self._engine, self._windows, dict(self._used), self._base))
+        self._used.clear()
+
+
+class EveryStep:
+    """An observer that leaves no step out: before a step come those that another process committed and did not send."""
+
+    def __init__(self, directory: JobDirectory, first_step: int, observe: JobObserver) -> None:
+        """Send what is committed from `first_step` on; a process that was cut off may commit more after this."""
+        self._directory, self._next, self._observe = directory, first_step, observe
+        self._send_committed()
+
+    def __call__(self, event: StateChanged | StepDone | CommandObeyed) -> None:
+        """Take in what happens to the job."""
+        if isinstance(event, StepDone):
+            step = int(event.line["step"])
+            if step > self._next:
+                self._send_committed(before=step)
+            self._next = step + 1
+        self._observe(event)
+
+    def _send_committed(self, before: float = math.inf) -> None:
+        if (committed := self._directory.newest()) is None:
+            return
+        tokens = self._directory.read_tokens(committed)
+        for record in self._directory.read_metrics(committed):
+            if self._next <= (step := int(record["step"])) < before:
+                self._next = step + 1
+                self._observe(StepDone({**record, **tokens.get(step, {})}))
