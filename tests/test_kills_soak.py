@@ -61,7 +61,7 @@ def finished(service: Service) -> Mapping[str, bytes]:
 def test_a_hundred_kills_lose_nothing(tmp_path: Path) -> None:
     source = random.Random(0)
     service = Service(tmp_path / "killed")
-    kills = {"service": 0, "engine": 0, "engine that starts": 0}
+    kills = {"service": 0, "both": 0, "engine": 0, "engine that starts": 0}
     began = time.monotonic()
     try:
         service.start(ready=False)
@@ -72,9 +72,11 @@ def test_a_hundred_kills_lose_nothing(tmp_path: Path) -> None:
             service.until(lambda starting=starting: starting or service.answers("/readyz"))  # type: ignore[misc]
             time.sleep(source.uniform(0.0, 3.0))
             if source.random() < 0.5:
-                service.kill()
+                who = source.choice(("service", "both"))
+                (service.kill if who == "service" else service.kill_all)()
+                time.sleep(source.uniform(0.0, 1.0))  # the engine works on alone
                 service.start(ready=False)
-                kills["service"] += 1
+                kills[who] += 1
             else:
                 kills["engine that starts" if starting else "engine"] += _kill_engine(service)
         steps = [service.job(str(job["name"]))["step"] for job in jobs()]

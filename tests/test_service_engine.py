@@ -222,11 +222,11 @@ def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: d
         service.reaches("first", 1)
         service.engine().kill()
         service.reaches("second", 2)
-        service.kill()
+        service.kill_all()
         service.forget_last_step("second")  # as if it had died between the commit and the telling
         if often:
             service.start(ready=False)
-            service.kill()  # before its engine was ready
+            service.kill_all()  # before its engine was ready
         service.start()
         if often:
             service.reaches("first", 4)

@@ -100,7 +100,7 @@ def test_steps_that_were_told_after_a_crash_have_their_tokens(service: Service) 
     """The database lost a step's event with the process; it is told again from the commit, with what it cost."""
     service.submit(tiny("lost", 30))
     service.reaches("lost", 3)
-    service.kill()
+    service.kill_all()
     with contextlib.closing(sqlite3.connect(service.directory / "motet.db")) as database:
         (day, tenant, before) = database.execute(
             "SELECT day, tenant_id, tokens_trained FROM usage WHERE job_name = 'lost'"

@@ -60,7 +60,7 @@ def _line(token: str) -> ServiceLine:
     listening = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    return ServiceLine(listening, token, lambda line: print(line, file=sys.stderr, flush=True))
+    return ServiceLine(listening, token, lambda line: print(line, file=sys.stderr, flush=True), lambda: os._exit(0))
 
 
 def _run_directory(path: Path, host: int | None) -> RunDirectory:

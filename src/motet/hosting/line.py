@@ -27,6 +27,7 @@ MOST_KEPT = 2**26
 """Bytes of messages that wait for a service; with more of them the host saves its jobs and ends."""
 _FIRST_SECONDS = 60.0
 """For the first process to connect."""
+_LOOK_SECONDS = 0.5
 _TOKEN_SECONDS = 5.0
 _STOP_SECONDS = 120.0
 """For jobs to finish their step and save when nobody is there."""
@@ -39,9 +40,11 @@ class Gone(Message, frozen=True):
 class ServiceLine:
     """The processes of a service, one after another. Threads may share it."""
 
-    def __init__(self, listening: socket.socket, token: str, say: Callable[[str], object]) -> None:
-        """`say` writes a line for an operator."""
-        self._listening, self._token, self._say = listening, token, say
+    def __init__(
+        self, listening: socket.socket, token: str, say: Callable[[str], object], end: Callable[[], object]
+    ) -> None:
+        """`say` writes a line for an operator; `end` ends the process at once."""
+        self._listening, self._token, self._say, self._end = listening, token, say, end
         listening.listen()  # again: a service finds this process's id by it
         self._lock = threading.Lock()
         self._peer: socket.socket | None = None
@@ -98,9 +101,6 @@ class ServiceLine:
                 self._waiting += len(line)
             if self._peer is not None:
                 self._write(line)
-            elif self._waiting > MOST_KEPT:
-                with contextlib.suppress(OSError):
-                    self._listening.shutdown(socket.SHUT_RDWR)  # nobody can take over any more
             alone = self._peer is None
         if alone and isinstance(message, m.Stopped):
             self._pass_on(None)
@@ -122,8 +122,9 @@ class ServiceLine:
                 self._hear(connection)
             with self._lock:
                 self._peer = self._next = None
-            if self._start is None:
-                os._exit(0)
+            if self._start is None:  # it was started for this one alone
+                self._end()
+                return
             if self._ending:
                 self._pass_on(None)
                 return
@@ -134,17 +135,20 @@ class ServiceLine:
 
     def _accepted(self, deadline: float) -> socket.socket | None:
         """Somebody who knows the token; None where nobody came in time."""
-        while True:
-            self._listening.settimeout(max(0.0, deadline - time.monotonic()))
+        while self._waiting <= MOST_KEPT and (left := deadline - time.monotonic()) > 0:
             try:
+                self._listening.settimeout(min(left, _LOOK_SECONDS))
                 connection, _ = self._listening.accept()
-            except OSError:  # late, or shut down
+            except TimeoutError:
+                continue
+            except OSError:
                 return None
             if self._knows_token(connection):
                 connection.settimeout(None)
                 return connection
             connection.close()
             self._say("somebody without the token was refused")
+        return None
 
     def _knows_token(self, connection: socket.socket) -> bool:
         half = len(self._token) // 2
@@ -200,7 +204,7 @@ class ServiceLine:
     def _stop(self) -> None:
         self._ending = True
         if self._deliver is None:  # nothing is to be saved yet
-            os._exit(0)
+            self._end()
         self._pass_on(m.Stop())
 
     def _give_up(self) -> None:
@@ -208,10 +212,10 @@ class ServiceLine:
         self._say("no service came: the engine saves its jobs and ends")
         self._listening.close()
         if self._start is None:
-            os._exit(0)
+            self._end()
         self._stop()
         time.sleep(_STOP_SECONDS)
-        os._exit(0)
+        self._end()
 
     def _pass_on(self, message: m.ToEngine | Gone | None) -> None:
         with self._lock:
