@@ -22,6 +22,7 @@ from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads
 from motet.service.http.bodies import Bodies
 from motet.service.http.depends import Parts
+from motet.service.http.opened import EndsWithKey, KeyWatch
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.initial_adapter import InitialAdapters
@@ -95,6 +96,7 @@ class Lifecycle:
         parts = self._parts
         if self._watching is not None:
             self._watching.cancel()
+        parts[KeyWatch].close()
         parts[EventRecorder].close()
         stopping = asyncio.create_task(parts[EngineClient].stop())
         await asyncio.sleep(0)  # jobs are asked to stop before those that wait for a worker are sent to rest
@@ -142,6 +144,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(
         Bodies, uploads=uploads, refusal=error_body, allowed=allowed, stopping=lambda: parts[EventBus].closed
     )  # fmt: skip
+    app.add_middleware(EndsWithKey, watch=parts[KeyWatch], refusal=error_body)
     for module in ROUTES:
         app.include_router(module.router)
     return app
@@ -183,8 +186,9 @@ def _parts(settings: Settings, store: Store) -> Parts:
     samplers = Samplers(models, checkpoints, storage, engine)
     futures = Futures(models, samplers, quotas, store, bus, settings.directory / "samples")
     leases = Leases(models, futures, store)
+    watch = KeyWatch(store.tenants, (workers, agents, futures))
     return Parts(
-        models, leases, checkpoints, Downloads(), samplers, futures,
+        models, leases, checkpoints, Downloads(), samplers, futures, watch,
         settings, bases, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
         scoring, recorder, handover, queue, submissions, checks, reads, handlers, FineTunings(store, storage, adapters),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
