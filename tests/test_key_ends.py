@@ -26,8 +26,7 @@ from motet.service.workers.agents import AgentWorkers
 from motet.service.workers.rewards import RewardWorkers
 from tests.house import House
 from tests.service_run import Json, tiny
-from tests.test_tinker_strangers import saved
-from tests.tinker_requests import made
+from tests.tinker_requests import made, saved
 from tests.waiting import wait_until
 
 WITHOUT = {"/healthz", "/readyz", "/metrics", "/", f"{PREFIX}/healthz"}
@@ -92,12 +91,14 @@ class Held(threading.Thread):
     def run(self) -> None:
         """Ask, and read all of the answer."""
         method, path, request = self._asked
-        with httpx2.Client(base_url=self._url, timeout=30.0, trust_env=False) as http:
-            with http.stream(method, path, **request) as answer:
-                self.status = answer.status_code
-                for piece in answer.iter_text():
-                    self.begun.set()
-                    self.text += piece
+        with (
+            httpx2.Client(base_url=self._url, timeout=30.0, trust_env=False) as http,
+            http.stream(method, path, **request) as answer,
+        ):
+            self.status = answer.status_code
+            for piece in answer.iter_text():
+                self.begun.set()
+                self.text += piece
         self.ended = time.monotonic()
 
 
@@ -188,7 +189,7 @@ def routes() -> Iterator[APIRoute]:
 
 
 def test_every_route_is_watched_under_the_key_that_it_is_asked_with() -> None:
-    """Whatever a route holds open, its request is broken off when the key ends: the part that looks at keys notes whose it is."""
+    """The part that looks at keys notes whose a request is, so whatever a route holds open is broken off."""
     seen = set()
     for route in routes():
         asked = {route.dependant.call} | {one.call for one in _all(route.dependant)}
