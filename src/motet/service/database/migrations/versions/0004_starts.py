@@ -14,5 +14,5 @@ def upgrade() -> None:
     op.create_table(
         "starts",
         sa.Column("token", sa.String(40), primary_key=True),
-        sa.Column("time", sa.Float(), nullable=False),
+        sa.Column("time", sa.Double(), nullable=False),
     )
