@@ -46,6 +46,7 @@ from motet.service.routes import (
     tenants,
 )
 from motet.service.schemas import Error
+from motet.service.secrets import Secrets, load_secrets
 from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
@@ -117,9 +118,16 @@ def create_app(settings: Settings) -> FastAPI:
 
     Raises:
         StoreError: the database cannot be opened.
+        ConfigError: the key of its secrets is not there.
     """
-    settings.directory.mkdir(parents=True, exist_ok=True)
-    parts = _parts(settings, Store(settings.database or f"sqlite:///{settings.directory / 'motet.db'}"))
+    settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    store = Store(settings.database or f"sqlite:///{settings.directory / 'motet.db'}")
+    try:
+        secrets = load_secrets(settings.directory, settings.config.secret_key_file, store, Storage(settings.directory))
+        parts = _parts(settings, store, secrets)
+    except BaseException:
+        store.close()
+        raise
     lifecycle = Lifecycle(parts)
 
     @contextlib.asynccontextmanager
@@ -150,7 +158,7 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-def _parts(settings: Settings, store: Store) -> Parts:
+def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     """The parts of a service, in the order in which they need each other."""
     config, allowed, bases = settings.config, Allowed.by(settings), settings.bases
     storage, bus = Storage(settings.directory), EventBus()
@@ -165,12 +173,14 @@ def _parts(settings: Settings, store: Store) -> Parts:
     workers = RewardWorkers(store, bus, config.lease_seconds)
     agents = AgentWorkers(store, bus, config.lease_seconds)
     grading = Grading(engine, adapters)
-    scoring = Scoring(store, HttpRewards(allowed.addresses), workers, grading)
+    scoring = Scoring(store, secrets.asking(HttpRewards(allowed.addresses)), workers, grading)
     recorder = EventRecorder(store, storage, ledger, bus, (workers, agents))
     initial = InitialAdapters(storage, adapters)
-    handover = Handover(store, storage, log, recorder, initial, enforcer, engine, bases)
+    handover = Handover(store, storage, log, recorder, initial, enforcer, engine, bases, secrets)
     queue = JobQueue(store, bus, adapters, initial, recorder.record_state, handover.hand_over)
-    submissions = Submissions(allowed, bases, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine)
+    submissions = Submissions(
+        allowed, bases, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine, secrets
+    )
     checks, reads = CheckThreads(), ReadThreads()
 
     def rest(job_id: str, wanted: bool) -> None:

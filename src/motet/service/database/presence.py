@@ -36,13 +36,13 @@ class Presence:
         place = engine.url.database if engine.dialect.name == "sqlite" else None
         self._files: dict[Path, tuple[int, int]] = {}
         self._anchor: sqlite3.Connection | None = None
-        self._token, self._looked = new_id("start"), time.monotonic()
+        self.token, self._looked = new_id("start"), time.monotonic()
         if place and Path(place).is_file():  # without an open connection SQLite would remove the file of its log
             self._anchor = sqlite3.connect(place, check_same_thread=False)
             with closing(self._anchor.execute("SELECT count(*) FROM sqlite_master")) as cursor:
                 cursor.fetchone()
         with Session(engine) as session, session.begin():
-            session.add(ServiceStart(token=self._token))
+            session.add(ServiceStart(token=self.token))
         if self._anchor is not None:
             paths = (Path(str(place)), Path(f"{place}-wal"))
             self._files = {path: one for path in paths if (one := _identity(path)) is not None}
@@ -66,7 +66,7 @@ class Presence:
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return
         try:
-            there = session.scalar(select(ServiceStart.token).where(ServiceStart.token == self._token))
+            there = session.scalar(select(ServiceStart.token).where(ServiceStart.token == self.token))
         except (OperationalError, InternalError) as error:
             if "no such table" not in str(error.orig):
                 raise
@@ -81,6 +81,17 @@ class Presence:
         """Let go of the file."""
         if self._anchor is not None:
             self._anchor.close()
+
+
+def make_private(place: str) -> None:
+    """Let nobody but its owner read SQLite's file; those of its log and its memory are made with its mode."""
+    if not place or place == ":memory:" or place.startswith("file:"):
+        return
+    with suppress(OSError):  # what is wrong with it is told where it is opened
+        os.close(os.open(place, os.O_RDWR | os.O_CREAT, 0o600))
+        for path in (place, f"{place}-wal", f"{place}-shm"):
+            if os.path.exists(path) and os.stat(path).st_mode & 0o077:
+                os.chmod(path, 0o600)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -31,7 +31,7 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
 from motet.errors import StoreError
-from motet.service.database.presence import DatabaseReplaced, Presence
+from motet.service.database.presence import DatabaseReplaced, Presence, make_private
 from motet.service.database.tables import (
     AuditEntry,
     Event,
@@ -75,7 +75,7 @@ class Store:
         self.tenants = Tenants(self.transaction)
         try:
             _migrate(self._engine, lock_seconds)
-            self._presence = Presence(self._engine)
+            self.presence = Presence(self._engine)
         except (SQLAlchemyError, CommandError) as error:
             self._engine.dispose()
             reason = error.orig if isinstance(error, DBAPIError) else error
@@ -83,7 +83,7 @@ class Store:
 
     def close(self) -> None:
         """Close the connections."""
-        self._presence.close()
+        self.presence.close()
         self._engine.dispose()
 
     @contextlib.contextmanager
@@ -93,10 +93,10 @@ class Store:
         Raises:
             DatabaseReplaced: the database is not the one that was opened.
         """
-        self._presence.check_files()
+        self.presence.check_files()
         try:
             with self._session.begin() as session:
-                self._presence.check_row(session)
+                self.presence.check_row(session)
                 yield session
         except InternalError as error:
             if getattr(error.orig, "sqlstate", None) != _READ_ONLY:
@@ -320,6 +320,7 @@ def _engine(url: str) -> Engine:
     except Exception as error:  # a malformed URL, or a driver that is not installed
         raise StoreError(f"the database URL {_public(url)} cannot be used: {type(error).__name__}") from None
     if engine.dialect.name == "sqlite":
+        make_private(engine.url.database or "")
 
         @event.listens_for(engine, "connect")
         def _careful(connection: Any, _: Any) -> None:

@@ -192,6 +192,8 @@ class ServiceStart(Table):
     __tablename__ = "starts"
     token: Mapped[str] = mapped_column(String(40), primary_key=True)
     time: Mapped[float] = mapped_column(default=now)
+    proof: Mapped[str | None] = mapped_column(Text)
+    """Something encrypted with the operator's key, by which the next start recognises it."""
 
 
 class Usage(Table):

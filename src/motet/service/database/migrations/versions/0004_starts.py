@@ -15,4 +15,5 @@ def upgrade() -> None:
         "starts",
         sa.Column("token", sa.String(40), primary_key=True),
         sa.Column("time", sa.Double(), nullable=False),
+        sa.Column("proof", sa.Text(), nullable=True),
     )
