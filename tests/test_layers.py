@@ -70,7 +70,7 @@ SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"settings"}),
     frozenset({"database"}),
     frozenset({"errors", "storage", "answers", "events"}),
-    frozenset({"adapters", "tenants"}),
+    frozenset({"adapters", "tenants", "secrets"}),
     frozenset({"workers"}),
     frozenset({"rewards"}),
     frozenset({"jobs"}),

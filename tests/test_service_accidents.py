@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import shutil
+import sqlite3
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fastapi import Request
+from sqlalchemy import create_engine, text
 from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session
@@ -217,7 +220,7 @@ def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: Hou
         async with asyncio.timeout(20):
             while store.away:
                 await asyncio.sleep(0.02)
-            for unit in await workers.lease(job, "w", 1, 20.0, _stays):
+            for unit in await workers.lease(job, "w", "key", 1, 20.0, _stays):
                 await workers.settle(job, {unit.key: [0.5, 1.0]})
         return await asking
 
@@ -313,21 +316,6 @@ def test_texts_with_odd_ends_of_lines_come_whole(house: House) -> None:
     house.recorder.record_state(job, JobState.FAILED, text)
     with motet.Client(str(house.http.base_url), house.keys["ours"]) as client:
         assert [event.data["message"] for event in client.events(job, follow=True)] == ["", text]
-
-
-def test_a_stream_of_a_job_ends_with_its_key(house: House) -> None:
-    key, text = house.store.tenants.create_key("us", "short", "member")
-    job = house.ask("POST", "/v1/jobs", json=tiny("streamed")).json()["id"]
-    lines: list[str] = []
-    headers = {"Authorization": f"Bearer {text}"}
-    with house.http.stream("GET", f"/v1/jobs/{job}/events/stream", headers=headers) as answer:
-        for line in answer.iter_lines():
-            lines.append(line)
-            if line.startswith(":"):  # all that there was
-                house.store.tenants.revoke_key(key.id)
-                house.recorder.record_step(job, {"step": 0, "loss": 0.0})
-                house.recorder.record_state(job, JobState.SUCCEEDED, "")
-    assert [line for line in lines if line.startswith("event:")] == ["event: state"]
 
 
 def test_steps_are_told_again_only_from_the_first_that_is_not_kept(store: Store) -> None:
@@ -467,3 +455,66 @@ def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_lo
     with misbehaving() as server:
         asyncio.run(work(server.url("good", "localhost")))
     assert heard == ["job-1"]
+
+
+# --- the database is taken away -------------------------------------------------------------------------------------------
+
+
+def _remove(directory: Path) -> None:
+    for path in directory.glob("motet.db*"):
+        path.unlink()
+
+
+def _replace(directory: Path) -> None:
+    shutil.copy(directory / "motet.db", directory / "other.db")
+    (directory / "other.db").rename(directory / "motet.db")
+
+
+def _remove_log(directory: Path) -> None:
+    (directory / "motet.db-wal").unlink()
+
+
+def _fill(directory: Path) -> None:
+    """Put an older database into the same file, as a backup may be played back."""
+    with contextlib.closing(sqlite3.connect(directory / "motet.db")) as database, database:
+        database.execute("DELETE FROM starts")
+
+
+@pytest.mark.parametrize("take_away", [_remove, _replace, _remove_log, _fill])
+def test_a_database_that_is_removed_or_replaced_is_noticed_and_nothing_is_taken(
+    tmp_path: Path, take_away: Callable[[Path], None]
+) -> None:
+    with open_house(tmp_path) as house:
+        take_away(tmp_path)
+        if take_away is _fill:
+            time.sleep(1.1)  # rows are looked at once a second
+        ready = house.http.get("/readyz")
+        assert ready.status_code == 503
+        assert "was removed or replaced while the service ran" in ready.json()["message"]
+        assert str(tmp_path) not in ready.text
+        for method, path, request in (
+            ("POST", "/v1/jobs", {"json": tiny("lost")}),
+            ("POST", "/v1/files", {"files": {"file": ("rows.jsonl", ROWS)}}),
+            ("POST", "/v1/jobs/ended/resume", {}),
+            ("DELETE", "/v1/jobs/ended", {}),
+        ):
+            assert "put the database back from a backup" in house.refused(503, method, path, **request)["message"], path
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [house.job["id"]]
+
+
+def test_a_database_that_is_put_back_is_the_one_again(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:
+        (tmp_path / "motet.db").rename(tmp_path / "aside")
+        assert house.http.get("/readyz").status_code == 503
+        house.refused(503, "GET", "/v1/jobs")
+        (tmp_path / "aside").rename(tmp_path / "motet.db")
+        assert house.ask("GET", "/v1/jobs").status_code == 200
+
+
+def test_tables_that_are_gone_are_another_database(store: Store, url: str) -> None:
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE starts"))
+    engine.dispose()
+    time.sleep(1.1)
+    assert "was removed or replaced" in store.failure()

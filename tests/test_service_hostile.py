@@ -153,3 +153,23 @@ def test_a_service_that_stops_lets_go_of_everybody_without_a_word(tmp_path: Path
         assert {one.result() for one in leases} == {200}
         for log in ("out", "engine.log"):
             assert "Traceback" not in (tmp_path / log).read_text()
+
+
+def test_a_completion_that_streams_ends_with_the_key_that_asked_for_it(service: Service) -> None:
+    made = service.ask("POST", "/v1/keys", json={"tenant": "brief"})
+    asked = {"model": "base", "messages": [{"role": "user", "content": "a"}], "max_tokens": 900, "stream": True}
+    headers, engine = {"Authorization": f"Bearer {made['key']}"}, service.engine()
+    with (
+        httpx2.Client(base_url=service.url, headers=headers, timeout=30.0, trust_env=False) as client,
+        client.stream("POST", "/v1/chat/completions", json={**asked, "n": 16}) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        engine.suspend()  # it would be done before the key ends
+        try:
+            service.ask("DELETE", f"/v1/keys/{made['id']}")
+            rest = list(lines)
+        finally:
+            engine.resume()
+    assert "revoked or has expired" in rest[-2]
+    assert "data: [DONE]" not in rest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from motet.jobfile import load_service
 from motet.service.events import EventBus
 from motet.service.http.bodies import MOST_SCORES
 from motet.service.workers.rewards import RewardWorkers, key_of
-from motet.tasks.reward_elsewhere import ELSEWHERE, WorkerArgs
+from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, WorkerArgs
 from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN
 from motet.types import JobState
@@ -135,8 +134,15 @@ def test_headers_are_never_shown(house: House) -> None:
     again = {**tiny("again"), "rewards": made.json()["spec"]["rewards"]}
     del again["reward"]
     assert "mask" in house.refused(400, "POST", "/v1/jobs", json=again)["message"]
-    kept = house.store.open_jobs()
-    assert any("hidden-word" in json.dumps(job.spec) for job in kept)  # the engine gets it
+    stored = house.store.job_by_id(made.json()["id"])
+    assert stored is not None
+    (kept,) = JobConfig.model_validate(stored.spec).rewards
+    assert kept.args["headers"]["Authorization"].startswith(SEALED)
+    files = [path for path in house.storage.directory.rglob("*") if path.is_file()]
+    assert {"motet.db", "motet.db-wal", "secret.key"} <= {path.name for path in files}
+    assert not [path for path in files if b"hidden-word" in path.read_bytes()]
+    again["rewards"][0]["args"]["headers"] = kept.args["headers"]
+    assert SEALED in house.refused(400, "POST", "/v1/jobs", json=again)["message"]
 
 
 # --- workers ------------------------------------------------------------------------------------------------------------

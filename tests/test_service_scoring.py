@@ -397,3 +397,17 @@ def test_a_reward_that_the_operator_installed_runs_by_name(
 def test_a_worker_whose_service_says_no_ends_with_the_reason(service: Service, file: Path) -> None:
     with motet.Client(service.url) as client, pytest.raises(ServiceError, match="nobody"):
         client.score("nobody", reward=file)
+
+
+def test_a_header_reaches_its_address_and_nobody_else_can_read_what_a_service_writes(
+    service: Service, scorer: Scorer
+) -> None:
+    reward = {"name": "http", "args": {"url": scorer.url("good"), "headers": {"Authorization": "hidden-word"}}}
+    service.submit(job("hidden", reward))
+    assert service.ended("hidden") == "succeeded"
+    assert any(headers.get("authorization") == "hidden-word" for _, headers, _ in scorer.asked)
+    files = [service.directory, *service.directory.rglob("*")]
+    assert {"job.yaml", "engine.log", "motet.db-wal", "metrics.jsonl"} <= {path.name for path in files}
+    assert not [path for path in files if path.is_file() and b"hidden-word" in path.read_bytes()]
+    assert {(path, oct(path.stat().st_mode & 0o077)) for path in files if path.stat().st_mode & 0o077} == set()
+    assert "from now on only its owner can" in (service.directory / "out").read_text()

@@ -29,7 +29,7 @@ from motet.service.tinker.samplers import Samplers, path_part, sampler_id
 from motet.types import JobState
 from tests.house import House, open_house
 from tests.small_disk import small_disk
-from tests.tinker_requests import journal, made, request, sent
+from tests.tinker_requests import journal, made, request, saved, sent
 from tests.tinker_run import job_of
 
 OPEN = {"/healthz", "/downloads/{token}"}
@@ -52,16 +52,6 @@ def routes() -> set[tuple[str, str]]:
         if isinstance(route, APIRoute)
         for method in route.methods or ()
     }
-
-
-def saved(house: House, model: str) -> Path:
-    """A checkpoint of a model, as its session would write it."""
-    job = house.ask("GET", f"/v1/jobs/{job_of(model)}").json()["id"]
-    place = house.storage.job(job).path / "checkpoints" / "weights" / "w"
-    place.mkdir(parents=True)
-    (place / ABOUT).write_text(json.dumps({"number": 9}))
-    (place / "adapter_config.json").write_text("{}")
-    return place
 
 
 def naming(model: str) -> dict[tuple[str, str], dict[str, Any]]:

@@ -208,6 +208,8 @@ class Following:
         self._heard, self._wait, self._refused = time.monotonic(), 0.25, 0
         if not line.startswith("data:"):
             return None
+        if line.startswith('data: {"error":'):  # the key was revoked or has expired
+            raise ServiceError(Error.model_validate_json(line.removeprefix("data:")).error.message, 401)
         event = JobEvent.model_validate_json(line.removeprefix("data:"))
         self.after = event.id
         return event

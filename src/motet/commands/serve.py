@@ -20,6 +20,7 @@ from motet.allocator import without_collections
 from motet.cluster.client import EngineClient
 from motet.cluster.host import Engine, start_engine
 from motet.cluster.local_hosts import LocalHosts, lasting
+from motet.commands.answers import say
 from motet.commands.listening import bound, is_loopback
 from motet.config.service import RateConfig, ServiceConfig
 from motet.errors import ConfigError, RunError
@@ -63,9 +64,11 @@ def serve(
         config = config.model_copy(update={"rate": RateConfig()})
     directory = Path(os.path.expanduser(directory)).resolve()
     wall.check_outside(directory)
+    os.umask(0o077)  # of the engine's process too, and of its workers
     installed = {name: one.model_dump() for name, one in config.rewards.items()}
     functions = install(installed, rewards) if installed or rewards else {}
     lock = _alone(directory)  # noqa: F841 - held until the process ends
+    _make_private(directory)
     sockets = bound(host, port)
 
     @without_collections()
@@ -176,6 +179,20 @@ def _greet(app: FastAPI, address: str, heard: Sequence[int]) -> None:
         )  # fmt: skip
 
 
+def _make_private(directory: Path) -> None:
+    """Let nobody else read a directory that was made with wider rights, and say so."""
+    if not directory.stat().st_mode & 0o077:
+        return
+    try:
+        for path in (directory, *directory.rglob("*")):
+            if not path.is_symlink() and (mode := path.stat().st_mode) & 0o077:
+                path.chmod(mode & 0o700)
+    except OSError as error:
+        say(f"other users of this machine can read {directory}, and its rights cannot be changed: {error.strerror}")
+    else:
+        say(f"other users of this machine could read {directory}: from now on only its owner can")
+
+
 def _alone(directory: Path) -> IO[str]:
     """The directory's lock, for as long as the file is open; its engine holds another one, of `run/`.
 
@@ -183,7 +200,7 @@ def _alone(directory: Path) -> IO[str]:
         RunError: another service uses the directory, or it cannot be written.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = (directory / ".lock").open("a+")
     except OSError as error:
         raise RunError(f"{directory} cannot be written: {error.strerror}; give another one with --directory") from error

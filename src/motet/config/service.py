@@ -143,6 +143,9 @@ class ServiceConfig(Config):
     then its jobs save and it ends. 0: it ends at once."""
     metrics_token: str = ""
     """What Prometheus brings as a key to read `/metrics`; an admin's key does too."""
+    secret_key_file: str = ""
+    """The key that encrypts secrets of jobs, such as headers of HTTP rewards; `secret.key` in the directory, made at the first
+    start, unless given. The environment variable MOTET_SECRET_KEY goes before both."""
     max_upload_mb: float = Field(64.0, gt=0)
     """The largest file of rows."""
     max_adapter_mb: float = Field(512.0, gt=0)

@@ -35,6 +35,8 @@ def main() -> None:
     start = parent.first()
     if not isinstance(start, Start):
         return
+    if not start.own_jobs:  # of a service: what it writes is nobody else's to read
+        os.umask(0o077)
     try:
         tree = {"base": start.base, "run": start.run, "engine": start.engine, "rollout": start.rollout}
         config = validate({**tree, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")

@@ -150,7 +150,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     except SafetensorError as error:
         full = "No space left" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
-    path.chmod(0o644)  # servers of other users read adapters too
+    path.chmod(path.parent.stat().st_mode & 0o666)  # who may read the directory, such as servers of other users
     sync(path)
 
 

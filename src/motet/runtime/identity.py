@@ -13,6 +13,7 @@ from typing import Any
 from motet.checksums import hash_of
 from motet.config import GIVEN_ROWS, JobConfig
 from motet.tasks.plain_json import as_json
+from motet.tasks.reward_elsewhere import masked
 from motet.types import ADAPTER_WEIGHTS
 
 _SHOWN = 16
@@ -32,6 +33,7 @@ def of_config(config: JobConfig) -> dict[str, Any]:
     for section, field in code:
         file, colon, function = section[field].rpartition(":")
         section[field] = f"{_placeless(file)}:{function}" if colon else section[field]
+    job["rewards"] = [masked(reward) for reward in job["rewards"]]  # another password is no other job
     functions = [_source(reward.function) for reward in config.rewards if reward.function is not None]
     return {"functions": functions, "contents": dict(_contents(config)), "job": job}
 

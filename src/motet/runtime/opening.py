@@ -12,6 +12,7 @@ import yaml
 from motet.checksums import Damage, compare, hash_of, version_damage
 from motet.errors import RunError
 from motet.runtime.checkpoint import Committed, JobDirectory, replace_file
+from motet.tasks.reward_elsewhere import masked
 
 _GO_ON = "put it back, or go on with what is there by --accept-changes"
 
@@ -85,7 +86,7 @@ def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, acce
         before = None
     if not isinstance(before, dict):
         raise RunError(f"{path} is damaged: put it back, or go on with the job as it is by --accept-changes")
-    now = yaml.safe_load(_as_yaml(identity))
+    now, before = yaml.safe_load(_as_yaml(identity)), _masked(before)
     changes = list(differences({key: before.get(key) for key in now}, now))
     if _more_steps(before, now):
         changes = [change for change in changes if not change.startswith("job.steps:")]
@@ -96,6 +97,26 @@ def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, acce
             "Use another run directory, change it back, or go on with the changed job by --accept-changes "
             "(accept_changes=True in Python)."
         )
+
+
+def mask_headers(directory: JobDirectory) -> None:
+    """Take the values of headers out of a job.yaml that an older release wrote."""
+    path = directory.path / "job.yaml"
+    try:
+        before = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return
+    if isinstance(before, dict) and (after := _masked(before)) != before:
+        replace_file(path, _as_yaml(after).encode())
+
+
+def _masked(identity: Mapping[str, Any]) -> dict[str, Any]:
+    job = identity.get("job")
+    rewards = job.get("rewards") if isinstance(job, Mapping) else None
+    if not isinstance(job, Mapping) or not isinstance(rewards, list):
+        return dict(identity)
+    shown = [masked(one) if isinstance(one, Mapping) else one for one in rewards]
+    return {**identity, "job": {**job, "rewards": shown}}
 
 
 def _more_steps(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

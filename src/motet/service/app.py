@@ -23,6 +23,7 @@ from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads
 from motet.service.http.bodies import Bodies
 from motet.service.http.depends import Parts
+from motet.service.http.opened import EndsWithKey, KeyWatch
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.initial_adapter import InitialAdapters
@@ -46,6 +47,7 @@ from motet.service.routes import (
     tenants,
 )
 from motet.service.schemas import Error
+from motet.service.secrets import Secrets, load_secrets
 from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
@@ -96,6 +98,7 @@ class Lifecycle:
         parts = self._parts
         if self._watching is not None:
             self._watching.cancel()
+        parts[KeyWatch].close()
         parts[EventRecorder].close()
         stopping = asyncio.create_task(parts[EngineClient].stop())
         await asyncio.sleep(0)  # jobs are asked to stop before those that wait for a worker are sent to rest
@@ -116,9 +119,16 @@ def create_app(settings: Settings) -> FastAPI:
 
     Raises:
         StoreError: the database cannot be opened.
+        ConfigError: the key of its secrets is not there.
     """
-    settings.directory.mkdir(parents=True, exist_ok=True)
-    parts = _parts(settings, Store(settings.database or f"sqlite:///{settings.directory / 'motet.db'}"))
+    settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    store = Store(settings.database or f"sqlite:///{settings.directory / 'motet.db'}")
+    try:
+        secrets = load_secrets(settings.directory, settings.config.secret_key_file, store, Storage(settings.directory))
+        parts = _parts(settings, store, secrets)
+    except BaseException:
+        store.close()
+        raise
     lifecycle = Lifecycle(parts)
 
     @contextlib.asynccontextmanager
@@ -143,12 +153,13 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(
         Bodies, uploads=uploads, refusal=error_body, allowed=allowed, stopping=lambda: parts[EventBus].closed
     )  # fmt: skip
+    app.add_middleware(EndsWithKey, watch=parts[KeyWatch], refusal=error_body)
     for module in ROUTES:
         app.include_router(module.router)
     return app
 
 
-def _parts(settings: Settings, store: Store) -> Parts:
+def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     """The parts of a service, in the order in which they need each other."""
     config, allowed, bases = settings.config, Allowed.by(settings), settings.bases
     storage, bus = Storage(settings.directory), EventBus()
@@ -164,12 +175,14 @@ def _parts(settings: Settings, store: Store) -> Parts:
     workers = RewardWorkers(store, bus, config.lease_seconds)
     agents = AgentWorkers(store, bus, config.lease_seconds)
     grading = Grading(engine, adapters)
-    scoring = Scoring(store, HttpRewards(allowed.addresses), workers, grading)
+    scoring = Scoring(store, secrets.asking(HttpRewards(allowed.addresses)), workers, grading)
     recorder = EventRecorder(store, storage, ledger, bus, (workers, agents))
     initial = InitialAdapters(storage, adapters)
-    handover = Handover(store, storage, log, recorder, initial, enforcer, engine, bases)
+    handover = Handover(store, storage, log, recorder, initial, enforcer, engine, bases, secrets)
     queue = JobQueue(store, bus, adapters, initial, recorder.record_state, handover.hand_over)
-    submissions = Submissions(allowed, bases, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine)
+    submissions = Submissions(
+        allowed, bases, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine, secrets
+    )
     checks, reads = CheckThreads(), ReadThreads()
 
     def rest(job_id: str, wanted: bool) -> None:
@@ -185,8 +198,9 @@ def _parts(settings: Settings, store: Store) -> Parts:
     samplers = Samplers(models, checkpoints, storage, engine)
     futures = Futures(models, samplers, quotas, store, bus, settings.directory / "samples")
     leases = Leases(models, futures, store)
+    watch = KeyWatch(store.tenants, (workers, agents, futures))
     return Parts(
-        models, leases, checkpoints, Downloads(), samplers, futures,
+        models, leases, checkpoints, Downloads(), samplers, futures, watch,
         settings, bases, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
         scoring, recorder, handover, queue, submissions, checks, reads, handlers, FineTunings(store, storage, adapters),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),

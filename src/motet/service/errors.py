@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetError, RewardError, StoreError
 from motet.runtime.disk_gate import is_full
+from motet.service.database.presence import DatabaseReplaced
 from motet.service.database.store import AWAY
 
 Thing = TypeVar("Thing")
@@ -92,6 +93,8 @@ def _answer(request: Request, error: Exception) -> JSONResponse:
             return error_body(status, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
         case DatabaseDataError():
             return error_body(422, f"the database cannot keep this: {error.orig}")
+        case DatabaseReplaced():
+            return error_body(503, str(error.orig))
         case _ if isinstance(error, AWAY):
             _log.error("the database does not answer: %s", getattr(error, "orig", error))
             return error_body(503, "the database does not answer; try again in a moment", headers=_SOON)

@@ -43,6 +43,9 @@ _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 _OWN_HEADERS = ("host", "content-length", "content-type", "transfer-encoding", "connection", "accept-encoding")
 MASK = "•••"
 """What is shown in the place of a header's value."""
+SEALED = "sealed:"
+"""What a header's value begins with that a service keeps encrypted."""
+_LONGEST_HEADER, _LONGEST_SEALED = 8000, 11_000
 
 
 class HttpArgs(Config):
@@ -79,8 +82,11 @@ class HttpArgs(Config):
                 raise ValueError(f"{name[:100]!r} is not a header that can be set")
             if value == MASK:
                 raise ValueError(f"the value of {name} is the mask that is shown in its place; give the value itself")
-            if not value.isascii() or not value.isprintable() or len(value) > 8000:
-                raise ValueError(f"the value of {name} must be at most 8000 plain letters")
+            most = _LONGEST_SEALED if value.startswith(SEALED) else _LONGEST_HEADER
+            if not value.isascii() or not value.isprintable() or value != value.strip() or len(value) > most:
+                raise ValueError(
+                    f"the value of {name} must be at most {_LONGEST_HEADER} plain letters, without spaces around them"
+                )
         return headers
 
 
@@ -124,6 +130,20 @@ def check(reward: RewardConfig) -> None:
             "extra_forbidden": f"there is no such argument; there are {fields}",
         }.get(mistake["type"], str(mistake["msg"]).removeprefix("Value error, "))
         raise RewardError(f"reward {reward.name}: args.{field}: {message}") from error
+
+
+def with_headers(reward: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """A reward as plain values, with other values of the headers that it sends."""
+    args = reward.get("args")
+    headers = args.get("headers") if isinstance(args, Mapping) and reward.get("name") == "http" else None
+    if not isinstance(args, Mapping) or not isinstance(headers, Mapping):
+        return dict(reward)
+    return {**reward, "args": {**args, "headers": {name: change(str(value)) for name, value in headers.items()}}}
+
+
+def masked(reward: Mapping[str, Any]) -> dict[str, Any]:
+    """A reward as it may be shown: values of headers are secrets."""
+    return with_headers(reward, lambda _: MASK)
 
 
 def label_of(reward: RewardConfig) -> str:

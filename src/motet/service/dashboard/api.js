@@ -147,6 +147,7 @@ export class Live {
         if (event.id !== null) this.last = Number(event.id);
         if (!event.data) continue;
         const parsed = JSON.parse(event.data);
+        if (parsed.error) return; // the key was revoked or has expired: the next attempt is refused
         for (const heard of [...this.listeners]) heard(parsed);
       }
     } finally {

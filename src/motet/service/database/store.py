@@ -31,6 +31,7 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
 from motet.errors import StoreError
+from motet.service.database.presence import DatabaseReplaced, Presence, make_private
 from motet.service.database.tables import (
     AuditEntry,
     Event,
@@ -74,6 +75,7 @@ class Store:
         self.tenants = Tenants(self.transaction)
         try:
             _migrate(self._engine, lock_seconds)
+            self.presence = Presence(self._engine)
         except (SQLAlchemyError, CommandError) as error:
             self._engine.dispose()
             reason = error.orig if isinstance(error, DBAPIError) else error
@@ -81,13 +83,20 @@ class Store:
 
     def close(self) -> None:
         """Close the connections."""
+        self.presence.close()
         self._engine.dispose()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Session]:
-        """A session that is committed at its end, or rolled back when something is raised."""
+        """A session that is committed at its end, or rolled back when something is raised.
+
+        Raises:
+            DatabaseReplaced: the database is not the one that was opened.
+        """
+        self.presence.check_files()
         try:
             with self._session.begin() as session:
+                self.presence.check_row(session)
                 yield session
         except InternalError as error:
             if getattr(error.orig, "sqlstate", None) != _READ_ONLY:
@@ -104,13 +113,15 @@ class Store:
         with self.transaction() as session:
             return session.scalar(query)
 
-    def alive(self) -> bool:
-        """Whether the database answers."""
+    def failure(self) -> str:
+        """Why the database cannot be used, for a person; empty where it can."""
         try:
             self.scalar(select(1))
+        except DatabaseReplaced as error:
+            return str(error.orig)
         except AWAY:
-            return False
-        return True
+            return "the database does not answer"
+        return ""
 
     def audit(self, who: Principal, action: str, thing: str) -> None:
         """Remember who changed what."""
@@ -309,6 +320,7 @@ def _engine(url: str) -> Engine:
     except Exception as error:  # a malformed URL, or a driver that is not installed
         raise StoreError(f"the database URL {_public(url)} cannot be used: {type(error).__name__}") from None
     if engine.dialect.name == "sqlite":
+        make_private(engine.url.database or "")
 
         @event.listens_for(engine, "connect")
         def _careful(connection: Any, _: Any) -> None:

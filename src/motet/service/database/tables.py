@@ -186,6 +186,16 @@ class KnownBase(Table):
     """What it was the last time: `small`, a hub id, a path."""
 
 
+class ServiceStart(Table):
+    """A start of the service. While it runs, its row tells its database from any other."""
+
+    __tablename__ = "starts"
+    token: Mapped[str] = mapped_column(String(40), primary_key=True)
+    time: Mapped[float] = mapped_column(default=now)
+    proof: Mapped[str | None] = mapped_column(Text)
+    """Something encrypted with the operator's key, by which the next start recognises it."""
+
+
 class Usage(Table):
     """What was used on one day: by a job, by a tenant's completions (no job), or by nobody (no tenant: the device idled)."""
 

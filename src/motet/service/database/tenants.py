@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -101,6 +101,12 @@ class Tenants:
                 return False
             key.revoked = key.revoked or now()
             return True
+
+    def ended_keys(self, key_ids: Collection[str]) -> set[str]:
+        """Which of some keys, by their ids, were revoked or have expired."""
+        ended = or_(Key.revoked.is_not(None), Key.expires <= now())
+        with self._transaction() as session:
+            return set(session.scalars(select(Key.id).where(Key.id.in_(key_ids), ended)))
 
     def who(self, text: str) -> Principal | None:
         """Whose key this is; None where it is unknown, revoked or expired."""

@@ -17,6 +17,7 @@ from motet.service.database.tenants import Principal
 from motet.service.events import EventLog
 from motet.service.jobs.initial_adapter import InitialAdapters
 from motet.service.jobs.recorder import EventRecorder
+from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer
 from motet.types import JobState
@@ -40,9 +41,11 @@ class Handover:
         enforcer: QuotaEnforcer,
         engine: EngineClient,
         bases: Bases,
+        secrets: Secrets,
     ) -> None:
         self._store, self._storage, self._log, self._recorder = store, storage, log, recorder
         self._initial, self._enforcer, self._engine, self._bases = initial, enforcer, engine, bases
+        self._secrets = secrets
 
     def hand_over(self, job: StoredJob) -> None:
         """Give a job to the engine."""
@@ -103,6 +106,8 @@ class Handover:
         base = self._bases.of(job.base)
         self._initial.keep(job)
         config = JobConfig.model_validate(job.spec)
+        for reward in config.rewards:
+            self._secrets.opened(reward)  # it has to be there when the engine asks
         tree = self.tree(Principal.member_of(job.tenant_id), config, job.id)
         first_step = self._log.first_missing_step(job.id)
         rule = self._enforcer.rule_with_job(job)

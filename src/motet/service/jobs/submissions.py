@@ -20,6 +20,7 @@ from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import AT_ONCE, JobQueue, StartCondition, StartPlan
 from motet.service.jobs.validation import Allowed, validated
+from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer, Quotas
 from motet.types import JobState
@@ -41,12 +42,13 @@ class Submissions:
         queue: JobQueue,
         handover: Handover,
         engine: EngineClient,
+        secrets: Secrets,
     ) -> None:
         """`allowed` is what jobs may use."""
         self._allowed, self._bases = allowed, bases
         self._store, self._storage, self._bus, self._adapters = store, storage, bus, adapters
         self._quotas, self._enforcer, self._queue = quotas, enforcer, queue
-        self._handover, self._engine = handover, engine
+        self._handover, self._engine, self._secrets = handover, engine, secrets
         self._changing = threading.Lock()
 
     def check(
@@ -87,7 +89,7 @@ class Submissions:
             return same
         config, plan = self.check(who, tree, condition, driven=driven)
         with self._quotas.admitting(who.tenant_id, config):
-            job = self._queue.submit(who, config, idempotency, plan)
+            job = self._queue.submit(who, self._secrets.sealed(config), idempotency, plan)
         if job.state == JobState.QUEUED.value and job.step == 0 and not job.waits:
             self._handover.hand_over(job)
         self._bus.publish(job.id, ANY_JOB)

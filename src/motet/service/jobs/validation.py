@@ -28,7 +28,7 @@ from motet.tasks.dataset import parts_of
 from motet.tasks.episode import ENVIRONMENTS
 from motet.tasks.graders.shapes import parse
 from motet.tasks.plain_json import check_plain
-from motet.tasks.reward_elsewhere import ELSEWHERE, check
+from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, check
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_loading import SCORER
@@ -188,6 +188,8 @@ def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:
         parse(reward.args, f"reward {reward.name}: args")
     if reward.name == "http":
         allowed.addresses.check(str(reward.args["url"]))
+        if any(str(value).startswith(SEALED) for value in reward.args.get("headers", {}).values()):
+            raise ConfigError(f"reward http: args.headers: a value may not begin with {SEALED!r}")
     if reward.name in installed:
         given = installed[reward.name]
         odd = sorted(set(reward.args) - set(given.parameters))

@@ -20,8 +20,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.events import within
 from motet.service.rewards.grading import Grading
 from motet.service.workers.rewards import RewardWorkers
-from motet.tasks.reward_elsewhere import ScoreOrReason, Transcripts, to_wire
-from motet.tasks.reward_http import HttpRewards
+from motet.tasks.reward_elsewhere import Elsewhere, ScoreOrReason, Transcripts, to_wire
 
 _log = logging.getLogger(__name__)
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.25, 5.0
@@ -33,7 +32,7 @@ Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str], Transcrip
 class Scoring:
     """The scorers of a service, by the name of the reward."""
 
-    def __init__(self, store: Store, addresses: HttpRewards, workers: RewardWorkers, grading: Grading) -> None:
+    def __init__(self, store: Store, addresses: Elsewhere, workers: RewardWorkers, grading: Grading) -> None:
         self._store = store
         self._closing = asyncio.Event()
         self._scorers: dict[str, Scorer] = {

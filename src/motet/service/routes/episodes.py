@@ -17,6 +17,7 @@ from motet.errors import HostGone
 from motet.service.errors import Refusal
 from motet.service.http.auth import episode_key
 from motet.service.http.depends import AccessDep, AgentWorkersDep, Asker, NamedJob
+from motet.service.http.opened import opened_by
 from motet.service.routes.completions import STREAMED
 from motet.service.schemas import Models
 from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeLeaseRequest, EpisodeResult, EpisodeResults
@@ -90,6 +91,7 @@ class EpisodeAnswers:
         """Ask the engine that has the episode."""
         request, key = self._request, episode_key(self._request)
         if owner := self._workers.owner(episode, key):
+            opened_by(request, owner)  # the key that leased the episode: with it the episode's own ends
             self._access.count(f"episodes of {owner}")
         else:
             self._access.count_unknown(request)

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 
 from motet.service.database.tables import Event
 from motet.service.events import ANY_JOB, as_sent, within
-from motet.service.http.depends import AccessDep, Asker, BusDep, EventLogDep, NamedJob, StoreDep
+from motet.service.http.depends import Asker, BusDep, EventLogDep, NamedJob, StoreDep
 from motet.service.schemas import Events, JobEvent, Steps
 from motet.types import JobState
 
@@ -24,8 +24,6 @@ _PAGE = 500
 _QUIET_SECONDS = 15.0
 """After these a stream says that it is there; clients take one that does not for dead."""
 _ALIVE = ": still here\n\n"
-_KEY_SECONDS = 30.0
-"""Between two looks at the key of a stream of all jobs."""
 LastEventId = Annotated[str | None, Header(pattern=r"^\d{1,15}$")]
 
 
@@ -42,30 +40,22 @@ class Read:
 
 
 class Streams:
-    """Streams of events, which end when the service stops, the client goes, or its key is good no more."""
+    """Streams of events, which end when the service stops or the client goes."""
 
-    def __init__(self, request: Request, access: AccessDep, bus: BusDep) -> None:
-        self._request, self._access, self._bus = request, access, bus
+    def __init__(self, request: Request, bus: BusDep) -> None:
+        self._request, self._bus = request, bus
 
-    def answer(
-        self, topic: str, read: Callable[[int], Read], after: int, key_seconds: float, head: str = ""
-    ) -> StreamingResponse:
+    def answer(self, topic: str, read: Callable[[int], Read], after: int, head: str = "") -> StreamingResponse:
         """A stream of what `read` gives after an event, again whenever the topic is published."""
-        lines = self._lines(topic, read, after, key_seconds, head)
+        lines = self._lines(topic, read, after, head)
         return StreamingResponse(lines, media_type="text/event-stream")
 
-    async def _lines(
-        self, topic: str, read: Callable[[int], Read], after: int, key_seconds: float, head: str
-    ) -> AsyncIterator[str]:
-        checked = sent = time.monotonic() if head else -math.inf
+    async def _lines(self, topic: str, read: Callable[[int], Read], after: int, head: str) -> AsyncIterator[str]:
+        sent = time.monotonic() if head else -math.inf
         if head:
             yield head
         while not (self._bus.closed or await self._request.is_disconnected()):
             published = self._bus.next(topic)  # before looking: nothing is missed
-            if time.monotonic() - checked > key_seconds:
-                checked = time.monotonic()
-                if not await asyncio.to_thread(self._access.allows, self._request):  # revoked or expired since it began
-                    return
             page = await asyncio.to_thread(read, after)
             after = page.last
             if page.text:
@@ -108,7 +98,7 @@ async def stream_job(
         last = store.last_event(job.id)  # none: the job was deleted
         return Read("", after, last is None or (last.id <= after and _ends(last)))
 
-    return streams.answer(job.id, read, int(last_event_id) if last_event_id is not None else after, 0.0)
+    return streams.answer(job.id, read, int(last_event_id) if last_event_id is not None else after)
 
 
 @router.get("/jobs/{job}/steps")
@@ -143,7 +133,7 @@ async def stream(
         return Read("".join(one.text for one in entries), entries[-1].id if entries else after)
 
     # whoever loses the connection at once knows where to go on
-    return streams.answer(ANY_JOB, read, start, _KEY_SECONDS, f"id: {start}\n: from here on\n\n")
+    return streams.answer(ANY_JOB, read, start, f"id: {start}\n: from here on\n\n")
 
 
 def _ends(entry: Event) -> bool:

@@ -43,15 +43,15 @@ def ready(
 
     Reasons, and what bases are, name places of this machine: they are for who brings a key.
     """
-    known = (alive := store.alive()) and access.allows(request)  # who that is cannot be told without the database
-    message = engine.failure or ("" if engine.ready else _STARTING)
-    message = (message or recorder.failure) if alive else "the database does not answer"
+    away = store.failure()
+    known = not away and access.allows(request)  # who that is cannot be told without the database
+    message = away or engine.failure or ("" if engine.ready else _STARTING) or recorder.failure
     status = "unavailable" if message else "ok"
-    away = [name for name, there in engine.there.items() if not there.is_set()]
-    if alive and not known and message not in ("", _STARTING):
+    gone = [name for name, there in engine.there.items() if not there.is_set()]
+    if not away and not known and message not in ("", _STARTING):
         message = "the engine or the database is away; ask with a key, and this says why"
-    if not message and away:  # jobs on others can run
-        reasons = {name: (engine.failure_of(name) if known else "") or "is not there yet" for name in away}
+    if not message and gone:  # jobs on others can run
+        reasons = {name: (engine.failure_of(name) if known else "") or "is not there yet" for name in gone}
         message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     places = {name: bases.place(name) if known else name for name in bases.names} if bases.several else {}
     first = bases.first if known or bases.several else bases.public(bases.first)

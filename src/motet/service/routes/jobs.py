@@ -29,7 +29,7 @@ from motet.service.jobs.queue import StartCondition
 from motet.service.jobs.validation import LONGEST_TEXT, read_jobs
 from motet.service.schemas import Asked, CheckedJobs, Job, Jobs, Rollouts
 from motet.service.schemas.usage import JobChange
-from motet.tasks.reward_elsewhere import MASK
+from motet.tasks.reward_elsewhere import masked
 from motet.types import JobState
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
@@ -211,11 +211,5 @@ async def check(
 
 
 def _masked(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A job as it may be shown: values of headers are secrets."""
-    rewards = [
-        {**reward, "args": {**reward["args"], "headers": dict.fromkeys(reward["args"]["headers"], MASK)}}
-        if reward.get("name") == "http" and isinstance(reward.get("args", {}).get("headers"), Mapping)
-        else reward
-        for reward in spec.get("rewards", ())
-    ]
-    return {**spec, "rewards": rewards}
+    """A job as it may be shown."""
+    return {**spec, "rewards": [masked(reward) for reward in spec.get("rewards", ())]}

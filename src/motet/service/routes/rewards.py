@@ -33,14 +33,16 @@ def list_rewards(who: Asker, settings: SettingsDep) -> Rewards:
 
 
 @router.post("/jobs/{job}/scoring/lease", response_model=Lease)
-async def lease(request: Request, workers: WorkersDep, job: NamedJob, asked: LeaseRequest) -> Response:
+async def lease(request: Request, who: Asker, workers: WorkersDep, job: NamedJob, asked: LeaseRequest) -> Response:
     """Take work for a reward worker: wait until there is some, and hold it for so many seconds.
 
     What the worker holds already is renewed. Work that is not scored when its lease runs out is handed out again.
     """
     leased, state = [], JobState(job.state)
     if not state.final:
-        leased = await workers.lease(job.id, asked.worker, asked.most, asked.wait_seconds, request.is_disconnected)
+        leased = await workers.lease(
+            job.id, asked.worker, who.key_id, asked.most, asked.wait_seconds, request.is_disconnected
+        )
         state = await workers.state(job.id)
     units = [{"id": unit.key, **unit.work, "handed_out": unit.handed_out} for unit in leased]
     # In plain letters: what the data holds may not be UTF-8.

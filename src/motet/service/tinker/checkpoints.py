@@ -198,6 +198,8 @@ class Link(msgspec.Struct, frozen=True):
     name: str
     file: str
     """One of the adapter's, or `ARCHIVE`: all of them."""
+    key: str
+    """The API key under which the link was asked for, by its id: the link ends with it."""
     expires: float
 
 
@@ -207,9 +209,9 @@ class Downloads:
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
 
-    def token(self, checkpoint: Checkpoint, file: str, expires: float) -> str:
+    def token(self, checkpoint: Checkpoint, file: str, key: str, expires: float) -> str:
         """Opens one file until then."""
-        said = msgspec.json.encode(Link(checkpoint.job.id, checkpoint.kind, checkpoint.name, file, expires))
+        said = msgspec.json.encode(Link(checkpoint.job.id, checkpoint.kind, checkpoint.name, file, key, expires))
         return base64.urlsafe_b64encode(self._signature(said) + said).decode()
 
     def open(self, token: str) -> Link:

@@ -11,7 +11,7 @@ import contextlib
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +56,8 @@ class _Asked(msgspec.Struct, frozen=True):
 @dataclass
 class _Sample:
     tenant_id: str
+    key: str
+    """The API key under which it was asked for, by its id."""
     wanted: Sample
     task: asyncio.Task[bytes] | None = None
     """None while its tenant's limits hold it back."""
@@ -63,6 +65,10 @@ class _Sample:
     """When it ended; of one that is held back, when it was asked for last. None while it is under way."""
     fetched: bool = False
     cancelled: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.task is not None and self.task.done()
 
 
 class Futures:
@@ -96,7 +102,7 @@ class Futures:
         except OSError:  # a part of a file takes room where there is none
             draft.unlink(missing_ok=True)
             raise
-        sample = self._samples[name] = _Sample(who.tenant_id, wanted)
+        sample = self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted)
         try:
             await self._started(who, sample)
         except BaseException:  # the client has no name to ask by
@@ -124,10 +130,23 @@ class Futures:
         """Nobody waits for a sample any more."""
         sample = self._samples.get(request_id)
         if sample is not None and sample.tenant_id == who.tenant_id:
-            sample.cancelled = True
-            if sample.task is not None:
-                sample.task.cancel()
-            self._forget(request_id)
+            self._cancel(request_id)
+
+    def _cancel(self, name: str) -> None:
+        sample = self._samples[name]
+        sample.cancelled = True
+        if sample.task is not None:
+            sample.task.cancel()
+        self._forget(name)
+
+    def keys(self) -> set[str]:
+        """The API keys under which samples are under way or held back, by their ids."""
+        return {one.key for one in self._samples.values() if not one.ended}
+
+    async def end(self, keys: Collection[str]) -> None:
+        """Cancel the samples of these keys that are not done."""
+        for name in [name for name, one in self._samples.items() if one.key in keys and not one.ended]:
+            self._cancel(name)
 
     async def wait(self, who: Principal, request_id: str, seconds: float = POLL_SECONDS) -> Answer:
         """An answer, or after so many seconds that there is none yet.
@@ -178,6 +197,8 @@ class Futures:
         if not sample.task.done():
             reason = self._samplers.waits
             return _try_again(request_id, "paused_capacity" if reason else "active", reason)
+        if sample.cancelled:
+            raise Refusal(410, f"{request_id!r} was cancelled; sample again")
         sample.fetched = True
         try:
             return sample.task.result()
@@ -203,7 +224,7 @@ class Futures:
         kept = msgspec.json.decode((self._asked / name).read_bytes(), type=_Asked)
         if kept.tenant_id != who.tenant_id:
             return None
-        self._samples[name] = _Sample(who.tenant_id, Sample.model_validate(kept.body))
+        self._samples[name] = _Sample(who.tenant_id, who.key_id, Sample.model_validate(kept.body))
         return self._samples[name]
 
     def clear(self) -> None:

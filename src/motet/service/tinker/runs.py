@@ -15,6 +15,7 @@ from motet.runtime.journal import Nothing
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal, existing
 from motet.service.http.depends import Asker, StoreDep
+from motet.service.http.opened import opened_by
 from motet.service.tinker.checkpoints import (
     ARCHIVE,
     SAMPLER,
@@ -145,28 +146,33 @@ def unpublish(who: Asker, store: StoreDep, checkpoints: CheckpointsDep, checkpoi
 
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls")
-def external_urls(request: Request, downloads: DownloadsDep, checkpoint: NamedCheckpoint) -> dict[str, Any]:
+def external_urls(request: Request, who: Asker, downloads: DownloadsDep, checkpoint: NamedCheckpoint) -> dict[str, Any]:
     """A link to each file of a checkpoint."""
     expires = time.time() + SECONDS
     urls = {
-        file: str(request.url_for("download_checkpoint", token=downloads.token(checkpoint, file, expires)))
+        file: str(request.url_for("download_checkpoint", token=downloads.token(checkpoint, file, who.key_id, expires)))
         for file in files_of(checkpoint)
     }
     return {"urls": urls, "expires": iso(expires)}
 
 
 @router.get(f"{_CHECKPOINT}/archive")
-def archive(request: Request, downloads: DownloadsDep, checkpoint: NamedCheckpoint) -> Response:
+def archive(request: Request, who: Asker, downloads: DownloadsDep, checkpoint: NamedCheckpoint) -> Response:
     """A link to all of them in one, as packages before 0.36 ask."""
     expires = time.time() + SECONDS
-    url = request.url_for("download_checkpoint", token=downloads.token(checkpoint, ARCHIVE, expires))
+    url = request.url_for("download_checkpoint", token=downloads.token(checkpoint, ARCHIVE, who.key_id, expires))
     return Response(status_code=302, headers={"Location": str(url), "Expires": formatdate(expires, usegmt=True)})
 
 
 @router.get("/downloads/{token}")
-def download_checkpoint(store: StoreDep, checkpoints: CheckpointsDep, downloads: DownloadsDep, token: str) -> Response:
-    """What a link opens: whoever has it needs no key."""
+def download_checkpoint(
+    request: Request, store: StoreDep, checkpoints: CheckpointsDep, downloads: DownloadsDep, token: str
+) -> Response:
+    """What a link opens. It needs no key of its own, and ends with the key under which it was made."""
     link = downloads.open(token)
+    if store.tenants.ended_keys([link.key]):
+        raise Refusal(403, "the key under which this link was made was revoked or has expired; ask for another link")
+    opened_by(request, link.key)
     job = existing(store.job_by_id(link.job), "the model is gone")
     directory = checkpoints.named(job, link.kind, link.name).directory
     if link.file == ARCHIVE:

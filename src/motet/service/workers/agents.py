@@ -172,6 +172,17 @@ class AgentWorkers(AttachedWorkers):
         self._end(one, result)
         return "counted"
 
+    def keys(self) -> set[str]:
+        """The API keys under which episodes are leased, by their ids."""
+        return {one.owner for one in self._open.values()}
+
+    async def end(self, keys: Collection[str]) -> None:
+        """Let others have what was leased under these keys."""
+        for one in [one for one in self._open.values() if one.owner in keys]:
+            self._seen[one.offer.job].pop(one.worker, None)
+            self._free(one)
+            self._publish(one.offer.job)
+
     def look(self) -> None:
         """Take episodes from workers that are not heard of any more, and end those whose time is up."""
         now = time.monotonic()

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -145,6 +145,8 @@ class RewardWorkers(AttachedWorkers):
         self.units = ScoringUnits(store)
         self._waiting: defaultdict[str, dict[str, list[asyncio.Future[list[Any]]]]] = defaultdict(dict)
         self._pruned: dict[str, int] = {}
+        self._owners: dict[tuple[str, str], str] = {}
+        """The API key under which a worker asks for work of a job, by its id; by job and worker."""
 
     async def ask(
         self,
@@ -196,8 +198,12 @@ class RewardWorkers(AttachedWorkers):
         self._pruned.pop(job_id, None)
         self._publish(job_id)
 
-    async def lease(self, job_id: str, worker: str, most: int, seconds: float, gone: Gone) -> list[Leased]:
-        """Work for a worker, or nothing when none comes in some seconds; what it holds is renewed."""
+    async def lease(self, job_id: str, worker: str, owner: str, most: int, seconds: float, gone: Gone) -> list[Leased]:
+        """Work for a worker, or nothing when none comes in some seconds; what it holds is renewed.
+
+        `owner` is its API key, by its id.
+        """
+        self._owners[job_id, worker] = owner
 
         async def take() -> list[Leased]:
             return await asyncio.to_thread(self.units.lease, job_id, worker, most, self.lease_seconds)
@@ -207,8 +213,21 @@ class RewardWorkers(AttachedWorkers):
     async def leave(self, job_id: str, worker: str) -> None:
         """A worker that goes: others can have what it held at once."""
         self._seen[job_id].pop(worker, None)
+        self._owners.pop((job_id, worker), None)
         await asyncio.to_thread(self.units.give_back, job_id, worker)
         self._publish(job_id)
+
+    def keys(self) -> set[str]:
+        """The API keys under which work is leased, by their ids."""
+        for job_id in {job_id for job_id, _ in self._owners}:
+            self.attached(job_id)  # forgets workers whose leases have ended
+        self._owners = {one: key for one, key in self._owners.items() if one[1] in self._seen.get(one[0], {})}
+        return set(self._owners.values())
+
+    async def end(self, keys: Collection[str]) -> None:
+        """Let others have what was leased under these keys."""
+        for job_id, worker in [one for one, key in self._owners.items() if key in keys]:
+            await self.leave(job_id, worker)
 
     async def settle(self, job_id: str, results: Mapping[str, Sequence[Any]]) -> list[str]:
         """Keep scores by the key of their unit, and pass them on; the keys of those that were the first for theirs."""

@@ -1,0 +1,101 @@
+"""Whether the database is still the one that the service began with: a file can be removed under an open connection."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+from sqlalchemy import Engine, select
+from sqlalchemy.exc import DatabaseError, InternalError, OperationalError
+from sqlalchemy.orm import Session
+
+from motet.service.database.tables import ServiceStart, new_id
+
+_LOOK_SECONDS = 1.0
+_MESSAGE = (
+    "the database of this service was removed or replaced while the service ran, so nothing can be kept: stop the service, put "
+    "the database back from a backup, and start the service again"
+)
+
+
+class DatabaseReplaced(OperationalError):
+    """Another database lies where the service's was, or none."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, RuntimeError(_MESSAGE))
+
+
+class Presence:
+    """Recognises a database: SQLite's files by their inodes, and any by a row that this start of the service wrote."""
+
+    def __init__(self, engine: Engine) -> None:
+        """The database has its tables already."""
+        place = engine.url.database if engine.dialect.name == "sqlite" else None
+        self._files: dict[Path, tuple[int, int]] = {}
+        self._anchor: sqlite3.Connection | None = None
+        self.token, self._looked = new_id("start"), time.monotonic()
+        if place and Path(place).is_file():  # without an open connection SQLite would remove the file of its log
+            self._anchor = sqlite3.connect(place, check_same_thread=False)
+            with closing(self._anchor.execute("SELECT count(*) FROM sqlite_master")) as cursor:
+                cursor.fetchone()
+        with Session(engine) as session, session.begin():
+            session.add(ServiceStart(token=self.token))
+        if self._anchor is not None:
+            paths = (Path(str(place)), Path(f"{place}-wal"))
+            self._files = {path: one for path in paths if (one := _identity(path)) is not None}
+
+    def check_files(self) -> None:
+        """Before a transaction.
+
+        Raises:
+            DatabaseReplaced: a file is not the one that was opened.
+        """
+        for path, known in self._files.items():
+            if _identity(path) != known:
+                raise DatabaseReplaced
+
+    def check_row(self, session: Session) -> None:
+        """In a transaction, once a second.
+
+        Raises:
+            DatabaseReplaced: the row of this start is not there.
+        """
+        if time.monotonic() - self._looked < _LOOK_SECONDS:
+            return
+        try:
+            there = session.scalar(select(ServiceStart.token).where(ServiceStart.token == self.token))
+        except (OperationalError, InternalError) as error:
+            if "no such table" not in str(error.orig):
+                raise
+            there = None
+        except DatabaseError:  # no such table, as PostgreSQL says it, or no database at all
+            there = None
+        if there is None:
+            raise DatabaseReplaced
+        self._looked = time.monotonic()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._anchor is not None:
+            self._anchor.close()
+
+
+def make_private(place: str) -> None:
+    """Let nobody but its owner read SQLite's file; those of its log and its memory are made with its mode."""
+    if not place or place == ":memory:" or place.startswith("file:"):
+        return
+    with suppress(OSError):  # what is wrong with it is told where it is opened
+        os.close(os.open(place, os.O_RDWR | os.O_CREAT, 0o600))
+        for path in (place, f"{place}-wal", f"{place}-shm"):
+            if os.path.exists(path) and os.stat(path).st_mode & 0o077:
+                os.chmod(path, 0o600)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    with suppress(FileNotFoundError):
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
+    return None

@@ -1,0 +1,168 @@
+"""Secrets of jobs (the headers of HTTP rewards), encrypted with the operator's key; the database has them in no other form.
+
+The key is `secret.key` in the service's directory, made at the first start, or another file, or `MOTET_SECRET_KEY`. Several
+keys may be given, separated by spaces or lines: the first encrypts, all of them decrypt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography.fernet import Fernet, InvalidToken, MultiFernet
+from sqlalchemy import Text, cast, select, update
+
+from motet.config import JobConfig, RewardConfig
+from motet.errors import ConfigError
+from motet.runtime.opening import mask_headers
+from motet.service.database.store import Store
+from motet.service.database.tables import ServiceStart, StoredJob
+from motet.service.storage import Storage
+from motet.tasks.reward_elsewhere import SEALED, Elsewhere, ScoreOrReason, Transcripts, with_headers
+
+KEY_FILE = "secret.key"
+KEY_VARIABLE = "MOTET_SECRET_KEY"
+_MAKE = 'python -c "from cryptography.fernet import Fernet; print(Fernet.generate_key().decode())"'
+
+
+class Secrets:
+    """Encrypts and decrypts."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        """Raises ValueError where a text is no key of Fernet."""
+        self._keys = [key.encode() for key in keys]
+        self._fernet = MultiFernet([Fernet(key) for key in self._keys])
+
+    def seal(self, text: str) -> str:
+        """A text as it is kept; one that is sealed already stays as it is."""
+        return text if text.startswith(SEALED) else f"{SEALED}{self._fernet.encrypt(text.encode()).decode()}"
+
+    def open(self, text: str) -> str:
+        """The text that was sealed.
+
+        Raises:
+            ConfigError: it was sealed with another key.
+        """
+        try:
+            return self._fernet.decrypt(text.removeprefix(SEALED).encode()).decode()
+        except InvalidToken:
+            raise ConfigError(
+                "the headers of the reward http cannot be decrypted, because the key of the service has changed: submit the "
+                "job again with its headers"
+            ) from None
+
+    def signature(self, text: str) -> str:
+        """16 letters that only who has the key can make of a text."""
+        return _signature(self._keys[0], text)
+
+    def signed(self, text: str, signature: str) -> bool:
+        """Whether a signature is that of a text, by any of the keys."""
+        return any(hmac.compare_digest(_signature(key, text), signature) for key in self._keys)
+
+    # --- jobs -----------------------------------------------------------------------------------------------------------
+
+    def sealed(self, config: JobConfig) -> JobConfig:
+        """A job as it is kept."""
+        plain = [one.model_dump(include={"name", "args"}) for one in config.rewards]
+        args = [with_headers(one, self.seal)["args"] for one in plain]
+        rewards = [one.model_copy(update={"args": own}) for one, own in zip(config.rewards, args, strict=True)]
+        return config.model_copy(update={"rewards": rewards})
+
+    def opened(self, reward: RewardConfig) -> RewardConfig:
+        """A reward as its owner gave it.
+
+        Raises:
+            ConfigError: it was sealed with another key.
+        """
+        args = with_headers(reward.model_dump(include={"name", "args"}), self.open)["args"]
+        return reward.model_copy(update={"args": args})
+
+    def asking(self, ask: Elsewhere) -> Elsewhere:
+        """Ask for scores of a reward that is opened for it."""
+
+        async def asked(
+            job: str, reward: RewardConfig, problem: dict[str, object], texts: list[str], transcripts: Transcripts
+        ) -> list[ScoreOrReason]:
+            try:
+                opened = self.opened(reward)
+            except ConfigError as error:
+                return [str(error)] * len(texts)
+            return await ask(job, opened, problem, texts, transcripts)
+
+        return asked
+
+    def seal_stored(self, store: Store, storage: Storage) -> None:
+        """Seal what a release kept that did not encrypt, and take it out of the files of jobs."""
+        changed = []
+        with store.transaction() as session:
+            for job in session.scalars(select(StoredJob).where(cast(StoredJob.spec, Text).like('%"headers"%'))):
+                rewards = [with_headers(one, self.seal) for one in job.spec.get("rewards", ())]
+                if rewards != job.spec.get("rewards"):
+                    job.spec = {**job.spec, "rewards": rewards}
+                    changed.append(job.id)
+        for job_id in changed:
+            mask_headers(storage.job(job_id))
+
+
+def load_secrets(directory: Path, file: str, store: Store, storage: Storage) -> Secrets:
+    """The operator's key, made where there is none; `file` is another one than that of the directory.
+
+    Raises:
+        ConfigError: it is no key, or not the one with which this service encrypted before.
+    """
+    path = Path(file).expanduser() if file else directory / KEY_FILE
+    given = os.environ.get(KEY_VARIABLE, "").replace(",", " ").split()
+    text = path.read_text() if path.is_file() and not given else None
+    keys = given or (text or "").split()
+    where = f"the environment variable {KEY_VARIABLE}" if given else str(path)
+    try:
+        secrets = Secrets(keys or [Fernet.generate_key().decode()])
+    except ValueError:
+        raise ConfigError(f"{where} holds no key: make one with {_MAKE}") from None
+    newest = select(ServiceStart.proof).where(ServiceStart.proof.is_not(None)).order_by(ServiceStart.time.desc())
+    proof = store.scalar(newest.limit(1))
+    new_is_meant = text is not None and not keys
+    if proof is not None and not new_is_meant and not _opens(secrets, proof):
+        place = f"is not in {where}" if keys else f"was in {path}, which is gone"
+        raise ConfigError(
+            f"the key with which secrets of jobs were encrypted {place}: put it back from a backup. If it is lost, leave "
+            f"{KEY_VARIABLE} unset and make {path} an empty file: Motet writes a new key into it, and jobs whose rewards have "
+            "headers fail until they are submitted again"
+        )
+    if not keys:
+        _write(path, secrets)
+    elif not given:
+        path.chmod(0o600)
+    with store.transaction() as session:
+        own = update(ServiceStart).where(ServiceStart.token == store.presence.token)
+        session.execute(own.values(proof=secrets.seal("motet")))
+    if proof is None:
+        secrets.seal_stored(store, storage)
+    return secrets
+
+
+def _opens(secrets: Secrets, proof: str) -> bool:
+    try:
+        secrets.open(proof)
+    except ConfigError:
+        return False
+    return True
+
+
+def _write(path: Path, secrets: Secrets) -> None:
+    """Keep a new key, which only the owner of the service may read."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.new")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        out.write(b"\n".join(secrets._keys) + b"\n")
+        out.flush()
+        os.fsync(out.fileno())
+    draft.replace(path)
+
+
+def _signature(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()[:16]

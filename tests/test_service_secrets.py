@@ -1,0 +1,163 @@
+"""The operator's key, which encrypts secrets of jobs: made once, kept to its owner, missed when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cryptography.fernet import Fernet
+from sqlalchemy import update
+
+from motet.config import JobConfig, RewardConfig
+from motet.config.service import ServiceConfig
+from motet.errors import ConfigError, RunError
+from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.identity import of_config
+from motet.runtime.opening import open_job
+from motet.service.app import create_app
+from motet.service.database.store import Store
+from motet.service.database.tables import ServiceStart, StoredJob
+from motet.service.http.depends import Parts
+from motet.service.jobs.handover import Handover
+from motet.service.jobs.recorder import EventRecorder
+from motet.service.jobs.submissions import Submissions
+from motet.service.secrets import KEY_FILE, KEY_VARIABLE, Secrets, load_secrets
+from motet.service.settings import Settings
+from motet.service.storage import Storage
+from motet.tasks.reward_elsewhere import MASK, SEALED
+from motet.types import JobState
+from tests.database import person
+from tests.service_run import Json, tiny
+
+HIDDEN: Json = {
+    "name": "http",
+    "args": {"url": "https://example.org/score", "headers": {"Authorization": "hidden-word"}},
+}
+
+
+@contextlib.contextmanager
+def parts(directory: Path, **config: Any) -> Iterator[Parts]:
+    """A service that is put together and never started."""
+    app = create_app(Settings("small", directory, config=ServiceConfig(**config)))
+    found: Parts = app.state.parts
+    try:
+        yield found
+    finally:
+        found[Store].close()
+
+
+def submitted(service: Parts, name: str) -> StoredJob:
+    """A job whose reward has a secret."""
+    job = {name: value for name, value in tiny(name).items() if name != "reward"}
+    return service[Submissions].submit(person(service[Store], "us"), {**job, "rewards": [HIDDEN]}, None)
+
+
+def test_a_key_is_made_once_and_opens_what_was_kept_before(tmp_path: Path) -> None:
+    with parts(tmp_path) as service:
+        submitted(service, "kept")
+    key = (tmp_path / KEY_FILE).read_text()
+    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    with parts(tmp_path) as service:
+        (job,) = service[Store].open_jobs()
+        (reward,) = JobConfig.model_validate(job.spec).rewards
+        assert reward.args["headers"] != HIDDEN["args"]["headers"]
+        assert Secrets([key.strip()]).opened(reward).args["headers"] == HIDDEN["args"]["headers"]
+        service[Handover].message(job)
+    assert (tmp_path / KEY_FILE).read_text() == key
+
+
+@pytest.mark.parametrize("found", ["", Fernet.generate_key().decode()], ids=["gone", "another"])
+def test_a_key_that_is_gone_or_another_is_missed_and_what_to_do_is_said(tmp_path: Path, found: str) -> None:
+    with parts(tmp_path) as service:
+        submitted(service, "kept")
+    path = tmp_path / KEY_FILE
+    key = path.read_text()
+    path.unlink()
+    if found:
+        path.write_text(found)
+    said = rf"put it back from a backup.*make {re.escape(str(path))} an empty file"
+    with pytest.raises(ConfigError, match=said), parts(tmp_path):
+        pass
+    assert path.is_file() == bool(found)
+    path.write_text(
+        f"{Fernet.generate_key().decode()}\n{key}"
+    )  # a new one, with which nothing was encrypted yet, first
+    with parts(tmp_path) as service:
+        service[Handover].message(service[Store].open_jobs()[0])
+    path.write_text("")
+    with parts(tmp_path) as service:
+        (lost,) = service[Store].open_jobs()
+        with pytest.raises(ConfigError, match="submit the job again"):
+            service[Handover].message(lost)
+        service[EventRecorder].record_state(lost.id, JobState.FAILED, "")
+        lost.state = "failed"
+        with pytest.raises(ConfigError, match="submit the job again"):
+            service[Submissions].steer(lost, "resume")
+        submitted(service, "anew")
+    with parts(tmp_path) as service:
+        service[Handover].message(service[Store].open_jobs()[0])
+
+
+def test_a_key_may_come_from_the_environment_or_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with parts(tmp_path / "a", secret_key_file=str(tmp_path / "elsewhere" / "key")):
+        pass
+    assert (tmp_path / "elsewhere" / "key").is_file()
+    assert not (tmp_path / "a" / KEY_FILE).exists()
+    monkeypatch.setenv(KEY_VARIABLE, Fernet.generate_key().decode())
+    with parts(tmp_path / "b"):
+        pass
+    assert not (tmp_path / "b" / KEY_FILE).exists()
+    monkeypatch.setenv(KEY_VARIABLE, "hello")
+    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} holds no key: make one with python"), parts(tmp_path / "b"):
+        pass
+
+
+def test_what_an_older_release_kept_in_plain_text_is_sealed_at_the_first_start(store: Store, tmp_path: Path) -> None:
+    spec: Any = {**tiny("old"), "rewards": [HIDDEN, {"name": "exact"}]}
+    job = store.submit(person(store, "us"), "old", spec, 1, None)
+    storage = Storage(tmp_path)
+    file = storage.job(job.id).path / "job.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(yaml.safe_dump({"contents": {}, "job": spec}))
+    with store.transaction() as session:
+        session.execute(update(ServiceStart).values(proof=None))
+    secrets = load_secrets(tmp_path, "", store, storage)
+    kept = store.job_by_id(job.id)
+    assert kept is not None
+    assert "hidden-word" not in json.dumps(kept.spec) + file.read_text()
+    assert kept.spec["rewards"][0]["args"]["headers"]["Authorization"].startswith(SEALED)
+    assert secrets.opened(RewardConfig(**kept.spec["rewards"][0])).args == HIDDEN["args"]
+    assert yaml.safe_load(file.read_text())["job"]["rewards"][0]["args"]["headers"] == {"Authorization": MASK}
+
+
+def save(path: Path) -> None:
+    """What a commit has of an adapter."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (path / name).write_text("{}")
+
+
+def test_another_password_is_no_other_job(tmp_path: Path) -> None:
+    """Also where an older release wrote the old one down."""
+    directory = JobDirectory(tmp_path / "job")
+
+    def identity(word: str, url: str = "https://example.org") -> Json:
+        args = {"url": url, "headers": {"Authorization": word}}
+        job = {**tiny("job"), "rewards": [{"name": "http", "args": args}]}
+        del job["reward"]
+        return of_config(JobConfig.model_validate(job))
+
+    open_job(directory, identity("first"))
+    assert "first" not in (directory.path / "job.yaml").read_text()
+    directory.commit(Committed(step=1), save)
+    old = yaml.safe_load((directory.path / "job.yaml").read_text())
+    old["job"]["rewards"][0]["args"]["headers"] = {"Authorization": "first"}
+    (directory.path / "job.yaml").write_text(yaml.safe_dump(old))
+    open_job(directory, identity("second"))
+    with pytest.raises(RunError, match=r"another\.example"):
+        open_job(directory, identity("second", "https://another.example"))
