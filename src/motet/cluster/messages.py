@@ -196,6 +196,8 @@ class Ready(Message, frozen=True):
     """That it reads of one prompt; 0 where that is not known."""
     device: str = ""
     """What it computes with: hosts with the same are as fast as each other, whatever kept one of them busy meanwhile."""
+    positions: int = 0
+    """Tokens of the base's longest sequence; 0 where that is not known."""
 
 
 class Failed(Message, frozen=True):

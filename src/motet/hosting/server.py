@@ -118,7 +118,8 @@ class EngineServer:
                 f"{info.processor}, {threads or budgets.cores()} threads" if info.device == "cpu" else info.processor
             )
             try:
-                self._parent.send(m.Ready(self.workshop.notes, await self._tokens_per_second(), device))
+                speed = await self._tokens_per_second()
+                self._parent.send(m.Ready(self.workshop.notes, speed, device, info.max_positions))
                 while (message := await messages.get()) is not None:
                     if isinstance(message, m.Stop):
                         self.pipeline.stop()

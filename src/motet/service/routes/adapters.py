@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -29,6 +29,7 @@ from motet.service.http.depends import (
     EngineDep,
     NamedJob,
     QuotasDep,
+    ReadThreadsDep,
     SettingsDep,
     StorageDep,
     StoreDep,
@@ -78,6 +79,7 @@ async def upload(
     adapters: AdaptersDep,
     quotas: QuotasDep,
     engine: EngineDep,
+    threads: ReadThreadsDep,
     file: Annotated[UploadFile, FormFile(description="A .tar.gz or .zip of a PEFT directory.")],
     name: Annotated[
         str | None, Query(pattern=NAME, description="Unique among the tenant's adapters and jobs; the id without one.")
@@ -91,7 +93,8 @@ async def upload(
     directory = adapters.path(adapter_id)
     directory.mkdir(parents=True)
     try:
-        size = await _unpacked(file, directory, int(settings.config.max_adapter_mb * 2**20))
+        unpacked = _unpacked(file, directory, int(settings.config.max_adapter_mb * 2**20))
+        size = await threads.run(who.tenant_id, unpacked)
         await asyncio.to_thread(quotas.check_storage, who.tenant_id, size)  # before the engine is troubled
         shape = await _examined(engine, directory, of_base)
         adapter = UploadedAdapter(
@@ -142,8 +145,8 @@ def _uploaded(adapters: AdaptersPart, who: Principal, name: str) -> UploadedAdap
     return existing(adapters.uploaded(who, name), f"there is no uploaded adapter {name!r}")
 
 
-async def _unpacked(file: UploadFile, directory: Path, limit: int) -> int:
-    """The archive's two files in the directory; gives their bytes."""
+def _unpacked(file: UploadFile, directory: Path, limit: int) -> Callable[[], int]:
+    """Puts the archive's two files into the directory, and gives their bytes."""
     archive = directory / "archive"
 
     def work() -> int:
@@ -151,15 +154,13 @@ async def _unpacked(file: UploadFile, directory: Path, limit: int) -> int:
             shutil.copyfileobj(file.file, target, _PIECE)
         try:
             return unpack_apart(archive, directory, limit)
+        except DataError as error:
+            status = 413 if "too large" in str(error) else 400
+            raise Refusal(status, f"{error} (the limit is {limit / 2**20:g} MB)") from error
         finally:
             archive.unlink()
 
-    try:
-        return await asyncio.to_thread(work)
-    except DataError as error:
-        raise Refusal(
-            413 if "too large" in str(error) else 400, f"{error} (the limit is {limit / 2**20:g} MB)"
-        ) from error
+    return work
 
 
 async def _examined(engine: EngineClient, directory: Path, base: str) -> Examined:

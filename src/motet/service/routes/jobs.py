@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Depends, Header, Query
+from fastapi import APIRouter, Body, Depends, Header, Query, Request
 from msgspec.structs import asdict
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.http.depends import (
     AgentWorkersDep,
+    ApartDep,
     Asker,
     BasesDep,
     CheckThreadsDep,
@@ -24,9 +25,10 @@ from motet.service.http.depends import (
     StoreDep,
     SubmissionsDep,
     WorkersDep,
+    while_there,
 )
 from motet.service.jobs.queue import StartCondition
-from motet.service.jobs.validation import LONGEST_TEXT, read_jobs
+from motet.service.jobs.validation import LONGEST_TEXT, jobs_in
 from motet.service.schemas import Asked, CheckedJobs, Job, Jobs, Rollouts
 from motet.service.schemas.usage import JobChange
 from motet.tasks.reward_elsewhere import MASK
@@ -108,7 +110,7 @@ async def submit(
         store.audit(who, "submit", submitted.id)
         return shown(submitted)
 
-    return await threads.run(who.key_id, take)
+    return await threads.run(who.tenant_id, take)
 
 
 @router.get("/jobs")
@@ -197,17 +199,23 @@ def rollouts(
 
 @router.post("/check")
 async def check(
-    who: Asker, submissions: SubmissionsDep, settings: SettingsDep, threads: CheckThreadsDep, given: JobText
+    request: Request,
+    who: Asker,
+    submissions: SubmissionsDep,
+    settings: SettingsDep,
+    apart: ApartDep,
+    threads: CheckThreadsDep,
+    given: JobText,
 ) -> CheckedJobs:
     """Read a job file (YAML or JSON), or a single job, and check its jobs as if they were submitted; nothing is kept."""
+    read = await while_there(request, jobs_in(given.text, settings.bases, apart, who.tenant_id))
 
     def look() -> CheckedJobs:
-        jobs = read_jobs(given.text, settings.bases)
-        for job in jobs:
+        for job in read:
             submissions.check(who, job)
-        return CheckedJobs(jobs=jobs)
+        return CheckedJobs(jobs=read)
 
-    return await threads.run(who.key_id, look)
+    return await while_there(request, threads.run(who.tenant_id, look))
 
 
 def _masked(spec: Mapping[str, Any]) -> dict[str, Any]:
