@@ -342,13 +342,15 @@ def _serve(lines: BinaryIO, out: BinaryIO, seconds: float) -> None:
             length, data = _read(lines)
         except EOFError:
             return
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        most = int(used.ru_utime + used.ru_stime + seconds) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         module, _, name = data[:length].decode().partition(":")
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # loading the module does not count
         try:
-            made: bytes = getattr(importlib.import_module(module), name)(data[length:])
-            status, answer = _DONE, made
+            function: Callable[[bytes], bytes] = getattr(importlib.import_module(module), name)
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            most = int(used.ru_utime + used.ru_stime + seconds) + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
+            status, answer = _DONE, function(data[length:])
         except MemoryError:
             os._exit(1)
         except Exception as error:

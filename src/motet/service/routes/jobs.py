@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -20,6 +22,7 @@ from motet.service.http.depends import (
     CheckThreadsDep,
     EngineDep,
     NamedJob,
+    ReadThreadsDep,
     SettingsDep,
     StorageDep,
     StoreDep,
@@ -161,8 +164,10 @@ def delete(who: Asker, submissions: SubmissionsDep, store: StoreDep, job: NamedJ
 
 
 @router.get("/jobs/{job}/rollouts")
-def rollouts(
+async def rollouts(
+    who: Asker,
     storage: StorageDep,
+    threads: ReadThreadsDep,
     job: NamedJob,
     step: Annotated[int | None, Query(ge=0, description="Which step; the newest without one.")] = None,
     min_reward: float | None = None,
@@ -176,7 +181,7 @@ def rollouts(
 ) -> Rollouts:
     """What a step sampled, or what an evaluation did, with rewards."""
     directory, evals = storage.job(job.id), purpose == "eval"
-    steps = directory.sampled(evals=evals)
+    steps = await asyncio.to_thread(directory.sampled, evals=evals)
     chosen = steps[-1] if step is None and steps else step
     if chosen is None or chosen not in steps:
         what = f"the evaluation of version {step}" if evals else f"the rollouts of step {step}"
@@ -191,10 +196,13 @@ def rollouts(
             and (max_reward is None or (reward is not None and reward <= max_reward))
         )
 
-    fitting = [one for one in directory.read_rollouts(chosen, evals=evals) if fits(one)][:limit]
     hidden = () if tokens else ("token_texts", "logprobs")
-    shown = [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
-    return Rollouts(step=chosen, steps=steps, data=shown)
+
+    def read() -> list[dict[str, Any]]:
+        fitting = itertools.islice(filter(fits, directory.each_rollout(chosen, evals=evals)), limit)
+        return [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
+
+    return Rollouts(step=chosen, steps=steps, data=await threads.run(who.tenant_id, read))
 
 
 @router.post("/check")

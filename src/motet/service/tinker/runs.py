@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from email.utils import formatdate
@@ -14,7 +15,8 @@ from pydantic import BaseModel
 from motet.runtime.journal import Nothing
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal, existing
-from motet.service.http.depends import Asker, StoreDep
+from motet.service.http.depends import Asker, ReadThreadsDep, StorageDep, StoreDep
+from motet.service.routes.adapters import packed
 from motet.service.tinker.checkpoints import (
     ARCHIVE,
     SAMPLER,
@@ -22,7 +24,7 @@ from motet.service.tinker.checkpoints import (
     WEIGHTS,
     Checkpoint,
     Checkpoints,
-    archive_of,
+    archive_into,
     files_of,
     iso,
 )
@@ -164,13 +166,23 @@ def archive(request: Request, downloads: DownloadsDep, checkpoint: NamedCheckpoi
 
 
 @router.get("/downloads/{token}")
-def download_checkpoint(store: StoreDep, checkpoints: CheckpointsDep, downloads: DownloadsDep, token: str) -> Response:
+async def download_checkpoint(
+    store: StoreDep,
+    storage: StorageDep,
+    checkpoints: CheckpointsDep,
+    downloads: DownloadsDep,
+    threads: ReadThreadsDep,
+    token: str,
+) -> Response:
     """What a link opens: whoever has it needs no key."""
     link = downloads.open(token)
-    job = existing(store.job_by_id(link.job), "the model is gone")
-    directory = checkpoints.named(job, link.kind, link.name).directory
+    job = existing(await asyncio.to_thread(store.job_by_id, link.job), "the model is gone")
+    directory = (await asyncio.to_thread(checkpoints.named, job, link.kind, link.name)).directory
     if link.file == ARCHIVE:
-        return Response(archive_of(directory), media_type="application/x-tar")
+        return await threads.run(
+            job.tenant_id,
+            lambda: packed(storage.directory, lambda file: archive_into(file, directory), "application/x-tar", ARCHIVE),
+        )
     return FileResponse(directory / link.file, filename=link.file)
 
 

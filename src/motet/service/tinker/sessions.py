@@ -37,7 +37,7 @@ def dynamic_config(who: Asker, wanted: Anything) -> dict[str, Any]:
 
 
 @router.get("/healthz")
-def healthz() -> dict[str, str]:
+async def healthz() -> dict[str, str]:
     """That it answers."""
     return {"status": "ok"}
 
