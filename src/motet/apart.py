@@ -33,7 +33,7 @@ from motet.errors import LimitError, MotetError
 Result = TypeVar("Result")
 _IDLE_SECONDS = 60.0
 """After these a process that has nothing to do ends, and its memory is free."""
-_FRAME = struct.Struct("<IQ")
+_FRAME = struct.Struct("<IIQ")
 _DONE, _FAULT = 0, 1
 
 
@@ -199,15 +199,18 @@ class Apart(Turns):
         self._processes: set[_Process] = set()
         _ALL.add(self)
 
-    async def call(self, key: str, function: Callable[[bytes], bytes], given: bytes) -> bytes:
-        """What a function of a module makes of bytes, in a process of its own.
+    async def call(
+        self, key: str, function: Callable[[bytes], bytes], given: bytes, memory_mb: int | None = None
+    ) -> bytes:
+        """What a function of a module makes of bytes, in a process of its own; `memory_mb` where it may take less than others.
 
         Raises:
             LimitError: too much of this key's waits already.
             TooMuchError: it took too much time or memory.
         """
         name = f"{function.__module__}:{function.__qualname__}"
-        answer: bytes = await self._run(key, lambda one: self._called(one, name, given))
+        most = min(memory_mb or self.bounds.memory_mb, self.bounds.memory_mb)
+        answer: bytes = await self._run(key, lambda one: self._called(one, name, given, most))
         return answer
 
     def close(self) -> None:
@@ -220,7 +223,7 @@ class Apart(Turns):
         """Of its processes."""
         return [process.pid for process in list(self._processes)]
 
-    def _called(self, one: _Work, name: str, given: bytes) -> bytes:
+    def _called(self, one: _Work, name: str, given: bytes, memory_mb: int) -> bytes:
         process: _Process | None = getattr(self._here, "process", None)
         if process is None or not process.alive:
             self._leave()
@@ -230,7 +233,7 @@ class Apart(Turns):
         try:
             if one.abandoned or self._closed:
                 process.kill()
-            return process.call(name, given)
+            return process.call(name, given, memory_mb)
         finally:
             one.end = None
             if one.abandoned:
@@ -276,7 +279,7 @@ class _Process:
         """Whether it has not ended."""
         return self._child.poll() is None
 
-    def call(self, name: str, given: bytes) -> bytes:
+    def call(self, name: str, given: bytes, memory_mb: int) -> bytes:
         """One piece of work; raises as `Apart.call` does."""
         timer = threading.Timer(self._bounds.wall_seconds, self._be_late)
         timer.daemon = True
@@ -284,11 +287,11 @@ class _Process:
         try:
             assert self._child.stdin is not None
             assert self._child.stdout is not None
-            _write(self._child.stdin, len(name.encode()), name.encode() + given)
-            status, answer = _read(self._child.stdout)
+            _write(self._child.stdin, len(name.encode()), memory_mb, name.encode() + given)
+            status, _, answer = _read(self._child.stdout)
         except (OSError, EOFError):
             self.kill()
-            raise TooMuchError(self._how_it_ended(self._child.wait())) from None
+            raise TooMuchError(self._how_it_ended(self._child.wait(), memory_mb)) from None
         finally:
             timer.cancel()
         if status == _FAULT:
@@ -312,56 +315,66 @@ class _Process:
         self._late = True
         self.kill()
 
-    def _how_it_ended(self, status: int) -> str:
+    def _how_it_ended(self, status: int, memory_mb: int) -> str:
         if self._late or status == -signal.SIGXCPU:
             return f"it takes more than {self._bounds.seconds:g} s of the processor"
-        return f"it takes more than {self._bounds.memory_mb} MB of memory, or cannot be done at all"
+        return f"it takes more than {memory_mb} MB of memory, or cannot be done at all"
 
 
-def _write(target: Any, first: int, data: bytes) -> None:
-    target.write(_FRAME.pack(first, len(data)))
+def _write(target: Any, first: int, second: int, data: bytes) -> None:
+    target.write(_FRAME.pack(first, second, len(data)))
     target.write(data)
     target.flush()
 
 
-def _read(source: Any) -> tuple[int, bytes]:
+def _read(source: Any) -> tuple[int, int, bytes]:
     head = source.read(_FRAME.size)
     if len(head) < _FRAME.size:
         raise EOFError
-    first, length = _FRAME.unpack(head)
+    first, second, length = _FRAME.unpack(head)
     data = source.read(length)
     if len(data) < length:
         raise EOFError
-    return first, data
+    return first, second, data
 
 
-def _serve(lines: BinaryIO, out: BinaryIO, seconds: float) -> None:
-    """Runs in the process, until its input ends."""
+def _serve(lines: BinaryIO, out: BinaryIO, statm: BinaryIO | None, seconds: float) -> None:
+    """Runs in the process, until its input ends. `statm` says how much memory it has, where the system does."""
     while True:
         try:
-            length, data = _read(lines)
+            length, memory_mb, data = _read(lines)
         except EOFError:
             return
         module, _, name = data[:length].decode().partition(":")
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # loading the module does not count
         try:
+            _limit(seconds=None, memory=None)  # loading the module does not count
             function: Callable[[bytes], bytes] = getattr(importlib.import_module(module), name)
             used = resource.getrusage(resource.RUSAGE_SELF)
-            most = int(used.ru_utime + used.ru_stime + seconds) + 1
-            resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
+            pages = 0 if statm is None else int(os.pread(statm.fileno(), 100, 0).split()[0])
+            memory = pages * resource.getpagesize() + memory_mb * 2**20 if pages else None
+            _limit(seconds=int(used.ru_utime + used.ru_stime + seconds) + 1, memory=memory)
             status, answer = _DONE, function(data[length:])
         except MemoryError:
             os._exit(1)
         except Exception as error:
             status, answer = _FAULT, f"{type(error).__name__}: {error}"[:2000].encode()
-        _write(out, status, answer)
+        _write(out, status, 0, answer)
+
+
+def _limit(*, seconds: int | None, memory: int | None) -> None:
+    """Lower the limits that can be raised again; None is as far as they may be."""
+    for kind, wanted in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory)):
+        hard = resource.getrlimit(kind)[1]
+        soft = hard if wanted is None or (hard != resource.RLIM_INFINITY and wanted > hard) else wanted
+        resource.setrlimit(kind, (soft, hard))
 
 
 if __name__ == "__main__":
     wall.end_with(int(sys.argv[1]))
     modules = [Path(entry) for entry in sys.path if Path(entry).is_dir()]  # also where a .pth file names them
-    wall.enter(int(sys.argv[2]), readable=modules, where_possible=True)
-    streams = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that a library prints may pass for an answer
-    _serve(*streams, float(sys.argv[3]))
+    with contextlib.ExitStack() as opened:
+        space = opened.enter_context(open("/proc/self/statm", "rb")) if Path("/proc/self/statm").exists() else None
+        wall.enter(int(sys.argv[2]), readable=modules, where_possible=True)
+        streams = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that a library prints may pass for an answer
+        _serve(*streams, space, float(sys.argv[3]))

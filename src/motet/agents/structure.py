@@ -13,6 +13,8 @@ _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 """One way to write JSON, so that no answer is spent on spaces."""
 _LONGEST = 16_000
 """What a schema costs for each token grows faster than its length."""
+_MEMORY_MB = 128
+"""For compiling a grammar: an engine keeps some of them."""
 _KEPT = 256
 """Grammars whose check is remembered."""
 
@@ -65,7 +67,7 @@ async def check_grammar(grammar: str, apart: Apart, key: str) -> None:
         return
     if (reason := _known.get(grammar)) is None:
         try:
-            reason = (await apart.call(key, _wrong_with, grammar.encode("utf-8", "surrogatepass"))).decode()
+            reason = (await apart.call(key, _wrong_with, grammar.encode("utf-8", "surrogatepass"), _MEMORY_MB)).decode()
         except TooMuchError as error:
             reason = f"the schema is too complex: {error}; use fewer or simpler patterns"
         _known[grammar] = reason

@@ -162,7 +162,7 @@ class Bodies:
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
             await self._refusal(413, words)(scope, receive, send)
-            await _drain(receive, limit)
+            await _drain(receive, max(limit, MOST_PROMPT))
             return
         large = int(length) > MOST_OF_NOBODY if length.isdigit() else b"transfer-encoding" in headers
         uploads = path in self._limits and scope["method"] == "POST"
