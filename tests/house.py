@@ -29,6 +29,7 @@ from motet.service.app import create_app
 from motet.service.database.store import Store
 from motet.service.database.tables import Share, UploadedAdapter, now
 from motet.service.database.tenants import Principal
+from motet.service.http.connections import Connections, raise_open_files
 from motet.service.http.depends import Parts
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.rewards.grading import Grading
@@ -128,7 +129,9 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
         key, keys[name] = store.tenants.create_key(tenant, name, role, expires)
         if name == "revoked":
             store.tenants.revoke_key(key.id)
-    server = _Server(uvicorn.Config(app, port=port, lifespan="off", log_level="error"))
+    connections = Connections(app.state.parts[Settings].config.http, raise_open_files())
+    options: Json = {"http": connections.protocol, "ws": "none"}
+    server = _Server(uvicorn.Config(app, port=port, lifespan="off", log_level="error", **options))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

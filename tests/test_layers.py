@@ -34,7 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "own_code",
         }
     ),
-    frozenset({"protocols", "channel", "jobfile", "device", "budgets", "allocator", "mkl", "stops"}),
+    frozenset({"protocols", "channel", "apart", "jobfile", "device", "budgets", "allocator", "mkl", "stops"}),
     frozenset({"tasks", "model"}),
     frozenset({"rollout", "training", "agents"}),
     frozenset({"runtime"}),

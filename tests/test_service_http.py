@@ -409,7 +409,7 @@ def test_an_upload_that_is_cut_off_leaves_a_file_and_its_row(house: House) -> No
         return {}
 
     async def cut_off() -> None:
-        request = cast(Request, SimpleNamespace(form=form))
+        request = cast(Request, SimpleNamespace(form=form, receive=asyncio.Event().wait))
         sending = asyncio.create_task(upload(request, who, *parts, UploadFile(io.BytesIO(ROWS), filename="cut.jsonl")))
         with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")

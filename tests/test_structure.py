@@ -15,7 +15,8 @@ import pytest
 from motet.agents.chat_completions import ChatRequest
 from motet.agents.episode import AgentEpisode, CallLimits
 from motet.agents.responses import ResponsesRequest
-from motet.agents.structure import grammar_of
+from motet.agents.structure import check_grammar, grammar_of
+from motet.apart import here
 from motet.device import Device
 from motet.errors import EngineError, EpisodeRefusal
 from motet.model.load import load_base
@@ -151,7 +152,7 @@ def test_a_request_that_is_aborted_while_its_grammar_is_made_ready_is_not_begun(
 )
 def test_a_schema_that_cannot_be_kept_to_is_refused_with_what_is_wrong_with_it(asked, message):
     with pytest.raises(EpisodeRefusal, match=re.escape(message)):
-        grammar_of(asked, tools=False)
+        asyncio.run(check_grammar(grammar_of(asked, tools=False), here(), "us"))
 
 
 def test_both_routes_of_openai_ask_for_the_same():

@@ -13,9 +13,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from motet import apart
 from motet.agents import anthropic_messages, chat_completions, responses
 from motet.agents.episode import AgentCall, AgentEpisode
-from motet.errors import EngineError, EpisodeRefusal
+from motet.agents.structure import check_grammar
+from motet.errors import EngineError, EpisodeRefusal, LimitError
 
 _WIRES: Mapping[str, tuple[ModuleType, type[BaseModel]]] = {
     "chat/completions": (chat_completions, chat_completions.ChatRequest),
@@ -70,7 +72,7 @@ class ServedEpisode:
             return refusal(
                 400, "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in mistakes)
             )
-        except (EpisodeRefusal, EngineError) as error:  # 400: the stock clients send all others again
+        except (EpisodeRefusal, EngineError, LimitError) as error:  # 400: the stock clients send all others again
             return refusal(400, str(error))
         except asyncio.CancelledError:
             if not self.episode.closed:
@@ -92,7 +94,8 @@ class ServedEpisode:
                 raise EpisodeRefusal("the conversation has no message that is read here; give one")
 
             async def sample() -> list[AgentCall]:
-                limits = await asyncio.to_thread(lambda: wanted.limits)  # a schema takes a while to read
+                limits = wanted.limits
+                await check_grammar(limits.grammar, apart.here(), episode.model)
                 n = getattr(wanted, "n", None) or 1
                 return [await episode.complete(messages, tools, limits) for _ in range(n)]
 

@@ -105,6 +105,8 @@ class Host:
         """Tokens by tenant since its start, each divided by the weight of its job."""
         self.speed = ("", 0.0)
         """Its device, and tokens a second as it measured them at its start."""
+        self.positions = 0
+        """Tokens of the longest sequence of its base; 0 before it was ready."""
         self.starts = 0
 
     def adopt(self, engine: Engine) -> None:
@@ -250,6 +252,7 @@ class Host:
                     _log.warning("%s", note)
                 self.failure, self.hopeless, self._ready_since = "", False, time.monotonic()
                 self.speed = (message.device, message.tokens_per_second)
+                self.positions = message.positions
                 self.ready = True
                 self._heard(self, message)
             case m.Failed():

@@ -216,6 +216,8 @@ class Ready(Message, frozen=True):
     """What it computes with: hosts with the same are as fast as each other, whatever kept one of them busy meanwhile."""
     jobs: list[Held] = []
     """Jobs that an earlier service gave it and that have not ended."""
+    positions: int = 0
+    """Tokens of the base's longest sequence; 0 where that is not known."""
 
 
 class Failed(Message, frozen=True):

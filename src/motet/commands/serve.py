@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -99,6 +99,9 @@ async def _run(
         try:
             import uvicorn
 
+            from motet.service.http.connections import Connections, raise_open_files
+            from motet.service.settings import Settings
+
             app = make(heard)
         except BaseException:
             if engine is not None:
@@ -123,7 +126,11 @@ async def _run(
             await super().shutdown(sockets)
             await client.kill()  # where a second Ctrl-C skipped the rest
 
-    server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS))
+    connections = Connections(app.state.parts[Settings].config.http, raise_open_files())
+    options: dict[str, Any] = {"http": connections.protocol, "ws": "none", "backlog": connections.backlog}
+    server = Server(
+        uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS, **options)
+    )  # fmt: skip
     await server.serve(list(sockets))
     if not server.started:
         await client.kill()

@@ -57,6 +57,38 @@ class RateConfig(Config):
     """Requests that may come at once after a while without any."""
 
 
+class HttpConfig(Config):
+    """What the HTTP process takes from everybody together, from one address and from one key."""
+
+    hosts: list[str] = []
+    """Without keys (`--no-keys`): names besides this machine's own under which browsers and clients may ask, such as
+    `studio.example.org`."""
+    connections: int | None = Field(None, ge=8, le=10**6)
+    """Open connections; null is three quarters of the open files that the process may have."""
+    connections_per_address: int | None = Field(512, ge=1, le=10**6)
+    """Open connections from one address; behind a proxy all have the address of the proxy, so give null there."""
+    header_seconds: float = Field(10.0, gt=0, le=3600)
+    """Time for a connection to send the head of a request."""
+    body_seconds: float = Field(30.0, gt=0, le=3600)
+    """Time for a connection to send a body, besides one second for each 16 KB of it that came."""
+    requests_per_key: int = Field(512, ge=1, le=10**6)
+    """Open requests of one key, and without a key of one address."""
+    streams_per_key: int = Field(64, ge=1, le=10**6)
+    """Open streams of events of one key."""
+    open_mb: float = Field(1024.0, ge=1, le=1e6, allow_inf_nan=False)
+    """Memory that the bodies of open requests and the prompts of open samples may take, of everybody together."""
+    open_mb_per_tenant: float = Field(256.0, ge=1, le=1e6, allow_inf_nan=False)
+    """The same of one tenant."""
+    processes: int = Field(2, ge=1, le=256)
+    """Processes for work that takes long or grows: schemas of answers, gradients, job files."""
+    waiting_per_tenant: int = Field(64, ge=1, le=10**6)
+    """Pieces of such work that may wait, of one tenant."""
+    work_seconds: float = Field(5.0, gt=0, le=3600)
+    """Time of the processor that one piece of such work may take."""
+    work_memory_mb: int = Field(1024, ge=256, le=10**6)
+    """Memory that each of these processes may take."""
+
+
 class InstalledReward(Config):
     """A function of the operator's that jobs may name. A plain string is the function."""
 
@@ -124,6 +156,8 @@ class ServiceConfig(Config):
     """What each tenant may use unless an admin sets something else for it."""
     rate: RateConfig | None = None
     """How often a key may ask; a service without keys has no such limit unless this is given."""
+    http: HttpConfig = HttpConfig()
+    """Connections, open requests and the work of the HTTP process."""
     rewards: dict[str, Annotated[InstalledReward, named("function")]] = {}
     """Functions that jobs may use as rewards, by the names that jobs give them."""
     unwalled: list[Literal["scorer", "math"]] = []

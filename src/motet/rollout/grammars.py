@@ -15,8 +15,8 @@ from motet.errors import EngineError
 from motet.model_info import ModelInfo
 from motet.types import BoolArray, SamplingParams
 
-_KEPT = 64
-"""Grammars that are kept ready."""
+_KEPT = 16
+"""Grammars that are kept ready. Who takes one from a stranger has it checked first (`agents.structure.check_grammar`)."""
 _SLOW_SECONDS = 0.25
 """Of the processor, which all that is sampled waits for."""
 

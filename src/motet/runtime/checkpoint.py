@@ -21,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,8 +179,13 @@ class JobDirectory:
 
     def read_rollouts(self, number: int, *, evals: bool = False) -> list[dict[str, Any]]:
         """What a step sampled, or with `evals` the evaluation of a version; one of `sampled`."""
-        path = self.path / "rollouts" / f"{_before(evals)}{number}.jsonl"
-        return [json.loads(line) for line in path.read_bytes().splitlines()]  # a text would be split at U+2028 too
+        return list(self.each_rollout(number, evals=evals))
+
+    def each_rollout(self, number: int, *, evals: bool = False) -> Iterator[dict[str, Any]]:
+        """The same, one after another: all of a large step may not fit into memory."""
+        with (self.path / "rollouts" / f"{_before(evals)}{number}.jsonl").open("rb") as lines:  # text splits at U+2028
+            for line in lines:
+                yield json.loads(line)
 
     def _cut_back(self, committed: Committed | None) -> None:
         """Forget what was written after the commit."""

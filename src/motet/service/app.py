@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
+from motet.apart import Apart, Bounds
 from motet.cluster.client import EngineClient
 from motet.cluster.host import EngineHandlers
 from motet.cluster.local_hosts import code_of, lasting
@@ -20,10 +21,11 @@ from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.errors import error_body, handle_errors
 from motet.service.events import EventBus, EventLog
-from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads
-from motet.service.http.bodies import Bodies
+from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads, asker
+from motet.service.http.bodies import Bodies, OpenBytes
 from motet.service.http.depends import Parts
 from motet.service.http.opened import EndsWithKey, KeyWatch
+from motet.service.http.origins import Origins
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.initial_adapter import InitialAdapters
@@ -71,6 +73,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+_THREADS = 2
+"""That check jobs, and that read files."""
+
+
 class Lifecycle:
     """Starts and stops the parts that need it, in order."""
 
@@ -111,6 +117,7 @@ class Lifecycle:
         await asyncio.to_thread(parts[Ledger].flush)
         parts[CheckThreads].close()
         parts[ReadThreads].close()
+        parts[Apart].close()
         parts[Store].close()
 
 
@@ -146,14 +153,20 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.parts, app.state.lifecycle = parts, lifecycle
     handle_errors(app)
 
-    def allowed(request: Request) -> bool:
-        return parts[Access].allows(request) or episodes.allows(request, parts[AgentWorkers])
+    def payer(request: Request) -> str:
+        return parts[Access].tenant(request) or episodes.owner(request, parts[AgentWorkers])
+
+    def positions() -> int:
+        return parts[EngineClient].positions(*settings.bases.names)
 
     uploads = {"/v1/files": settings.config.max_upload_mb, "/v1/adapters": settings.config.max_adapter_mb}
     app.add_middleware(
-        Bodies, uploads=uploads, refusal=error_body, allowed=allowed, stopping=lambda: parts[EventBus].closed
+        Bodies, config=settings.config.http, room=parts[OpenBytes], uploads=uploads, refusal=error_body, payer=payer,
+        asker=asker, positions=positions, stopping=lambda: parts[EventBus].closed,
     )  # fmt: skip
     app.add_middleware(EndsWithKey, watch=parts[KeyWatch], refusal=error_body)
+    if settings.open_to_all:
+        app.add_middleware(Origins, names=settings.config.http.hosts, refusal=error_body)
     for module in ROUTES:
         app.include_router(module.router)
     return app
@@ -183,7 +196,9 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     submissions = Submissions(
         allowed, bases, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine, secrets
     )
-    checks, reads = CheckThreads(), ReadThreads()
+    http = config.http
+    checks, reads = (kind(_THREADS, http.waiting_per_tenant) for kind in (CheckThreads, ReadThreads))
+    apart = Apart(Bounds(http.processes, http.waiting_per_tenant, http.work_seconds, http.work_memory_mb))
 
     def rest(job_id: str, wanted: bool) -> None:
         workers.rest(job_id, wanted)
@@ -196,14 +211,15 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     models = Models(bases, store, storage, submissions, quotas, engine)
     checkpoints = Checkpoints(models)
     samplers = Samplers(models, checkpoints, storage, engine)
-    futures = Futures(models, samplers, quotas, store, bus, settings.directory / "samples")
+    room = OpenBytes(config.http)
+    futures = Futures(models, samplers, quotas, store, bus, settings.directory / "samples", room)
     leases = Leases(models, futures, store)
     watch = KeyWatch(store.tenants, (workers, agents, futures))
     return Parts(
         models, leases, checkpoints, Downloads(), samplers, futures, watch,
         settings, bases, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
-        scoring, recorder, handover, queue, submissions, checks, reads, handlers, FineTunings(store, storage, adapters),
-        Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
+        scoring, recorder, handover, queue, submissions, checks, reads, apart, room, handlers,
+        FineTunings(store, storage, adapters), Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
     )  # fmt: skip
 
 

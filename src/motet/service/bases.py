@@ -15,7 +15,7 @@ class Bases:
 
     def __init__(self, places: Mapping[str, str]) -> None:
         """`places` says what each base is; the first is meant where none is named."""
-        self._places = dict(places)
+        self._places = self.places = dict(places)
         self.known: Mapping[str, str] = {}
         """What the bases of this service are or were, by name, the first ever first; none where it never had several."""
 

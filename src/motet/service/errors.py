@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DataError as DatabaseDataError
 from starlette.exceptions import HTTPException
 
+from motet.apart import TooMuchError
 from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetError, RewardError, StoreError
 from motet.runtime.disk_gate import is_full
 from motet.service.database.presence import DatabaseReplaced
@@ -101,6 +102,8 @@ def _answer(request: Request, error: Exception) -> JSONResponse:
         case LimitError():
             after = {} if error.seconds is None else {"Retry-After": str(error.seconds)}
             return error_body(error.status, str(error), headers=after)
+        case TooMuchError():
+            return error_body(413, f"this request takes too much: {error}; send less at a time")
         case ConfigError() | DataError() | RewardError():
             return error_body(400, str(error))
         case StoreError():

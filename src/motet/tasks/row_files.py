@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from motet import wall
 from motet.errors import DataError
 from motet.tasks import parquet_rows
 
 Row = dict[str, Any]
+_SMALL = 2**18
+"""Bytes of a file that is read where it arrives."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,31 @@ def count_rows(path: Path, bounds: Bounds) -> int:
     if not (count := sum(1 for _ in rows_of(path, bounds))):
         raise DataError(f"{path} has no rows")
     return count
+
+
+def count_apart(path: Path, bounds: Bounds) -> int:
+    """What `count_rows` gives. Anything but a small file is read in a process with limits of its own.
+
+    Raises:
+        DataError: as `count_rows`, or reading takes too much time or memory.
+    """
+    if path.suffix.lower() == ".parquet" or path.stat().st_size <= _SMALL:  # parquet has a process already
+        return count_rows(path, bounds)
+    most = f"{bounds.seconds:g} s and {bounds.memory_mb} MB of memory"
+    late = f"{path} cannot be read within {most}, the most here; split it, or make it .jsonl"
+    command = wall.command(__name__, str(path.resolve()), json.dumps(asdict(bounds)))
+    try:
+        done = subprocess.run(
+            command, env=wall.environment(), capture_output=True, timeout=bounds.seconds, check=False
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise DataError(late) from error
+    if done.returncode != 0:
+        raise DataError(late)
+    answer = json.loads(done.stdout)
+    if isinstance(answer, str):
+        raise DataError(answer)
+    return int(answer)
 
 
 def _too_many_rows(path: Path, bounds: Bounds) -> DataError:
@@ -202,3 +231,17 @@ def _parquet(path: Path, bounds: Bounds | None) -> Iterator[Row]:
 READERS: dict[str, Callable[[Path, Bounds | None], Iterator[Row]]] = {
     ".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".parquet": _parquet,
 }  # fmt: skip
+
+
+def _counted(path: Path, bounds: Bounds) -> int | str:
+    """The rows of a file, or what is wrong with it."""
+    try:
+        return count_rows(path, bounds)
+    except DataError as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1]), Bounds(**json.loads(sys.argv[2]))
+    wall.enter(given[1].memory_mb, readable=given[:1], where_possible=True)
+    json.dump(_counted(*given), sys.stdout)

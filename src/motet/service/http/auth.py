@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from fastapi import Request
 
+from motet.apart import Turns
 from motet.config.service import RateConfig
 from motet.service.database.store import AWAY
 from motet.service.database.tenants import Principal, Tenants
@@ -21,9 +18,7 @@ from motet.service.errors import Refusal
 from motet.service.http.opened import opened_by
 from motet.service.workers.agents import KEY_PREFIX
 
-Result = TypeVar("Result")
 _MOST_KEYS = 10_000
-_THREADS = 2
 OF_TINKER = "tml-"
 """The `tinker` package sends only keys that begin so: a key of Motet's comes after it."""
 
@@ -40,6 +35,11 @@ def episode_key(request: Request) -> str:
     """The same, where an episode's counts wherever it stands: some clients send a bearer of nobody's beside it."""
     other = request.headers.get("x-api-key", "").strip()
     return other if other.startswith(KEY_PREFIX) else bearer(request)
+
+
+def asker(request: Request) -> str:
+    """The key that a request brings, good or not, or where it comes from."""
+    return episode_key(request) or f"from {request.client.host if request.client else 'nowhere'}"
 
 
 class RateLimit:
@@ -86,6 +86,16 @@ class Access:
         except AWAY:  # whoever answers finds that out too, and says so
             return True
 
+    def tenant(self, request: Request) -> str:
+        """The tenant whose key a request brings; empty where it is not good."""
+        if self.open_to_all:
+            return "local"
+        try:
+            who = self._tenants.who(bearer(request))
+        except AWAY:  # whoever answers finds that out too, and says so
+            return "unknown"
+        return "" if who is None else who.tenant_id
+
     def principal(self, request: Request) -> Principal:
         """Whose key the request brings.
 
@@ -128,30 +138,9 @@ class Access:
             raise Refusal(429, message, headers={"Retry-After": str(seconds)})
 
 
-class KeyedThreads:
-    """Two threads that do one piece of work of a key after another: a key that asks for much waits for itself.
-
-    Lives in one event loop.
-    """
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, "motet-requests")
-        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-
-    async def run(self, key: str, work: Callable[[], Result]) -> Result:
-        """Do a piece of work when it is this key's turn."""
-        lock = self._locks.setdefault(key, asyncio.Lock())
-        async with lock:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    def close(self) -> None:
-        """Begin no more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-class CheckThreads(KeyedThreads):
+class CheckThreads(Turns):
     """For checks of jobs."""
 
 
-class ReadThreads(KeyedThreads):
-    """For files of rows, which may take minutes."""
+class ReadThreads(Turns):
+    """For files of rows and archives, which may take minutes."""

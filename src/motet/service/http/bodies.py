@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from starlette.exceptions import HTTPException
@@ -16,10 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from motet.config.service import HttpConfig
+
 MOST = 2**20
 """Bytes of a body where no other limit is set."""
 MOST_PROMPT = 4 * 2**20
-"""Of a request for completions, or to try a grader; of what an agent asks."""
+"""Of a request for completions, or to try a grader; of what an agent asks. A base with few positions has a lower limit."""
 MOST_SCORES = 8 * 2**20
 """Of what a reward worker hands in."""
 MOST_OF_NOBODY = 2**16
@@ -27,11 +31,66 @@ MOST_OF_NOBODY = 2**16
 MOST_GRADIENT = 32 * 2**20
 """Of what a client wants a gradient of."""
 _GRADIENT = "/tinker/api/v1/forward_backward"
-_PROMPTS = ("/tinker/api/v1/asample", "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run")
+_PROMPTS = {
+    "/tinker/api/v1/asample": 16, "/v1/chat/completions": 64, "/v1/completions": 16 * 64,
+}  # fmt: skip
+"""Bytes of a body for each position of the base: of a token's id, of a token's text as JSON, of 16 such texts."""
+_GRADER = "/v1/fine_tuning/alpha/graders/run"
 _SCORES = "/scoring/results"
 _EPISODES = "/episodes/"
-_AROUND = 2**16  # what a form has around its file
+_EPISODE_BYTES = 64
+_AROUND = 2**16  # what a form has around its file, and a prompt around its tokens
 _DRAIN_SECONDS = 5.0
+_SPREAD = 8
+"""Bytes of memory for a byte of JSON, roughly."""
+_SPOOLED = 2**20
+"""Bytes of an uploaded file that are in memory; the rest is on the disk."""
+_NOBODY, _NOBODYS_PART = "", 8
+_SOON = {"Retry-After": "1"}
+
+
+class OpenBytes:
+    """Memory that open requests take, of everybody and of each tenant. From any thread."""
+
+    def __init__(self, config: HttpConfig) -> None:
+        self._most, self._most_of_one = int(config.open_mb * 2**20), int(config.open_mb_per_tenant * 2**20)
+        self._taken = Counter[str]()
+        self._total = 0
+        self._lock = threading.Lock()
+
+    def take(self, payer: str, size: int, *, always: bool = False) -> None:
+        """Count so many bytes of a tenant, `always` also where there is no room; nobody's have a small part for all of them.
+
+        Raises:
+            HTTPException: there is no room now (429), or there never is (413).
+        """
+        most = self._most_of_one if payer else self._most // _NOBODYS_PART
+        if size > most and not always:
+            raise HTTPException(413, f"this request takes {size >> 20} MB of memory; {most >> 20} MB are the most here")
+        with self._lock:
+            if not always and (self._taken[payer] + size > most or self._total + size > self._most):
+                whose = "your" if self._taken[payer] + size > most else "all"
+                raise HTTPException(
+                    429,
+                    f"{whose} open requests take all the memory that there is for them; try again in a moment",
+                    _SOON,
+                )
+            self._taken[payer] += size
+            self._total += size
+
+    def give_back(self, payer: str, size: int) -> None:
+        """Bytes that were taken are free again."""
+        with self._lock:
+            self._taken[payer] -= size
+            self._total -= size
+            if not self._taken[payer]:
+                del self._taken[payer]
+
+    def fits(self, payer: str, size: int) -> bool:
+        """Whether there is room."""
+        most = self._most_of_one if payer else self._most // _NOBODYS_PART
+        with self._lock:
+            return self._taken[payer] + size <= most and self._total + size <= self._most
 
 
 class Bodies:
@@ -40,13 +99,33 @@ class Bodies:
     def __init__(
         self,
         app: ASGIApp,
+        config: HttpConfig,
+        room: OpenBytes,
         uploads: Mapping[str, float],
-        refusal: Callable[[int, str], Response],
-        allowed: Callable[[Request], bool],
+        refusal: Callable[..., Response],
+        payer: Callable[[Request], str],
+        asker: Callable[[Request], str],
+        positions: Callable[[], int],
         stopping: Callable[[], bool],
     ) -> None:
-        """`uploads` is the limit in MB of each path that takes files; `refusal` makes an answer of a status and a message."""
-        self._app, self._refusal, self._allowed, self._stopping = app, refusal, allowed, stopping
+        """What it depends on.
+
+        Args:
+            app: what answers.
+            config: limits of open requests.
+            room: memory that bodies take.
+            uploads: the limit in MB of each path that takes files.
+            refusal: makes an answer of a status and a message.
+            payer: the tenant of a request's key, `nobody` where there are no keys; empty where its key is not good.
+            asker: the key of a request, or where it comes from; looks nothing up.
+            positions: the most tokens of a prompt, of any base; 0 while that is not known.
+            stopping: whether the service stops.
+        """
+        self._app, self._refusal, self._payer, self._asker = app, refusal, payer, asker
+        self._config, self._room = config, room
+        self._positions, self._stopping = positions, stopping
+        self._requests = Counter[str]()
+        """Open ones, by asker."""
         self._limits = {path: int(limit * 2**20) + _AROUND for path, limit in uploads.items()}
         self._words = {
             path: f"this is larger than {limit:g} MB, the limit of this service" for path, limit in uploads.items()
@@ -60,50 +139,91 @@ class Bodies:
         if "\0" in scope["path"] or b"%00" in scope["query_string"] or b"\0" in scope["query_string"]:
             await self._refusal(422, "the address has a NUL character; take it out")(scope, receive, send)
             return
+        asker, most, what = self._asker(Request(scope)), self._config.requests_per_key, "requests"
+        if scope["path"].endswith("/stream"):
+            asker, most, what = f"streams of {asker}", self._config.streams_per_key, "streams"
+        if self._requests[asker] >= most:
+            words = f"{most} {what} of one key are open, the most here; wait for some, or end them"
+            await self._refusal(429, words, headers=_SOON)(scope, receive, send)
+            return
+        self._requests[asker] += 1
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._requests[asker] -= 1
+            if not self._requests[asker]:
+                del self._requests[asker]
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].rstrip("/")
-        limit = self._limits.get(path) or _limit(path)
-        words = self._words.get(path, f"this request may have {limit // 2**20} MB at most")
+        limit = self._limits.get(path) or _limit(path, self._positions())
+        words = self._words.get(path, f"this request may have {limit / 2**20:.3g} MB at most")
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
             await self._refusal(413, words)(scope, receive, send)
-            await _drain(receive, limit)
+            await _drain(receive, max(limit, MOST_PROMPT))
             return
         large = int(length) > MOST_OF_NOBODY if length.isdigit() else b"transfer-encoding" in headers
         uploads = path in self._limits and scope["method"] == "POST"
-        if (uploads or large) and not await asyncio.to_thread(self._allowed, Request(scope)):
-            await self._refusal(401, "give an API key that is good: Authorization: Bearer mk-…")(scope, receive, send)
-            await _drain(receive, MOST)
-            return
+        payer = _NOBODY
+        if uploads or large or not self._room.fits(_NOBODY, _SPREAD * MOST_OF_NOBODY):
+            payer = await asyncio.to_thread(self._payer, Request(scope))
+            if (uploads or large) and not payer:
+                await self._refusal(401, "give an API key that is good: Authorization: Bearer mk-…")(
+                    scope, receive, send
+                )
+                await _drain(receive, MOST)
+                return
+        spread = _SPREAD if b"json" in headers.get(b"content-type", b"json") else 1
+        body = _Body(receive, limit, words, self._room, payer, (1, _SPOOLED) if uploads else (spread, limit))
         try:
-            await self._app(scope, _bounded(receive, limit, words), send)
+            await self._app(scope, body.receive, send)
         except asyncio.CancelledError:  # the server gives up whoever is stuck
             if not self._stopping():
                 raise
+        finally:
+            body.close()
 
 
-def _limit(path: str) -> int:
+def _limit(path: str, positions: int) -> int:
     """Bytes of a body of a path that takes no files."""
     if path == _GRADIENT:
         return MOST_GRADIENT
-    if path in _PROMPTS or path.startswith(_EPISODES):
+    if (each := _PROMPTS.get(path) or (_EPISODE_BYTES if path.startswith(_EPISODES) else 0)) and positions:
+        return min(MOST_PROMPT, _AROUND + positions * each)
+    if each or path == _GRADER:
         return MOST_PROMPT
     return MOST_SCORES if path.endswith(_SCORES) else MOST
 
 
-def _bounded(receive: Receive, limit: int, words: str) -> Receive:
-    """What is received, up to a limit; beyond it a 413, which goes through whoever reads."""
-    read = 0
+class _Body:
+    """What is received, up to a limit; beyond it an error goes through whoever reads."""
 
-    async def bounded() -> Message:
-        nonlocal read
-        message: Message = await receive()
-        read += len(message.get("body", b""))
-        if read > limit:
-            raise HTTPException(413, words)
+    def __init__(
+        self, receive: Receive, limit: int, words: str, room: OpenBytes, payer: str, weight: tuple[int, int]
+    ) -> None:
+        """`weight` has the memory for each byte, and the most bytes that are in memory."""
+        self._receive, self._limit, self._words = receive, limit, words
+        self._room, self._payer, (self._each, self._most) = room, payer, weight
+        self._read = self._taken = 0
+
+    async def receive(self) -> Message:
+        """The next part of it."""
+        message: Message = await self._receive()
+        self._read += len(message.get("body", b""))
+        if self._read > self._limit:
+            raise HTTPException(413, self._words)
+        if more := self._each * min(self._read, self._most) - self._taken:
+            self._room.take(self._payer, more)
+            self._taken += more
         return message
 
-    return bounded
+    def close(self) -> None:
+        """The request is answered."""
+        if self._taken:
+            self._room.give_back(self._payer, self._taken)
+            self._taken = 0
 
 
 async def _drain(receive: Receive, limit: int) -> None:

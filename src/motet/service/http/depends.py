@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
+from motet.apart import Apart
 from motet.cluster.client import EngineClient
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
@@ -51,6 +54,7 @@ def part(kind: type) -> Any:
 
 AccessDep = Annotated[Access, part(Access)]
 AdaptersDep = Annotated[Adapters, part(Adapters)]
+ApartDep = Annotated[Apart, part(Apart)]
 AgentWorkersDep = Annotated[AgentWorkers, part(AgentWorkers)]
 BasesDep = Annotated[Bases, part(Bases)]
 BusDep = Annotated[EventBus, part(EventBus)]
@@ -68,6 +72,28 @@ StorageDep = Annotated[Storage, part(Storage)]
 StoreDep = Annotated[Store, part(Store)]
 SubmissionsDep = Annotated[Submissions, part(Submissions)]
 WorkersDep = Annotated[RewardWorkers, part(RewardWorkers)]
+
+
+Result = TypeVar("Result")
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do a piece of work as long as the client waits for it; the body of its request has been read."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Refusal(408, "the client left")  # nobody reads it
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _principal(request: Request, access: AccessDep) -> Principal:

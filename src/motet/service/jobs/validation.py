@@ -17,6 +17,7 @@ from typing import Any
 from motet import plain_yaml
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
+from motet.apart import Apart, TooMuchError
 from motet.config import DataConfig, EnvironmentConfig, JobConfig, RewardConfig
 from motet.config.service import ANY_SIZE, Largest
 from motet.errors import ConfigError
@@ -248,6 +249,32 @@ def _check_texts(data: DataConfig) -> None:
                 f"data.chat_template_kwargs.{name:.80}: give true, false, a number or a text of at most {_LONGEST_ARGUMENT} "
                 "characters"
             )
+
+
+async def jobs_in(text: str, bases: Bases, apart: Apart, key: str) -> list[dict[str, Any]]:
+    """What `read_jobs` gives, read in a process of its own in the turn of `key`; raises as it does.
+
+    Raises:
+        LimitError: too much of this key's waits already.
+    """
+    given = json.dumps({"text": text, "places": bases.places}).encode()
+    try:
+        answer: dict[str, Any] = json.loads(await apart.call(key, _read_apart, given))
+    except TooMuchError as error:
+        raise ConfigError(f"this cannot be read: {error}; give the jobs in parts") from error
+    if "reason" in answer:
+        raise ConfigError(answer["reason"])
+    jobs: list[dict[str, Any]] = answer["jobs"]
+    return jobs
+
+
+def _read_apart(given: bytes) -> bytes:
+    """Runs in a process of its own."""
+    asked = json.loads(given)
+    try:
+        return json.dumps({"jobs": read_jobs(asked["text"], Bases(asked["places"]))}).encode()
+    except ConfigError as error:
+        return json.dumps({"reason": str(error)}).encode()
 
 
 def read_jobs(text: str, bases: Bases) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -23,12 +23,14 @@ from motet.service.database.tables import Share as StoredShare
 from motet.service.database.tables import StoredJob, UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
+from motet.service.http.auth import ReadThreads
 from motet.service.http.depends import (
     AdaptersDep,
     Asker,
     EngineDep,
     NamedJob,
     QuotasDep,
+    ReadThreadsDep,
     SettingsDep,
     StorageDep,
     StoreDep,
@@ -61,13 +63,15 @@ def list_versions(storage: StorageDep, job: NamedJob) -> Versions:
 
 
 @router.get("/jobs/{job}/versions/{version}/download", response_class=Response)
-def download_version(storage: StorageDep, job: NamedJob, version: str) -> Response:
+async def download_version(
+    who: Asker, storage: StorageDep, threads: ReadThreadsDep, job: NamedJob, version: str
+) -> Response:
     """A version (a number, `best` or `latest`) as a .tar.gz of a PEFT directory."""
-    saved = storage.version(job.id, version)
+    saved = await asyncio.to_thread(storage.version, job.id, version)
     if saved is None:
         kept = ", ".join(map(str, storage.job(job.id).versions())) or "none yet"
         raise Refusal(404, f"version {version!r} of job {job.name!r} is not there; kept are {kept}")
-    return _packed(storage.directory, saved[1], f"{job.name}-v{saved[0]}")
+    return await _archive(threads, who.tenant_id, storage.directory, saved[1], f"{job.name}-v{saved[0]}")
 
 
 @router.post("/adapters", status_code=201)
@@ -78,6 +82,7 @@ async def upload(
     adapters: AdaptersDep,
     quotas: QuotasDep,
     engine: EngineDep,
+    threads: ReadThreadsDep,
     file: Annotated[UploadFile, FormFile(description="A .tar.gz or .zip of a PEFT directory.")],
     name: Annotated[
         str | None, Query(pattern=NAME, description="Unique among the tenant's adapters and jobs; the id without one.")
@@ -91,7 +96,8 @@ async def upload(
     directory = adapters.path(adapter_id)
     directory.mkdir(parents=True)
     try:
-        size = await _unpacked(file, directory, int(settings.config.max_adapter_mb * 2**20))
+        unpacked = _unpacked(file, directory, int(settings.config.max_adapter_mb * 2**20))
+        size = await threads.run(who.tenant_id, unpacked)
         await asyncio.to_thread(quotas.check_storage, who.tenant_id, size)  # before the engine is troubled
         shape = await _examined(engine, directory, of_base)
         adapter = UploadedAdapter(
@@ -114,10 +120,12 @@ def list_adapters(who: Asker, adapters: AdaptersDep) -> Adapters:
 
 
 @router.get("/adapters/{adapter:path}/download", response_class=Response)
-def download(who: Asker, storage: StorageDep, adapters: AdaptersDep, adapter: str) -> Response:
+async def download(
+    who: Asker, storage: StorageDep, adapters: AdaptersDep, threads: ReadThreadsDep, adapter: str
+) -> Response:
     """An adapter as a .tar.gz of a PEFT directory: an uploaded one, `job@version`, or `tenant/job@version` of a share."""
-    resolved = existing(adapters.find(who, adapter), f"there is no adapter {adapter!r}")
-    return _packed(storage.directory, resolved.path, resolved.name)
+    resolved = existing(await asyncio.to_thread(adapters.find, who, adapter), f"there is no adapter {adapter!r}")
+    return await _archive(threads, who.tenant_id, storage.directory, resolved.path, resolved.name)
 
 
 @router.get("/adapters/{adapter}")
@@ -142,8 +150,8 @@ def _uploaded(adapters: AdaptersPart, who: Principal, name: str) -> UploadedAdap
     return existing(adapters.uploaded(who, name), f"there is no uploaded adapter {name!r}")
 
 
-async def _unpacked(file: UploadFile, directory: Path, limit: int) -> int:
-    """The archive's two files in the directory; gives their bytes."""
+def _unpacked(file: UploadFile, directory: Path, limit: int) -> Callable[[], int]:
+    """Puts the archive's two files into the directory, and gives their bytes."""
     archive = directory / "archive"
 
     def work() -> int:
@@ -151,15 +159,13 @@ async def _unpacked(file: UploadFile, directory: Path, limit: int) -> int:
             shutil.copyfileobj(file.file, target, _PIECE)
         try:
             return unpack_apart(archive, directory, limit)
+        except DataError as error:
+            status = 413 if "too large" in str(error) else 400
+            raise Refusal(status, f"{error} (the limit is {limit / 2**20:g} MB)") from error
         finally:
             archive.unlink()
 
-    try:
-        return await asyncio.to_thread(work)
-    except DataError as error:
-        raise Refusal(
-            413 if "too large" in str(error) else 400, f"{error} (the limit is {limit / 2**20:g} MB)"
-        ) from error
+    return work
 
 
 async def _examined(engine: EngineClient, directory: Path, base: str) -> Examined:
@@ -171,17 +177,26 @@ async def _examined(engine: EngineClient, directory: Path, base: str) -> Examine
     raise Refusal(400, reason.replace(f"{directory}/", "").replace(str(directory), "the adapter"))
 
 
-def _packed(scratch: Path, directory: Path, name: str) -> Response:
-    """A download; it lies in a file without a name meanwhile, of which nothing is left whatever happens."""
+def packed(scratch: Path, write: Callable[[IO[bytes]], None], kind: str, name: str) -> Response:
+    """A download; it is in a file without a name meanwhile, of which nothing is left whatever happens."""
     file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 -- `_pieces` closes it
     try:
-        pack_into(file, directory, name)
+        write(file)
     except BaseException:
         file.close()
         raise
-    headers = {"Content-Disposition": f'attachment; filename="{name}.tar.gz"', "Content-Length": str(file.tell())}
+    headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Length": str(file.tell())}
     file.seek(0)
-    return StreamingResponse(_pieces(file), media_type="application/gzip", headers=headers)
+    return StreamingResponse(_pieces(file), media_type=kind, headers=headers)
+
+
+async def _archive(threads: ReadThreads, key: str, scratch: Path, directory: Path, name: str) -> Response:
+    """An adapter as a .tar.gz, packed in the turn of `key`."""
+
+    def pack(file: IO[bytes]) -> None:
+        pack_into(file, directory, name)
+
+    return await threads.run(key, lambda: packed(scratch, pack, "application/gzip", f"{name}.tar.gz"))
 
 
 def _pieces(file: IO[bytes]) -> Iterator[bytes]:

@@ -12,12 +12,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from motet.agents.structure import grammar_of
+from motet.agents.structure import check_grammar, grammar_of
+from motet.apart import Apart
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Complete, Tokens
 from motet.errors import ConfigError, EngineError, EpisodeRefusal
@@ -26,7 +27,16 @@ from motet.service.answers import all_whole, finish_reason, stream, whole
 from motet.service.database.tables import new_id
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, bad_field
-from motet.service.http.depends import AdaptersDep, Asker, EngineDep, QuotasDep, StorageDep, StoreDep
+from motet.service.http.depends import (
+    AdaptersDep,
+    ApartDep,
+    Asker,
+    EngineDep,
+    QuotasDep,
+    StorageDep,
+    StoreDep,
+    while_there,
+)
 from motet.service.routes.adapters import SharesDep
 from motet.service.schemas import Asked, Model, Models
 from motet.types import SamplingParams
@@ -192,14 +202,16 @@ class ChatRequest(Sampled):
     response_format: dict[str, Any] | None = None
     """`json_schema`, `json_object` or `text`: tokens that would leave the schema are not drawn."""
 
-    def grammar(self) -> str:
-        """What the answer keeps to.
+    async def grammar(self, apart: Apart, key: str) -> str:
+        """What the answer keeps to, checked in a process of its own.
 
         Raises:
             Refusal: it cannot be kept to, and why.
         """
         try:
-            return grammar_of(self.response_format, tools=False)
+            grammar = grammar_of(self.response_format, tools=False)
+            await check_grammar(grammar, apart, key)
+            return grammar
         except EpisodeRefusal as error:
             raise bad_field("response_format", str(error).removeprefix("response_format: ")) from error
 
@@ -221,12 +233,15 @@ def models(who: Asker, store: StoreDep, storage: StorageDep, adapters: AdaptersD
 
 
 @router.post("/chat/completions", response_model=None, responses=STREAMED)
-async def chat(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: ChatRequest) -> Response:
+async def chat(
+    request: Request, who: Asker, engine: EngineDep, apart: ApartDep, names: ModelNamesDep, wanted: ChatRequest
+) -> Response:
     """Go on with a conversation."""
     asked = await names.answerer(who, wanted.model)
     limit = wanted.max_completion_tokens or wanted.max_tokens or _CHAT_TOKENS
     question = wanted.question(who, asked, limit, logprobs=bool(wanted.logprobs))
-    sampling = dataclasses.replace(question.sampling, grammar=await asyncio.to_thread(wanted.grammar))
+    grammar = await while_there(request, wanted.grammar(apart, who.tenant_id)) if wanted.response_format else ""
+    sampling = dataclasses.replace(question.sampling, grammar=grammar)
     question = replace(question, messages=[message.plain() for message in wanted.messages], sampling=sampling)
     head: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "chat.completion"}
     head |= {"created": int(time.time()), "model": wanted.model}
@@ -288,16 +303,17 @@ class CompletionRequest(Sampled):
 @router.post("/completions", response_model=None, responses=STREAMED)
 async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: CompletionRequest) -> Response:
     """Go on with prompts. Choice i · n + k is the k-th completion of prompt i."""
+    asked_of = await names.answerer(who, wanted.model)
+    prompts, most = wanted.prompts(), engine.positions(asked_of.base)
+    if most and (length := max((len(one) for one in prompts if isinstance(one, list)), default=0)) > most:
+        raise bad_field("prompt", f"it has {length} tokens; {most} are the most that this base reads")
     question = wanted.question(
-        who,
-        await names.answerer(who, wanted.model),
-        wanted.max_tokens or _MAX_TOKENS,
-        logprobs=wanted.logprobs is not None,
-    )
-    questions = [replace(question, prompt=prompt) for prompt in wanted.prompts()]
+        who, asked_of, wanted.max_tokens or _MAX_TOKENS, logprobs=wanted.logprobs is not None
+    )  # fmt: skip
+    questions = [replace(question, prompt=prompt) for prompt in prompts]
     if (asked := len(questions) * question.n) > MOST_SEQUENCES:
-        prompts = f"{len(questions)} prompts with n {question.n}"
-        raise bad_field("n", f"{prompts} are {asked} completions; a request may have {MOST_SEQUENCES}")
+        given = f"{len(questions)} prompts with n {question.n}"
+        raise bad_field("n", f"{given} are {asked} completions; a request may have {MOST_SEQUENCES}")
     head = {"id": new_id("cmpl"), "object": "text_completion", "created": int(time.time()), "model": wanted.model}
     if wanted.stream:
         if len(questions) > 1:

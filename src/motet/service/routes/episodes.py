@@ -28,10 +28,10 @@ router = APIRouter(tags=["episodes"])
 _MODEL_ROUTES = re.compile(r"/episodes/([^/]+)/v1/")
 
 
-def allows(request: Request, workers: AgentWorkers) -> bool:
-    """Whether a request is for what the model answers in an episode, and brings its key."""
+def owner(request: Request, workers: AgentWorkers) -> str:
+    """Whose key asks what the model answers in an episode; empty where it is not the episode's."""
     named = _MODEL_ROUTES.match(request.url.path)
-    return named is not None and workers.owner(named[1], episode_key(request)) != ""
+    return "" if named is None else workers.owner(named[1], episode_key(request))
 
 
 @router.post("/v1/jobs/{job}/episodes/lease", response_model=EpisodeLease)

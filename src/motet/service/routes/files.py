@@ -13,9 +13,9 @@ from fastapi.responses import FileResponse
 from motet.errors import LimitError, MotetError
 from motet.service.database.tables import StoredFile, new_id
 from motet.service.errors import Refusal, bad_field, existing
-from motet.service.http.depends import Asker, QuotasDep, ReadThreadsDep, SettingsDep, StorageDep, StoreDep
+from motet.service.http.depends import Asker, QuotasDep, ReadThreadsDep, SettingsDep, StorageDep, StoreDep, while_there
 from motet.service.schemas import File, FileDeleted, Files
-from motet.tasks.row_files import UPLOADED, count_rows
+from motet.tasks.row_files import UPLOADED, count_apart
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 _PIECE = 2**20
@@ -52,7 +52,7 @@ async def upload(
                     most = settings.config.max_upload_mb
                     raise Refusal(413, f"{name} is larger than {most:g} MB, the limit of this service")
                 await asyncio.to_thread(target.write, piece)
-        rows = await threads.run(who.key_id, lambda: count_rows(path, UPLOADED))
+        rows = await while_there(request, threads.run(who.tenant_id, lambda: count_apart(path, UPLOADED)))
         with_room = quotas.storing(who.tenant_id, size)
         adding = asyncio.create_task(asyncio.to_thread(with_room(store.add_file), who, file_id, name, size, rows))
         stored = await asyncio.shield(adding)

@@ -115,7 +115,7 @@ async def create(
         store.audit(who, "submit", job.id)
         return shown((job, FineTuning(job_id=job.id, request=body)))
 
-    return await threads.run(who.key_id, make)
+    return await threads.run(who.tenant_id, make)
 
 
 @router.get("/jobs")

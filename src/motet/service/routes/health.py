@@ -30,7 +30,7 @@ _STARTING = "the engine is starting"
 
 
 @router.get("/healthz")
-def healthy() -> Health:
+async def healthy() -> Health:
     """Whether this process answers."""
     return Health(status="ok")
 

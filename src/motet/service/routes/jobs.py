@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Depends, Header, Query
+from fastapi import APIRouter, Body, Depends, Header, Query, Request
 from msgspec.structs import asdict
 from pydantic import Field
 
@@ -14,19 +16,22 @@ from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.http.depends import (
     AgentWorkersDep,
+    ApartDep,
     Asker,
     BasesDep,
     CheckThreadsDep,
     EngineDep,
     NamedJob,
+    ReadThreadsDep,
     SettingsDep,
     StorageDep,
     StoreDep,
     SubmissionsDep,
     WorkersDep,
+    while_there,
 )
 from motet.service.jobs.queue import StartCondition
-from motet.service.jobs.validation import LONGEST_TEXT, read_jobs
+from motet.service.jobs.validation import LONGEST_TEXT, jobs_in
 from motet.service.schemas import Asked, CheckedJobs, Job, Jobs, Rollouts
 from motet.service.schemas.usage import JobChange
 from motet.tasks.reward_elsewhere import masked
@@ -108,7 +113,7 @@ async def submit(
         store.audit(who, "submit", submitted.id)
         return shown(submitted)
 
-    return await threads.run(who.key_id, take)
+    return await threads.run(who.tenant_id, take)
 
 
 @router.get("/jobs")
@@ -159,8 +164,10 @@ def delete(who: Asker, submissions: SubmissionsDep, store: StoreDep, job: NamedJ
 
 
 @router.get("/jobs/{job}/rollouts")
-def rollouts(
+async def rollouts(
+    who: Asker,
     storage: StorageDep,
+    threads: ReadThreadsDep,
     job: NamedJob,
     step: Annotated[int | None, Query(ge=0, description="Which step; the newest without one.")] = None,
     min_reward: float | None = None,
@@ -174,7 +181,7 @@ def rollouts(
 ) -> Rollouts:
     """What a step sampled, or what an evaluation did, with rewards."""
     directory, evals = storage.job(job.id), purpose == "eval"
-    steps = directory.sampled(evals=evals)
+    steps = await asyncio.to_thread(directory.sampled, evals=evals)
     chosen = steps[-1] if step is None and steps else step
     if chosen is None or chosen not in steps:
         what = f"the evaluation of version {step}" if evals else f"the rollouts of step {step}"
@@ -189,25 +196,34 @@ def rollouts(
             and (max_reward is None or (reward is not None and reward <= max_reward))
         )
 
-    fitting = [one for one in directory.read_rollouts(chosen, evals=evals) if fits(one)][:limit]
     hidden = () if tokens else ("token_texts", "logprobs")
-    shown = [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
-    return Rollouts(step=chosen, steps=steps, data=shown)
+
+    def read() -> list[dict[str, Any]]:
+        fitting = itertools.islice(filter(fits, directory.each_rollout(chosen, evals=evals)), limit)
+        return [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
+
+    return Rollouts(step=chosen, steps=steps, data=await threads.run(who.tenant_id, read))
 
 
 @router.post("/check")
 async def check(
-    who: Asker, submissions: SubmissionsDep, settings: SettingsDep, threads: CheckThreadsDep, given: JobText
+    request: Request,
+    who: Asker,
+    submissions: SubmissionsDep,
+    settings: SettingsDep,
+    apart: ApartDep,
+    threads: CheckThreadsDep,
+    given: JobText,
 ) -> CheckedJobs:
     """Read a job file (YAML or JSON), or a single job, and check its jobs as if they were submitted; nothing is kept."""
+    read = await while_there(request, jobs_in(given.text, settings.bases, apart, who.tenant_id))
 
     def look() -> CheckedJobs:
-        jobs = read_jobs(given.text, settings.bases)
-        for job in jobs:
+        for job in read:
             submissions.check(who, job)
-        return CheckedJobs(jobs=jobs)
+        return CheckedJobs(jobs=read)
 
-    return await threads.run(who.key_id, look)
+    return await while_there(request, threads.run(who.tenant_id, look))
 
 
 def _masked(spec: Mapping[str, Any]) -> dict[str, Any]:

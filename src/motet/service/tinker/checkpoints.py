@@ -9,7 +9,6 @@ import base64
 import binascii
 import hashlib
 import hmac
-import io
 import re
 import secrets
 import shutil
@@ -18,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -241,12 +240,10 @@ def files_of(checkpoint: Checkpoint) -> list[str]:
     return [name for name in ADAPTER_FILES if (checkpoint.directory / name).is_file()]
 
 
-def archive_of(directory: Path) -> bytes:
-    """The adapter as clients of the package before 0.36 unpack it."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
+def archive_into(target: IO[bytes], directory: Path) -> None:
+    """Write the adapter as clients of the package before 0.36 unpack it."""
+    with tarfile.open(fileobj=target, mode="w") as archive:
         for name in ADAPTER_FILES:
             if (directory / name).is_file():
                 archive.add(directory / name, name)
         archive.addfile(tarfile.TarInfo(COMPLETE))
-    return packed.getvalue()

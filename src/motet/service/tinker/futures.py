@@ -25,6 +25,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
 from motet.service.events import EventBus, within
+from motet.service.http.bodies import OpenBytes
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker.models import Models
 from motet.service.tinker.requests import Sample
@@ -44,6 +45,11 @@ Answer = bytes | dict[str, Any]
 """A binary message, or JSON."""
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
+_TOKEN_BYTES = 40
+"""Of a token's id in a list."""
+_RESULT_BYTES = 8
+"""Of a token with its logprob in an answer."""
+
 
 _NAME = re.compile(r"sample-[0-9a-f]{24}")
 
@@ -58,7 +64,10 @@ class _Sample:
     tenant_id: str
     key: str
     """The API key under which it was asked for, by its id."""
-    wanted: Sample
+    wanted: Sample | None
+    """None once it was fetched."""
+    size: int
+    """Bytes of memory that it takes, roughly."""
     task: asyncio.Task[bytes] | None = None
     """None while its tenant's limits hold it back."""
     since: float | None = field(default_factory=time.monotonic)
@@ -75,12 +84,19 @@ class Futures:
     """All answers that are waited for."""
 
     def __init__(
-        self, models: Models, samplers: Samplers, quotas: Quotas, store: Store, bus: EventBus, asked: Path
+        self,
+        models: Models,
+        samplers: Samplers,
+        quotas: Quotas,
+        store: Store,
+        bus: EventBus,
+        asked: Path,
+        room: OpenBytes,
     ) -> None:
-        """`asked` is the directory of what samples were asked."""
+        """`asked` is the directory of what samples were asked, `room` the memory that they may take."""
         self._models, self._samplers, self._store, self._bus = models, samplers, store, bus
         self._quotas = quotas
-        self._asked = asked
+        self._asked, self._room = asked, room
         self._samples: dict[str, _Sample] = {}
 
     async def begin(self, who: Principal, wanted: Sample) -> str:
@@ -92,6 +108,32 @@ class Futures:
         self._forget_old()
         if self.open(who) >= MOST_OPEN:
             raise Refusal(429, f"{MOST_OPEN} samples are open; fetch some first", headers={"Retry-After": "1"})
+        size = self._taken(who.tenant_id, wanted)
+        try:
+            name = self._written(who, wanted)
+        except BaseException:
+            self._room.give_back(who.tenant_id, size)
+            raise
+        sample = self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted, size)
+        try:
+            await self._started(who, sample)
+        except BaseException:  # the client has no name to ask by
+            self._forget(name)
+            raise
+        return name
+
+    def _taken(self, tenant_id: str, wanted: Sample) -> int:
+        """Take the memory of a sample; where there is none, answers go that were fetched already."""
+        size = _memory(wanted)
+        if not self._room.fits(tenant_id, size):
+            fetched = [name for name, one in self._samples.items() if one.fetched and one.tenant_id == tenant_id]
+            for name in fetched:
+                self._forget(name)
+        self._room.take(tenant_id, size)
+        return size
+
+    def _written(self, who: Principal, wanted: Sample) -> str:
+        """Keep what is asked in a file; gives the id of the future."""
         name = f"sample-{secrets.token_hex(12)}"
         kept = _Asked(who.tenant_id, wanted.model_dump(mode="json"))
         draft = self._asked / f".part-{name}"
@@ -102,12 +144,6 @@ class Futures:
         except OSError:  # a part of a file takes room where there is none
             draft.unlink(missing_ok=True)
             raise
-        sample = self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted)
-        try:
-            await self._started(who, sample)
-        except BaseException:  # the client has no name to ask by
-            self._forget(name)
-            raise
         return name
 
     async def _started(self, who: Principal, sample: _Sample) -> str:
@@ -117,9 +153,10 @@ class Futures:
         except LimitError as error:
             sample.since = time.monotonic()
             return str(error)
-        if sample.task is None and not sample.cancelled:
+        if sample.task is None and not sample.cancelled and sample.wanted is not None:
             sample.since, sample.task = None, asyncio.create_task(self._samplers.sample(who, sample.wanted))
             sample.task.add_done_callback(_ended_at(sample))
+            sample.task.add_done_callback(lambda task: self._hold(sample, task))
         return ""
 
     def open(self, who: Principal) -> int:
@@ -199,13 +236,30 @@ class Futures:
             return _try_again(request_id, "paused_capacity" if reason else "active", reason)
         if sample.cancelled:
             raise Refusal(410, f"{request_id!r} was cancelled; sample again")
-        sample.fetched = True
         try:
-            return sample.task.result()
+            answer = sample.task.result()
+            self._shrink(sample, len(answer))
+            return answer
         except ConfigError as error:
             return {"error": str(error), "category": "user"}
         except EngineError as error:
             return {"error": str(error), "category": "server"}
+        finally:
+            self._shrink(sample, 0)
+
+    def _hold(self, sample: _Sample, task: asyncio.Task[bytes]) -> None:
+        """Count an answer that was sampled, also where there is no room left: then no further sample begins."""
+        known = sample.size and not task.cancelled() and task.exception() is None
+        if known and (more := len(task.result()) - sample.size) > 0:
+            self._room.take(sample.tenant_id, more, always=True)
+            sample.size += more
+
+    def _shrink(self, sample: _Sample, size: int) -> None:
+        """A sample was fetched: nothing of it is kept but its answer of so many bytes."""
+        if not sample.fetched:
+            sample.fetched, sample.wanted = True, None
+            self._room.give_back(sample.tenant_id, sample.size - min(size, sample.size))
+            sample.size = min(size, sample.size)
 
     def _forget_old(self) -> None:
         now = time.monotonic()
@@ -214,7 +268,9 @@ class Futures:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        del self._samples[name]
+        sample = self._samples.pop(name)
+        self._room.give_back(sample.tenant_id, sample.size)
+        sample.size = 0
         (self._asked / name).unlink(missing_ok=True)
 
     def _once_more(self, who: Principal, name: str) -> _Sample | None:
@@ -224,7 +280,8 @@ class Futures:
         kept = msgspec.json.decode((self._asked / name).read_bytes(), type=_Asked)
         if kept.tenant_id != who.tenant_id:
             return None
-        self._samples[name] = _Sample(who.tenant_id, who.key_id, Sample.model_validate(kept.body))
+        wanted = Sample.model_validate(kept.body)
+        self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted, self._taken(who.tenant_id, wanted))
         return self._samples[name]
 
     def clear(self) -> None:
@@ -261,3 +318,9 @@ def _ended_at(sample: _Sample) -> Callable[[asyncio.Task[bytes]], None]:
             task.exception()  # whoever fetches it hears of it
 
     return ended
+
+
+def _memory(wanted: Sample) -> int:
+    """Bytes that a sample takes until it is sampled: its prompt, or what is told of it if that is larger."""
+    prompt = sum(len(chunk.tokens) for chunk in wanted.prompt.chunks)
+    return prompt * max(_TOKEN_BYTES, _RESULT_BYTES * (1 + wanted.topk_prompt_logprobs))

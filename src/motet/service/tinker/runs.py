@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from email.utils import formatdate
@@ -14,8 +15,9 @@ from pydantic import BaseModel
 from motet.runtime.journal import Nothing
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal, existing
-from motet.service.http.depends import Asker, StoreDep
+from motet.service.http.depends import Asker, ReadThreadsDep, StorageDep, StoreDep
 from motet.service.http.opened import opened_by
+from motet.service.routes.adapters import packed
 from motet.service.tinker.checkpoints import (
     ARCHIVE,
     SAMPLER,
@@ -23,7 +25,7 @@ from motet.service.tinker.checkpoints import (
     WEIGHTS,
     Checkpoint,
     Checkpoints,
-    archive_of,
+    archive_into,
     files_of,
     iso,
 )
@@ -165,18 +167,27 @@ def archive(request: Request, who: Asker, downloads: DownloadsDep, checkpoint: N
 
 
 @router.get("/downloads/{token}")
-def download_checkpoint(
-    request: Request, store: StoreDep, checkpoints: CheckpointsDep, downloads: DownloadsDep, token: str
+async def download_checkpoint(
+    request: Request,
+    store: StoreDep,
+    storage: StorageDep,
+    checkpoints: CheckpointsDep,
+    downloads: DownloadsDep,
+    threads: ReadThreadsDep,
+    token: str,
 ) -> Response:
     """What a link opens. It needs no key of its own, and ends with the key under which it was made."""
     link = downloads.open(token)
-    if store.tenants.ended_keys([link.key]):
+    if await asyncio.to_thread(store.tenants.ended_keys, [link.key]):
         raise Refusal(403, "the key under which this link was made was revoked or has expired; ask for another link")
     opened_by(request, link.key)
-    job = existing(store.job_by_id(link.job), "the model is gone")
-    directory = checkpoints.named(job, link.kind, link.name).directory
+    job = existing(await asyncio.to_thread(store.job_by_id, link.job), "the model is gone")
+    directory = (await asyncio.to_thread(checkpoints.named, job, link.kind, link.name)).directory
     if link.file == ARCHIVE:
-        return Response(archive_of(directory), media_type="application/x-tar")
+        return await threads.run(
+            job.tenant_id,
+            lambda: packed(storage.directory, lambda file: archive_into(file, directory), "application/x-tar", ARCHIVE),
+        )
     return FileResponse(directory / link.file, filename=link.file)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Response
 
 from motet.service.errors import Refusal
-from motet.service.http.depends import Asker
+from motet.service.http.depends import Asker, EngineDep
 from motet.service.tinker.models import SESSION
 from motet.service.tinker.parts import FuturesDep, LeasesDep, ModelsDep, SamplersDep, new_router
 from motet.service.tinker.requests import Anything, CreateSampling, CreateSession, Heartbeat, Sample
@@ -37,7 +37,7 @@ def dynamic_config(who: Asker, wanted: Anything) -> dict[str, Any]:
 
 
 @router.get("/healthz")
-def healthz() -> dict[str, str]:
+async def healthz() -> dict[str, str]:
     """That it answers."""
     return {"status": "ok"}
 
@@ -101,7 +101,9 @@ def sampler(who: Asker, models: ModelsDep, samplers: SamplersDep, name: str) -> 
 
 
 @router.post("/asample")
-async def asample(who: Asker, samplers: SamplersDep, futures: FuturesDep, wanted: Sample) -> dict[str, Any]:
+async def asample(
+    who: Asker, samplers: SamplersDep, futures: FuturesDep, engine: EngineDep, wanted: Sample
+) -> dict[str, Any]:
     """Begin to complete a prompt."""
     length = sum(len(chunk.tokens) for chunk in wanted.prompt.chunks)
     if not length:
@@ -110,6 +112,8 @@ async def asample(who: Asker, samplers: SamplersDep, futures: FuturesDep, wanted
         wanted.prompt_logprobs and wanted.prompt_logprobs_last_n < length
     ):
         raise Refusal(400, "prompt_logprobs_last_n: ask for prompt_logprobs, and for fewer than the prompt has")
-    await asyncio.to_thread(samplers.of, who, wanted)
+    sampler = await asyncio.to_thread(samplers.of, who, wanted)
+    if (most := engine.positions(sampler.base)) and length > most:
+        raise Refusal(400, f"prompt: it has {length} tokens; {most} are the most that this base reads")
     name = await futures.begin(who, samplers.seeded(wanted))
     return {"request_id": name, "sample_sequence_ids": [f"{name}-{index}" for index in range(wanted.num_samples)]}

@@ -14,7 +14,7 @@ from motet.errors import LimitError
 from motet.runtime.journal import Load, Nothing, OptimStep, Save
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
-from motet.service.http.depends import Asker, QuotasDep
+from motet.service.http.depends import ApartDep, Asker, QuotasDep, while_there
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
 from motet.service.tinker.models import SESSION, Models
 from motet.service.tinker.parts import CheckpointsDep, FuturesDep, ModelsDep, new_router, numbered
@@ -30,7 +30,7 @@ from motet.service.tinker.requests import (
     Step,
 )
 from motet.service.tinker.samplers import sampler_id
-from motet.service.tinker.wire import CONTENT_TYPE, command_of, read_request
+from motet.service.tinker.wire import CONTENT_TYPE, SMALL, WireError, gradient_of, read_gradient
 
 router = new_router()
 
@@ -72,20 +72,26 @@ def unload_model(who: Asker, models: ModelsDep, wanted: OfModel) -> dict[str, An
 
 
 @router.post("/forward_backward")
-async def forward_backward(who: Asker, models: ModelsDep, request: Request) -> dict[str, Any]:
+async def forward_backward(who: Asker, models: ModelsDep, apart: ApartDep, request: Request) -> dict[str, Any]:
     """Add a gradient, or with `forward_only` look at the loss."""
     if request.headers.get("content-type", "").partition(";")[0] != CONTENT_TYPE:
         raise Refusal(400, f"send {CONTENT_TYPE}: tinker 0.25 and newer do")
     body = await request.body()
+    read = (
+        read_gradient(body)
+        if len(body) <= SMALL
+        else await while_there(request, apart.call(who.tenant_id, read_gradient, body))
+    )
 
     def order() -> dict[str, Any]:
-        read = read_request(body)
-        job = models.find(who, read.model_id)
-        if read.seq_id < 1:
-            raise Refusal(400, f"seq_id {read.seq_id} is not from 1 on")
-        with _refusing(models, job, read.seq_id):
-            command = command_of(read)
-        return _promise(models.order(job, read.seq_id, command))
+        asked = gradient_of(read)
+        job = models.find(who, asked.model_id)
+        if asked.seq_id < 1:
+            raise Refusal(400, f"seq_id {asked.seq_id} is not from 1 on")
+        with _refusing(models, job, asked.seq_id):
+            if asked.command is None:
+                raise WireError(asked.reason)
+        return _promise(models.order(job, asked.seq_id, asked.command))
 
     return await asyncio.to_thread(order)
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from google.protobuf import (  # type: ignore[import-untyped]
     descriptor_pb2,
@@ -49,6 +50,8 @@ FLOAT32, INT64, INT32 = 1, 2, 3
 STOP, LENGTH = 0, 1
 MOST_NUMBERS = 2**24
 """Of what is sparse in one request: a few bytes of it may mean any number."""
+SMALL = 2**18
+"""Bytes of a request that is read where it arrives."""
 MOST_DATA = 4096
 """Of one request; the client splits what is more."""
 _DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
@@ -183,6 +186,40 @@ def command_of(request: Any) -> ForwardBackward:
     wanted = CLIENT_LOSSES[loss.name].tensors
     data = [_datum(index, datum, wanted) for index, datum in enumerate(request.data)]
     return ForwardBackward(data, loss.name, dict(loss.settings), bool(request.forward_only))
+
+
+class AskedGradient(msgspec.Struct, frozen=True, array_like=True):
+    """A request for a gradient, as it was read."""
+
+    model_id: str
+    seq_id: int
+    command: ForwardBackward | None
+    reason: str
+    """Why there is no command; without a model's id, why the bytes are no request."""
+
+
+def read_gradient(body: bytes) -> bytes:
+    """Read a request for a gradient; gives an `AskedGradient` as bytes. Long ones are read in a process of its own."""
+    asked, command, reason = None, None, ""
+    try:
+        asked = read_request(body)
+        command = command_of(asked)
+    except WireError as error:
+        reason = error.message
+    name, number = ("", 0) if asked is None else (asked.model_id, asked.seq_id)
+    return msgspec.msgpack.encode(AskedGradient(name, number, command, reason))
+
+
+def gradient_of(read: bytes) -> AskedGradient:
+    """What `read_gradient` gave.
+
+    Raises:
+        WireError: the bytes were no request.
+    """
+    asked = msgspec.msgpack.decode(read, type=AskedGradient)
+    if not asked.model_id and asked.reason:
+        raise WireError(asked.reason)
+    return asked
 
 
 def _settings(request: Any) -> dict[str, float]:

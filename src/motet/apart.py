@@ -1,0 +1,380 @@
+"""The one place for work that takes long or grows: tenants take turns, and each piece of work has limits.
+
+`Turns` are a few threads. `Apart` has a process behind the wall for each of its threads: a function gets bytes there and
+returns bytes, and the process is killed when it takes too much time or memory, or when nobody waits for the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+import importlib
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from motet import wall
+from motet.errors import LimitError, MotetError
+
+Result = TypeVar("Result")
+_IDLE_SECONDS = 60.0
+"""After these a process that has nothing to do ends, and its memory is free."""
+_FRAME = struct.Struct("<IIQ")
+_DONE, _FAULT = 0, 1
+
+
+class TooMuchError(MotetError):
+    """A piece of work took more time or memory than it may; the text says which."""
+
+
+class _Work:
+    """One piece of work: waiting, under way or done."""
+
+    def __init__(self, key: str, work: Callable[[_Work], Any]) -> None:
+        self.key, self.work = key, work
+        self.future: Future[Any] = Future()
+        self.abandoned = False
+        self.end: Callable[[], None] | None = None
+        """Ends what is under way, where that is possible."""
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        self.abandoned = True
+        if not self.future.cancel() and (end := self.end) is not None:
+            end()
+
+
+class Turns:
+    """A few threads. Keys take turns, and one key has one piece of work under way at a time."""
+
+    def __init__(self, threads: int, waiting: int, name: str = "motet-turns") -> None:
+        """`waiting` is the most pieces of work of one key that may wait."""
+        self._most, self._waiting, self._name = threads, waiting, name
+        self._queues: OrderedDict[str, deque[_Work]] = OrderedDict()
+        """What waits, by key; the key whose turn is next comes first."""
+        self._busy: set[str] = set()
+        self._changed = threading.Condition()
+        self._threads, self._idle, self._closed = 0, 0, False
+
+    async def run(self, key: str, work: Callable[[], Result]) -> Result:
+        """Do a piece of work in a thread when it is this key's turn.
+
+        Raises:
+            LimitError: too much of this key's waits already.
+        """
+        result: Result = await self._run(key, lambda _: work())
+        return result
+
+    async def _run(self, key: str, work: Callable[[_Work], Any]) -> Any:
+        one = _Work(key, work)
+        self._put(one)
+        try:
+            return await asyncio.wrap_future(one.future)
+        except asyncio.CancelledError:
+            one.abandon()
+            raise
+
+    def close(self) -> None:
+        """Begin no more; what waits is cancelled."""
+        with self._changed:
+            self._closed = True
+            left = [one for queue in self._queues.values() for one in queue]
+            self._queues.clear()
+            self._changed.notify_all()
+        for one in left:
+            one.future.cancel()
+
+    def _put(self, one: _Work) -> None:
+        with self._changed:
+            queue = self._queues.setdefault(one.key, deque())
+            while queue and queue[0].abandoned:
+                queue.popleft()
+            if len(queue) >= self._waiting:
+                raise LimitError(
+                    f"{self._waiting} requests of yours wait for work of this kind, the most here; try again in a moment",
+                    429, 1,
+                )  # fmt: skip
+            queue.append(one)
+            if self._idle < sum(map(len, self._queues.values())) and self._threads < self._most:
+                self._threads += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._changed.notify()
+
+    def _work(self) -> None:
+        """What a thread does."""
+        try:
+            while (one := self._next()) is not None:
+                try:
+                    if one.future.set_running_or_notify_cancel():
+                        _settle(one)
+                finally:
+                    with self._changed:
+                        self._busy.discard(one.key)
+                        self._changed.notify_all()
+        finally:
+            self._leave()
+
+    def _next(self) -> _Work | None:
+        """The next piece of work; None where there was none for a while."""
+        until = time.monotonic() + _IDLE_SECONDS
+        with self._changed:
+            while True:
+                if (one := self._take()) is not None:
+                    return one
+                left = until - time.monotonic()
+                if self._closed or left <= 0:
+                    self._threads -= 1
+                    return None
+                self._idle += 1
+                try:
+                    self._changed.wait(left)
+                finally:
+                    self._idle -= 1
+
+    def _take(self) -> _Work | None:
+        for key, queue in list(self._queues.items()):
+            if key in self._busy:
+                continue
+            one = queue.popleft()
+            del self._queues[key]
+            if queue:
+                self._queues[key] = queue  # behind all others
+            self._busy.add(key)
+            return one
+        return None
+
+    def _leave(self) -> None:
+        """A thread ends."""
+
+
+def _settle(one: _Work) -> None:
+    try:
+        one.future.set_result(one.work(one))
+    except BaseException as error:
+        one.future.set_exception(error)
+
+
+# --- processes ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What work apart may take."""
+
+    processes: int = 2
+    waiting: int = 32
+    """Pieces of work of one key that may wait."""
+    seconds: float = 5.0
+    """Of the processor, for one piece of work."""
+    memory_mb: int = 1024
+    """Of each process, as address space beyond what it starts with."""
+
+    @property
+    def wall_seconds(self) -> float:
+        """By the clock: many times more, because the machine may be busy."""
+        return 12 * self.seconds
+
+
+class Apart(Turns):
+    """Processes behind the wall, one for each thread, which are started when there is work for them."""
+
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self.bounds = bounds or Bounds()
+        super().__init__(self.bounds.processes, self.bounds.waiting, "motet-apart")
+        self._here = threading.local()
+        self._processes: set[_Process] = set()
+        _ALL.add(self)
+
+    async def call(
+        self, key: str, function: Callable[[bytes], bytes], given: bytes, memory_mb: int | None = None
+    ) -> bytes:
+        """What a function of a module makes of bytes, in a process of its own; `memory_mb` where it may take less than others.
+
+        Raises:
+            LimitError: too much of this key's waits already.
+            TooMuchError: it took too much time or memory.
+        """
+        name = f"{function.__module__}:{function.__qualname__}"
+        most = min(memory_mb or self.bounds.memory_mb, self.bounds.memory_mb)
+        answer: bytes = await self._run(key, lambda one: self._called(one, name, given, most))
+        return answer
+
+    def close(self) -> None:
+        """Begin no more, and end the processes."""
+        super().close()
+        for process in list(self._processes):
+            process.kill()
+
+    def pids(self) -> list[int]:
+        """Of its processes."""
+        return [process.pid for process in list(self._processes)]
+
+    def _called(self, one: _Work, name: str, given: bytes, memory_mb: int) -> bytes:
+        process: _Process | None = getattr(self._here, "process", None)
+        if process is None or not process.alive:
+            self._leave()
+            process = self._here.process = _Process(self.bounds)
+            self._processes.add(process)
+        one.end = process.kill
+        try:
+            if one.abandoned or self._closed:
+                process.kill()
+            return process.call(name, given, memory_mb)
+        finally:
+            one.end = None
+            if one.abandoned:
+                self._leave()
+
+    def _leave(self) -> None:
+        process: _Process | None = getattr(self._here, "process", None)
+        if process is not None:
+            self._here.process = None
+            self._processes.discard(process)
+            process.close()
+
+
+_ALL: weakref.WeakSet[Apart] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for one in list(_ALL):
+        one.close()
+
+
+@functools.cache
+def here() -> Apart:
+    """That of a process to which nobody gave one."""
+    return Apart()
+
+
+class _Process:
+    """The parent's end of one process. Calls go one at a time; `kill` may come from any thread."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds, self._late = bounds, False
+        self._child = subprocess.Popen(
+            wall.command(__name__, str(os.getpid()), str(bounds.memory_mb), str(bounds.seconds)),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=wall.environment(MALLOC_ARENA_MAX="2"),
+            start_new_session=True,  # Ctrl-C does not reach it
+        )  # fmt: skip
+        self.pid = self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._child.poll() is None
+
+    def call(self, name: str, given: bytes, memory_mb: int) -> bytes:
+        """One piece of work; raises as `Apart.call` does."""
+        timer = threading.Timer(self._bounds.wall_seconds, self._be_late)
+        timer.daemon = True
+        timer.start()
+        try:
+            assert self._child.stdin is not None
+            assert self._child.stdout is not None
+            _write(self._child.stdin, len(name.encode()), memory_mb, name.encode() + given)
+            status, _, answer = _read(self._child.stdout)
+        except (OSError, EOFError):
+            self.kill()
+            raise TooMuchError(self._how_it_ended(self._child.wait(), memory_mb)) from None
+        finally:
+            timer.cancel()
+        if status == _FAULT:
+            raise RuntimeError(answer.decode())
+        return answer
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._child.kill()
+
+    def close(self) -> None:
+        """End it, and leave nothing of it."""
+        self.kill()
+        for pipe in (self._child.stdin, self._child.stdout):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+        self._child.wait()
+
+    def _be_late(self) -> None:
+        self._late = True
+        self.kill()
+
+    def _how_it_ended(self, status: int, memory_mb: int) -> str:
+        if self._late or status == -signal.SIGXCPU:
+            return f"it takes more than {self._bounds.seconds:g} s of the processor"
+        return f"it takes more than {memory_mb} MB of memory, or cannot be done at all"
+
+
+def _write(target: Any, first: int, second: int, data: bytes) -> None:
+    target.write(_FRAME.pack(first, second, len(data)))
+    target.write(data)
+    target.flush()
+
+
+def _read(source: Any) -> tuple[int, int, bytes]:
+    head = source.read(_FRAME.size)
+    if len(head) < _FRAME.size:
+        raise EOFError
+    first, second, length = _FRAME.unpack(head)
+    data = source.read(length)
+    if len(data) < length:
+        raise EOFError
+    return first, second, data
+
+
+def _serve(lines: BinaryIO, out: BinaryIO, statm: BinaryIO | None, seconds: float) -> None:
+    """Runs in the process, until its input ends. `statm` says how much memory it has, where the system does."""
+    while True:
+        try:
+            length, memory_mb, data = _read(lines)
+        except EOFError:
+            return
+        module, _, name = data[:length].decode().partition(":")
+        try:
+            _limit(seconds=None, memory=None)  # loading the module does not count
+            function: Callable[[bytes], bytes] = getattr(importlib.import_module(module), name)
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            pages = 0 if statm is None else int(os.pread(statm.fileno(), 100, 0).split()[0])
+            memory = pages * resource.getpagesize() + memory_mb * 2**20 if pages else None
+            _limit(seconds=int(used.ru_utime + used.ru_stime + seconds) + 1, memory=memory)
+            status, answer = _DONE, function(data[length:])
+        except MemoryError:
+            os._exit(1)
+        except Exception as error:
+            status, answer = _FAULT, f"{type(error).__name__}: {error}"[:2000].encode()
+        _write(out, status, 0, answer)
+
+
+def _limit(*, seconds: int | None, memory: int | None) -> None:
+    """Lower the limits that can be raised again; None is as far as they may be."""
+    for kind, wanted in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory)):
+        hard = resource.getrlimit(kind)[1]
+        soft = hard if wanted is None or (hard != resource.RLIM_INFINITY and wanted > hard) else wanted
+        resource.setrlimit(kind, (soft, hard))
+
+
+if __name__ == "__main__":
+    wall.end_with(int(sys.argv[1]))
+    modules = [Path(entry) for entry in sys.path if Path(entry).is_dir()]  # also where a .pth file names them
+    with contextlib.ExitStack() as opened:
+        space = opened.enter_context(open("/proc/self/statm", "rb")) if Path("/proc/self/statm").exists() else None
+        wall.enter(int(sys.argv[2]), readable=modules, where_possible=True)
+        streams = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that a library prints may pass for an answer
+        _serve(*streams, space, float(sys.argv[3]))

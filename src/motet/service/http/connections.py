@@ -1,0 +1,234 @@
+"""Connections: how many there may be, from everybody and from one address, and how long each may take to send a request.
+
+Where there are too many, the oldest one whose request has not arrived whole makes way for the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import resource
+import time
+from collections import Counter, OrderedDict
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from motet.config.service import HttpConfig
+
+_log = logging.getLogger(__name__)
+_MOST_FILES = 2**16
+_SHARE = 0.75
+"""Of the open files, for connections; the rest is for the database, uploads and other processes."""
+_BACKLOG = 2048
+_BODY_BYTES_PER_SECOND = 16 * 2**10
+_LOG_SECONDS = 10.0
+"""Between two log lines of one kind."""
+_NO_FILES = "socket.accept() out of system resource"
+
+
+def raise_open_files() -> int:
+    """Raise the limit of open files of this process as far as it may; gives the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+class Seldom(logging.Filter):
+    """Lets a message of one kind through once in a while, so that strangers cannot fill the log."""
+
+    def __init__(self, *kinds: str) -> None:
+        """`kinds` are what the messages begin with."""
+        super().__init__()
+        self._kinds, self._last = kinds, dict[str, float]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is written."""
+        text = record.getMessage()
+        if (kind := next((one for one in self._kinds if text.startswith(one)), None)) is None:
+            return True
+        if kind == _NO_FILES:
+            record.msg, record.args, record.exc_info = "no new connections: too many files are open", (), None
+        now = time.monotonic()
+        if now - self._last.get(kind, -_LOG_SECONDS) < _LOG_SECONDS:
+            return False
+        self._last[kind] = now
+        return True
+
+
+class Connections:
+    """The open connections of a server. Lives in one event loop."""
+
+    def __init__(self, config: HttpConfig, files: int) -> None:
+        """`files` is how many files the process may have open."""
+        self.config = config
+        self.most = min(config.connections or files, int(files * _SHARE))
+        self.backlog = max(16, min(_BACKLOG, (files - self.most) // 2))
+        """How many are accepted at once."""
+        self._of_address = Counter[str]()
+        self._half = OrderedDict[_Guarded, None]()
+        """Those whose request has not arrived whole, oldest first."""
+        self._half_of_address: dict[str, OrderedDict[_Guarded, None]] = {}
+        self._open = 0
+        for name, kinds in (("asyncio", (_NO_FILES,)), ("uvicorn.error", ("Invalid HTTP", "Unsupported upgrade"))):
+            logging.getLogger(name).addFilter(Seldom(*kinds))
+        _log.addFilter(Seldom("connections are refused"))
+
+    def protocol(self, *args: Any, **options: Any) -> asyncio.Protocol:
+        """What the server makes for each connection."""
+        return _Guarded(self, *args, **options)
+
+    def enter(self, one: _Guarded) -> bool:
+        """Count a connection; another one may have to go for it. False where there is no room."""
+        address, most = one.address, self.config.connections_per_address
+        if (
+            most is not None
+            and self._of_address[address] >= most
+            and not self._drop(self._half_of_address.get(address))
+        ):
+            _log.warning("connections are refused: %s has %d open, the most for one address", address, most)
+            return False
+        if self._open >= self.most and not self._drop(self._half):
+            _log.warning("connections are refused: %d are open, the most of this service", self._open)
+            return False
+        self._open += 1
+        self._of_address[address] += 1
+        return True
+
+    def leave(self, one: _Guarded) -> None:
+        """A connection that was counted is gone."""
+        self.settle(one)
+        self._open -= 1
+        self._of_address[one.address] -= 1
+        if not self._of_address[one.address]:
+            del self._of_address[one.address]
+
+    def await_request(self, one: _Guarded) -> None:
+        """A connection sends a request, or may send one."""
+        self._half.setdefault(one)
+        self._half_of_address.setdefault(one.address, OrderedDict()).setdefault(one)
+
+    def settle(self, one: _Guarded) -> None:
+        """A connection's request is here as a whole."""
+        if self._half.pop(one, one) is None:
+            of_address = self._half_of_address[one.address]
+            del of_address[one]
+            if not of_address:
+                del self._half_of_address[one.address]
+
+    def _drop(self, half: OrderedDict[_Guarded, None] | None) -> bool:
+        if not half:
+            return False
+        next(iter(half)).give_up()
+        return True
+
+
+class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    """One connection, which has so much time to send the head of a request, and its body."""
+
+    def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._all, self._config = connections, connections.config
+        self.address = ""
+        self._counted = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._state = ""
+        self._since, self._received = 0.0, 0
+
+    def connection_made(self, transport: Any) -> None:
+        """Count it, or refuse it."""
+        super().connection_made(transport)
+        self.address = _address(transport.get_extra_info("peername"))
+        self._counted = self._all.enter(self)
+        if not self._counted:
+            self._close(b"503 Service Unavailable")
+            return
+        self._look(begun=True)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._stop()
+        super().connection_lost(exc)
+        self._uncount()
+
+    def data_received(self, data: bytes) -> None:
+        """Some of a request."""
+        if not self._counted:
+            return
+        self._received += len(data)
+        super().data_received(data)
+        self._look(begun=True)
+
+    def on_response_complete(self) -> None:
+        """It may send another request."""
+        super().on_response_complete()
+        if self._counted:
+            self._look(begun=False)
+
+    def give_up(self) -> None:
+        """End it for the sake of another."""
+        self._stop()
+        self._uncount()
+        self.transport.abort()
+
+    def _uncount(self) -> None:
+        if self._counted:
+            self._counted = False
+            self._all.leave(self)
+
+    def _look(self, *, begun: bool) -> None:
+        """Start and stop the clock; `begun`: some of the head is here, or has to come."""
+        state = self._what_is_awaited()
+        if state == "nothing":
+            self._stop()
+            self._all.settle(self)
+        else:
+            self._all.await_request(self)
+            if state != self._state or (self._timer is None and begun):
+                self._stop()
+                self._since, self._received = self.loop.time(), 0
+                if begun or state == "body":  # else the server's own clock for idle connections runs
+                    seconds = self._config.header_seconds if state == "head" else self._config.body_seconds
+                    self._timer = self.loop.call_later(seconds, self._late)
+        self._state = state
+
+    def _what_is_awaited(self) -> str:
+        cycle = self.cycle
+        if cycle is None or (cycle.response_complete and not cycle.more_body):
+            return "head"
+        return "body" if cycle.more_body else "nothing"
+
+    def _late(self) -> None:
+        self._timer = None
+        if self._state == "body":
+            paused = self.flow.read_paused  # the service is slower than the client
+            left = self._since + self._config.body_seconds + self._received / _BODY_BYTES_PER_SECOND - self.loop.time()
+            if paused or left > 0:
+                self._timer = self.loop.call_later(self._config.body_seconds if paused else left, self._late)
+                return
+        self._close(b"408 Request Timeout")
+
+    def _close(self, status: bytes) -> None:
+        if self.cycle is None or not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+        self.transport.close()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _address(peer: Any) -> str:
+    """Where a connection comes from; of IPv6 the network, of which one machine has all addresses."""
+    try:
+        address = ipaddress.ip_address(peer[0])
+    except (TypeError, ValueError, IndexError):
+        return ""
+    if address.version == 4:
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((int(address), 64), strict=False).network_address)
