@@ -68,6 +68,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+JOBS_AHEAD = 4
+"""Jobs of each tenant that a host prepares while its slots are taken; the others wait in the database."""
+
+
 class Lifecycle:
     """Starts and stops the parts that need it, in order."""
 
@@ -156,6 +160,7 @@ def _parts(settings: Settings, store: Store) -> Parts:
     adapters = Adapters(store, storage, bases)
     starts = starts_of([(_start(settings, storage, name), *hosts) for name, hosts in settings.hosts.items()])
     engine = EngineClient(starts, settings.directory, launcher(config.cluster, *settings.hosts.values()))
+    engine.jobs.ahead = JOBS_AHEAD
     ledger = Ledger(store)
     quotas = Quotas(store, storage, ledger, config.limits, sum(hosts.slots for hosts, _ in settings.hosts.values()))
     enforcer = QuotaEnforcer(quotas, ledger, engine)

@@ -40,7 +40,8 @@ class EventRecorder:
     def record_state(self, job_id: str, state: JobState, message: str, inexact: Sequence[str] | None = None) -> None:
         """Keep a new state of a job, with a message for its owner."""
         shown = {"state": state.value, "message": self._storage.without_places(_storable(message))}
-        key, row = f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
+        key = state.value if state is JobState.CANCELLED else f"{time.time_ns()}"  # a job is cancelled once
+        row = {**shown, "ended": now() if state.final else None}
         event = shown if inexact is None else {**shown, "inexact": inexact}
         self._write(lambda: self._store.add_event(job_id, "state", key, event, None, **row))
         self._bus.publish(job_id, ANY_JOB)
