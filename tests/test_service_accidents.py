@@ -296,7 +296,7 @@ def test_a_job_that_a_host_has_is_read_no_more_from_the_database(house: House) -
     (message,) = [one for one in handover.open_jobs() if one.job["name"] == job]
     (host,) = client.hosts
     host.ready = True
-    client._place(message, client._jobs.loads())
+    client._place(message, client.jobs.loads())
     host.ready = False
     assert house.ask("POST", f"/v1/jobs/{job}/cancel").is_success
     assert job not in [one.job["name"] for one in handover.open_jobs()]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from motet.cluster import messages as m
 from motet.cluster.host import Host
 from motet.cluster.placement import HostLoad, moved, placed, speeds
-from motet.runtime.slots import FREE, Claim, Rule
+from motet.cluster.shares import EVEN_SECONDS, ClusterShares
+from motet.runtime.slots import FREE, Claim, Rule, taken
 from motet.types import JobState
 
 _OPEN = (JobState.QUEUED, JobState.RUNNING)
@@ -30,12 +32,14 @@ class Assignments:
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self._hosts = hosts
+        self.ahead: int | None = None
+        """How many of a tenant's jobs wait on a host at most (`placed`); the others wait where open jobs are read."""
         self._jobs: dict[str, Assigned] = {}
         self.rules: dict[str, Rule] = {}
         self.held: dict[str, m.Held] = {}
         """Jobs that hosts have of the service before, and of which they were told nothing yet."""
-        self.refused: set[tuple[str, str, bool]] = set()
-        """Of jobs that no host could take: base, tenant, and whether they run."""
+        self.refused: set[tuple[Claim, bool]] = set()
+        """Claims of jobs that no host could take, without their names, and whether they run."""
 
     @property
     def _limits(self) -> Mapping[str, Rule]:
@@ -50,6 +54,25 @@ class Assignments:
         """How many jobs a host has."""
         return sum(job.host is host for job in list(self._jobs.values()))
 
+    def all(self) -> list[str]:
+        """The jobs that hosts have."""
+        return list(self._jobs)
+
+    @property
+    def most(self) -> int | None:
+        """More than hosts take of one tenant's jobs; None where nothing bounds it, or no host is ready."""
+        bounded = self.ahead is not None and any(host.ready for host in self._hosts)
+        return sum(host.slots + (self.ahead or 0) for host in self._hosts) + 1 if bounded else None
+
+    def room(self, tenant: str, base: str) -> int | None:
+        """How many more of a tenant's jobs hosts of a base take now; None as with `most`."""
+        if self.most is None or self.ahead is None:
+            return None
+        same = [host for host in self.loads().values() if host.base == base]
+        waiting = sum(claim.tenant == tenant for host in same for claim in host.waiting)
+        free = sum(max(0, host.slots - taken(host.jobs)) for host in same)
+        return max(0, free + self.ahead * len(same) - waiting)
+
     def tenants(self) -> set[str]:
         """Who has jobs that run or want to."""
         return {job.claim.tenant for job in self._jobs.values() if job.state in _OPEN}
@@ -60,11 +83,11 @@ class Assignments:
         self.rules[message.tenant] = message.rule
         if name in self._jobs:
             return None
-        claim = Claim(name, message.tenant, slots=message.slots, base=message.base)
+        claim = Claim(name, message.tenant, int(message.job.get("priority", 0)), message.slots, message.base)
         runs = message.wanted == "run"
-        number = placed(claim, list(loads.values()), self._limits if runs else {})
+        number = placed(claim, list(loads.values()), self._limits if runs else {}, self.ahead)
         if number is None:
-            self.refused.add((message.base, message.tenant, runs))
+            self.refused.add((replace(claim, job=""), runs))
             return None
         host = self._hosts[number]
         if runs:
@@ -84,8 +107,7 @@ class Assignments:
         """Whether a host could take now what none could: there is one of its base, and its tenant may have more out."""
         hosts = list(self.loads().values()) if self.refused else []
         return any(
-            placed(Claim("", tenant, base=base), hosts, self._limits if runs else {}) is not None
-            for base, tenant, runs in self.refused
+            placed(claim, hosts, self._limits if runs else {}, self.ahead) is not None for claim, runs in self.refused
         )
 
     def forget(self, job: str) -> None:
@@ -127,7 +149,7 @@ class Assignments:
         """Of the hosts that are there; jobs that are paused, and not by a rule that is lifted by itself, want no slot."""
         hosts = [host for host in self._hosts if host.ready]
         running, waiting, coming = ({host.number: list[Claim]() for host in hosts} for _ in range(3))
-        for job in self._jobs.values():
+        for job in list(self._jobs.values()):
             held = job.state is JobState.PAUSED and self.rules.get(job.claim.tenant, FREE).hold
             if job.to is not None:
                 whose, there = coming, job.to if job.to.ready else job.host
@@ -145,3 +167,15 @@ class Assignments:
             )
             for host in hosts
         }  # fmt: skip
+
+
+async def even_out(hosts: Sequence[Host], jobs: Assignments) -> None:
+    """Let tenants have their shares over all hosts, not on each alone."""
+    account, shared = ClusterShares(), False
+    while len(hosts) > 1:
+        await asyncio.sleep(EVEN_SECONDS)
+        used = {host.number: host.used for host in hosts if host.ready}
+        factors = account.look(used, jobs.tenants(), {tenant: rule.share for tenant, rule in jobs.rules.items()})
+        for host in hosts if len(factors) > 1 or shared else ():
+            host.send(m.EvenOut(factors))
+        shared = len(factors) > 1

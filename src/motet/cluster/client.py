@@ -16,10 +16,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from motet.cluster import messages as m
-from motet.cluster.assignments import Assignments
+from motet.cluster.assignments import Assignments, even_out
 from motet.cluster.host import Engine, EngineHandlers, Host, Launch, OfHost
 from motet.cluster.placement import HostLoad
-from motet.cluster.shares import shared
 from motet.errors import EngineError, HostGone
 
 _log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ class EngineClient:
         self._handlers: EngineHandlers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._jobs = Assignments(self.hosts)
+        self.jobs = Assignments(self.hosts)
         self._asked: set[str] = set()
         """Jobs of which something was asked, or that ended, since jobs were read last: what was read may be old."""
         self._unplaced = True
@@ -91,11 +90,28 @@ class EngineClient:
 
     def jobs_on(self, host: Host) -> int:
         """How many jobs a host has."""
-        return self._jobs.on(host)
+        return self.jobs.on(host)
 
     def has(self, job: str) -> bool:
         """Whether a host has a job. From any thread; where it lets the job go meanwhile, open jobs are read again."""
-        return self._jobs.get(job) is not None
+        return self.jobs.get(job) is not None
+
+    def look(self) -> None:
+        """Read the open jobs again: there are others. From any thread."""
+        self._unplaced = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._look.set)
+
+    def take_back(self, job: str) -> bool:
+        """Whether no host has a job; then none is given it until the open jobs are read again. From any other thread."""
+
+        async def back() -> bool:
+            self._asked.add(job)
+            return not self.has(job)
+
+        return (
+            not self.has(job) if self._loop is None else asyncio.run_coroutine_threadsafe(back(), self._loop).result()
+        )
 
     def adopt(self, engine: Engine) -> None:
         """Have a process that was started already (`start_engine`) as the first host's; before `start`."""
@@ -108,23 +124,21 @@ class EngineClient:
             host.start(handlers, self._hear)
         self._tasks = [
             asyncio.create_task(self._keep_placed(handlers)),
-            asyncio.create_task(shared(self.hosts, self._jobs)),
+            asyncio.create_task(even_out(self.hosts, self.jobs)),
         ]
 
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the processes."""
-        self._end_tasks()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*(host.stop() for host in self.hosts))
         self._handling.shutdown(wait=False)
 
     async def kill(self) -> None:
         """End the processes at once, where `stop` has not; what was committed stays."""
-        self._end_tasks()
-        await asyncio.gather(*(host.kill() for host in self.hosts))
-
-    def _end_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*(host.kill() for host in self.hosts))
 
     def refuse(self, reason: str) -> None:
         """Give up the questions that are open."""
@@ -161,16 +175,14 @@ class EngineClient:
     def _route(self, *messages: m.ToEngine) -> None:
         for message in messages:
             match message:
-                case m.AddJob():
-                    self._place(message, self._jobs.loads())
                 case m.SetRule():
-                    self._jobs.rules[message.tenant], self._unplaced = message.rule, True
+                    self.jobs.rules[message.tenant], self._unplaced = message.rule, True
                     self._to_all(message)
                 case m.ForgetJob():
-                    self._jobs.forget(message.job)
+                    self.jobs.forget(message.job)
                     self._to_all(message)
                 case m.Nudge() | m.ReleaseJob():  # the journal has what is asked for whichever host takes the job up
-                    if (job := self._jobs.get(message.job)) is not None:
+                    if (job := self.jobs.get(message.job)) is not None:
                         job.host.send(message)
                 case m.SteerJob() | m.ChangeJob():
                     self._pass_on(message)
@@ -184,12 +196,12 @@ class EngineClient:
 
     def _pass_on(self, message: m.SteerJob | m.ChangeJob) -> None:
         """To the host that has the job; one that no host has, or that moves, is looked up again before it goes out."""
-        job = self._jobs.get(message.job)
+        job = self.jobs.get(message.job)
         self._asked.add(message.job)  # also where a host has it: that may let it go before what was read is placed
         if job is None:
             self._unplaced = True
             self._look.set()
-        elif isinstance(message, m.SteerJob) and message.action == "resume" and self._jobs.has_to_wait(job):
+        elif isinstance(message, m.SteerJob) and message.action == "resume" and self.jobs.has_to_wait(job):
             self._route(m.ForgetJob(message.job))
             self._unplaced = True
         elif not (job.to is not None and isinstance(message, m.SteerJob) and message.action != "cancel"):
@@ -200,17 +212,17 @@ class EngineClient:
             self.there[host.base].clear()
         match message:
             case None:
-                self._jobs.forget_all_on(host)
+                self.jobs.forget_all_on(host)
                 self._unplaced = True
             case m.Ready():
-                self._jobs.adopt(host, message.jobs)
+                self.jobs.adopt(host, message.jobs)
                 self._unplaced = True
             case m.JobChanged():
-                self._jobs.moved_on(host, message)
+                self.jobs.moved_on(host, message)
                 if message.state.final:
                     self._asked.add(message.job)
             case m.Released():
-                if self._jobs.released(host, message.job):
+                if self.jobs.released(host, message.job):
                     self._unplaced = True
             case m.JobStepped():
                 return
@@ -256,32 +268,32 @@ class EngineClient:
         for base, there in self.there.items():
             if self._answering(base):  # also while the database is away: questions can be answered
                 there.set()
-        if self._jobs.held:
+        if self.jobs.held:
             await self._reconcile(handlers)
-        if self._unplaced or self._jobs.can_place_more():
+        if self._unplaced or self.jobs.can_place_more():
             self._asked.clear()
             self._unplaced = False
-            self._jobs.refused.clear()
+            self.jobs.refused.clear()
             messages = await asyncio.get_running_loop().run_in_executor(self._handling, handlers.open_jobs)
-            loads = self._jobs.loads()  # hosts came and went meanwhile
+            loads = self.jobs.loads()  # hosts came and went meanwhile
             for message in messages:
                 if str(message.job["name"]) not in self._asked:  # else what was read may be old: it is read again
                     self._place(message, loads)
-        for host, job in self._jobs.moves():
+        for host, job in self.jobs.moves():
             host.send(m.ReleaseJob(job))
 
     async def _reconcile(self, handlers: EngineHandlers) -> None:
         """Say what was asked of jobs while nobody could tell their host; again where that may be old."""
         self._asked.clear()
-        held, loop = list(self._jobs.held.values()), asyncio.get_running_loop()
+        held, loop = list(self.jobs.held.values()), asyncio.get_running_loop()
         asked = await loop.run_in_executor(self._handling, handlers.reconcile, held)
-        self._jobs.held = {one.job: one for one in held if one.job in self._asked and self.has(one.job)}
+        self.jobs.held = {one.job: one for one in held if one.job in self._asked and self.has(one.job)}
         self._route(*(message for job in set(asked) - self._asked for message in asked[job]))
         self._look.set()
 
     def _place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> None:
         """Give a job to a host of its base, unless one has it or none can take it."""
         if not self._settled:
-            self._jobs.rules[message.tenant] = message.rule
-        elif (host := self._jobs.place(message, loads)) is not None:
+            self.jobs.rules[message.tenant] = message.rule
+        elif (host := self.jobs.place(message, loads)) is not None:
             host.send(message)

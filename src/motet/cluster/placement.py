@@ -48,6 +48,11 @@ class HostLoad:
         """Whether a job need not wait for one."""
         return taken(self.jobs) + claim.slots <= self.slots
 
+    def has_room(self, claim: Claim, ahead: int) -> bool:
+        """Whether a job may run soon: a slot is free, or fewer than `ahead` of its tenant's wait here that go before it."""
+        before = (other for other in self.waiting if other.tenant == claim.tenant and other.priority >= claim.priority)
+        return self.has_slots(claim) or sum(1 for _ in before) < ahead
+
     @cached_property
     def tenants(self) -> Counter[str]:
         """How many of the jobs are whose."""
@@ -62,8 +67,10 @@ class Move(NamedTuple):
     to: int
 
 
-def placed(claim: Claim, hosts: Sequence[HostLoad], rules: Mapping[str, Rule]) -> int | None:
+def placed(claim: Claim, hosts: Sequence[HostLoad], rules: Mapping[str, Rule], ahead: int | None = None) -> int | None:
     """The host that a job goes to; None while no host of its base is there, or while its tenant has as many out as may run.
+
+    With `ahead`, also None while so many of its tenant's jobs wait on every host that it would not run soon.
 
     Of those with free slots, or of all where none has any, the emptiest for its slots and speed; of those that are as empty,
     the one with the fewest jobs of the tenant, so that tenants compete on each host as they do over all of them.
@@ -71,7 +78,7 @@ def placed(claim: Claim, hosts: Sequence[HostLoad], rules: Mapping[str, Rule]) -
     limit = rules.get(claim.tenant, FREE).running
     if limit is not None and sum(host.tenants[claim.tenant] for host in hosts) >= limit:
         return None
-    same = [host for host in hosts if host.base == claim.base]
+    same = [host for host in hosts if host.base == claim.base and (ahead is None or host.has_room(claim, ahead))]
     able = [host for host in same if host.has_slots(claim)] or same
     least = min((host.fullness for host in able), default=0.0)
     emptiest = (host for host in able if host.fullness == least)

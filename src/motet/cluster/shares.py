@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-
-from motet.cluster.assignments import Assignments
-from motet.cluster.host import Host
-from motet.cluster.messages import EvenOut
+from collections.abc import Collection, Mapping
 
 EVEN_SECONDS = 10.0
 """Between two looks at what tenants have had."""
@@ -60,15 +55,3 @@ class ClusterShares:
         limit = _LOOKS * self._recent
         self._had = {tenant: max(had.get(tenant, least), most - limit) for tenant in there}
         return {tenant: MOST ** ((most - one) / limit) if limit else 1.0 for tenant, one in self._had.items()}
-
-
-async def shared(hosts: Sequence[Host], jobs: Assignments) -> None:
-    """Let tenants have their shares over all hosts, not on each alone, until cancelled."""
-    account, evened = ClusterShares(), False
-    while len(hosts) > 1:
-        await asyncio.sleep(EVEN_SECONDS)
-        used = {host.number: host.used for host in hosts if host.ready}
-        factors = account.look(used, jobs.tenants(), {tenant: rule.share for tenant, rule in jobs.rules.items()})
-        for host in hosts if len(factors) > 1 or evened else ():
-            host.send(EvenOut(factors))
-        evened = len(factors) > 1

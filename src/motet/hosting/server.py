@@ -23,6 +23,7 @@ from motet.hosting.answers import Answers, reason
 from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports
 from motet.hosting.scores import AskedOfService
+from motet.hosting.turns import Turns
 from motet.launch import assemble, open_base, services
 from motet.preparing import identity, prepare
 from motet.protocols import RolloutEngine
@@ -95,7 +96,7 @@ class EngineServer:
         self._resting = set[str]()
         """Jobs that are to rest as soon as nobody is there who scores for them."""
         self._alone = False
-        self._preparing = asyncio.Lock()  # one after another, so that jobs queue in the order they came
+        self._preparing = Turns()
 
     def _rewards(self) -> RewardPool:
         """Rewards of other people's jobs."""
@@ -231,13 +232,16 @@ class EngineServer:
 
     async def _add(self, name: str, message: m.AddJob) -> None:
         try:
-            async with self._preparing:
+            async with self._preparing.turn(message.tenant):
+                if name not in self._wanted:  # cancelled
+                    return
                 job = await asyncio.to_thread(self._prepared, message.job, message.first_step)
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
-            self._wanted.pop(name)
             self._changes.pop(name, None)
-            self._reports.changed(name, JobState.FAILED, reason(error))
-        else:
+            if self._wanted.pop(name, None) is not None:
+                self._reports.changed(name, JobState.FAILED, reason(error))
+            return
+        if name in self._wanted:
             job.tenant = message.tenant
             self.pipeline.add(job)
             if (change := self._changes.pop(name, None)) is not None:
@@ -276,7 +280,11 @@ class EngineServer:
             self._changes[change.job] = change
 
     def _steer(self, name: str, action: str) -> None:
-        if name in self._wanted:
+        if name in self._wanted and action == "cancel":  # at once: to prepare it may take long
+            del self._wanted[name]
+            self._changes.pop(name, None)
+            self._reports.changed(name, JobState.CANCELLED, "cancelled before it began")
+        elif name in self._wanted:
             self._wanted[name] = action
         elif name in self.pipeline.jobs and action in ("pause", "resume", "cancel"):
             getattr(self.pipeline, action)(name)

@@ -75,6 +75,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 _THREADS = 2
 """That check jobs, and that read files."""
+JOBS_AHEAD = 4
+"""Jobs of each tenant that a host prepares while its slots are taken; the others wait in the database."""
 
 
 class Lifecycle:
@@ -182,6 +184,7 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     starts = starts_of([(_start(settings, storage, name), *hosts) for name, hosts in settings.hosts.items()])
     launch = launcher(config.cluster, *settings.hosts.values()) or lasting(config, settings.directory)
     engine = EngineClient(starts, settings.directory, launch)
+    engine.jobs.ahead = JOBS_AHEAD
     ledger = Ledger(store)
     quotas = Quotas(store, storage, ledger, config.limits, sum(hosts.slots for hosts, _ in settings.hosts.values()))
     enforcer = QuotaEnforcer(quotas, ledger, engine)

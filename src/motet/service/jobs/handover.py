@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+from sqlalchemy import Select, case, func, select
 
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Action, AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToEngine
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError
 from motet.service.bases import Bases
-from motet.service.database.store import Store
+from motet.service.database.store import OPEN, Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.events import EventLog
@@ -48,31 +51,51 @@ class Handover:
         self._secrets = secrets
 
     def hand_over(self, job: StoredJob) -> None:
-        """Give a job to the engine."""
+        """Let the engine have a job when its turn comes."""
         if (missing := self._bases.missing(job.base)) is not None:
             self._wait(job, missing)
             return
         try:
-            self._engine.send(self.message(job))
+            self.message(job)  # a file that is gone is told now, not when the job's turn comes
+            self._engine.look()
         except UNFIT as error:
             self._recorder.record_state(job.id, JobState.FAILED, str(error))
 
-    def open_jobs(self) -> list[AddJob]:
-        """The messages of all jobs that a host has to take up.
+    def settle(self, job: StoredJob) -> bool:
+        """Record the state that was asked of a job which no host has; False where a host has to hear of it."""
+        if not self._engine.take_back(job.id):
+            return False
+        state = JobState(job.state)
+        if job.wanted == "cancel":
+            self._recorder.record_state(job.id, JobState.CANCELLED, _cut_off(job))
+        elif job.wanted == "pause" and state is not JobState.PAUSED:
+            self._recorder.record_state(job.id, JobState.PAUSED, "")
+        elif job.wanted == "run" and state is JobState.PAUSED:
+            self._recorder.record_state(job.id, JobState.QUEUED, "")
+        self._engine.look()
+        return True
 
-        Left out are those that wait for others, and those that a host has: it says itself what becomes of them.
+    def open_jobs(self) -> list[AddJob]:
+        """The messages of jobs that hosts may take now, by turns of tenants, and of one more of each tenant.
+
+        Left out are jobs that wait for others, and those that a host has: it says itself what becomes of them.
         """
-        messages = []
-        for job in self._store.open_jobs():
-            if job.waits or self._engine.has(job.id):
-                continue
+        messages, given = list[AddJob](), Counter[tuple[str, str]]()
+        hosts = self._engine.jobs
+        for job in self._store.scalars(in_turn(hosts.all(), hosts.most)):
             try:
-                if job.wanted == "cancel":
-                    self._recorder.record_state(job.id, JobState.CANCELLED, f"cancelled after step {job.step}")
+                if job.wanted != "run":  # asked for while no host had the job, and not recorded
+                    paused = job.wanted == "pause"
+                    state, why = (JobState.PAUSED, "") if paused else (JobState.CANCELLED, _cut_off(job))
+                    self._recorder.record_state(job.id, state, why)
                 elif (missing := self._bases.missing(job.base)) is not None:
                     self._wait(job, missing)
                 else:
-                    messages.append(self.message(job))
+                    whose = job.tenant_id, self._bases.of(job.base)
+                    room = hosts.room(*whose)
+                    if room is None or given[whose] <= room:
+                        messages.append(self.message(job))
+                        given[whose] += 1
             except UNFIT as error:
                 self._recorder.record_state(job.id, JobState.FAILED, str(error))
         return messages
@@ -135,3 +158,27 @@ class Handover:
         if file is None:
             raise ConfigError(f"data.{field}: there is no file {name}")
         return self._storage.upload(file.id, file.filename)
+
+
+def in_turn(assigned: Collection[str], most: int | None) -> Select[StoredJob]:
+    """Open jobs that no host has and that wait for nothing, by turns of tenants; those that had begun come first.
+
+    Args:
+        assigned: ids of the jobs that hosts have.
+        most: how many to give of each tenant and base; None gives all.
+    """
+    begun = case((StoredJob.state == JobState.RUNNING.value, 0), else_=1)
+    priority = func.coalesce(StoredJob.spec["priority"].as_integer(), 0)
+    of_each = func.row_number().over(
+        partition_by=(StoredJob.tenant_id, StoredJob.base), order_by=(begun, priority.desc(), StoredJob.number)
+    )
+    asleep = (StoredJob.state == JobState.PAUSED.value) & (StoredJob.wanted == "pause")
+    waiting = StoredJob.state.in_(OPEN) & ~StoredJob.waits & ~asleep & StoredJob.id.not_in(assigned)
+    turns = select(StoredJob.number, of_each.label("turn")).where(waiting).subquery()
+    chosen = select(StoredJob).join(turns, turns.c.number == StoredJob.number)
+    chosen = chosen if most is None else chosen.where(turns.c.turn <= most)
+    return chosen.order_by(turns.c.turn, StoredJob.number)
+
+
+def _cut_off(job: StoredJob) -> str:
+    return f"cancelled after step {job.step}" if job.step else "cancelled before it began"

@@ -42,6 +42,8 @@ class EventRecorder:
     ) -> None:
         """Keep a new state of a job, with a message for its owner; once, where it comes again with its `key`."""
         shown = {"state": state.value, "message": self._storage.without_places(_storable(message))}
+        if state is JobState.CANCELLED:  # once, whoever says it
+            key = state.value
         key, row = key or f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
         event = shown if inexact is None else {**shown, "inexact": inexact}
         self._write(lambda: self._store.add_event(job_id, "state", key, event, None, **row))

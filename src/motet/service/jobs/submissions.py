@@ -110,15 +110,15 @@ class Submissions:
             self._enforcer.check_resume(job)
         job.wanted = {"pause": "pause", "resume": "run", "cancel": "cancel"}[action]
         # before anything is changed: what it names may be gone
-        again = self._handover.message(job) if state is JobState.FAILED and not job.waits else None
+        again = state is JobState.FAILED and not job.waits and self._handover.message(job) is not None
         self._store.change_job(job.id, wanted=job.wanted)
         if self._queue.steer(job, action):
             return
-        if again is not None:  # the engine may have started since, and not know it
+        if again:
             self._store.change_job(job.id, state=JobState.QUEUED.value, message="", ended=None)
-            job.state = JobState.QUEUED.value
-            self._engine.send(ForgetJob(job.id), again)
-        else:
+            self._engine.send(ForgetJob(job.id))  # where the host that it failed on still knows it
+            self._handover.hand_over(job)
+        elif not self._handover.settle(job):
             self._engine.send(SteerJob(job.id, action))
 
     def change(self, job: StoredJob, fields: Mapping[str, Any]) -> None:
