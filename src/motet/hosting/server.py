@@ -25,7 +25,7 @@ from motet.hosting.scores import AskedOfService
 from motet.launch import assemble, open_base, services
 from motet.preparing import identity, prepare
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.job import CommandObeyed, Job, JobObserver, StateChanged, StepDone
+from motet.runtime.job import CommandObeyed, Executed, Job, JobEvent, JobObserver, StateChanged, StepDone
 from motet.runtime.meter import Meter
 from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
@@ -235,10 +235,12 @@ class EngineServer:
         job.observer = EveryStep(job.directory, first_step, lambda event: self._event(job, event))
         return job
 
-    def _event(self, job: Job, event: StateChanged | StepDone | CommandObeyed) -> None:
+    def _event(self, job: Job, event: JobEvent) -> None:
         match event:
             case CommandObeyed():
                 self._parent.send(m.Obeyed(job.name))
+            case Executed(step, tokens):
+                self._parent.send(m.JobWorked(job.name, step, tokens))
             case StepDone(line):
                 self._parent.send(m.JobStepped(job.name, as_json(line)))
             case StateChanged(state, message, inexact):
@@ -305,7 +307,7 @@ class EveryStep:
         self._directory, self._next, self._observe = directory, first_step, observe
         self._send_committed()
 
-    def __call__(self, event: StateChanged | StepDone | CommandObeyed) -> None:
+    def __call__(self, event: JobEvent) -> None:
         """Take in what happens to the job."""
         if isinstance(event, StepDone):
             step = int(event.line["step"])

@@ -85,6 +85,7 @@ async def forward_backward(who: Asker, models: ModelsDep, request: Request) -> d
             raise Refusal(400, f"seq_id {read.seq_id} is not from 1 on")
         with _refusing(models, job, read.seq_id):
             command = command_of(read)
+        models.admit(job, read.seq_id, command)
         return _promise(models.order(job, read.seq_id, command))
 
     return await asyncio.to_thread(order)
