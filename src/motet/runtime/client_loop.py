@@ -31,7 +31,7 @@ from motet.runtime.session import FinishedStep
 
 ABOUT = "checkpoint.json"
 """What is known of a checkpoint, beside its adapter."""
-_TELL_SECONDS = 1.0
+_NOTE_SECONDS = 1.0
 SNAPSHOTS = 32
 """Newest unnamed snapshots of a session that are kept to sample from."""
 
@@ -51,7 +51,7 @@ class ClientLoop(Driver):
         self._looked_until, self._looked = self._journal.looked(self.session.done.step)
         self._tokens = self._looked
         """Of the step under way, times their targets; those without a gradient are among them."""
-        self._told = 0.0
+        self._noted = 0.0
 
     @property
     def ended(self) -> bool:
@@ -153,7 +153,7 @@ class ClientLoop(Driver):
                     self._stats, self._samples = self._stats + stats, self._samples + len(samples)
                     value = stats.loss
         finally:  # what was done is charged, also where the rest is given up
-            self._tell()
+            self._note_work()
         if command.forward_only:
             self._looked += self._tokens - before
             await asyncio.to_thread(self._journal.look, self.session.done.step, number, self._looked)
@@ -163,11 +163,11 @@ class ClientLoop(Driver):
     def _executed(self, work: int) -> None:
         """Count a part of a command; tell of it now and then, because that is written down."""
         self._tokens += work
-        if time.monotonic() - self._told > _TELL_SECONDS:
-            self._tell()
+        if time.monotonic() - self._noted > _NOTE_SECONDS:
+            self._note_work()
 
-    def _tell(self) -> None:
-        self._told = time.monotonic()
+    def _note_work(self) -> None:
+        self._noted = time.monotonic()
         self.job.observer(Executed(self.session.done.step, self._tokens))
 
     def _misfit(self, command: j.ForwardBackward) -> str | None:

@@ -195,11 +195,11 @@ class Quotas:
         used = 0 if used >= most else used
         if used + waiting + work <= most:
             return
-        told = f"tokens_per_day: this request takes {work} tokens, with each target counted"
+        needs = f"tokens_per_day: this request takes {work} tokens, with each target counted"
         if work > most:
-            raise LimitError(f"{told}, and a day of this tenant has {most}; send fewer data at a time, or {_ASK}", 403)
+            raise LimitError(f"{needs}, and a day of this tenant has {most}; send fewer data at a time, or {_ASK}", 403)
         raise LimitError(
-            f"{told}; {used} of {most} are used and {waiting} are promised to requests that wait. Send fewer data, wait until "
+            f"{needs}; {used} of {most} are used and {waiting} are promised to requests that wait. Send fewer data, wait until "
             f"00:00 UTC, or {_ASK} --tokens-per-day",
             429,
             _until_tomorrow(),
