@@ -171,7 +171,7 @@ async def _run(
         sync=setting.sync(engine, trainer.weights),
         device=device,
         scheduler=scheduler,
-        learner=setting.learner(trainer, device, setting.train_tokens, scheduler.standing),
+        learner=setting.learner(trainer, device, setting.train_tokens, scheduler),
         rewards=setting.rewards(),
         micro_batch_tokens=setting.micro_batch_tokens,
         probe_tolerance=setting.tolerance,

@@ -20,7 +20,7 @@ from motet.errors import EngineError, RankGone
 from motet.model.fake import FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.job import StateChanged
-from motet.runtime.learner import Learner
+from motet.runtime.learner import Executed, Learner, unheard
 from motet.runtime.rundir import CONTROL
 from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
@@ -309,13 +309,13 @@ class _GatheringLearner(Learner):
         self._calls = 0
         self._gathered = [asyncio.Event(), asyncio.Event()]
 
-    async def train(self, job: str, segments: tuple[Segment, ...]) -> tuple[Trained, ...]:
+    async def train(self, job: str, segments: tuple[Segment, ...], executed: Executed = unheard) -> tuple[Trained, ...]:
         call, self._calls = self._calls, self._calls + 1
         if call < 6:
             if call % 3 == 2:
                 self._gathered[call // 3].set()
             await self._gathered[call // 3].wait()
-        return await super().train(job, segments)
+        return await super().train(job, segments, executed)
 
 
 def test_a_batch_that_fails_takes_only_its_own_job_down(tmp_path: Path) -> None:

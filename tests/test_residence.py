@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from motet.algorithms.packing import Standing
 from motet.batch import Batch, Trained
 from motet.config import AdapterConfig, EngineConfig
 from motet.device import Device
 from motet.jobfile import validate
+from motet.protocols import Pieces
 from motet.running import run_config
 from motet.runtime.learner import Learner
+from motet.runtime.scheduler import FairScheduler
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
 from tests.adapter_files import run_alone, weights_of
@@ -94,14 +95,17 @@ def test_what_is_to_be_trained_is_brought_in_before_the_devices_turn() -> None:
     missing: list[str] = []
 
     class Watched(TorchTrainer):
-        def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
+        def train_in_pieces(self, batch: Batch) -> Pieces[tuple[Trained, ...]]:
             missing.extend(one.adapter for one in batch.segments if self._arena(one.adapter).parked)
-            return super().forward_backward(batch)
+            return super().train_in_pieces(batch)
 
     trainer, device = trainer_with(2, None, Watched), Device()
 
     async def run() -> None:
-        learner = Learner(trainer, device, 1, lambda job: Standing())  # a budget of one token: each trains apart
+        scheduler = FairScheduler(1)
+        for name in "ab":
+            scheduler.join(name, 1.0)
+        learner = Learner(trainer, device, 1, scheduler)  # a budget of one token: each trains apart
         for _ in range(3):
             await asyncio.gather(
                 *(learner.train(name, (make_segment(name),)) for name in "ab"),

@@ -23,7 +23,7 @@ from motet.errors import AdapterError, BaseModelError
 from motet.launch import load
 from motet.training import torch_trainer
 from motet.training.arena import OPTIMIZER
-from motet.training.packed_pass import HEAD_ROWS
+from motet.training.head import HEAD_ROWS
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
 from tests.cases import few

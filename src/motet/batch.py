@@ -56,6 +56,11 @@ class Sample:
         """Targets of each such token."""
         return 1 if self.targets is None or self.targets.ndim == 1 else self.targets.shape[1]
 
+    @property
+    def work(self) -> int:
+        """What it is charged: its tokens, times the targets of each."""
+        return self.n_tokens * self.n_targets
+
 
 @dataclass(frozen=True)
 class Example:
@@ -147,6 +152,16 @@ class Segment:
     def n_tokens(self) -> int:
         """Packed length, what is shared counted once, before padding to whole rows."""
         return sum(sample.n_tokens for sample in self.samples) - sum(self.shared)
+
+    @property
+    def work(self) -> int:
+        """What it is charged: the tokens of its samples, times the targets of each."""
+        return sum(sample.work for sample in self.samples)
+
+    @property
+    def packed_work(self) -> int:
+        """Tokens times targets, what is shared counted once."""
+        return self.work - sum(self.shared)
 
 
 @dataclass(frozen=True)

@@ -358,7 +358,7 @@ def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | 
         sync=workshop.sync,
         device=workshop.device,
         scheduler=scheduler,
-        learner=Learner(workshop.trainer, workshop.device, config.train_tokens, scheduler.standing),
+        learner=Learner(workshop.trainer, workshop.device, config.train_tokens, scheduler),
         rewards=rewards or RewardPool(config.reward_processes, {"http": HttpRewards(Addresses(anywhere=True))}),
         micro_batch_tokens=config.micro_batch_tokens,
         probe_tolerance=workshop.probe_tolerance,

@@ -5,9 +5,9 @@ An implementation is complete when it fits without a branch in `runtime/`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from motet.batch import AdamW, Batch, OptimStats, Trained
 from motet.config import AdapterConfig
@@ -95,6 +95,24 @@ class Trainer(Protocol):
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""
+        ...
+
+
+Result = TypeVar("Result")
+Pieces = Generator[int, None, Result]
+"""A pass that pauses where it yields, which is the number of targets done since. Others may use the base meanwhile."""
+
+
+@runtime_checkable
+class Pausing(Protocol):
+    """A trainer whose passes can pause. At most one is paused at a time, and it is closed where it began."""
+
+    def train_in_pieces(self, batch: Batch) -> Pieces[tuple[Trained, ...]]:
+        """As `forward_backward`."""
+        ...
+
+    def score_in_pieces(self, batch: Batch, *, base: bool = False) -> Pieces[tuple[tuple[FloatArray, ...], ...]]:
+        """As `forward`."""
         ...
 
 

@@ -90,9 +90,9 @@ class StepBatch:
         """Cut into micro-batches of at most `budget` tokens: a function of these samples alone."""
         whole = Segment(adapter, self.samples, loss, self.denominator, temperature, self.share_prefixes)
         lengths = [sample.n_tokens for sample in self.samples]
-        return tuple(
-            replace(whole, samples=self.samples[part.start : part.stop]) for part in cut(lengths, budget, whole.shared)
-        )
+        targets = [sample.n_trainable * sample.n_targets for sample in self.samples]
+        parts = cut(lengths, budget, whole.shared, targets)
+        return tuple(replace(whole, samples=self.samples[part.start : part.stop]) for part in parts)
 
     def with_logprobs(self, field: str, logprobs: Sequence[FloatArray]) -> StepBatch:
         """The same batch with `reference_logprobs` or `proximal_logprobs` filled in."""

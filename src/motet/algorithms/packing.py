@@ -11,17 +11,24 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+TARGETS = 128
+"""Targets of a micro-batch for each token of its budget: the head takes room and time for each."""
 
-def cut(lengths: Sequence[int], budget: int, shared: Sequence[int] = ()) -> tuple[range, ...]:
+
+def cut(
+    lengths: Sequence[int], budget: int, shared: Sequence[int] = (), targets: Sequence[int] = ()
+) -> tuple[range, ...]:
     """Cut a job's samples, in order, greedily into micro-batches of at most `budget` tokens.
 
-    A sample longer than the budget gets a cut of its own. Example: lengths [3, 4, 2, 9, 1] with a budget of 8 give
-    range(0, 2), range(2, 3), range(3, 4), range(4, 5). Samples that share a prompt stay together where they fit into one cut.
+    Its targets are at most `TARGETS` times as many. A sample longer than the budget gets a cut of its own. Samples that share a
+    prompt stay together where they fit into one cut. Example: lengths [3, 4, 2, 9, 1] with a budget of 8 give range(0, 2),
+    range(2, 3), range(3, 4), range(4, 5).
 
     Args:
         lengths: tokens of each sample, prompt included.
         budget: most packed tokens of a micro-batch.
         shared: for each sample the prompt tokens that it need not bring when the one before it is there (`Segment.shared`).
+        targets: of each sample; none are counted unless given.
 
     Returns:
         Ranges of sample indices; each sample lies in exactly one, in order.
@@ -29,14 +36,17 @@ def cut(lengths: Sequence[int], budget: int, shared: Sequence[int] = ()) -> tupl
     if budget < 1:
         raise ValueError(f"a micro-batch needs a budget of at least one token, got {budget}")
     saved = tuple(shared) or (0,) * len(lengths)
+    wide = tuple(targets) or (0,) * len(lengths)
     cuts: list[range] = []
-    start = tokens = 0
+    start = tokens = predicted = 0
     for index, length in enumerate(lengths):
         together = budget + 1 if saved[index] else _together(lengths, saved, index)
         wanted = together if together <= budget else length - saved[index]
-        if index > start and tokens + wanted > budget:
+        too_wide = predicted + wide[index] > TARGETS * budget
+        if index > start and (tokens + wanted > budget or too_wide):
             cuts.append(range(start, index))
-            start, tokens = index, 0
+            start, tokens, predicted = index, 0, 0
+        predicted += wide[index]
         tokens += length - (saved[index] if index > start else 0)
     if start < len(lengths):
         cuts.append(range(start, len(lengths)))

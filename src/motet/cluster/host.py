@@ -37,13 +37,16 @@ async def _no_agents(host: Host, offer: e.OfferEpisode) -> e.EpisodeEnded:
     return e.EpisodeEnded(offer.episode, away=True)
 
 
+OfJob = m.JobChanged | m.JobStepped | m.JobWorked
+
+
 @dataclass(frozen=True)
 class EngineHandlers:
     """Who handles what hosts send. Open jobs are asked for, and events and usage come, in one thread, one after another."""
 
     open_jobs: Callable[[], list[m.AddJob]]
     """All jobs that have not ended, in the order they came; those that a host has may be left out."""
-    event: Callable[[m.JobChanged | m.JobStepped], None]
+    event: Callable[[OfJob], None]
     usage: Callable[[m.Usage], None]
     score: Callable[[m.ScoreRequest], Awaitable[m.Scored]]
     rest: Callable[[str, bool], None]
@@ -277,11 +280,11 @@ class Host:
                 handlers.obeyed(message.job)
             case m.Rest():
                 handlers.rest(message.job, message.wanted)
-            case m.JobChanged() | m.JobStepped() | m.Usage():
+            case m.JobChanged() | m.JobStepped() | m.JobWorked() | m.Usage():
                 await loop.run_in_executor(self._handling, _keep_event, message, handlers)
                 if self._start.takeover_seconds:
                     self.send(m.Kept())
-                if not isinstance(message, m.Usage):
+                if not isinstance(message, m.Usage | m.JobWorked):
                     self._heard(self, message)
             case m.Released():
                 self._heard(self, message)
@@ -308,7 +311,7 @@ def _cancel(tasks: dict[int, asyncio.Task[None]], key: int) -> None:
         unwanted.cancel()
 
 
-def _keep_event(message: m.JobChanged | m.JobStepped | m.Usage, handlers: EngineHandlers) -> None:
+def _keep_event(message: OfJob | m.Usage, handlers: EngineHandlers) -> None:
     try:
         if isinstance(message, m.Usage):
             handlers.usage(message)

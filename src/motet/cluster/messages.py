@@ -280,6 +280,16 @@ class JobStepped(Message, frozen=True):
     """Of metrics.jsonl, with the tokens of the step and, where they were measured, its seconds."""
 
 
+class JobWorked(Message, frozen=True):
+    """A part of a step that a client drives was done, whether or not the step comes."""
+
+    job: str
+    step: int
+    """The version that it started from."""
+    tokens: int
+    """All of the step so far, times their targets."""
+
+
 class Released(Message, frozen=True):
     """A job has saved and is unknown here."""
 
@@ -391,7 +401,7 @@ class Refused(Message, frozen=True):
 
 Answer = PromptRead | PromptScored | Tokens | Examined | Unfit | EpisodeAnswered | Done | Refused
 FromEngine = (
-    Ready | Failed | Stopped | Progress | JobChanged | JobStepped | Released | Obeyed | Usage | ScoreRequest | CancelScore
-    | Rest | PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
+    Ready | Failed | Stopped | Progress | JobChanged | JobStepped | JobWorked | Released | Obeyed | Usage
+    | ScoreRequest | CancelScore | Rest | PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
     | OfferEpisode | WithdrawEpisode | EpisodeAnswered
 )  # fmt: skip

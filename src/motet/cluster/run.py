@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from motet.cluster import messages as m
 from motet.cluster.client import EngineClient
-from motet.cluster.host import EngineHandlers, Host, Launch
+from motet.cluster.host import EngineHandlers, Host, Launch, OfJob
 from motet.cluster.starts import starts
 from motet.config import JobConfig, RunConfig
 from motet.config.service import Largest
@@ -47,7 +47,7 @@ class HostedJob:
         """Whether there is something left to do."""
         return not self.progress.state.final and not self.progress.spent
 
-    def hear(self, event: m.JobChanged | m.JobStepped) -> None:
+    def hear(self, event: OfJob) -> None:
         """Take in what a host says."""
         now = self.progress
         if isinstance(event, m.JobStepped):
@@ -59,7 +59,7 @@ class HostedJob:
                     now.step = step + 1
                 if "eval" in event.line:
                     now.evaluated(step, event.line["eval"])
-        else:
+        elif isinstance(event, m.JobChanged):
             now.state, now.message, now.phase, now.spent = event.state, event.message, "", event.spent
             self.inexact = self.inexact if event.inexact is None else event.inexact
             if now.state is JobState.RUNNING and not now.started:

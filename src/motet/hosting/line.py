@@ -21,7 +21,7 @@ from collections.abc import Callable
 from motet.channel import Message, decode, encode
 from motet.cluster import messages as m
 
-KEPT = (m.JobChanged, m.JobStepped, m.Usage)
+KEPT = (m.JobChanged, m.JobStepped, m.JobWorked, m.Usage)
 """Messages that wait until the service has written them down (`Kept`)."""
 MOST_KEPT = 2**26
 """Bytes of messages that wait for a service; with more of them the host saves its jobs and ends."""

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from motet.cluster import messages as m
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.job import CommandObeyed, Job, JobObserver, StateChanged, StepDone
+from motet.runtime.job import CommandObeyed, Executed, Job, JobEvent, JobObserver, StateChanged, StepDone
 from motet.runtime.meter import Meter
 from motet.tasks.plain_json import as_json
 from motet.types import JobState
@@ -34,11 +34,13 @@ class JobReports:
         because = None if inexact is None else list(inexact)
         self._send(m.JobChanged(job, state, message, because, spent, f"{self._engine}.{next(self._numbers)}"))
 
-    def event(self, job: Job, event: StateChanged | StepDone | CommandObeyed, *, leaves: bool) -> None:
+    def event(self, job: Job, event: JobEvent, *, leaves: bool) -> None:
         """Something happened to a job; `leaves`: another host takes it up."""
         match event:
             case CommandObeyed():
                 self._send(m.Obeyed(job.name))
+            case Executed(step, tokens):
+                self._send(m.JobWorked(job.name, step, tokens))
             case StepDone(line):
                 self._send(m.JobStepped(job.name, as_json(line)))
             case StateChanged(state, message, inexact):
@@ -104,7 +106,7 @@ class EveryStep:
         self._directory, self._next, self._observe = directory, first_step, observe
         self._send_committed()
 
-    def __call__(self, event: StateChanged | StepDone | CommandObeyed) -> None:
+    def __call__(self, event: JobEvent) -> None:
         """Take in what happens to the job."""
         if isinstance(event, StepDone):
             step = int(event.line["step"])

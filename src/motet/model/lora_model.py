@@ -124,6 +124,15 @@ class LoraModel:
         finally:
             self.context.routing, self.context.joint = NoAdapters(), None
 
+    @contextlib.contextmanager
+    def aside(self, routing: Routing) -> Iterator[None]:
+        """Between two pieces of a pass inside `routed`: others may route inside the block."""
+        self.context.routing = NoAdapters()
+        try:
+            yield
+        finally:
+            self.context.routing, self.context.joint = routing, None
+
     def pad(self, x_ND: Tensor) -> Tensor:
         """Repeat the last row until there are as many as a pass must have."""
         pad = -x_ND.shape[0] % self.arithmetic.rows

@@ -23,13 +23,15 @@ from motet.errors import AdapterError, ScorerAway
 from motet.runtime import journal as j
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
-from motet.runtime.job import CommandObeyed, Job, Services
+from motet.runtime.job import CommandObeyed, Executed, Job, Services
+from motet.runtime.learner import unheard
 from motet.runtime.learning import LearnedStep
 from motet.runtime.metrics import trained_record
 from motet.runtime.session import FinishedStep
 
 ABOUT = "checkpoint.json"
 """What is known of a checkpoint, beside its adapter."""
+_NOTE_SECONDS = 1.0
 SNAPSHOTS = 32
 """Newest unnamed snapshots of a session that are kept to sample from."""
 
@@ -44,8 +46,12 @@ class ClientLoop(Driver):
         """The number of the next command."""
         self._journal.reveal(self._next)
         self._waiting = self._rest = False
-        self._stats, self._samples, self._tokens = LossStats(), 0, 0
+        self._stats, self._samples = LossStats(), 0
         """Of the gradient that waits for its step."""
+        self._looked_until, self._looked = self._journal.looked(self.session.done.step)
+        self._tokens = self._looked
+        """Of the step under way, times their targets; those without a gradient are among them."""
+        self._noted = 0.0
 
     @property
     def ended(self) -> bool:
@@ -104,7 +110,7 @@ class ClientLoop(Driver):
                 case j.Load():
                     await self._load(number, command)
                 case j.ForwardBackward():
-                    outcome = await self._forward_backward(command)
+                    outcome = await self._forward_backward(number, command)
                     await self._answer(number, outcome, keep=not command.forward_only)
                 case j.Save():
                     await self._save(number, command)
@@ -126,29 +132,43 @@ class ClientLoop(Driver):
         self._next = number + 1
         self.job.observer(CommandObeyed())
 
-    async def _forward_backward(self, command: j.ForwardBackward) -> j.AnyOutcome:
+    async def _forward_backward(self, number: int, command: j.ForwardBackward) -> j.AnyOutcome:
         loss = ClientLoss(command.loss, command.settings)
         samples = tuple(datum.sample() for datum in command.data)
         if (reason := self._misfit(command)) is not None:
             return j.Failed(reason)
         batch = StepBatch(samples, 1.0)
         segments = batch.segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
-        scheduler = self.services.scheduler
         self.job.progress.phase = "training"
-        with scheduler.working(self.job.name):
-            if command.forward_only:
-                logprobs = await self.session.forward(segments)
-                value = loss.value(samples, logprobs)
-            else:
-                trained = await self.session.forward_backward(segments)
-                logprobs = [values for one in trained for values in one.logprobs]
-                stats = sum((one.stats for one in trained), LossStats())
-                self._stats, self._samples = self._stats + stats, self._samples + len(samples)
-                value = stats.loss
-        scheduler.spend(self.job.name, batch.tokens)
-        self._tokens += batch.tokens
+        before, executed = self._tokens, unheard if number <= self._looked_until else self._executed
+        try:
+            with self.services.scheduler.working(self.job.name):
+                if command.forward_only:
+                    logprobs = await self.session.forward(segments, executed)
+                    value = loss.value(samples, logprobs)
+                else:
+                    trained = await self.session.forward_backward(segments, self._executed)
+                    logprobs = [values for one in trained for values in one.logprobs]
+                    stats = sum((one.stats for one in trained), LossStats())
+                    self._stats, self._samples = self._stats + stats, self._samples + len(samples)
+                    value = stats.loss
+        finally:  # what was done is charged, also where the rest is given up
+            self._note_work()
+        if command.forward_only:
+            self._looked += self._tokens - before
+            await asyncio.to_thread(self._journal.look, self.session.done.step, number, self._looked)
         metrics = {"loss:sum": value, "tokens:sum": float(sum(sample.n_trainable for sample in samples))}
         return j.Gradient([j.Tensor.of(values[1:]) for values in logprobs], metrics)
+
+    def _executed(self, work: int) -> None:
+        """Count a part of a command; tell of it now and then, because that is written down."""
+        self._tokens += work
+        if time.monotonic() - self._noted > _NOTE_SECONDS:
+            self._note_work()
+
+    def _note_work(self) -> None:
+        self._noted = time.monotonic()
+        self.job.observer(Executed(self.session.done.step, self._tokens))
 
     def _misfit(self, command: j.ForwardBackward) -> str | None:
         """Why data do not fit the base; None where they do."""
@@ -185,7 +205,8 @@ class ClientLoop(Driver):
         )
         await asyncio.to_thread(self._journal.answer, number, done, hidden=True)
         await self.session.finish(finished, None, commit=True)
-        self._stats, self._samples, self._tokens, self._next = LossStats(), 0, 0, number + 1
+        self._stats, self._samples, self._next = LossStats(), 0, number + 1
+        self._tokens = self._looked = 0
         await asyncio.to_thread(self._journal.reveal, self._next)
         await asyncio.to_thread(self._journal.forget, self._next)
         self.job.observer(CommandObeyed())

@@ -49,14 +49,25 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class Executed:
+    """A part of a step that a client drives was done, whether or not the step comes."""
+
+    step: int
+    """The version that it started from."""
+    tokens: int
+    """All of the step so far, times their targets."""
+
+
+@dataclass(frozen=True)
 class CommandObeyed:
     """A command of the job's client is done."""
 
 
-JobObserver = Callable[[StateChanged | StepDone | CommandObeyed], None]
+JobEvent = StateChanged | StepDone | Executed | CommandObeyed
+JobObserver = Callable[[JobEvent], None]
 
 
-def _unobserved(event: StateChanged | StepDone | CommandObeyed) -> None:
+def _unobserved(event: JobEvent) -> None:
     """Drop the event."""
 
 

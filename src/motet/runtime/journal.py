@@ -10,6 +10,7 @@ ends with the same bytes.
       <number>.out       its outcome
       <number>.new       its outcome while the version that it makes is committed
       finished           there since the client said that no more will come
+      looked             what commands without a gradient took of the step under way
 
 Whoever writes a file renames it into place when it is whole and synced. A command is written once: who sends it again
 changes nothing.
@@ -69,6 +70,11 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
     def length(self) -> int:
         """How many tokens it has."""
         return len(self.tokens) // 4
+
+    @property
+    def work(self) -> int:
+        """What it is charged (`Sample.work`)."""
+        return (self.length + 1) * max(1, self.n_targets)
 
     def sample(self) -> Sample:
         """The trainable sequence of T + 1 tokens (`algorithms.client.datum`)."""
@@ -192,6 +198,10 @@ class Journal:
         data = self._read(number, "out")
         return None if data is None else msgspec.msgpack.decode(data, type=AnyOutcome)
 
+    def done(self, number: int) -> bool:
+        """Whether there is an outcome of a command."""
+        return self._file(number, "out").exists()
+
     def known(self, number: int) -> bool:
         """Whether a command of this number ever came."""
         return self._file(number, "sum").exists() or self._file(number, "cmd").exists()
@@ -231,6 +241,18 @@ class Journal:
     def answer(self, number: int, outcome: AnyOutcome, *, hidden: bool = False) -> None:
         """Keep what came of a command; a hidden outcome is there once it is revealed."""
         self._put(number, "new" if hidden else "out", msgspec.msgpack.encode(outcome))
+
+    def looked(self, step: int) -> tuple[int, int]:
+        """The last command without a gradient of a step, and the tokens of all of them: they are dropped when they are done."""
+        try:
+            of, number, tokens = msgspec.msgpack.decode((self.path / "looked").read_bytes(), type=tuple[int, int, int])
+        except FileNotFoundError:
+            return -1, 0
+        return (number, tokens) if of == step else (-1, 0)
+
+    def look(self, step: int, number: int, tokens: int) -> None:
+        """Keep these."""
+        _write(self.path / "looked", msgspec.msgpack.encode((step, number, tokens)))
 
     def reveal(self, before: int) -> None:
         """Hidden outcomes of commands before a number, which are in a commit, are there; others never came to be."""

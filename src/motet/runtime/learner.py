@@ -1,7 +1,8 @@
-"""The learn loop's shared half: micro-batches of all jobs, packed together, one forward and backward pass after another.
+"""The learn loop's shared half: passes of all jobs take turns on the device, micro-batches packed together.
 
-While the device is busy, cuts of several jobs gather; the next pass takes as many as the token budget holds, those of the
-tenants that have consumed least first.
+While the device is busy, cuts of several jobs gather; the next pass takes as many as the budget holds, those of the tenants
+that have consumed least first. A pass with more work than the budget gives the device back between its pieces. Each turn is
+charged when it ends.
 """
 
 from __future__ import annotations
@@ -12,41 +13,79 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from motet.algorithms.packing import Standing, Waiting, merge
+from motet.algorithms.packing import Waiting, merge
 from motet.batch import Batch, Segment, Trained
 from motet.device import Device
 from motet.errors import DeviceError
-from motet.protocols import Parking, Trainer
+from motet.protocols import Parking, Pausing, Pieces, Trainer
+from motet.runtime.scheduler import FairScheduler
+from motet.types import FloatArray
+
+Executed = Callable[[int], None]
+"""Hears the work of a job that was just executed, in tokens times targets."""
+
+
+def unheard(work: int) -> None:
+    """Drop it."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
     job: str
     segment: Segment
-    done: asyncio.Future[Trained]
+    done: asyncio.Future[Any]
+    executed: Executed
+    learns: bool = True
+    base: bool = False
+    """Whether the adapter is left out."""
+
+
+@dataclass(eq=False)
+class _Pass:
+    """Entries that the device works on, in one turn or several."""
+
+    entries: list[_Entry]
+    pieces: Pieces[Any] | None = None
+    """Once it has begun."""
+    charged: int = 0
+    """Work of its pieces so far; only a pass of one entry has several turns."""
 
 
 class Learner:
-    """Trains the segments of all jobs on one device."""
+    """Trains and scores the segments of all jobs on one device."""
 
-    def __init__(self, trainer: Trainer, device: Device, budget: int, account: Callable[[str], Standing]) -> None:
+    def __init__(self, trainer: Trainer, device: Device, budget: int, scheduler: FairScheduler) -> None:
+        """`budget` is the most work of a turn."""
         self._trainer = trainer
         self._device = device
         self._budget = budget
-        self._account = account
+        self._scheduler = scheduler
         self._waiting: list[_Entry] = []
+        self._paused: _Pass | None = None
+        """The pass that gave the device back; at most one, because it keeps its memory."""
         self._running: asyncio.Task[None] | None = None
         self._apart = False
         self._parking = trainer if isinstance(trainer, Parking) and trainer.parks else None
 
-    async def train(self, job: str, segments: tuple[Segment, ...]) -> tuple[Trained, ...]:
+    async def train(self, job: str, segments: tuple[Segment, ...], executed: Executed = unheard) -> tuple[Trained, ...]:
         """Add the gradients of a job's segments, in their order, and return what each was trained with."""
         loop = asyncio.get_running_loop()
-        entries = [_Entry(job, segment, loop.create_future()) for segment in segments]
+        return await self._all([_Entry(job, segment, loop.create_future(), executed) for segment in segments])
+
+    async def score(
+        self, job: str, segments: tuple[Segment, ...], executed: Executed = unheard, *, base: bool = False
+    ) -> list[FloatArray]:
+        """Logprobs of each sample, without a gradient; `base=True` leaves the adapter out."""
+        loop = asyncio.get_running_loop()
+        entries = [_Entry(job, one, loop.create_future(), executed, learns=False, base=base) for one in segments]
+        return [logprobs for scored in await self._all(entries) for logprobs in scored]
+
+    async def _all(self, entries: list[_Entry]) -> tuple[Any, ...]:
         self._waiting.extend(entries)
         if self._running is None or self._running.done():
-            self._running = loop.create_task(self._drain())
+            self._running = asyncio.get_running_loop().create_task(self._drain())
         try:
             return tuple([await entry.done for entry in entries])
         finally:
@@ -57,23 +96,50 @@ class Learner:
                 entry.done.cancel()
 
     async def _drain(self) -> None:
-        while self._waiting:
+        while True:
+            if self._paused is not None and self._paused.entries[0].done.cancelled():
+                await self._give_up(self._paused)
+                continue
+            if not self._waiting and self._paused is None:
+                return
             chosen = self._choose()
-            self._waiting = [entry for entry in self._waiting if entry not in chosen]
-            batch = Batch(tuple(entry.segment for entry in chosen))
+            self._waiting = [entry for entry in self._waiting if entry not in chosen.entries]
             try:
-                await self._bring_in(chosen)  # the device samples meanwhile
-                ahead = asyncio.create_task(self._bring_in_next(chosen))
+                await self._bring_in(chosen.entries)  # the device samples meanwhile
+                ahead = asyncio.create_task(self._bring_in_next(chosen.entries))
                 try:
-                    results = await self._device.run(lambda batch=batch: self._timed(batch))  # type: ignore[misc]
+                    results = await self._device.run(lambda chosen=chosen: self._turn(chosen))  # type: ignore[misc]
                 finally:
                     await ahead
             except Exception as error:  # whoever waits for these segments has to know
-                self._fail(chosen, error)
+                self._paused = None if self._paused is chosen else self._paused
+                self._fail(chosen.entries, error)
                 continue
-            for entry, trained in zip(chosen, results, strict=True):
+            self._charge(chosen, ended=results is not None)
+            if results is None:
+                self._paused = chosen
+                continue
+            self._paused = None if self._paused is chosen else self._paused
+            for entry, result in zip(chosen.entries, results, strict=True):
                 if not entry.done.done():
-                    entry.done.set_result(trained)
+                    entry.done.set_result(result)
+
+    async def _give_up(self, paused: _Pass) -> None:
+        """End a pass that nobody waits for; what its pieces added up is dropped with its adapter, or never added."""
+        self._paused = None
+        if paused.pieces is not None:
+            await self._device.run(paused.pieces.close, light=True)
+
+    def _charge(self, turn: _Pass, *, ended: bool) -> None:
+        """Charge the work of a turn, or the rest of a pass that has ended."""
+        before, entries = turn.charged, turn.entries
+        done = Counter({entry: entry.segment.work for entry in entries})
+        if not ended or before:
+            turn.charged = entries[0].segment.work if ended else min(before + self._budget, entries[0].segment.work)
+            done = Counter({entries[0]: turn.charged - before})
+        for entry, work in done.items():
+            self._scheduler.spend(entry.job, work)
+            entry.executed(work)
 
     async def _bring_in(self, entries: list[_Entry]) -> None:
         """Have what the device is about to train there, where adapters may be elsewhere."""
@@ -83,7 +149,7 @@ class Learner:
     async def _bring_in_next(self, chosen: list[_Entry]) -> None:
         """Have what comes after `chosen` there too, where there is room; what fails now fails again in its own turn."""
         if self._parking is not None and self._waiting:
-            following = _adapters(self._choose())
+            following = _adapters(self._choose().entries)
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(self._parking.bring_in, following, _adapters(chosen))
 
@@ -97,24 +163,64 @@ class Learner:
             if not entry.done.done():
                 entry.done.set_exception(error)
 
-    def _choose(self) -> list[_Entry]:
-        waiting = [Waiting(entry.job, entry.segment.n_tokens, self._account(entry.job)) for entry in self._waiting]
-        chosen = [self._waiting[index] for index in merge(waiting, self._budget)]
-        if self._apart:
-            chosen = [entry for entry in chosen if entry.job == chosen[0].job]
-        return chosen
+    def _choose(self) -> _Pass:
+        """Whose turn it is: a piece of the pass that paused, or the next pass.
 
-    def _timed(self, batch: Batch) -> tuple[Trained, ...]:
+        While a pass is paused, its job waits for it, and so do others that would pause as well.
+        """
+        paused, waiting = self._paused, self._waiting
+        if paused is not None:
+            job = paused.entries[0].job
+            waiting = [entry for entry in waiting if entry.job != job and entry.segment.packed_work <= self._budget]
+        standing = self._scheduler.standing
+        offers = [Waiting(entry.job, entry.segment.packed_work, standing(entry.job)) for entry in waiting]
+        if paused is not None:
+            offers.append(Waiting(job, self._budget, standing(job)))
+        order = merge(offers, self._budget)
+        if paused is not None and order[0] == len(waiting):
+            return paused
+        chosen = [waiting[index] for index in order if index < len(waiting)]
+        first = chosen[0]
+        if not first.learns:
+            return _Pass([first])
+        return _Pass([one for one in chosen if one.learns and (one.job == first.job or not self._apart)])
+
+    def _turn(self, turn: _Pass) -> tuple[Any, ...] | None:
+        """Work on a pass; None where there is more to do. In the device's thread."""
         started = time.perf_counter()
-        results = self._trainer.forward_backward(batch)
-        spent = time.perf_counter() - started
-        tokens: Counter[str] = Counter()
-        for segment in batch.segments:
-            tokens[segment.adapter] += segment.n_tokens
-        self._device.busy.called(spent, tokens)
-        self._device.busy.train += spent
-        self._device.busy.full += spent * (batch.n_tokens >= 0.5 * self._budget)
-        return results
+        pieces = turn.pieces = turn.pieces or self._pieces(turn.entries)
+        done = 0
+        try:
+            while done < self._budget:
+                done += next(pieces)
+        except StopIteration as end:
+            results: tuple[Any, ...] = end.value
+            return results
+        finally:
+            spent = time.perf_counter() - started
+            tokens = Counter[str]()
+            for entry in turn.entries:
+                tokens[entry.job] += entry.segment.n_tokens
+            self._device.busy.called(spent, tokens)
+            self._device.busy.train += spent
+            self._device.busy.full += spent * (done > 0 or tokens.total() >= 0.5 * self._budget)
+        return None
+
+    def _pieces(self, entries: list[_Entry]) -> Pieces[Any]:
+        trainer, batch, base = self._trainer, Batch(tuple(entry.segment for entry in entries)), entries[0].base
+        if not entries[0].learns:
+            if isinstance(trainer, Pausing):
+                return trainer.score_in_pieces(batch, base=base)
+            return _at_once(lambda: trainer.forward(batch, base=base))
+        if isinstance(trainer, Pausing):
+            return trainer.train_in_pieces(batch)
+        return _at_once(lambda: trainer.forward_backward(batch))
+
+
+def _at_once(call: Callable[[], Any]) -> Pieces[Any]:
+    """A pass of a trainer that does not pause."""
+    return call()
+    yield
 
 
 def _adapters(entries: list[_Entry]) -> list[str]:

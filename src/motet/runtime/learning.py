@@ -81,7 +81,7 @@ async def train(
     lesson: _Lesson | None = None,
 ) -> LearnedStep:
     """So many optimizer updates on the segments of a step; a critic's lie beside them in the packed batches."""
-    job, scheduler = session.job, session.services.scheduler
+    job = session.job
     if not batch.samples:
         return LearnedStep(batch, LossStats(), None, 0)
     first, optim, valued = LossStats(), None, None
@@ -89,10 +89,9 @@ async def train(
         segments = ()
     beside = () if lesson is None else lesson.segments
     tokens = batch.tokens * (bool(segments) + bool(beside))
-    with scheduler.working(job.name):
+    with session.services.scheduler.working(job.name):
         for update in range(updates):
             trained = await session.forward_backward((*segments, *beside))
-            scheduler.spend(job.name, tokens)
             if segments:
                 optim = await session.optim_step(adamw(job.config.optimizer, job.base_rate, step, job.config.steps))
             if lesson is not None:

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from motet.batch import AdamW, Batch, OptimStats, Segment, Trained
+from motet.batch import AdamW, OptimStats, Segment, Trained
 from motet.config import AdapterConfig
 from motet.errors import JobFailed
 from motet.protocols import Trainer
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services, StepDone
+from motet.runtime.learner import Executed, unheard
 from motet.runtime.metrics import timing_record
 from motet.runtime.probe import Probe
 from motet.runtime.uninterrupted import uninterrupted
@@ -147,18 +148,18 @@ class Session:
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    async def forward_backward(self, segments: tuple[Segment, ...]) -> tuple[Trained, ...]:
+    async def forward_backward(
+        self, segments: tuple[Segment, ...], executed: Executed = unheard
+    ) -> tuple[Trained, ...]:
         """Add the gradients of segments, in their order, in one packed batch with those of other sessions."""
         self.moved = True
-        return await self.services.learner.train(self.job.name, segments)
+        return await self.services.learner.train(self.job.name, segments, executed)
 
-    async def forward(self, segments: tuple[Segment, ...], *, base: bool = False) -> list[FloatArray]:
+    async def forward(
+        self, segments: tuple[Segment, ...], executed: Executed = unheard, *, base: bool = False
+    ) -> list[FloatArray]:
         """Logprobs of each sample; `base=True` leaves the adapter out."""
-        return [logprobs for segment in segments for logprobs in await self._forward(Batch((segment,)), base)]
-
-    async def _forward(self, batch: Batch, base: bool) -> tuple[FloatArray, ...]:
-        (logprobs,) = await self.on_device(lambda trainer: trainer.forward(batch, base=base))
-        return logprobs
+        return await self.services.learner.score(self.job.name, segments, executed, base=base)
 
     async def optim_step(self, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient; the next version is ready to commit and publish."""

@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,16 +21,14 @@ from torch import Tensor
 from motet.algorithms.losses import LossInputs, loss_and_stats
 from motet.batch import Batch, LossStats, Sample, Segment, Trained
 from motet.model.attention import Prefix
-from motet.model.distribution import Distribution
 from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.protocols import Pieces, Result
 from motet.training.arena import ValueHead
+from motet.training.head import head_logprobs
 from motet.training.layer_inputs import LayerInputs
 from motet.types import FloatArray, IntArray
-
-HEAD_ROWS = 256
-"""Rows of logits that are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class PackedPass:
             for segment, places in zip(batch.segments, self._plan.places, strict=True)
         ]
 
-    def train(self, adapters: Sequence[Learning]) -> tuple[Trained, ...]:
+    def train(self, adapters: Sequence[Learning]) -> Pieces[tuple[Trained, ...]]:
         """Add the gradient of each segment to its adapter's; sums and logprobs of each."""
         base, spans = self._base, self._plan.spans
         segments = [
@@ -82,12 +79,12 @@ class PackedPass:
             with self._inputs.moved(len(self._plan.token_ids_T)):
                 hidden_TD = self._hidden()
             try:
-                losses = [
-                    self._segment_loss(segment, hidden_TD[start:stop], rows, head)
-                    for segment, (start, stop), rows, head in zip(
-                        self._batch.segments, spans, self._rows, heads, strict=True
-                    )
-                ]
+                losses = []
+                for segment, (start, stop), rows, head in zip(
+                    self._batch.segments, spans, self._rows, heads, strict=True
+                ):
+                    loss = self._segment_loss(segment, hidden_TD[start:stop], rows, head)
+                    losses.append((yield from self._between(loss, routing)))
             except Exception:
                 self._keep_step(hidden_TD)
                 raise
@@ -107,10 +104,9 @@ class PackedPass:
             for segment, rows, (_, stats, logprobs_N) in zip(self._batch.segments, self._rows, losses, strict=True)
         )
 
-    @torch.no_grad()
     def score(
         self, adapters: Sequence[AdapterWeights] | None, heads: Sequence[ValueHead | None] = ()
-    ) -> tuple[tuple[FloatArray, ...], ...]:
+    ) -> Pieces[tuple[tuple[FloatArray, ...], ...]]:
         """Logprobs [T] per sample per segment, no gradient; of the base alone where there are no adapters.
 
         Segments with a head have values instead.
@@ -121,7 +117,7 @@ class PackedPass:
             for (start, stop), weights in zip(spans if adapters is not None else [], adapters or [], strict=True)
         ]
         routing = TrainerRouting(segments, base.device, base.products, backward=False)
-        with base.routed(routing):
+        with base.routed(routing), torch.no_grad():
             hidden_TD = self._hidden()
             for place, (segment, (start, stop), rows) in enumerate(
                 zip(self._batch.segments, spans, self._rows, strict=True)
@@ -130,9 +126,23 @@ class PackedPass:
                 if head is not None:
                     outputs_N = _values(hidden_TD[start:stop], rows, head.flat)
                 else:
-                    outputs_N, _ = _head(base, hidden_TD[start:stop], rows, segment.temperature)
+                    pieces = head_logprobs(base, hidden_TD[start:stop], rows.row_N, rows.target_N, segment.temperature)
+                    outputs_N, _ = yield from self._between(pieces, routing)
                 outputs.append(rows.scatter(outputs_N, segment))
         return tuple(outputs)
+
+    def _between(self, pieces: Pieces[Result], routing: TrainerRouting) -> Pieces[Result]:
+        """Leave the base as others expect it while this pass waits."""
+        while True:
+            try:
+                done = next(pieces)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            if self._base.device.type == "cuda":  # or whoever waits next would be charged for it
+                torch.cuda.synchronize(self._base.device)
+            with self._base.aside(routing), torch.no_grad():
+                yield done
 
     def _hidden(self) -> Tensor:
         plan = self._plan
@@ -147,14 +157,16 @@ class PackedPass:
 
     def _segment_loss(
         self, segment: Segment, hidden_TD: Tensor, rows: _TrainableRows, head: Tensor | None
-    ) -> tuple[Tensor, LossStats, Tensor]:
+    ) -> Pieces[tuple[Tensor, LossStats, Tensor]]:
         if segment.loss is None:
             raise ValueError(f"a segment of {segment.adapter!r} has no loss; a gradient needs one")
         if head is not None:
             logprobs_N = _values(hidden_TD, rows, head)
             entropy_N = torch.zeros_like(logprobs_N)
         else:
-            logprobs_N, entropy_N = _head(self._base, hidden_TD, rows, segment.temperature)
+            logprobs_N, entropy_N = yield from head_logprobs(
+                self._base, hidden_TD, rows.row_N, rows.target_N, segment.temperature
+            )
         inputs = LossInputs(
             logprobs_N=logprobs_N,
             entropy_N=entropy_N,
@@ -310,55 +322,7 @@ def _at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
     return chosen.reshape(-1) if chosen.ndim == 2 else chosen.repeat(sample.n_targets)
 
 
-def _head(base: LoraModel, hidden_TD: Tensor, rows: _TrainableRows, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [N] of the trainable tokens; the frozen head never gets a gradient."""
-    n_tokens = len(rows.row_N)
-    hidden_ND = hidden_TD.index_select(0, base.pad(rows.row_N))
-    target_N = base.pad(rows.target_N)
-    logprobs_N, entropy_N = _HeadLogprobs.apply(hidden_ND, target_N, temperature, base)  # type: ignore[no-untyped-call]
-    return logprobs_N[:n_tokens], entropy_N[:n_tokens]
-
-
 def _values(hidden_TD: Tensor, rows: _TrainableRows, head: Tensor) -> Tensor:
     """What each trainable token's place is worth [N], before it is sampled; in fp32."""
     hidden_ND = hidden_TD.index_select(0, rows.row_N).float()
     return (hidden_ND * head[:-1]).sum(-1) + head[-1]
-
-
-class _HeadLogprobs(torch.autograd.Function):
-    """Logprobs of targets from hidden states, a chunk of rows at a time, so that [N, V] is never held for all rows.
-
-    A logprob's gradient with respect to its own hidden state does not depend on what comes after, so it is made while the
-    probabilities are at hand; the backward pass only scales it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float, base: LoraModel
-    ) -> tuple[Tensor, Tensor]:
-        logprobs, entropies = [], []
-        slope_ND = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else hidden_ND
-        chunks = (each.split(HEAD_ROWS) for each in (hidden_ND, target_N, slope_ND))
-        for hidden, targets, slope in zip(*chunks, strict=True):
-            raw_NV = base.raw_logits(hidden)
-            at_a_time = base.arithmetic.logit_rows
-            for raw, target in zip(raw_NV.split(at_a_time), targets.split(at_a_time), strict=True):
-                distribution = Distribution.of(base.finish_logits(raw), [temperature])
-                logprobs.append(distribution.logprobs(target))
-                entropies.append(distribution.entropy())
-                if ctx.needs_input_grad[0]:
-                    raw.copy_(base.logits_slope(raw, distribution.slope(target, temperature)))
-            if ctx.needs_input_grad[0]:
-                slope.copy_(base.through_head(raw_NV))
-        entropy_N = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy_N)
-        ctx.save_for_backward(slope_ND)
-        return torch.cat(logprobs), entropy_N
-
-    @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        (slope_ND,) = ctx.saved_tensors
-        grad_ND = torch.empty_like(slope_ND)
-        for grad, slope, scale in zip(*(each.split(HEAD_ROWS) for each in (grad_ND, slope_ND, grad_N)), strict=True):
-            grad.copy_(slope.float() * scale[:, None])
-        return grad_ND, None, None, None

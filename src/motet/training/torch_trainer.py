@@ -14,7 +14,9 @@ from motet.errors import AdapterError, BaseModelError
 from motet.model.lora import AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
+from motet.protocols import Pieces
 from motet.training.arena import AdapterArena
+from motet.training.head import whole
 from motet.training.packed_pass import Learning, PackedPass
 from motet.training.residence import Residence
 from motet.types import FloatArray
@@ -86,9 +88,13 @@ class TorchTrainer:
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         """Add the gradient of each segment to its adapter; sums and logprobs of each."""
+        return whole(self.train_in_pieces(batch))
+
+    def train_in_pieces(self, batch: Batch) -> Pieces[tuple[Trained, ...]]:
+        """As `forward_backward`."""
         packed = PackedPass(self.base, batch, share=self._share_prompts, inputs=self._inputs)
         with self._using(*(segment.adapter for segment in batch.segments)) as arenas:
-            trained = packed.train(
+            trained = yield from packed.train(
                 [Learning(arena.weights, arena.gradient_matrices, head=arena.head) for arena in arenas]
             )
             for arena in arenas:
@@ -102,14 +108,18 @@ class TorchTrainer:
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
+        return whole(self.score_in_pieces(batch, base=base))
+
+    def score_in_pieces(self, batch: Batch, *, base: bool = False) -> Pieces[tuple[tuple[FloatArray, ...], ...]]:
+        """As `forward`."""
         packed = PackedPass(self.base, batch, share=self._share_prompts)
         if base:
-            return packed.score(None)
+            return (yield from packed.score(None))
         names = [segment.adapter for segment in batch.segments]
         valuing = [name for name in names if self._arena(name).valuing]
         with self._using(*valuing):
             arenas = [self._arena(name) for name in names]
-            return packed.score([arena.weights for arena in arenas], [arena.head for arena in arenas])
+            return (yield from packed.score([arena.weights for arena in arenas], [arena.head for arena in arenas]))
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""

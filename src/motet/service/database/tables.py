@@ -221,7 +221,7 @@ class Usage(Table):
 
 
 class MeterReading(Table):
-    """The last window of device time that was kept of each engine, so that none is counted twice."""
+    """The last window of device time of each engine, and the work of each client's job, so that none is counted twice."""
 
     __tablename__ = "meter_readings"
     engine: Mapped[str] = mapped_column(String(100), primary_key=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from motet.cluster.messages import JobChanged, JobStepped, Usage
+from motet.cluster.messages import JobChanged, JobStepped, JobWorked, Usage
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import now
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
@@ -53,13 +53,15 @@ class EventRecorder:
             for workers in self._workers:
                 self._write(lambda workers=workers: workers.ended(job_id))  # type: ignore[misc]
 
-    def record_event(self, event: JobChanged | JobStepped) -> None:
+    def record_event(self, event: JobChanged | JobStepped | JobWorked) -> None:
         """Keep an event as the engine sends it; jobs that stop with the service go on with its next start.
 
         Runs in a worker thread, one event after another.
         """
         if isinstance(event, JobStepped):
             self.record_step(event.job, event.line)
+        elif isinstance(event, JobWorked):
+            self._write(lambda: self._ledger.worked(event.job, event.step, event.tokens))
         elif not (self._closing and event.state in (JobState.PAUSED, JobState.QUEUED)):
             self.record_state(event.job, event.state, event.message, event.inexact, event.key)
 

@@ -20,6 +20,9 @@ from motet.service.database.store import AWAY, Store, find_job
 from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage
 from motet.service.schemas.usage import By, UsageLine
 
+_WORKED = "worked/"
+"""What precedes a job's id in the name of a reading: of its steps, each so many tokens of which are counted."""
+_MOST_TOKENS = 2**40
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
 
@@ -46,9 +49,22 @@ class Ledger:
             job = find_job(session, job_id)
             if job is not None:
                 counts = {name: int(data.get(name) or 0) for name in ("tokens_sampled", "tokens_trained")}
+                counted = _counted(session, job.id, int(data.get("step", -1)))
+                counts["tokens_trained"] = max(0, counts["tokens_trained"] - counted)
                 _add(session, self.day(), (job.tenant_id, job.id, job.name, job.base or ""), counts)
 
         return add
+
+    def worked(self, job_id: str, step: int, tokens: int) -> None:
+        """Count what a client's job trained of a step so far, whether or not the step comes.
+
+        Work that is done again after a crash has a smaller total, and counts once.
+        """
+        with self._store.transaction() as session:
+            job, before = find_job(session, job_id), _counted(session, job_id, step)
+            if job is not None and _is_new(session, _WORKED + job_id, step * _MOST_TOKENS + tokens):
+                counts = {"tokens_trained": tokens - before}
+                _add(session, self.day(), (job.tenant_id, job.id, job.name, job.base or ""), counts)
 
     def window(self, engine: str, number: int, microseconds: Mapping[str, int], base: str = "") -> bool:
         """Keep a window of device time; False where it was kept before.
@@ -195,6 +211,13 @@ def _is_new(session: Session, engine: str, number: int) -> bool:
         return True
     first = _insert(session)(MeterReading).values(engine=engine, window=number).on_conflict_do_nothing()
     return session.scalar(first.returning(MeterReading.window)) is not None
+
+
+def _counted(session: Session, job_id: str, step: int) -> int:
+    """Trained tokens of a step that were counted before it was done."""
+    query = select(MeterReading.window).where(MeterReading.engine == _WORKED + job_id)
+    of, tokens = divmod(session.scalar(query) or 0, _MOST_TOKENS)
+    return tokens if of == step else 0
 
 
 def _owners(session: Session, jobs: Sequence[str]) -> dict[str, _Owner]:

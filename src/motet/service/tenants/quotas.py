@@ -182,8 +182,28 @@ class Quotas:
         """Let completions be asked for."""
         most = self.of(tenant_id).tokens_per_day
         if most is not None and self._ledger.tokens_today().get(tenant_id, 0) >= most:
-            left = int(_DAY - now() % _DAY) + 1
-            raise LimitError(f"{_spent(most)}; new ones come at 00:00 UTC, or {_ASK} --tokens-per-day", 429, left)
+            raise LimitError(
+                f"{_spent(most)}; new ones come at 00:00 UTC, or {_ASK} --tokens-per-day", 429, _until_tomorrow()
+            )
+
+    def check_work(self, tenant_id: str, work: int, waiting: int) -> None:
+        """Let a request of so many tokens wait beside others; while none are left, they all wait for the next day."""
+        most = self.of(tenant_id).tokens_per_day
+        if most is None:
+            return
+        used = self._ledger.tokens_today().get(tenant_id, 0)
+        used = 0 if used >= most else used
+        if used + waiting + work <= most:
+            return
+        needs = f"tokens_per_day: this request takes {work} tokens, with each target counted"
+        if work > most:
+            raise LimitError(f"{needs}, and a day of this tenant has {most}; send fewer data at a time, or {_ASK}", 403)
+        raise LimitError(
+            f"{needs}; {used} of {most} are used and {waiting} are promised to requests that wait. Send fewer data, wait until "
+            f"00:00 UTC, or {_ASK} --tokens-per-day",
+            429,
+            _until_tomorrow(),
+        )
 
 
 class QuotaEnforcer:
@@ -249,6 +269,11 @@ def _rule(limits: LimitsConfig, tokens: int) -> Rule:
     if most is not None and tokens >= most:
         hold = f"{_spent(most)}; it goes on by itself at 00:00 UTC, or when {_ASK} --tokens-per-day"
     return Rule(limits.running_jobs, hold, limits.share, limits.highest_priority or 0)
+
+
+def _until_tomorrow() -> int:
+    """Seconds until 00:00 UTC."""
+    return int(_DAY - now() % _DAY) + 1
 
 
 def _spent(most: int) -> str:

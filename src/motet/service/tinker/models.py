@@ -11,6 +11,7 @@ from sqlalchemy import select
 
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Nudge
+from motet.errors import LimitError
 from motet.runtime.journal import AnyCommand, ForwardBackward, Journal, JournalError, Nothing
 from motet.service.bases import Bases
 from motet.service.database.store import Store
@@ -48,6 +49,9 @@ class Models:
         self._store, self._storage, self._submissions = store, storage, submissions
         self._quotas, self._engine = quotas, engine
         self._writing = threading.Lock()
+        self._admitting = threading.Lock()
+        self._promised: dict[str, dict[tuple[str, int], int]] = {}
+        """Tokens of requests that were admitted and are not done, by tenant, and by job and number."""
 
     def new_session(self) -> str:
         """An id under which a client makes models."""
@@ -167,6 +171,38 @@ class Models:
             raise Refusal(400, str(error)) from error
         self._engine.send(Nudge(job.id))
         return f"{job.idempotency_key}/{number}"
+
+    def admit(self, job: StoredJob, number: int, command: ForwardBackward) -> None:
+        """Let a command be ordered whose tokens its tenant has left.
+
+        Raises:
+            LimitError: it takes more than are left; with the status 429 its number stays free.
+        """
+        if self._quotas.of(job.tenant_id).tokens_per_day is None:
+            return
+        journal, work = self.journal(job), sum(datum.work for datum in command.data)
+        with self._admitting:
+            waiting = self._promised[job.tenant_id] = self._still_waiting(job.tenant_id)
+            if not journal.known(number):
+                try:
+                    self._quotas.check_work(job.tenant_id, work, sum(waiting.values()))
+                except LimitError as error:
+                    if error.status == 403:
+                        self.refuse(job, number)
+                    raise
+                waiting[job.id, number] = work
+
+    def _still_waiting(self, tenant_id: str) -> dict[tuple[str, int], int]:
+        promised = self._promised.get(tenant_id, {})
+        jobs = {job_id: self._store.job_by_id(job_id) for job_id in {job_id for job_id, _ in promised}}
+        journals = {
+            name: self.journal(job) for name, job in jobs.items() if job is not None and not JobState(job.state).final
+        }
+        return {
+            (name, number): work
+            for (name, number), work in promised.items()
+            if name in journals and not journals[name].done(number)
+        }
 
     def refuse(self, job: StoredJob, number: int) -> None:
         """A request of this number was refused: those after it go on."""

@@ -91,6 +91,7 @@ async def forward_backward(who: Asker, models: ModelsDep, apart: ApartDep, reque
         with _refusing(models, job, asked.seq_id):
             if asked.command is None:
                 raise WireError(asked.reason)
+        models.admit(job, asked.seq_id, asked.command)
         return _promise(models.order(job, asked.seq_id, asked.command))
 
     return await asyncio.to_thread(order)

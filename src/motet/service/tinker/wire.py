@@ -54,6 +54,8 @@ SMALL = 2**18
 """Bytes of a request that is read where it arrives."""
 MOST_DATA = 4096
 """Of one request; the client splits what is more."""
+MOST_TARGETS = 2**17
+"""Of one datum: the engine holds a hidden state for each while it learns the datum."""
 _DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
 
 
@@ -248,6 +250,11 @@ def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:
     targets = dense(inputs["target_tokens"], f"{where}.target_tokens")
     if not len(tokens) or len(targets) != len(tokens) or not targets.size:
         raise WireError(f"{where}: {len(tokens)} tokens with {len(targets)} target_tokens; give as many, at least one")
+    if targets.size > MOST_TARGETS:
+        raise WireError(
+            f"{where}: target_tokens of shape {list(targets.shape)} are {targets.size} targets, more than {MOST_TARGETS}; give "
+            "fewer for each token, or cut the sequence"
+        )
     if targets.dtype.kind != "i" or min(tokens.min(), targets.min()) < 0 or targets.max() >= 2**31:
         raise WireError(f"{where}: token ids are whole numbers from 0 on")
     tensors: dict[str, Tensor] = {}

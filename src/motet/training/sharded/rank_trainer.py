@@ -21,6 +21,7 @@ from motet.config import AdapterConfig
 from motet.errors import MotetError
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
+from motet.training.head import whole
 from motet.training.packed_pass import Learning, PackedPass
 from motet.training.torch_trainer import TorchTrainer
 from motet.types import FloatArray
@@ -98,7 +99,7 @@ class RankTrainer:
             learning.append(Learning(weights, gradients[place].matrices, unscaled=True))
         trained: tuple[Trained, ...] = ()
         try:
-            trained = packed.train(learning)
+            trained = whole(packed.train(learning))
         except Exception as error:
             if not packed.in_step:
                 raise
@@ -116,7 +117,7 @@ class RankTrainer:
         """
         packed, fault = self._packed(batch)
         segments = () if fault is not None else batch.segments
-        logprobs = packed.score(None if base else [self._weights(segment.adapter) for segment in segments])
+        logprobs = whole(packed.score(None if base else [self._weights(segment.adapter) for segment in segments]))
         self._agree(fault)
         return logprobs
 
