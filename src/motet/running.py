@@ -101,8 +101,10 @@ def run_config(
         directory = stack.enter_context(
             contextlib.closing(RunDirectory(Path(config.run)))
         )  # locked before anything is loaded
-        for one in config.jobs:  # before the base takes its time
-            check_identity(directory.job(one.name), of_config(one), accept_changes=accept_changes)
+        changed = {  # before the base takes its time
+            one.name: check_identity(directory.job(one.name), of_config(one), accept_changes=accept_changes)
+            for one in config.jobs
+        }
         opened = base or open_base(config, directory, stack)
         prepared = prepare_all(config.jobs, opened.info, directory)
         jobs = [job for job, _ in prepared]
@@ -110,7 +112,7 @@ def run_config(
             described = identity(job, opened.info, config)
             for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
                 job.note_inexact(why)
-            _take_up(job.directory, job.progress)
+            _take_up(job.directory, job.progress, changed=bool(changed[job.name]))
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
@@ -127,6 +129,9 @@ def run_config(
             workshop.close()
         results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
         return RunResult(directory.path, results, _report(directory.path), tuple(workshop.notes))
+
+
+_UNCHANGED = ", as its job.yaml says: your changes do not apply to it. To train the changed job, give another --run"
 
 
 def _run_on_hosts(
@@ -147,9 +152,9 @@ def _run_on_hosts(
             jobs = []
             for one in config.jobs:
                 at = directory.job(one.name)
-                check_identity(at, of_config(one), accept_changes=accept_changes)
+                changed = check_identity(at, of_config(one), accept_changes=accept_changes)
                 job = HostedJob(one, at, JobProgress(one.name, one.steps))
-                job.lines.update(_take_up(at, job.progress))
+                job.lines.update(_take_up(at, job.progress, changed=bool(changed)))
                 jobs.append(job)
             launch = launcher(config.cluster, (config.engine, config.rollout))
             run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes)
@@ -163,10 +168,10 @@ def _run_on_hosts(
         log.removeHandler(notices)
 
 
-def _take_up(directory: JobDirectory, progress: JobProgress) -> list[int]:
+def _take_up(directory: JobDirectory, progress: JobProgress, *, changed: bool) -> list[int]:
     """Start from what an earlier process left: jobs that ended stay ended (unless more steps are wanted), others go on.
 
-    Gives the steps that are recorded.
+    `changed` is whether the job differs from the one that was begun. Gives the steps that are recorded.
     """
     committed = directory.newest()
     if committed is None:
@@ -178,6 +183,7 @@ def _take_up(directory: JobDirectory, progress: JobProgress) -> list[int]:
     if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and committed.step >= progress.steps):
         progress.state = JobState(state)
         progress.message = "done before" if state == JobState.SUCCEEDED else "cancelled before"
+        progress.message += _UNCHANGED if changed else ""
     return [int(line["step"]) for line in lines]
 
 
