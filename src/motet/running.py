@@ -16,7 +16,7 @@ from motet.errors import RunError
 from motet.launch import assemble, open_base, services
 from motet.preparing import identity, prepare_all
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.identity import of_config
+from motet.runtime.identity import NOT_FOLLOWED, of_config
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.opening import check_identity, open_job
@@ -108,15 +108,17 @@ def run_config(
         opened = base or open_base(config, directory, stack)
         prepared = prepare_all(config.jobs, opened.info, directory)
         jobs = [job for job, _ in prepared]
+        unknown = list[str]()
         for job in jobs:
             described = identity(job, opened.info, config)
             for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
                 job.note_inexact(why)
+            unknown += (f"job {job.name}: {why}" for why in described.get(NOT_FOLLOWED, ()))
             _take_up(job.directory, job.progress, changed=bool(changed[job.name]))
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
-        workshop.notes += _left_out(jobs)
+        workshop.notes += [*_left_out(jobs), *unknown]
         for reason in workshop.inexact:
             for job in jobs:
                 job.note_inexact(reason)
@@ -149,10 +151,11 @@ def _run_on_hosts(
     log.addHandler(notices)
     try:
         with contextlib.closing(RunDirectory(Path(config.run), "run")) as directory:
-            jobs = []
+            jobs, unknown = [], list[str]()
             for one in config.jobs:
-                at = directory.job(one.name)
-                changed = check_identity(at, of_config(one), accept_changes=accept_changes)
+                at, described = directory.job(one.name), of_config(one)
+                unknown += (f"job {one.name}: {why}" for why in described.get(NOT_FOLLOWED, ()))
+                changed = check_identity(at, described, accept_changes=accept_changes)
                 job = HostedJob(one, at, JobProgress(one.name, one.steps))
                 job.lines.update(_take_up(at, job.progress, changed=bool(changed)))
                 jobs.append(job)
@@ -163,7 +166,7 @@ def _run_on_hosts(
             interrupt = Interrupt(notify)
             interrupt.run(lambda: run.run(interrupt, observe))
             results = {job.config.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
-            return RunResult(directory.path, results, _report(directory.path))
+            return RunResult(directory.path, results, _report(directory.path), tuple(unknown))
     finally:
         log.removeHandler(notices)
 

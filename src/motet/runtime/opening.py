@@ -12,13 +12,12 @@ import yaml
 from motet.checksums import SUMS, Damage, compare, hash_of, replace_file, version_damage
 from motet.errors import RunError
 from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.manifest import Record, sum_of
+from motet.runtime.source_sums import code_changes
 
 _GO_ON = "put it back, or go on with what is there by --accept-changes"
 _REMOVE = "remove it, or go on with what is there by --accept-changes"
-
-COMPUTING = ("dtype", "device", "versions", "kernels", "numerics", "block_size", "micro_batch_tokens")
-"""What of a job's identity says how it is computed."""
 _BEFORE = "computed_before"
 
 
@@ -72,9 +71,8 @@ def _computed_otherwise(directory: JobDirectory, identity: Mapping[str, Any]) ->
         return []
     if before is None:
         return ["nobody knows how its first steps were computed: job.yaml was damaged"]
-    then = {key: before[key] for key in COMPUTING if key in before}
     now = yaml.safe_load(_as_yaml(identity))
-    changes = differences(then, {key: now.get(key) for key in then})
+    changes = _changes(before, {**_known(before, now), **({"code": now["code"]} if "code" in now else {})})
     known = [str(line) for line in before.get(_BEFORE, ())]
     new = (
         change for change in changes if not any(line.startswith(f"{change} (") for line in known)
@@ -100,9 +98,7 @@ def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, acce
     if before is None:
         raise RunError(f"{path} is damaged: put it back, or go on with the job as it is by --accept-changes")
     now = yaml.safe_load(_as_yaml(identity))
-    changes = list(differences({key: before.get(key) for key in now}, now))
-    if _more_steps(before, now):
-        changes = [change for change in changes if not change.startswith("job.steps:")]
+    changes = _changes(before, now)
     if changes and not accept_changes:
         listed = "\n  ".join(changes)
         raise RunError(
@@ -111,6 +107,29 @@ def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, acce
             "(accept_changes=True in Python)."
         )
     return changes
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Where a job differs from what its directory was made with, a line each; steps that are added are no difference."""
+    code, early = now.get("code", {}), "code" not in before
+    contents = {**(before.get("contents") or {})}
+    lines = []
+    if early:  # an earlier version of Motet: it compared the bytes of files alone
+        known = {name: contents.pop(name) for name in code if name in contents}
+        lines = [f"{name} was edited" for name, digest in known.items() if code[name].get("sha256") != digest]
+    else:
+        lines = list(code_changes(before["code"], code))
+    compared = now.keys() - {"code", NOT_FOLLOWED} - (set() if early else {"functions"})
+    then = {key: contents if key == "contents" else before.get(key) for key in now if key in compared}
+    lines += differences(then, {key: now[key] for key in then})
+    return [line for line in lines if not (line.startswith("job.steps:") and _more_steps(before, now))]
+
+
+def _known(before: Any, now: Any) -> Any:
+    """What of a tree was in an earlier one too: a field that is new in this version of Motet is no change."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return {key: _known(before[key], value) for key, value in now.items() if key in before}
+    return now
 
 
 def _read_identity(path: Path) -> dict[str, Any] | None:
