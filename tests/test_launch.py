@@ -115,7 +115,7 @@ def test_an_edited_reward_function_is_not_taken_for_the_old(base: Any, tmp_path:
         return -float(len(completion))
 
     assert first is not reward
-    with pytest.raises(RunError, match="functions"):
+    with pytest.raises(RunError, match=r"test_launch\.py:\d+ was edited"):
         run(base, tmp_path, job("a", reward=reward))
 
 

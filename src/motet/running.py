@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,24 +101,20 @@ def run_config(
         directory = stack.enter_context(
             contextlib.closing(RunDirectory(Path(config.run)))
         )  # locked before anything is loaded
-        changed = {  # before the base takes its time
-            one.name: check_identity(directory.job(one.name), of_config(one), accept_changes=accept_changes)
-            for one in config.jobs
-        }
+        known = {one.name: of_config(one) for one in config.jobs}
+        changed = _changed(directory, known, accept_changes=accept_changes)  # before the base takes its time
         opened = base or open_base(config, directory, stack)
         prepared = prepare_all(config.jobs, opened.info, directory)
         jobs = [job for job, _ in prepared]
-        unknown = list[str]()
         for job in jobs:
             described = identity(job, opened.info, config)
             for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
                 job.note_inexact(why)
-            unknown += (f"job {job.name}: {why}" for why in described.get(NOT_FOLLOWED, ()))
-            _take_up(job.directory, job.progress, changed=bool(changed[job.name]))
+            _take_up(job.directory, job.progress, changed=job.name in changed)
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
-        workshop.notes += [*_left_out(jobs), *unknown]
+        workshop.notes += [*_left_out(jobs), *_not_followed(known)]
         for reason in workshop.inexact:
             for job in jobs:
                 job.note_inexact(reason)
@@ -151,13 +147,12 @@ def _run_on_hosts(
     log.addHandler(notices)
     try:
         with contextlib.closing(RunDirectory(Path(config.run), "run")) as directory:
-            jobs, unknown = [], list[str]()
+            jobs, known = [], {one.name: of_config(one) for one in config.jobs}
+            changed = _changed(directory, known, accept_changes=accept_changes)
             for one in config.jobs:
-                at, described = directory.job(one.name), of_config(one)
-                unknown += (f"job {one.name}: {why}" for why in described.get(NOT_FOLLOWED, ()))
-                changed = check_identity(at, described, accept_changes=accept_changes)
+                at = directory.job(one.name)
                 job = HostedJob(one, at, JobProgress(one.name, one.steps))
-                job.lines.update(_take_up(at, job.progress, changed=bool(changed)))
+                job.lines.update(_take_up(at, job.progress, changed=one.name in changed))
                 jobs.append(job)
             launch = launcher(config.cluster, (config.engine, config.rollout))
             run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes)
@@ -166,9 +161,24 @@ def _run_on_hosts(
             interrupt = Interrupt(notify)
             interrupt.run(lambda: run.run(interrupt, observe))
             results = {job.config.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
-            return RunResult(directory.path, results, _report(directory.path), tuple(unknown))
+            return RunResult(directory.path, results, _report(directory.path), tuple(_not_followed(known)))
     finally:
         log.removeHandler(notices)
+
+
+def _changed(directory: RunDirectory, identities: Mapping[str, Mapping[str, Any]], *, accept_changes: bool) -> set[str]:
+    """Jobs that differ from those that were begun, where that is accepted.
+
+    Raises:
+        RunError: a job differs, and it is not accepted.
+    """
+    jobs = identities.items()
+    return {name for name, one in jobs if check_identity(directory.job(name), one, accept_changes=accept_changes)}
+
+
+def _not_followed(identities: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Why a change of the jobs' code may go unnoticed; a line each."""
+    return [f"job {name}: {why}" for name, one in identities.items() for why in one.get(NOT_FOLLOWED, ())]
 
 
 def _take_up(directory: JobDirectory, progress: JobProgress, *, changed: bool) -> list[int]:

@@ -29,7 +29,7 @@ from typing import Any
 
 from motet.checksums import SUMS, hash_of, replace_file, sealed, sums_of, sync, unsealed
 from motet.errors import RunError
-from motet.runtime.manifest import Manifest, Record, sum_of
+from motet.runtime.manifest import Manifest
 from motet.runtime.ownership import Ownership
 from motet.tasks.plain_json import as_json
 from motet.types import ADAPTER_FILES
@@ -114,7 +114,7 @@ class JobDirectory:
         for leftover in [*self.path.glob("*/.tmp-*"), *self.path.glob(".tmp-*")]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         committed = self.newest()
-        self._cut_back(committed)
+        _cut_back(self, committed)
         if committed is not None:
             self.link_version(committed.step)  # the crash may have come between the commit and its link
         self.record(self.steps(), self.versions(), identity=self._identity)
@@ -197,22 +197,6 @@ class JobDirectory:
         """What a step sampled, or with `evals` the evaluation of a version; one of `sampled`."""
         path = self.path / "rollouts" / f"{_before(evals)}{number}.jsonl"
         return [json.loads(line) for line in path.read_bytes().splitlines()]  # a text would be split at U+2028 too
-
-    def _cut_back(self, committed: Committed | None) -> None:
-        """Forget what was written after the commit."""
-        done = committed or Committed()
-        self.forget()
-        for path in self.logs:
-            with path.open("ab") as file:
-                file.truncate(min(done.length(path), path.stat().st_size))
-        for item in (self.path / "rollouts").iterdir():
-            match = re.fullmatch(r"(eval-)?(\d+)\.jsonl", item.name)
-            if match and (int(match[2]) > done.evaluated if match[1] else int(match[2]) >= done.step):
-                item.unlink()
-        for item in (self.path / "versions").iterdir():
-            match = re.fullmatch(r"v(\d+)", item.name)
-            if match and int(match[1]) > done.step:
-                _remove(item)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -297,25 +281,11 @@ class JobDirectory:
     def record(
         self, steps: Iterable[int], versions: Iterable[int], *, closed: bool = False, identity: bytes | None = None
     ) -> None:
-        """Record in the manifest which commits and versions must be here.
-
-        Args:
-            steps: the commits.
-            versions: the versions.
-            closed: nothing may follow in the logs.
-            identity: what job.yaml is about to say, where it changes.
-        """
+        """Record in the manifest which commits and versions must be here (`Manifest.record`)."""
         self._owner.check()
         done = self.newest() or Committed()
-        self.manifest.write(
-            Record(
-                state={str(step): sum_of(self.path / "state" / str(step) / "state.json") for step in steps},
-                versions={str(number): sum_of(self.version(number) / SUMS) for number in versions},
-                logs={path.name: (done.length(path), done.sums.get(path.name, "")) for path in self.logs},
-                job=sum_of(self.path / "job.yaml") if identity is None else hashlib.sha256(identity).hexdigest(),
-                closed=closed,
-            )
-        )
+        logs = {path.name: (done.length(path), done.sums.get(path.name, "")) for path in self.logs}
+        self.manifest.record(steps, versions, logs, closed=closed, identity=identity)
 
     def prune(self, keep: int, rollouts_bytes: float, *, closed: bool = False) -> None:
         """Delete commits beyond the newest `keep`, versions that are neither theirs nor their best, and old rollout logs.
@@ -332,14 +302,7 @@ class JobDirectory:
         for item in (self.path / "versions").iterdir():
             if item.name not in versions and not item.name.startswith("."):
                 _remove(item)
-        logs = [item for item in (self.path / "rollouts").iterdir() if item.name != "eval-0.jsonl"]
-        logs.sort(key=lambda item: (item.stat().st_mtime_ns, item.name))
-        total = sum(item.stat().st_size for item in logs)
-        for item in logs[:-1]:
-            if total <= rollouts_bytes:
-                break
-            total -= item.stat().st_size
-            item.unlink()
+        _prune_rollouts(self.path / "rollouts", rollouts_bytes)
 
     def delete(self) -> None:
         """Remove all of it."""
@@ -359,6 +322,35 @@ class JobDirectory:
         except (OSError, ValueError):
             return {}
         return status
+
+
+def _cut_back(job: JobDirectory, committed: Committed | None) -> None:
+    """Forget what was written after the commit."""
+    done = committed or Committed()
+    job.forget()
+    for path in job.logs:
+        with path.open("ab") as file:
+            file.truncate(min(done.length(path), path.stat().st_size))
+    for item in (job.path / "rollouts").iterdir():
+        match = re.fullmatch(r"(eval-)?(\d+)\.jsonl", item.name)
+        if match and (int(match[2]) > done.evaluated if match[1] else int(match[2]) >= done.step):
+            item.unlink()
+    for item in (job.path / "versions").iterdir():
+        match = re.fullmatch(r"v(\d+)", item.name)
+        if match and int(match[1]) > done.step:
+            _remove(item)
+
+
+def _prune_rollouts(folder: Path, most_bytes: float) -> None:
+    """Delete the oldest logs, but never the first evaluation and the newest log."""
+    logs = [item for item in folder.iterdir() if item.name != "eval-0.jsonl"]
+    logs.sort(key=lambda item: (item.stat().st_mtime_ns, item.name))
+    total = sum(item.stat().st_size for item in logs)
+    for item in logs[:-1]:
+        if total <= most_bytes:
+            break
+        total -= item.stat().st_size
+        item.unlink()
 
 
 def _before(evals: bool) -> str:

@@ -117,14 +117,15 @@ class FunctionSums:
     def _add_code(self, name: str, value: Any) -> None:
         """A function or a class."""
         module = sys.modules.get(value.__module__ or "")
-        found = functools.reduce(lambda where, part: getattr(where, part, None), value.__qualname__.split("."), module)
-        if found is value and value.__module__ != "__main__":
+        parts = value.__qualname__.split(".")
+        there = functools.reduce(lambda where, part: getattr(where, part, None), parts, module)
+        if there is value and value.__module__ != "__main__":
             self._sources.add_module(value.__module__, sys.path)
             return
         self._put(name, _entry(value))
         if isinstance(value, type):
-            parts = {**vars(value), **{f"base {base.__name__}": base for base in value.__bases__}}
-            for key, item in parts.items():
+            members = {**vars(value), **{f"base {base.__name__}": base for base in value.__bases__}}
+            for key, item in members.items():
                 made = isinstance(item, types.GetSetDescriptorType | types.MemberDescriptorType)  # by Python
                 if not made and (callable(item) or not key.startswith("__")):
                     self._later(f"{name}.{key}", item)
@@ -193,7 +194,7 @@ def _text(value: Any, depth: int) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
-        return f"array {value.dtype} {value.shape} {hashlib.sha256(np.ascontiguousarray(value)).hexdigest()}"
+        return f"array {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
     if depth > 50:
         raise TypeError
     if type(value) in (list, tuple):
@@ -239,5 +240,5 @@ def _tree(value: types.FunctionType | type) -> ast.AST | None:
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
     first = code.co_firstlineno
-    found = [node for node in ast.walk(whole) if isinstance(node, ast.Lambda) and node.lineno == first]
-    return ast.Module([ast.Expr(node, lineno=1) for node in found], []) if found else None
+    lambdas = [node for node in ast.walk(whole) if isinstance(node, ast.Lambda) and node.lineno == first]
+    return ast.Module([ast.Expr(node, lineno=1) for node in lambdas], []) if lambdas else None

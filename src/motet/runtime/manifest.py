@@ -7,12 +7,13 @@ leaves at most one commit that the manifest does not list: its state.json names 
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from motet.checksums import hash_of, replace_file, sealed, sync, unsealed
+from motet.checksums import SUMS, hash_of, replace_file, sealed, sync, unsealed
 
 MANIFEST = "manifest.jsonl"
 
@@ -69,7 +70,36 @@ class Manifest:
             self._records = self.read()
         return self._records[-1].sum if self._records else ""
 
-    def write(self, record: Record) -> None:
+    def record(
+        self,
+        steps: Iterable[int],
+        versions: Iterable[int],
+        logs: Mapping[str, tuple[int, str]],
+        *,
+        closed: bool = False,
+        identity: bytes | None = None,
+    ) -> None:
+        """Record what must be in the directory.
+
+        Args:
+            steps: of the commits.
+            versions: their numbers.
+            logs: as in `Record`.
+            closed: nothing may follow in the logs.
+            identity: what job.yaml is about to say, where it changes.
+        """
+        place, job = self.path.parent, self.path.with_name("job.yaml")
+        self._write(
+            Record(
+                state={str(step): sum_of(place / "state" / str(step) / "state.json") for step in steps},
+                versions={str(number): sum_of(place / "versions" / f"v{number}" / SUMS) for number in versions},
+                logs=logs,
+                job=sum_of(job) if identity is None else hashlib.sha256(identity).hexdigest(),
+                closed=closed,
+            )
+        )
+
+    def _write(self, record: Record) -> None:
         """Replace the older of the two records."""
         record = replace(record, previous=self.head)
         before = (self._records or [])[-1:]

@@ -161,8 +161,9 @@ def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom | ast.Call]:
             for other in node.orelse:
                 yield from _imports(ast.Module([other], []))
             continue
-        by_name = isinstance(node, ast.Call) and _last_name(node.func) in _BY_NAME
-        if by_name or isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        if isinstance(node, ast.Call) and _last_name(node.func) in _BY_NAME:
             yield node
         yield from _imports(node)
 
