@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from motet.commands.verify import verify
 from tests.fake_run import job, run_jobs
 
 EVENTS = {"os.rename", "os.link", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
@@ -70,6 +71,9 @@ def main() -> None:
         directory = scratch / f"killed-{event}"
         status, _ = in_child(directory, event)
         killed += os.WIFSIGNALED(status)
+        if any(directory.glob("*/state/[0-9]*")) and verify(directory):
+            print(f"killed at event {event} of {n_events}: what a crash leaves passes for damage")
+            sys.exit(1)
         status, _ = in_child(directory, None)
         found = contents(directory) if status == 0 else {}
         if found != expected:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from motet.checksums import SUMS
+from motet.checksums import SUMS, disk_error
 from motet.config import AdapterConfig
 from motet.errors import RunError
-from motet.runtime.checkpoint import Committed, JobDirectory, disk_error, dump_line
+from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
 from motet.runtime.opening import differences, open_job
 from motet.training.fake import FakeTrainer
 from motet.types import ADAPTER_FILES, JobState
@@ -173,6 +173,9 @@ def test_a_changed_job_is_refused_with_the_difference(tmp_path: Path, save: Save
     assert "--accept-changes" in told
     open_job(directory, IDENTITY)
     open_job(directory, changed, accept_changes=True)
+    open_job(directory, IDENTITY)  # nothing has changed before the job goes on
+    open_job(directory, changed, accept_changes=True)
+    directory.restore()
     open_job(directory, changed)
 
 
@@ -232,7 +235,7 @@ def test_a_full_disk_fails_the_job_and_loses_nothing(tmp_path: Path) -> None:
     whole = run_jobs(tmp_path / "whole", [job("a", steps=6)])
     with small_disk(tmp_path / "disk", "400k") as disk:
         filler = disk / "filler"
-        filler.write_bytes(b"x" * 325_000)
+        filler.write_bytes(b"x" * 310_000)
         run = run_jobs(disk, [job("a", steps=6)])
         message = run.jobs["a"].progress.message
         assert run.state("a") is JobState.FAILED

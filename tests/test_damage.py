@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from motet.checksums import sealed, unsealed
 from motet.commands.verify import verify
 from motet.config import JobConfig
 from motet.errors import AdapterError, RunError
@@ -24,6 +25,7 @@ from motet.types import JobState
 from tests.fake_run import job, metrics, run_jobs
 
 STEPS = 6
+Capsys = pytest.CaptureFixture[str]
 
 
 def flip(path: Path) -> None:
@@ -54,8 +56,25 @@ def garble(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"reward", b"rew\xffrd", 1))
 
 
-REMOVE_COMMIT = "remove .*/state/6 to go on from step 5"
+def add_line(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b'{"step": 7, "reward": 1.0}\n')
+
+
+def copy_of(name: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(path.with_name(name), path)
+
+    return change
+
+
+def edit_identity(path: Path) -> None:
+    path.write_text(path.read_text() + "more: 1\n")
+
+
+REMOVE_COMMIT = "remove .*/state/6 to go on from step 5 by --accept-changes"
 PUT_BACK = "put it back, or go on with what is there by --accept-changes"
+REMOVE_IT = "remove it, or go on with what is there by --accept-changes"
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "a bit of the newest adapter": ("state/6/adapter_model.safetensors", flip, "is not what was saved", REMOVE_COMMIT),
     "a bit of the newest optimizer": ("state/6/optimizer.safetensors", flip, "is not what was saved", REMOVE_COMMIT),
@@ -79,6 +98,20 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "a rollout": ("rollouts/3.jsonl", Path.unlink, "is missing", PUT_BACK),
     "the rollouts": ("rollouts", shutil.rmtree, "rollouts/.* is missing", PUT_BACK),
     "the versions": ("versions", shutil.rmtree, "versions/v.* is missing", PUT_BACK),
+    "the newest version": ("versions/v6", shutil.rmtree, "is missing", PUT_BACK),
+    "a version that is a copy of another": ("versions/v6", copy_of("v5"), "is not what was saved", PUT_BACK),
+    "a version more": ("versions/v3", copy_of("v5"), "was added", REMOVE_IT),
+    "a rollout more": ("rollouts/77.jsonl", lambda path: path.write_text("{}\n"), "was added", REMOVE_IT),
+    "a line more of the metrics": ("metrics.jsonl", add_line, "has 27 bytes after", "cut it to its first"),
+    "a line more of the timings": ("timings.jsonl", add_line, "has 27 bytes after", "cut it to its first"),
+    "an older commit": ("state/5", shutil.rmtree, "is missing", PUT_BACK),
+    "the newest commit": ("state/6", shutil.rmtree, "is missing", "put it back, or go back to step 5 by --accept-changes"),
+    "every commit": ("state", shutil.rmtree, "state/5 is missing", "put it back, or remove .*/a to train"),
+    "the manifest": ("manifest.jsonl", Path.unlink, "is missing", PUT_BACK),
+    "a word of the manifest": ("manifest.jsonl", edit("true", "false"), "is damaged", PUT_BACK),
+    "a record of the manifest": ("manifest.jsonl", edit('"previous": "', '"previous": "0'), "is damaged", PUT_BACK),
+    "what the job was": ("job.yaml", Path.unlink, "is missing", "put it back, or go on with the job"),
+    "a line more of what the job was": ("job.yaml", edit_identity, "is not what was saved", "put it back, or"),
     "a bit of a version": ("versions/v5/adapter_model.safetensors", flip, "is not what was saved", ""),
     "the job": ("job.yaml", lambda path: path.write_text(": {"), "job.yaml is damaged", "put it back"),
 }  # fmt: skip
@@ -109,16 +142,14 @@ def identity(directory: JobDirectory) -> dict[str, object]:
     return found
 
 
-def test_a_whole_directory_opens_and_verifies(directory: JobDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_directory_opens_and_verifies(directory: JobDirectory, capsys: Capsys) -> None:
     open_job(directory, identity(directory))
     assert verify(directory.path.parent) == verify(directory.path) == 0
     assert "a: 2 commits, 3 versions, all as they were saved" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_damage_is_told_with_the_file_and_what_to_do(
-    what: str, directory: JobDirectory, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_told_with_the_file_and_what_to_do(what: str, directory: JobDirectory, capsys: Capsys) -> None:
     place, damage, told, remedy = DAMAGE[what]
     whole = identity(directory)
     before = directory.path / place
@@ -133,9 +164,60 @@ def test_damage_is_told_with_the_file_and_what_to_do(
     assert re.search(told, line)
     assert re.search(remedy, line)
     assert "\n" not in line
-    if place != "job.yaml":
-        assert verify(directory.path.parent) == 1
-        assert re.search(remedy, capsys.readouterr().out)
+    assert verify(directory.path.parent) == 1
+    printed = capsys.readouterr().out
+    assert re.search(told, printed)
+    assert re.search(remedy, printed)
+
+
+def test_a_job_that_was_removed_is_missing_and_may_begin_anew(finished: Path, tmp_path: Path, capsys: Capsys) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run / "a")
+    assert verify(run) == 1
+    assert "run/a is missing: put it back" in capsys.readouterr().out
+    assert run_jobs(run, [config()]).state("a") is JobState.SUCCEEDED
+    assert verify(run) == 0
+    JobDirectory(run / "a").delete()
+    with pytest.raises(RunError, match="holds no job's directory"):  # a service's tenant deleted it: that is no damage
+        verify(run)
+
+
+def test_a_commit_of_another_job_is_not_taken_for_this_ones(directory: JobDirectory, tmp_path: Path) -> None:
+    run_jobs(tmp_path / "other", [config().model_copy(update={"seed": 5})])
+    shutil.rmtree(directory.path / "state" / "6")
+    shutil.copytree(tmp_path / "other" / "a" / "state" / "6", directory.path / "state" / "6")
+    with pytest.raises(RunError, match="state/6 was not saved here: put the saved one back, or remove it"):
+        open_job(directory, identity(directory), accept_changes=True, accept_damage=True)
+
+
+def test_versions_without_any_commit_are_not_trained_over(directory: JobDirectory) -> None:
+    """Also in the directory of an earlier version of Motet, which has no manifest."""
+    whole = identity(directory)
+    shutil.rmtree(directory.path / "state")
+    directory.manifest.path.unlink()
+    for accepted in (False, True):
+        with pytest.raises(RunError, match=r"state is missing: put it back, or remove .*/a to train"):
+            open_job(directory, whole, accept_changes=accepted, accept_damage=accepted)
+
+
+def test_a_run_of_an_earlier_version_is_verified_and_resumed(directory: JobDirectory, capsys: Capsys) -> None:
+    whole = identity(directory)
+    directory.manifest.path.unlink()
+    for step in directory.steps():
+        state = directory.path / "state" / str(step) / "state.json"
+        values = unsealed(state.read_bytes())
+        del values["after"]
+        state.write_bytes(sealed(values))
+    assert verify(directory.path.parent) == 0
+    assert re.search("earlier version of Motet, so files that were removed cannot be noticed", capsys.readouterr().out)
+    shutil.rmtree(directory.version(6))
+    again = JobDirectory(directory.path)
+    open_job(again, whole)
+    again.restore()
+    assert verify(directory.path.parent) == 0
+    assert "earlier" not in capsys.readouterr().out
+    shutil.rmtree(directory.version(6))
+    assert verify(directory.path.parent) == 1
 
 
 @pytest.mark.parametrize("what", [what for what, damage in DAMAGE.items() if damage[3] == PUT_BACK])
@@ -161,7 +243,7 @@ def test_weights_that_were_damaged_cannot_be_accepted_but_gone_back_from(what: s
     with pytest.raises(RunError, match=REMOVE_COMMIT):
         open_job(directory, whole, accept_changes=True, accept_damage=True)
     shutil.rmtree(directory.path / "state" / "6")
-    open_job(directory, whole)
+    open_job(directory, whole, accept_changes=True)
     restored = directory.restore()
     assert restored is not None
     assert restored.step == STEPS - 1
@@ -170,6 +252,8 @@ def test_weights_that_were_damaged_cannot_be_accepted_but_gone_back_from(what: s
 def test_a_commit_that_was_gone_back_from_is_made_again_with_the_same_bytes(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "a" / "state" / "6")
+    directory = JobDirectory(tmp_path / "run" / "a")
+    open_job(directory, identity(directory), accept_changes=True)
     run_jobs(tmp_path / "run", [config()])
     assert metrics(tmp_path / "run", "a") == metrics(finished, "a")
     assert verify(tmp_path / "run") == 0
@@ -211,10 +295,11 @@ def committed(place: Path, config: JobConfig) -> JobDirectory:
 
 @pytest.mark.parametrize(("file", "old", "new"), [("rewards.py", "1.0", "-1.0"), ("rows.jsonl", '"b"', '"c"')])
 def test_a_file_with_another_content_is_another_job(file: str, old: str, new: str, tmp_path: Path) -> None:
+    told = {"rewards.py": "rewards.py:2 was edited", "rows.jsonl": r"contents\.rows\.jsonl: was "}[file]
     directory = committed(tmp_path, project(tmp_path))
     edit(old, new)(tmp_path / file)
     changed = of_config(project(tmp_path))
-    with pytest.raises(RunError, match=rf"(?s)has done 2 steps of it.*contents\.{file}: was .*--accept-changes"):
+    with pytest.raises(RunError, match=f"(?s)has done 2 steps of it.*{told}.*--accept-changes"):
         check_identity(directory, changed, accept_changes=False)
     check_identity(directory, changed, accept_changes=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,39 @@ def test_an_edited_reward_function_is_not_taken_for_the_old(base: Any, tmp_path:
         return -float(len(completion))
 
     assert first is not reward
-    with pytest.raises(RunError, match="functions"):
+    with pytest.raises(RunError, match=r"test_launch\.py:\d+ was edited"):
         run(base, tmp_path, job("a", reward=reward))
+
+
+def test_the_record_of_a_job_that_has_ended_never_changes(base: Any, tmp_path: Path) -> None:
+    """What is edited afterwards was seen by no adapter, whether it is accepted or not."""
+    rewards, record = tmp_path / "rewards.py", tmp_path / "run" / "a" / "job.yaml"
+    first, second = (f"def score(problem, completion):\n    return {value}\n" for value in ("len(completion)", "0.0"))
+    rewards.write_text(first)
+    one = job("a", reward=f"{rewards}:score", steps=1)
+    assert run(base, tmp_path / "run", one).ok
+    before = record.read_bytes()
+    rewards.write_text(second)
+    tree = {"base": "small", "run": str(tmp_path / "run"), "jobs": [one]}
+    result = run_config(validate(tree, "test"), base=base, accept_changes=True).jobs["a"]
+    assert result.message.startswith("done before, as its job.yaml says: your changes do not apply to it")
+    assert record.read_bytes() == before
+    with pytest.raises(RunError, match="made by a different job"):
+        run(base, tmp_path / "run", one)
+    rewards.write_text(first)
+    assert run(base, tmp_path / "run", one).jobs["a"].message == "done before"
+
+
+def test_a_job_that_has_ended_is_not_trained_over(base: Any, tmp_path: Path) -> None:
+    assert run(base, tmp_path, job("a", steps=1)).ok
+    shutil.rmtree(tmp_path / "a" / "state")
+    saved = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    with pytest.raises(
+        RunError, match=r"state/0 is missing: put it back, or remove .*/a to train the job from the start"
+    ):
+        run(base, tmp_path, job("a", steps=1))
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == saved
+    assert (tmp_path / "a" / "versions" / "v1").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from motet.commands.verify import verify
 from motet.config import JobConfig
-from motet.types import JobState
+from motet.runtime.manifest import MANIFEST
+from motet.types import JobState, Problem
 from tests.cases import few
-from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs
+from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, vowels
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def files(path: Path) -> dict[str, bytes]:
     """What a job leaves, apart from what depends on time: metrics, rollouts, every version and commit."""
-    kept = ("timings.jsonl", "status.json", "control")
+    kept = ("timings.jsonl", "status.json", "control", MANIFEST)
     found = {str(item.relative_to(path)): item for item in sorted(path.rglob("*")) if item.is_file()}
     return {name: item.read_bytes() for name, item in found.items() if name not in kept and "state.json" not in name}
 
@@ -120,6 +121,7 @@ def test_kill_9_at_any_moment(lag: int, every: int, attempts: int, tmp_path: Pat
         time.sleep(moments.uniform(0, 0.15))
         process.send_signal(signal.SIGKILL)
         kills += process.wait() == -signal.SIGKILL
+        assert verify(cut) == 0
     run = run_jobs(cut, configs)
     assert kills, "every run had ended before it was killed: let it take longer"
     assert {one.state for one in run.jobs.values()} == {JobState.SUCCEEDED}
@@ -129,12 +131,19 @@ def test_kill_9_at_any_moment(lag: int, every: int, attempts: int, tmp_path: Pat
 
 def test_a_crash_between_commit_and_version_leaves_no_hole(tmp_path: Path) -> None:
     """The commit is there, its PEFT directory is not: taking the job up makes it, also where nothing is left to train."""
-    run_jobs(tmp_path, [job("a")])
-    for directory in (tmp_path / "a" / "versions").iterdir():
-        if directory.name == "v4":
-            shutil.rmtree(directory)
-    run_jobs(tmp_path, [job("a")])
-    assert (tmp_path / "a" / "versions" / "v4" / "adapter_model.safetensors").is_file()
+    version = tmp_path / "a" / "versions" / "v4"
+
+    def cut_off(problem: Problem, completion: str) -> float:
+        (version.with_name(".tmp-v4")).touch()  # where the version is about to be made
+        return vowels(problem, completion)
+
+    run = run_jobs(tmp_path, [job("a", reward={"name": "vowels", "function": cut_off})])
+    assert (run.state("a"), run.jobs["a"].directory.steps()[-1]) == (JobState.FAILED, 4)
+    assert not version.exists()
+    assert verify(tmp_path) == 0
+    assert run_jobs(tmp_path, [job("a")]).state("a") is JobState.SUCCEEDED
+    assert (version / "adapter_model.safetensors").is_file()
+    assert verify(tmp_path) == 0
 
 
 def test_versions_of_two_attempts_never_meet(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ of rollouts have theirs in checksums.jsonl, which is such a log; a version has t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.errors import AdapterError
+from motet.errors import AdapterError, DiskFull
 
 SUMS = "sha256.json"
 """Beside a version's files: their sums."""
@@ -114,3 +115,30 @@ def version_damage(directory: Path) -> Iterator[Damage]:
         yield Damage(path, f"is damaged ({error})", remedy)
     else:
         yield from compare(directory, sums, remedy)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all.
+
+    Raises:
+        DiskFull: the disk is full.
+    """
+    draft = path.with_name(f".tmp-{path.name}")
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+    except OSError as error:
+        raise disk_error(error, path) from error
+
+
+def disk_error(error: OSError, path: Path | None) -> Exception:
+    """A full disk in words; any other error as it is."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(
+            f"the disk is full: {path} could not be written. Nothing committed is lost; free some space and run the same "
+            "command again"
+        )
+    return error

@@ -87,7 +87,10 @@ def run(
         bool, typer.Option("--sequential", help="One job after another; same bytes, more time.")
     ] = False,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on in a run directory although the job file has changed.")
+        bool,
+        typer.Option(
+            "--accept-changes", help="Resume even if the job or its code has changed, or saved files are damaged."
+        ),
     ] = False,
     tensorboard: Annotated[Path | None, typer.Option(help="Also write TensorBoard events to this directory.")] = None,
     ray: Annotated[

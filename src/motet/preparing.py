@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -163,8 +163,10 @@ def prepare_all(
     return prepared
 
 
-def identity(job: Job, info: ModelInfo, config: RunConfig) -> dict[str, Any]:
-    """Everything that the job's bytes depend on; goes to job.yaml."""
+def identity(
+    job: Job, info: ModelInfo, config: RunConfig, installed: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Everything that the job's bytes depend on; goes to job.yaml. `installed` are the functions of an operator's rewards."""
     engine = config.engine
     return {
         "base": Path(info.name).name if Path(info.name).exists() else info.name,
@@ -178,5 +180,5 @@ def identity(job: Job, info: ModelInfo, config: RunConfig) -> dict[str, Any]:
         "micro_batch_tokens": engine.micro_batch_tokens,
         "learning_rate": job.base_rate,
         "seed": job.seed,
-        **of_config(job.config),
+        **of_config(job.config, installed),
     }

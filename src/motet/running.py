@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from motet.errors import RunError
 from motet.launch import assemble, open_base, services
 from motet.preparing import identity, prepare_all
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.identity import of_config
+from motet.runtime.identity import NOT_FOLLOWED, of_config
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.opening import check_identity, open_job
@@ -101,8 +101,8 @@ def run_config(
         directory = stack.enter_context(
             contextlib.closing(RunDirectory(Path(config.run)))
         )  # locked before anything is loaded
-        for one in config.jobs:  # before the base takes its time
-            check_identity(directory.job(one.name), of_config(one), accept_changes=accept_changes)
+        known = {one.name: of_config(one) for one in config.jobs}
+        changed = _changed(directory, known, accept_changes=accept_changes)  # before the base takes its time
         opened = base or open_base(config, directory, stack)
         prepared = prepare_all(config.jobs, opened.info, directory)
         jobs = [job for job, _ in prepared]
@@ -110,11 +110,11 @@ def run_config(
             described = identity(job, opened.info, config)
             for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
                 job.note_inexact(why)
-            _take_up(job.directory, job.progress)
+            _take_up(job.directory, job.progress, changed=job.name in changed)
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
-        workshop.notes += _left_out(jobs)
+        workshop.notes += [*_left_out(jobs), *_not_followed(known)]
         for reason in workshop.inexact:
             for job in jobs:
                 job.note_inexact(reason)
@@ -127,6 +127,9 @@ def run_config(
             workshop.close()
         results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
         return RunResult(directory.path, results, _report(directory.path), tuple(workshop.notes))
+
+
+_UNCHANGED = ", as its job.yaml says: your changes do not apply to it. To train the changed job, give another --run"
 
 
 def _run_on_hosts(
@@ -144,12 +147,12 @@ def _run_on_hosts(
     log.addHandler(notices)
     try:
         with contextlib.closing(RunDirectory(Path(config.run), "run")) as directory:
-            jobs = []
+            jobs, known = [], {one.name: of_config(one) for one in config.jobs}
+            changed = _changed(directory, known, accept_changes=accept_changes)
             for one in config.jobs:
                 at = directory.job(one.name)
-                check_identity(at, of_config(one), accept_changes=accept_changes)
                 job = HostedJob(one, at, JobProgress(one.name, one.steps))
-                job.lines.update(_take_up(at, job.progress))
+                job.lines.update(_take_up(at, job.progress, changed=one.name in changed))
                 jobs.append(job)
             launch = launcher(config.cluster, (config.engine, config.rollout))
             run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes)
@@ -158,15 +161,30 @@ def _run_on_hosts(
             interrupt = Interrupt(notify)
             interrupt.run(lambda: run.run(interrupt, observe))
             results = {job.config.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
-            return RunResult(directory.path, results, _report(directory.path))
+            return RunResult(directory.path, results, _report(directory.path), tuple(_not_followed(known)))
     finally:
         log.removeHandler(notices)
 
 
-def _take_up(directory: JobDirectory, progress: JobProgress) -> list[int]:
+def _changed(directory: RunDirectory, identities: Mapping[str, Mapping[str, Any]], *, accept_changes: bool) -> set[str]:
+    """Jobs that differ from those that were begun, where that is accepted.
+
+    Raises:
+        RunError: a job differs, and it is not accepted.
+    """
+    jobs = identities.items()
+    return {name for name, one in jobs if check_identity(directory.job(name), one, accept_changes=accept_changes)}
+
+
+def _not_followed(identities: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Why a change of the jobs' code may go unnoticed; a line each."""
+    return [f"job {name}: {why}" for name, one in identities.items() for why in one.get(NOT_FOLLOWED, ())]
+
+
+def _take_up(directory: JobDirectory, progress: JobProgress, *, changed: bool) -> list[int]:
     """Start from what an earlier process left: jobs that ended stay ended (unless more steps are wanted), others go on.
 
-    Gives the steps that are recorded.
+    `changed` is whether the job differs from the one that was begun. Gives the steps that are recorded.
     """
     committed = directory.newest()
     if committed is None:
@@ -178,6 +196,7 @@ def _take_up(directory: JobDirectory, progress: JobProgress) -> list[int]:
     if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and committed.step >= progress.steps):
         progress.state = JobState(state)
         progress.message = "done before" if state == JobState.SUCCEEDED else "cancelled before"
+        progress.message += _UNCHANGED if changed else ""
     return [int(line["step"]) for line in lines]
 
 

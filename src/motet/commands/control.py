@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 from pathlib import Path
 
+from motet.checksums import replace_file
 from motet.errors import ConfigError, RunError
-from motet.runtime.checkpoint import JobDirectory, replace_file
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.rundir import CONTROL
 from motet.types import JobState
 

@@ -1,4 +1,4 @@
-"""`motet verify`: is what lies in a run directory what was saved?"""
+"""`motet verify`: does a run directory hold what was saved, and all of it?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from rich.console import Console
 
 from motet.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.manifest import MANIFEST
 from motet.runtime.opening import damages
+from motet.runtime.ownership import removed_jobs
+
+_OF_A_JOB = ("state", "job.yaml", MANIFEST)
 
 
 def verify(directory: Path) -> int:
@@ -18,20 +22,32 @@ def verify(directory: Path) -> int:
         RunError: there is no run in the directory.
     """
     console = Console(emoji=False)
-    jobs = [path.parent for path in sorted(directory.glob("*/state"))] or [
-        path.parent for path in directory.glob("state")
-    ]
-    if not jobs:
+    jobs = [directory] if _is_job(directory) else sorted(path for path in directory.glob("[!.]*") if _is_job(path))
+    removed = removed_jobs(directory)
+    if not jobs and not removed:
         raise RunError(f"{directory} holds no job's directory; give runs/<run>, or runs/<run>/<job>")
-    damaged = 0
+    lines = [
+        f"{path} is missing: put it back; `motet run` trains the job from the start, and deletes nothing"
+        for path in removed
+    ]
     for path in jobs:
         job = JobDirectory(path)
-        wrong = list(damages(job, job.steps()))
-        damaged += len(wrong)
-        for damage in wrong:
-            console.print(str(damage), soft_wrap=True, highlight=False)
-        if not wrong:
-            console.print(
-                f"{path.name}: {len(job.steps())} commits, {len(job.versions())} versions, all as they were saved"
-            )
-    return 1 if damaged else 0
+        steps = job.steps()
+        if wrong := [str(damage) for damage in damages(job, steps)]:
+            lines += wrong
+            continue
+        early = "" if job.manifest.path.exists() or not steps else _NO_MANIFEST
+        console.print(
+            f"{path.name}: {len(steps)} commits, {len(job.versions())} versions, all as they were saved{early}",
+            soft_wrap=True,
+        )
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+    return 1 if lines else 0
+
+
+_NO_MANIFEST = "; they are of an earlier version of Motet, so files that were removed cannot be noticed"
+
+
+def _is_job(path: Path) -> bool:
+    return any((path / name).exists() for name in _OF_A_JOB)

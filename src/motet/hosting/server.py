@@ -252,7 +252,8 @@ class EngineServer:
         start, info = self._start, self.base.info
         job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, None if start.own_jobs else OF_A_JOB)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
-        otherwise = open_job(job.directory, identity(job, info, self._config), **accepts)
+        installed = {name: str(one["target"]) for name, one in start.rewards.items()}
+        otherwise = open_job(job.directory, identity(job, info, self._config, installed), **accepts)
         for why in (*otherwise, *self.workshop.inexact):
             job.note_inexact(why)
         if (committed := job.directory.newest()) is not None:

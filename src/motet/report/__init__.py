@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from motet.checksums import replace_file
 from motet.report.page import page
 from motet.report.read import read_run
 from motet.report.svg import draw_curves
-from motet.runtime.checkpoint import replace_file
 
 __all__ = ["curves_svg", "write_report"]
 

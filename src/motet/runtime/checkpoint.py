@@ -8,14 +8,15 @@
       state/<step>/          one commit: adapter, optimizer, state.json; renamed into place when whole and synced
       versions/v<n>/         the same adapters as plain PEFT directories: the newest, the best and the last
       checksums.jsonl        sha256 of each file of rollouts; those of all else are in state.json and beside a version
+      manifest.jsonl         what must be here, so that whatever is missing is noticed
 
 Step s turns version s into s + 1, so state/<n> and versions/v<n> belong together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -26,8 +27,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from motet.checksums import SUMS, hash_of, sealed, sums_of, sync, unsealed
-from motet.errors import DiskFull, RunError
+from motet.checksums import SUMS, hash_of, replace_file, sealed, sums_of, sync, unsealed
+from motet.errors import RunError
+from motet.runtime.manifest import Manifest
 from motet.runtime.ownership import Ownership
 from motet.tasks.plain_json import as_json
 from motet.types import ADAPTER_FILES
@@ -62,6 +64,8 @@ class Committed:
     """Torch threads of the process that committed; sums of a whole gradient depend on it."""
     inexact: tuple[str, ...] = ()
     """Why the job's bytes may depend on the clock or on its company; empty when they do not."""
+    after: str = ""
+    """Sum of the manifest's newest record before this commit; empty in a commit of an earlier version of Motet."""
 
     def length(self, log: Path) -> int:
         """How many bytes of a log count."""
@@ -86,6 +90,8 @@ class JobDirectory:
         self.metrics = path / "metrics.jsonl"
         self.timings = path / "timings.jsonl"
         self.checksums = path / "checksums.jsonl"
+        self.manifest = Manifest(path)
+        self._identity: bytes | None = None
         self._hashes: dict[Path, hashlib._Hash] = {}
         self._owner = Ownership(path)
 
@@ -96,15 +102,25 @@ class JobDirectory:
 
     # --- opening -----------------------------------------------------------------------------------------------------
 
+    def describe(self, identity: bytes) -> None:
+        """Set what job.yaml says, from the moment at which the job begins or resumes."""
+        self._identity = identity
+        if not self.steps():
+            replace_file(self.path / "job.yaml", identity)
+
     def restore(self) -> Committed | None:
         """Take the directory up where its newest commit left it: whatever was written later is cut off."""
         self._owner.take()
         for leftover in [*self.path.glob("*/.tmp-*"), *self.path.glob(".tmp-*")]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         committed = self.newest()
-        self._cut_back(committed)
+        _cut_back(self, committed)
         if committed is not None:
             self.link_version(committed.step)  # the crash may have come between the commit and its link
+        self.record(self.steps(), self.versions(), identity=self._identity)
+        if self._identity is not None:
+            replace_file(self.path / "job.yaml", self._identity)  # the record before allows the old one too
+            self._identity = None
         return committed
 
     def newest(self) -> Committed | None:
@@ -138,7 +154,7 @@ class JobDirectory:
         earlier = [other for other in self.steps() if other < step]
         if not earlier:
             return "there is no commit before it; begin anew in another run directory"
-        return f"remove {self.path / 'state' / str(step)} to go on from step {earlier[-1]}"
+        return f"remove {self.path / 'state' / str(step)} to go on from step {earlier[-1]} by --accept-changes"
 
     def read_metrics(self, committed: Committed) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that a commit covers."""
@@ -187,22 +203,6 @@ class JobDirectory:
             for line in lines:
                 yield json.loads(line)
 
-    def _cut_back(self, committed: Committed | None) -> None:
-        """Forget what was written after the commit."""
-        done = committed or Committed()
-        self.forget()
-        for path in self.logs:
-            with path.open("ab") as file:
-                file.truncate(min(done.length(path), path.stat().st_size))
-        for item in (self.path / "rollouts").iterdir():
-            match = re.fullmatch(r"(eval-)?(\d+)\.jsonl", item.name)
-            if match and (int(match[2]) > done.evaluated if match[1] else int(match[2]) >= done.step):
-                item.unlink()
-        for item in (self.path / "versions").iterdir():
-            match = re.fullmatch(r"v(\d+)", item.name)
-            if match and int(match[1]) > done.step:
-                _remove(item)
-
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
@@ -239,13 +239,13 @@ class JobDirectory:
         draft = final.with_name(f".tmp-{committed.step}")
         if final.exists():  # the same step was committed before the job was paused: the newer record wins
             own = {name: value for name, value in self.committed(committed.step).sums.items() if name not in sums}
-            committed = dataclasses.replace(committed, **lengths, sums={**own, **sums})
+            committed = dataclasses.replace(committed, **lengths, sums={**own, **sums}, after=self.manifest.head)
             replace_file(final / "state.json", sealed(asdict(committed)))
             return committed
         draft.mkdir()
         save(draft)
         self._owner.check()  # it may have taken long, and whoever takes a job up removes what is not finished
-        committed = dataclasses.replace(committed, **lengths, sums={**sums_of(draft), **sums})
+        committed = dataclasses.replace(committed, **lengths, sums={**sums_of(draft), **sums}, after=self.manifest.head)
         replace_file(draft / "state.json", sealed(asdict(committed)))
         sync(draft)
         self._owner.check()
@@ -283,30 +283,37 @@ class JobDirectory:
         draft.rename(final)
         sync(final.parent)
 
-    def prune(self, keep: int, rollouts_bytes: float) -> None:
-        """Delete commits beyond the newest `keep`, versions that are neither theirs nor their best, and old rollout logs."""
+    def record(
+        self, steps: Iterable[int], versions: Iterable[int], *, closed: bool = False, identity: bytes | None = None
+    ) -> None:
+        """Record in the manifest which commits and versions must be here (`Manifest.record`)."""
+        self._owner.check()
+        done = self.newest() or Committed()
+        logs = {path.name: (done.length(path), done.sums.get(path.name, "")) for path in self.logs}
+        self.manifest.record(steps, versions, logs, closed=closed, identity=identity)
+
+    def prune(self, keep: int, rollouts_bytes: float, *, closed: bool = False) -> None:
+        """Delete commits beyond the newest `keep`, versions that are neither theirs nor their best, and old rollout logs.
+
+        The manifest is written first: what it does not list may be gone. `closed` as in `record`.
+        """
         steps = self.steps()
         kept = set(steps[-keep:])
         versions = {f"v{number}" for step in kept for number in (step, self.committed(step).best_version)}
+        self.record(sorted(kept), (number for number in self.versions() if f"v{number}" in versions), closed=closed)
         for step in steps:
             if step not in kept:
                 _remove(self.path / "state" / str(step))
         for item in (self.path / "versions").iterdir():
             if item.name not in versions and not item.name.startswith("."):
                 _remove(item)
-        logs = [item for item in (self.path / "rollouts").iterdir() if item.name != "eval-0.jsonl"]
-        logs.sort(key=lambda item: (item.stat().st_mtime_ns, item.name))
-        total = sum(item.stat().st_size for item in logs)
-        for item in logs[:-1]:
-            if total <= rollouts_bytes:
-                break
-            total -= item.stat().st_size
-            item.unlink()
+        _prune_rollouts(self.path / "rollouts", rollouts_bytes)
 
     def delete(self) -> None:
         """Remove all of it."""
-        shutil.rmtree(self.path, ignore_errors=True)
         self._owner.forget()
+        with contextlib.suppress(OSError):  # its last writer may still be at work
+            _remove(self.path)
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Record the job's state and reason for people and reports."""
@@ -320,6 +327,35 @@ class JobDirectory:
         except (OSError, ValueError):
             return {}
         return status
+
+
+def _cut_back(job: JobDirectory, committed: Committed | None) -> None:
+    """Forget what was written after the commit."""
+    done = committed or Committed()
+    job.forget()
+    for path in job.logs:
+        with path.open("ab") as file:
+            file.truncate(min(done.length(path), path.stat().st_size))
+    for item in (job.path / "rollouts").iterdir():
+        match = re.fullmatch(r"(eval-)?(\d+)\.jsonl", item.name)
+        if match and (int(match[2]) > done.evaluated if match[1] else int(match[2]) >= done.step):
+            item.unlink()
+    for item in (job.path / "versions").iterdir():
+        match = re.fullmatch(r"v(\d+)", item.name)
+        if match and int(match[1]) > done.step:
+            _remove(item)
+
+
+def _prune_rollouts(folder: Path, most_bytes: float) -> None:
+    """Delete the oldest logs, but never the first evaluation and the newest log."""
+    logs = [item for item in folder.iterdir() if item.name != "eval-0.jsonl"]
+    logs.sort(key=lambda item: (item.stat().st_mtime_ns, item.name))
+    total = sum(item.stat().st_size for item in logs)
+    for item in logs[:-1]:
+        if total <= most_bytes:
+            break
+        total -= item.stat().st_size
+        item.unlink()
 
 
 def _before(evals: bool) -> str:
@@ -341,30 +377,3 @@ def _remove(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)
     shutil.rmtree(gone)
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all.
-
-    Raises:
-        DiskFull: the disk is full.
-    """
-    draft = path.with_name(f".tmp-{path.name}")
-    try:
-        with draft.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
-    except OSError as error:
-        raise disk_error(error, path) from error
-
-
-def disk_error(error: OSError, path: Path | None) -> Exception:
-    """A full disk in words; any other error as it is."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(
-            f"the disk is full: {path} could not be written. Nothing committed is lost; free some space and run the same "
-            "command again"
-        )
-    return error

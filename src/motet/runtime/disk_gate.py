@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 
+from motet.checksums import disk_error
 from motet.errors import DiskFull, RunError
-from motet.runtime.checkpoint import JobDirectory, disk_error
+from motet.runtime.checkpoint import JobDirectory
 
 _MORE = 2**20
 """Bytes that must have come free where nobody knows how many a commit takes."""
@@ -32,10 +34,10 @@ class DiskSpaceGate:
 
     def block(self, job: str, directory: JobDirectory) -> str:
         """Hold back a job that met a full disk, and throw away what it left half written. Returns the message for its state."""
-        try:
-            committed = directory.restore()
-        except (OSError, RunError):
-            committed = None
+        committed = None
+        with contextlib.suppress(OSError, RunError):
+            committed = directory.newest()
+            directory.restore()
         free = _free(directory)
         needs = free + _MORE
         if committed is not None:

@@ -37,7 +37,7 @@ class Driver:
             while not self.ended:
                 job.progress.spent = self.spent
                 if self._pause or job.progress.spent:
-                    await session.commit()
+                    await session.commit(closed=True)
                     return JobState.PAUSED
                 await self.step(session.done.step)
                 await self._publish()

@@ -6,22 +6,26 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from motet.checksums import hash_of
 from motet.config import GIVEN_ROWS, JobConfig
+from motet.runtime.function_sums import FunctionSums
+from motet.runtime.source_sums import SHOWN, Sources
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_elsewhere import masked
 from motet.types import ADAPTER_WEIGHTS
 
-_SHOWN = 16
-"""Digits of a sum that tell two contents apart."""
+NOT_FOLLOWED = "not_followed"
+"""What of a job's identity says which code was not looked at."""
+_OWN_CODE = re.compile(r"[^\s:]+\.py:[\w.]+")
 
 
-def of_config(config: JobConfig) -> dict[str, Any]:
-    """The part that can be known before anything is loaded."""
+def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The part that can be known before anything is loaded; `installed` says which functions an operator's rewards are."""
     job = config.model_dump(mode="json", exclude={"checkpoint", "priority", "budget"})
     for field in ("source", "eval_source"):
         job["data"][field] = _placeless(job["data"][field])
@@ -34,23 +38,47 @@ def of_config(config: JobConfig) -> dict[str, Any]:
         file, colon, function = section[field].rpartition(":")
         section[field] = f"{_placeless(file)}:{function}" if colon else section[field]
     job["rewards"] = [masked(reward) for reward in job["rewards"]]  # another password is no other job
+    sources = _sources(config, installed or {})
     functions = [_source(reward.function) for reward in config.rewards if reward.function is not None]
-    return {"functions": functions, "contents": dict(_contents(config)), "job": job}
+    unknown = {NOT_FOLLOWED: sources.not_followed} if sources.not_followed else {}
+    return {
+        "functions": functions,
+        "contents": dict(_contents(config)),
+        "code": dict(sorted(sources.code.items())),
+        **unknown,
+        "job": job,
+    }
+
+
+def _sources(config: JobConfig, installed: Mapping[str, str]) -> Sources:
+    """The project's own code that makes rewards, environment and algorithm."""
+    sources = Sources()
+    functions = FunctionSums(sources)
+    for reward in config.rewards:
+        if reward.function is not None:
+            functions.add(reward.name, reward.function)
+        else:
+            sources.add(installed.get(reward.name, reward.name))
+    sources.add(config.environment.name)
+    sources.add(config.algorithm.type)
+    for args in (config.environment.args, *(reward.args for reward in config.rewards)):
+        for value in args.values():
+            if isinstance(value, str) and _OWN_CODE.fullmatch(value):
+                sources.add(value)
+    return sources
 
 
 def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Each file that a job names, and rows that it was given, with the beginning of its sum."""
-    rewards = (reward.name for reward in config.rewards if reward.function is None)
-    named = [config.algorithm.type, config.environment.name, *rewards]
+    """Each file of data that a job names, and rows that it was given, with the beginning of its sum."""
     adapters = [
         name and str(Path(name) / ADAPTER_WEIGHTS) for name in (config.adapter.init, config.algorithm.compared_with)
     ]
     if config.data.rows is not None:
         rows = json.dumps(as_json(list(config.data.rows)), sort_keys=True)
-        yield GIVEN_ROWS, hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()[:_SHOWN]
-    for name in (config.data.source, config.data.eval_source, *adapters, *(name.rpartition(":")[0] for name in named)):
+        yield GIVEN_ROWS, hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()[:SHOWN]
+    for name in (config.data.source, config.data.eval_source, *adapters):
         if name and (path := Path(os.path.expanduser(name))).is_file():
-            yield path.name, hash_of(path).hexdigest()[:_SHOWN]
+            yield path.name, hash_of(path).hexdigest()[:SHOWN]
 
 
 def _placeless(name: str | None) -> str | None:
@@ -58,8 +86,8 @@ def _placeless(name: str | None) -> str | None:
 
 
 def _source(function: Any) -> str:
-    """Of a function's source, so that an edited one is not taken for the old; empty where it has none."""
+    """What earlier versions of Motet compared of a function; empty where it has no source."""
     try:
-        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:_SHOWN]
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:SHOWN]
     except (OSError, TypeError):
         return ""

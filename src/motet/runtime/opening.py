@@ -9,15 +9,16 @@ from typing import Any
 
 import yaml
 
-from motet.checksums import Damage, compare, hash_of, version_damage
+from motet.checksums import SUMS, Damage, compare, hash_of, replace_file, version_damage
 from motet.errors import RunError
-from motet.runtime.checkpoint import Committed, JobDirectory, replace_file
+from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.identity import NOT_FOLLOWED
+from motet.runtime.manifest import Record, sum_of
+from motet.runtime.source_sums import code_changes
 from motet.tasks.reward_elsewhere import masked
 
 _GO_ON = "put it back, or go on with what is there by --accept-changes"
-
-COMPUTING = ("dtype", "device", "versions", "kernels", "numerics", "block_size", "micro_batch_tokens")
-"""What of a job's identity says how it is computed."""
+_REMOVE = "remove it, or go on with what is there by --accept-changes"
 _BEFORE = "computed_before"
 
 
@@ -41,29 +42,38 @@ def open_job(
     check_identity(directory, identity, accept_changes=accept_changes)
     for name in ("state", "versions", "rollouts"):
         (directory.path / name).mkdir(parents=True, exist_ok=True)
+    otherwise = _computed_otherwise(directory, identity)
+    kept = {_BEFORE: otherwise} if otherwise else {}
+    described = _as_yaml({**identity, **kept}).encode()
+    if accept_changes:
+        _accept_changes(directory, described)
+    for damage in commit_damages(directory, directory.steps()):
+        raise RunError(str(damage))
     if accept_damage and (newest := directory.newest()) and any(record_damages(directory, newest)):
         accept(directory, newest)
     for damage in damages(directory, directory.steps()):
         raise RunError(str(damage))
-    otherwise = _computed_otherwise(directory, identity)
-    kept = {_BEFORE: otherwise} if otherwise else {}
-    replace_file(directory.path / "job.yaml", _as_yaml({**identity, **kept}).encode())
+    directory.describe(described)
     return tuple(otherwise)
 
 
+def _accept_changes(directory: JobDirectory, described: bytes) -> None:
+    """Take job.yaml as it is to be, and go back to the newest commit where later ones were removed."""
+    changed = any(identity_damage(directory))
+    if changed:
+        replace_file(directory.path / "job.yaml", described)
+    if changed or (directory.steps() and any(_lost_commits(directory))):
+        directory.record(directory.steps(), directory.versions())
+
+
 def _computed_otherwise(directory: JobDirectory, identity: Mapping[str, Any]) -> list[str]:
-    path, steps = directory.path / "job.yaml", directory.steps()
-    try:
-        before = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        before = None
+    before, steps = _read_identity(directory.path / "job.yaml"), directory.steps()
     if not steps or not steps[-1]:
         return []
-    if not isinstance(before, dict):
+    if before is None:
         return ["nobody knows how its first steps were computed: job.yaml was damaged"]
-    then = {key: before[key] for key in COMPUTING if key in before}
     now = yaml.safe_load(_as_yaml(identity))
-    changes = differences(then, {key: now.get(key) for key in then})
+    changes = _changes(before, {**_known(before, now), **({"code": now["code"]} if "code" in now else {})})
     known = [str(line) for line in before.get(_BEFORE, ())]
     new = (
         change for change in changes if not any(line.startswith(f"{change} (") for line in known)
@@ -71,32 +81,65 @@ def _computed_otherwise(directory: JobDirectory, identity: Mapping[str, Any]) ->
     return [*known, *(f"{change} (from step {steps[-1]} on)" for change in new)]
 
 
-def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool) -> None:
+def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool) -> list[str]:
     """Compare a job, or the part of it that is given, with what its directory was made with.
 
+    Returns:
+        The differences that were accepted, a line each.
+
     Raises:
-        RunError: something differs.
+        RunError: something differs, and it is not accepted.
     """
     path = directory.path / "job.yaml"
-    if accept_changes or not path.exists() or not directory.steps():
-        return
-    try:
-        before = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        before = None
-    if not isinstance(before, dict):
+    if not path.exists() or not directory.steps():
+        return []
+    before = _read_identity(path)
+    if before is None and accept_changes:
+        return []
+    if before is None:
         raise RunError(f"{path} is damaged: put it back, or go on with the job as it is by --accept-changes")
-    now, before = yaml.safe_load(_as_yaml(identity)), _masked(before)
-    changes = list(differences({key: before.get(key) for key in now}, now))
-    if _more_steps(before, now):
-        changes = [change for change in changes if not change.startswith("job.steps:")]
-    if changes:
+    now = yaml.safe_load(_as_yaml(identity))
+    changes = _changes(_masked(before), now)
+    if changes and not accept_changes:
         listed = "\n  ".join(changes)
         raise RunError(
             f"{directory.path} was made by a different job, and has done {directory.steps()[-1]} steps of it:\n  {listed}\n"
             "Use another run directory, change it back, or go on with the changed job by --accept-changes "
             "(accept_changes=True in Python)."
         )
+    return changes
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Where a job differs from what its directory was made with, a line each; steps that are added are no difference."""
+    code, early = now.get("code", {}), "code" not in before
+    contents = {**(before.get("contents") or {})}
+    lines = []
+    if early:  # an earlier version of Motet: it compared the bytes of files alone
+        known = {name: contents.pop(name) for name in code if name in contents}
+        lines = [f"{name} was edited" for name, digest in known.items() if code[name].get("sha256") != digest]
+    else:
+        lines = list(code_changes(before["code"], code))
+    compared = now.keys() - {"code", NOT_FOLLOWED} - (set() if early else {"functions"})
+    then = {key: contents if key == "contents" else before.get(key) for key in now if key in compared}
+    lines += differences(then, {key: now[key] for key in then})
+    return [line for line in lines if not (line.startswith("job.steps:") and _more_steps(before, now))]
+
+
+def _known(before: Any, now: Any) -> Any:
+    """What of a tree was in an earlier one too: a field that is new in this version of Motet is no change."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return {key: _known(before[key], value) for key, value in now.items() if key in before}
+    return now
+
+
+def _read_identity(path: Path) -> dict[str, Any] | None:
+    """What job.yaml says; None where it cannot be read."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def mask_headers(directory: JobDirectory) -> None:
@@ -141,18 +184,121 @@ def differences(before: Any, after: Any, path: str = "") -> Iterable[str]:
 
 def damages(directory: JobDirectory, steps: Sequence[int]) -> Iterator[Damage]:
     """What is wrong with these commits, and with what the newest of them names besides its own files."""
-    newest, logs = None, {path.name for path in directory.logs}
+    yield from commit_damages(directory, steps)
+    yield from identity_damage(directory)
+    try:
+        newest = directory.newest()
+    except RunError:  # reported already
+        return
+    if newest is not None:
+        yield from record_damages(directory, newest)
+
+
+def commit_damages(directory: JobDirectory, steps: Sequence[int]) -> Iterator[Damage]:
+    """What is wrong with weights and moments: nobody can train without them."""
+    logs = {path.name for path in directory.logs}
     for step in steps:
         path = directory.path / "state" / str(step)
         try:
-            newest = directory.committed(step)
+            committed = directory.committed(step)
         except RunError as error:
             yield Damage(path / "state.json", f"is damaged ({error.__cause__})", directory.remedy(step))
         else:
-            own = {name: value for name, value in newest.sums.items() if name not in logs}
+            own = {name: value for name, value in committed.sums.items() if name not in logs}
             yield from compare(path, own, directory.remedy(step))
-    if newest is not None and newest.step == steps[-1]:
-        yield from record_damages(directory, newest)
+    yield from _lost_commits(directory)
+    yield from _added_commits(directory)
+
+
+def _records(directory: JobDirectory) -> list[Record]:
+    """The manifest; empty where it is damaged, which `record_damages` reports."""
+    try:
+        return directory.manifest.read()
+    except ValueError:
+        return []
+
+
+def identity_damage(directory: JobDirectory) -> Iterator[Damage]:
+    """Whether job.yaml says what it said when the job was opened last."""
+    path, remedy = directory.path / "job.yaml", "put it back, or go on with the job as it is by --accept-changes"
+    allowed = {record.job for record in _records(directory)} - {""}  # it is written after the record that lists it
+    if not directory.steps():
+        return
+    if not path.exists() and allowed:
+        yield Damage(path, "is missing", remedy)
+    elif path.exists() and _read_identity(path) is None:
+        yield Damage(path, "is damaged", remedy)
+    elif allowed and sum_of(path) not in allowed:
+        yield Damage(path, "is not what was saved", remedy)
+
+
+def _lost_commits(directory: JobDirectory) -> Iterator[Damage]:
+    """Commits after the newest that is there: without them, the job would be trained over its own versions."""
+    steps, records, state = directory.steps(), _records(directory), directory.path / "state"
+    anew = f"put it back, or remove {directory.path} to train the job from the start"
+    if not records and not steps and directory.versions():
+        yield Damage(state, "is missing", anew)
+    remedy = f"put it back, or go back to step {steps[-1]} by --accept-changes" if steps else anew
+    for step in sorted(map(int, records[-1].state)) if records else []:
+        if step > max(steps, default=-1):
+            yield Damage(state / str(step), "is missing", remedy)
+
+
+def _added_commits(directory: JobDirectory) -> Iterator[Damage]:
+    """Commits that the manifest neither lists nor is followed by; those before it may wait to be deleted."""
+    records = _records(directory)
+    known = {pair for record in records for pair in record.state.items()}
+    for step in directory.steps() if records else []:
+        path = directory.path / "state" / str(step)
+        try:
+            follows = directory.committed(step).after == records[-1].sum
+        except RunError:  # reported already
+            continue
+        if not follows and (str(step), sum_of(path / "state.json")) not in known:
+            yield Damage(path, "was not saved here", "put the saved one back, or remove it")
+
+
+def _manifest_damage(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
+    """The manifest itself, and versions and older commits that it lists or does not know."""
+    try:
+        records = directory.manifest.read()
+    except ValueError as error:
+        yield Damage(directory.manifest.path, f"is damaged ({error})", _GO_ON)
+        return
+    if not records:
+        if committed.after:
+            yield Damage(directory.manifest.path, "is missing", _GO_ON)
+        return
+    steps, versions = directory.steps(), directory.versions()
+    for step in sorted(set(map(int, records[-1].state)) - set(steps)):
+        if step < committed.step:
+            yield Damage(directory.path / "state" / str(step), "is missing", _GO_ON)
+    for number, wanted in records[-1].versions.items():
+        path = directory.version(int(number))
+        if not path.is_dir():
+            yield Damage(path, "is missing", _GO_ON)
+        elif wanted and sum_of(path / SUMS) not in (wanted, ""):  # without it, its owner changed the version
+            yield Damage(path, "is not what was saved", _GO_ON)
+    known = {number for record in records for number in record.versions} | set(map(str, steps))
+    for number in map(str, versions):
+        if number not in known:
+            yield Damage(directory.version(int(number)), "was added", _REMOVE)
+
+
+def _late_damage(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
+    """What was added to logs and rollouts after the job had stopped in good order."""
+    records = _records(directory)
+    if not records or not records[-1].closed:
+        return
+    for path in directory.logs:
+        length = committed.length(path)
+        if path.is_file() and (more := path.stat().st_size - length) > 0:
+            cut = f"cut it to its first {length} bytes, which --accept-changes does too"
+            yield Damage(path, f"has {more} bytes after those that were saved", cut)
+    known = _rollout_sums(directory, committed)
+    for path in sorted((directory.path / "rollouts").glob("*.jsonl")):
+        if path.name not in known and path.stem.removeprefix("eval-").isdecimal():
+            yield Damage(path, "was added", _REMOVE)
 
 
 def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
@@ -171,17 +317,22 @@ def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
         intact = intact and path != directory.checksums
     if intact:
         yield from _rollout_damage(directory, committed)
+        yield from _late_damage(directory, committed)
+    yield from _manifest_damage(directory, committed)
     best = [] if committed.best_version is None else [committed.best_version]
-    for version in sorted({*directory.steps(), *best} - {committed.step}):  # the newest is made again from its commit
-        if not (path := directory.version(version)).is_dir():
-            yield Damage(path, "is missing", _GO_ON)
-        yield from version_damage(path)
+    listed = {int(number) for record in _records(directory)[-1:] for number in record.versions}
+    for version in sorted(
+        {*directory.steps(), *best} - {committed.step} - listed
+    ):  # the newest is linked after its commit
+        if not directory.version(version).is_dir():
+            yield Damage(directory.version(version), "is missing", _GO_ON)
+    for version in directory.versions():
+        yield from version_damage(directory.version(version))
 
 
 def _rollout_damage(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
     """The oldest go when there are too many, all but the first evaluation; one that is missing after another is damage."""
-    lines = directory.checksums.read_bytes()[: committed.checksums_bytes].splitlines()
-    sums = {entry["file"]: entry["sha256"] for entry in map(json.loads, lines)}
+    sums = _rollout_sums(directory, committed)
     folder: Path = directory.path / "rollouts"
     there = [name for name in sums if (folder / name).is_file()]
     oldest = next((name for name in there if name != "eval-0.jsonl"), None)
@@ -189,6 +340,11 @@ def _rollout_damage(directory: JobDirectory, committed: Committed) -> Iterator[D
     kept = names[names.index(oldest) :] if oldest else names[-1:]
     kept += ["eval-0.jsonl"] if "eval-0.jsonl" in sums else []
     yield from compare(folder, {name: sums[name] for name in dict.fromkeys(kept)}, _GO_ON)
+
+
+def _rollout_sums(directory: JobDirectory, committed: Committed) -> dict[str, str]:
+    lines = directory.checksums.read_bytes()[: committed.checksums_bytes].splitlines()
+    return {entry["file"]: entry["sha256"] for entry in map(json.loads, lines)}
 
 
 def accept(directory: JobDirectory, committed: Committed) -> None:
@@ -201,11 +357,13 @@ def accept(directory: JobDirectory, committed: Committed) -> None:
     records = ({"file": path.name, "sha256": hash_of(path).hexdigest()} for path in by_age)
     directory.checksums.unlink(missing_ok=True)
     directory.forget()
+    directory.manifest.begin()
     for record in records:
         directory.append(directory.checksums, record)
     directory.commit(committed, lambda _: None)
     for step in directory.steps():
         directory.link_version(step)
+    directory.record(directory.steps(), directory.versions())
 
 
 def _is_whole(line: bytes) -> bool:

@@ -10,12 +10,20 @@ from pathlib import Path
 
 from motet.errors import RunError
 
+_BEFORE = ".owner-"
+
+
+def removed_jobs(run: Path) -> list[Path]:
+    """Directories of jobs that began in a run and are not there any more."""
+    jobs = (run / path.name.removeprefix(_BEFORE) for path in sorted(run.glob(f"{_BEFORE}*")))
+    return [path for path in jobs if not path.exists()]
+
 
 class Ownership:
     """The mark of one directory, and whether it is this process's. It lies beside it: what a job leaves has no random bytes."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._file = directory, directory.with_name(f".owner-{directory.name}")
+        self._directory, self._file = directory, directory.with_name(f"{_BEFORE}{directory.name}")
         self._mark: bytes | None = None
 
     def take(self) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
+from motet.checksums import disk_error
 from motet.errors import DeviceError, MotetError, RankGone, RunError
-from motet.runtime.checkpoint import disk_error
 from motet.runtime.client_loop import ClientLoop
 from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.driver import Driver

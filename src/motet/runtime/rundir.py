@@ -10,8 +10,9 @@ import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from motet.checksums import replace_file
 from motet.errors import RunError
-from motet.runtime.checkpoint import JobDirectory, replace_file
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
 from motet.types import JobState
 

@@ -215,10 +215,10 @@ class Session:
             self.job.observer(StepDone({**record, **tokens}))
             done = replace(self.done, tokens_sampled=self.done.tokens_sampled + evaluated.tokens)
             self.done = _with_evaluation(done, evaluated)
-        await self.commit()
+        await self.commit(closed=True)
 
-    async def commit(self) -> None:
-        """Make what was done permanent."""
+    async def commit(self, *, closed: bool = False) -> None:
+        """Make what was done permanent; `closed` where nothing follows before the job is opened again."""
         job, trainer, done = self.job, self.services.trainer, self.done
         job.progress.phase = "saving"
         keep = max(job.config.checkpoint.keep, job.config.algorithm.lag + 1)
@@ -230,7 +230,7 @@ class Session:
 
         def write() -> Committed:
             written = job.directory.commit(done, save)
-            job.directory.prune(keep, job.config.checkpoint.rollouts_mb * 2**20)
+            job.directory.prune(keep, job.config.checkpoint.rollouts_mb * 2**20, closed=closed)
             return written
 
         self.done = await asyncio.to_thread(write)
