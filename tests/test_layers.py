@@ -46,6 +46,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "workshop",
             "verbs",
             "preparing",
+            "before_loading",
             "slot_memory",
             "hosting",
             "servers",

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from motet.before_loading import check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import assemble, open_base, services
+from motet.model_info import ModelInfo
 from motet.preparing import identity, prepare_all
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.identity import of_config
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
-from motet.runtime.opening import check_identity, open_job
+from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
@@ -75,6 +76,7 @@ def run_config(
     sequential: bool = False,
     accept_changes: bool = False,
     observe: Callable[[Sequence[JobProgress]], None] | None = None,
+    loading: Callable[[], None] = lambda: None,
     started: Callable[[Workshop, Sequence[Job]], None] | None = None,
     notify: Callable[[str], None] | None = None,
     watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None = None,
@@ -87,6 +89,7 @@ def run_config(
         sequential: one job after another instead of all at once; the bytes are the same.
         accept_changes: go on in a run directory that was made with another configuration.
         observe: called a few times a second with the progress of all jobs; what it raises ends the run, with all saved.
+        loading: called once, when all that needs no base has been checked.
         started: called once, before the first step, with what was loaded; not where hosts load it.
         notify: called with a line for the person who pressed Ctrl-C, and of hosts that end.
         watch: called once with what says how hosts stand, where there are several.
@@ -96,21 +99,18 @@ def run_config(
     """
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
-        return _run_on_hosts(config, accept_changes=accept_changes, observe=observe, notify=notify, watch=watch)
+        return _run_on_hosts(
+            config, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
+        )
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(
-            contextlib.closing(RunDirectory(Path(config.run)))
-        )  # locked before anything is loaded
-        for one in config.jobs:  # before the base takes its time
-            check_identity(directory.job(one.name), of_config(one), accept_changes=accept_changes)
+        directory = stack.enter_context(contextlib.closing(RunDirectory(Path(config.run))))
+        sources = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None)
+        loading()
         opened = base or open_base(config, directory, stack)
-        prepared = prepare_all(config.jobs, opened.info, directory)
+        prepared = prepare_all(config.jobs, opened.info, directory, sources)
         jobs = [job for job, _ in prepared]
         for job in jobs:
-            described = identity(job, opened.info, config)
-            for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
-                job.note_inexact(why)
-            _take_up(job.directory, job.progress)
+            _open(job, opened.info, config, accept_changes=accept_changes)
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
@@ -134,6 +134,7 @@ def _run_on_hosts(
     *,
     accept_changes: bool,
     observe: Callable[[Sequence[JobProgress]], None] | None,
+    loading: Callable[[], None],
     notify: Callable[[str], None] | None,
     watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None,
 ) -> RunResult:
@@ -144,10 +145,11 @@ def _run_on_hosts(
     log.addHandler(notices)
     try:
         with contextlib.closing(RunDirectory(Path(config.run), "run")) as directory:
+            check_before_loading(config, accept_changes=accept_changes)
+            loading()
             jobs = []
             for one in config.jobs:
                 at = directory.job(one.name)
-                check_identity(at, of_config(one), accept_changes=accept_changes)
                 job = HostedJob(one, at, JobProgress(one.name, one.steps))
                 job.lines.update(_take_up(at, job.progress))
                 jobs.append(job)
@@ -161,6 +163,13 @@ def _run_on_hosts(
             return RunResult(directory.path, results, _report(directory.path))
     finally:
         log.removeHandler(notices)
+
+
+def _open(job: Job, info: ModelInfo, config: RunConfig, *, accept_changes: bool) -> None:
+    described = identity(job, info, config)
+    for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
+        job.note_inexact(why)
+    _take_up(job.directory, job.progress)
 
 
 def _take_up(directory: JobDirectory, progress: JobProgress) -> list[int]:

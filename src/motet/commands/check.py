@@ -18,6 +18,7 @@ from rich.table import Table
 from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
+from motet.before_loading import check_before_loading
 from motet.commands.answers import print_table
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.jobfile import load_jobs
@@ -75,11 +76,12 @@ def _check(config: RunConfig, rollouts: int) -> bool:
     console, failing = Console(emoji=False), list[str]()
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
         directory = RunDirectory(Path(scratch))
+        sources = check_before_loading(config)
         console.print(f"loading {config.base} …")
         base = open_base(config, directory, stack)
         for note in base.info.notes:
             console.print(f"note: {note}")
-        prepared = prepare_all(config.jobs, base.info, directory)
+        prepared = prepare_all(config.jobs, base.info, directory, sources)
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
         workshop = assemble(base, alone, [need for _, need in prepared], directory)
         for note in workshop.notes[len(base.info.notes) :]:

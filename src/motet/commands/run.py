@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from motet.commands.answers import print_table, same_command, width_of
+from motet.config import RunConfig
 from motet.config.engine import ClusterConfig
 from motet.errors import ConfigError
 from motet.jobfile import load_jobs
@@ -42,7 +43,6 @@ def run_file(
         config = config.model_copy(update={"cluster": ClusterConfig(launcher="ray", address=ray)})
     _be_the_rank_that_torchrun_wants(config.cluster)
     console = Console(emoji=False)
-    console.print(f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …")
     view = make_view(console, config.base)
     last: list[JobProgress] = []
     printed: list[str] = []
@@ -71,6 +71,7 @@ def run_file(
                 sequential=sequential,
                 accept_changes=accept_changes,
                 observe=observe,
+                loading=lambda: console.print(_loading(config)),
                 started=started,
                 notify=view.print_line,
                 watch=watch,
@@ -80,6 +81,10 @@ def run_file(
     _print_notes(console, result.notes, printed)
     print_table(console, summary_table(last, Path(config.run), view.seconds, glyphs_of(console), width_of(console)))
     return _farewell(console, result)
+
+
+def _loading(config: RunConfig) -> str:
+    return f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …"
 
 
 def _be_the_rank_that_torchrun_wants(cluster: ClusterConfig) -> None:

@@ -21,6 +21,8 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")
 
 GENERATED_ROWS = 4096
 """Rows of a generated source whose job does not say how many."""
+HELD_OUT = 64
+"""Rows held out of many, where a job does not say how many."""
 
 
 MOST_RANK = 512
@@ -77,12 +79,18 @@ class DataConfig(Config):
     """Passed to the tokenizer's chat template (for instance `enable_thinking: false`)."""
     shuffle: bool = True
     """Shuffle with the job's seed; every pass over the data is shuffled anew."""
-    holdout: int = Field(64, ge=0, le=10**6)
-    """Rows kept out of training for evaluation."""
+    holdout: Annotated[int, Field(ge=0, le=10**6)] | Literal["auto"] = "auto"
+    """Rows kept out of training for evaluation; `auto` is 64, and a quarter of the rows where there are fewer than 256."""
     eval_source: str | None = None
     """A source of its own for evaluation instead of held-out rows."""
     seed: int = 0
     """Seed of a generated source and of the held-out split; the same for every job, so that sweeps share both."""
+
+    def held_out_of(self, rows: int | None) -> int:
+        """How many rows are held out of so many; None is for a source of its own."""
+        if self.holdout != "auto":
+            return self.holdout
+        return HELD_OUT if rows is None else min(HELD_OUT, rows // 4)
 
     @model_validator(mode="before")
     @classmethod

@@ -23,7 +23,7 @@ from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
 from motet.hosting.scores import AskedOfService
 from motet.launch import assemble, open_base, services
-from motet.preparing import identity, prepare
+from motet.preparing import Sources, identity, prepare
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import CommandObeyed, Job, JobObserver, StateChanged, StepDone
 from motet.runtime.meter import Meter
@@ -225,7 +225,8 @@ class EngineServer:
 
     def _prepared(self, tree: Mapping[str, Any], first_step: int) -> Job:
         start, info = self._start, self.base.info
-        job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, None if start.own_jobs else OF_A_JOB)
+        sources = Sources(None if start.own_jobs else OF_A_JOB)
+        job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, sources)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         otherwise = open_job(job.directory, identity(job, info, self._config), **accepts)
         for why in (*otherwise, *self.workshop.inexact):

@@ -23,6 +23,7 @@ from motet.tasks.rewards import BUILTIN, check_args
 from motet.types import Problem
 
 SCORER = "scorer"
+NO_SCORER = "only reasoning-gym:NAME data has a scorer of its own; name a reward, such as `exact`"
 OWN = OwnCode("reward", RewardError, (*BUILTIN, SCORER))
 # What TRL passes besides columns. Tokens are not for rewards here; the trainer's state is None, as before training.
 _TRL_ONLY = ("completion_ids", "prompt_ids", "prompts_ids")
@@ -56,18 +57,27 @@ def resolve(name: str, args: Mapping[str, Any], function: Any = None, scorer: Sc
     """
     if function is None and name == SCORER:
         if scorer is None:
-            raise RewardError("only reasoning-gym:NAME data has a scorer of its own; name a reward, such as `exact`")
+            raise RewardError(NO_SCORER)
         function = build_scorer(scorer)
     elif function is None and name in BUILTIN:
-        loaded = adapted(BUILTIN[name], args, name)
-        try:
-            check_args(name, args)
-        except Exception as error:  # a pattern that is none, a type that does not compare: whatever args may hold
-            raise RewardError(f"reward {name!r}: args {dict(args)}: {error}") from error
         if name == "math":
             importlib.import_module("math_verify")  # slow to import: not on the first completion's CPU time
-        return loaded
+        return built_in(name, args)
     return adapted(OWN.find(name) if function is None else function, args, name)
+
+
+def built_in(name: str, args: Mapping[str, Any]) -> LoadedReward:
+    """A reward that ships with Motet.
+
+    Raises:
+        RewardError: its arguments are wrong.
+    """
+    loaded = adapted(BUILTIN[name], args, name)
+    try:
+        check_args(name, args)
+    except Exception as error:  # a pattern that is none, a type that does not compare: whatever args may hold
+        raise RewardError(f"reward {name!r}: args {dict(args)}: {error}") from error
+    return loaded
 
 
 def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:

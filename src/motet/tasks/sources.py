@@ -85,12 +85,23 @@ def _siblings(path: Path) -> list[str]:
     return sorted(item.name for item in path.parent.iterdir()) if path.parent.is_dir() else []
 
 
-def _toy(config: DataConfig, name: str) -> Iterator[Row]:
-    from motet.tasks.toys import FAMILIES, make_rows
+def check_toy(name: str) -> None:
+    """Look for a toy task.
+
+    Raises:
+        DataError: there is none of this name, and which there are.
+    """
+    from motet.tasks.toys import FAMILIES
 
     if name not in FAMILIES:
         near = _near(name, list(FAMILIES)) or ";"
         raise DataError(f"there is no toy task {name!r}{near} there are {', '.join(FAMILIES)}")
+
+
+def _toy(config: DataConfig, name: str) -> Iterator[Row]:
+    from motet.tasks.toys import make_rows
+
+    check_toy(name)
     return iter(make_rows(name, config.size or GENERATED_ROWS, config.seed))
 
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 MOST = 2**20
 """Bytes of a body where no other limit is set."""
 MOST_PROMPT = 4 * 2**20
-"""Of a request for completions, or to try a grader; of what an agent asks."""
+"""Of a request for completions, to try a grader, or to submit several jobs; of what an agent asks."""
 MOST_SCORES = 8 * 2**20
 """Of what a reward worker hands in."""
 MOST_OF_NOBODY = 2**16
@@ -27,7 +27,9 @@ MOST_OF_NOBODY = 2**16
 MOST_GRADIENT = 32 * 2**20
 """Of what a client wants a gradient of."""
 _GRADIENT = "/tinker/api/v1/forward_backward"
-_PROMPTS = ("/tinker/api/v1/asample", "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run")
+_PROMPTS = (
+    "/tinker/api/v1/asample", "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run", "/v1/submissions"
+)  # fmt: skip
 _SCORES = "/scoring/results"
 _EPISODES = "/episodes/"
 _AROUND = 2**16  # what a form has around its file

@@ -26,8 +26,9 @@ from motet.service.http.depends import (
     WorkersDep,
 )
 from motet.service.jobs.queue import StartCondition
+from motet.service.jobs.submissions import GivenJob
 from motet.service.jobs.validation import LONGEST_TEXT, read_jobs
-from motet.service.schemas import Asked, CheckedJobs, Job, Jobs, Rollouts
+from motet.service.schemas import Asked, CheckedJobs, Job, Jobs, JobsToSubmit, Rollouts, SubmittedJobs
 from motet.service.schemas.usage import JobChange
 from motet.tasks.reward_elsewhere import MASK
 from motet.types import JobState
@@ -104,9 +105,32 @@ async def submit(
     """Submit a job. A repeated request with the same Idempotency-Key gives the same job."""
 
     def take() -> Job:
-        submitted = submissions.submit(who, job, idempotency_key, StartCondition(after or (), at))
+        given = GivenJob(job, StartCondition(after or (), at))
+        (submitted,) = submissions.submit(who, [given], idempotency_key)
         store.audit(who, "submit", submitted.id)
         return shown(submitted)
+
+    return await threads.run(who.key_id, take)
+
+
+@router.post("/submissions", status_code=201)
+async def submit_all(
+    who: Asker,
+    submissions: SubmissionsDep,
+    store: StoreDep,
+    threads: CheckThreadsDep,
+    shown: Shown,
+    asked: JobsToSubmit,
+    idempotency_key: Annotated[str | None, Header(max_length=190)] = None,
+) -> SubmittedJobs:
+    """Submit several jobs: all are taken, or none. A job may name one above it in `adapter.init`, and waits for that one."""
+
+    def take() -> SubmittedJobs:
+        given = [GivenJob(one.job, StartCondition(one.after, asked.at)) for one in asked.jobs]
+        submitted = submissions.submit(who, given, idempotency_key)
+        for job in submitted:
+            store.audit(who, "submit", job.id)
+        return SubmittedJobs(data=[shown(job) for job in submitted])
 
     return await threads.run(who.key_id, take)
 
@@ -203,8 +227,7 @@ async def check(
 
     def look() -> CheckedJobs:
         jobs = read_jobs(given.text, settings.bases)
-        for job in jobs:
-            submissions.check(who, job)
+        submissions.check(who, [GivenJob(job) for job in jobs])
         return CheckedJobs(jobs=jobs)
 
     return await threads.run(who.key_id, look)
