@@ -32,6 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "checksums",
             "plain_yaml",
             "own_code",
+            "near",
         }
     ),
     frozenset({"protocols", "channel", "jobfile", "device", "budgets", "allocator", "mkl", "stops"}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import itertools
 import json
 import os
@@ -19,6 +18,7 @@ from motet.config.chain import chains
 from motet.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
 from motet.launch import check_directories
 from motet.model.find import find_adapter, find_base
+from motet.near import close_matches
 from motet.preparing import Sources, check_reference
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
@@ -153,7 +153,7 @@ def _check_start(job: JobConfig, jobs: Sequence[JobConfig]) -> None:
         find_adapter(directory)
     except AdapterError as error:
         above = [one.name for one in itertools.takewhile(lambda one: one.name != job.name, jobs)]
-        near = difflib.get_close_matches(init.partition("@")[0], above, n=1, cutoff=0.5)
+        near = close_matches(init.partition("@")[0], above, n=1, cutoff=0.5)
         meant = f", did you mean {near[0]!r}?" if near else ""
         hint = "" if directory.exists() else f", and no job above has this name{meant}"
         raise ConfigError(f"adapter.init: {error}{hint}") from error

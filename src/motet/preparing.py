@@ -212,6 +212,18 @@ def prepare_all(
     return prepared
 
 
+def left_out(jobs: Sequence[Job]) -> list[str]:
+    """Which rows were left out; what is so for several jobs is said once."""
+    jobs_by_note: dict[str, list[str]] = {}
+    for job in jobs:
+        for note in job.data.notes:
+            jobs_by_note.setdefault(note, []).append(job.name)
+    return [
+        f"{f'job {names[0]}' if len(names) == 1 else f'{len(names)} jobs'}: {note}"
+        for note, names in jobs_by_note.items()
+    ]
+
+
 def identity(job: Job, info: ModelInfo, config: RunConfig) -> dict[str, Any]:
     """Everything that the job's bytes depend on; goes to job.yaml."""
     engine = config.engine

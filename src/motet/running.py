@@ -16,7 +16,7 @@ from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import assemble, open_base, services
 from motet.model_info import ModelInfo
-from motet.preparing import identity, prepare_all
+from motet.preparing import identity, left_out, prepare_all
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
@@ -114,7 +114,7 @@ def run_config(
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
-        workshop.notes += _left_out(jobs)
+        workshop.notes += left_out(jobs)
         for reason in workshop.inexact:
             for job in jobs:
                 job.note_inexact(reason)
@@ -225,18 +225,6 @@ async def _run_jobs(
             observe(progress)
     if failures:
         raise failures[0]
-
-
-def _left_out(jobs: Sequence[Job]) -> list[str]:
-    """Which rows were left out; what is so for several jobs is said once."""
-    jobs_by_note: dict[str, list[str]] = {}
-    for job in jobs:
-        for note in job.data.notes:
-            jobs_by_note.setdefault(note, []).append(job.name)
-    return [
-        f"{f'job {names[0]}' if len(names) == 1 else f'{len(names)} jobs'}: {note}"
-        for note, names in jobs_by_note.items()
-    ]
 
 
 def _result(directory: JobDirectory, progress: JobProgress, inexact: Sequence[str]) -> JobResult:

@@ -58,9 +58,7 @@ def run_file(
 
     def started(workshop: Workshop, jobs: Sequence[Job]) -> None:
         _print_notes(console, workshop.notes, printed)
-        rates = sorted({f"{job.base_rate:.2g}" for job in jobs if job.config.optimizer.lr == "auto"})
-        if rates:
-            console.print(f"learning rate (auto): {', '.join(rates)}")
+        print_rates(console, jobs)
         view.watch(workshop.loads)
         view.start()
 
@@ -81,6 +79,13 @@ def run_file(
     _print_notes(console, result.notes, printed)
     print_table(console, summary_table(last, Path(config.run), view.seconds, glyphs_of(console), width_of(console)))
     return _farewell(console, result)
+
+
+def print_rates(console: Console, jobs: Sequence[Job]) -> None:
+    """Print the learning rates that were chosen for jobs that leave them open."""
+    rates = sorted({f"{job.base_rate:.2g}" for job in jobs if job.config.optimizer.lr == "auto"})
+    if rates:
+        console.print(f"learning rate (auto): {', '.join(rates)}")
 
 
 def _loading(config: RunConfig) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 
 from motet.errors import AdapterError, BaseModelError
+from motet.near import close_matches
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 SMALL_BASE = Path(__file__).parent.parent / "assets" / "small-base"
@@ -30,7 +30,7 @@ def find_base(name: str) -> tuple[str, str | None]:
         if not cached.is_dir():
             raise BaseModelError(f"base smollm2 is not in {cached}; bring it there with `make smollm2`")
         return str(cached), None
-    near = difflib.get_close_matches(name, ("small", "smollm2"), 1, cutoff=0.8)
+    near = close_matches(name, ("small", "smollm2"), 1, cutoff=0.8)
     if near:
         raise BaseModelError(f"there is no base {name!r}; did you mean {near[0]!r}?")
     path = Path(os.path.expanduser(name))

@@ -9,7 +9,6 @@ Runs in reward processes. These ways of writing a reward are understood, told ap
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from motet.errors import RewardError
+from motet.near import close_matches
 from motet.own_code import OwnCode
 from motet.tasks.reasoning import ScorerSpec, build_scorer
 from motet.tasks.rewards import BUILTIN, check_args
@@ -158,7 +158,7 @@ def _check_args(parameters: Mapping[str, inspect.Parameter], args: Mapping[str, 
         )
     unknown = [key for key in args if key not in own]
     if unknown and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        near = difflib.get_close_matches(unknown[0], own, n=1)
+        near = close_matches(unknown[0], own, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(own) or 'none'}"
         raise RewardError(f"reward {name!r} has no argument {unknown[0]!r}; {hint}")
 

@@ -6,7 +6,6 @@ Texts come from strangers: a few lines of YAML can mean gigabytes.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import re
@@ -22,6 +21,7 @@ from motet.config import DataConfig, EnvironmentConfig, JobConfig, RewardConfig
 from motet.config.service import ANY_SIZE, Largest
 from motet.errors import ConfigError, RewardError
 from motet.jobfile import jobs_of, normal_job, validate
+from motet.near import close_matches
 from motet.service.bases import Bases
 from motet.service.schemas.workers import MOST_COMPLETIONS
 from motet.service.settings import Settings
@@ -181,7 +181,7 @@ def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:
     installed = allowed.rewards
     known = [*BUILTIN, SCORER, *ELSEWHERE, *installed]
     if reward.name not in known:
-        near = difflib.get_close_matches(reward.name, known, n=1)
+        near = close_matches(reward.name, known, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         refused = ": code does not run on the server" if ":" in reward.name else ""
         raise ConfigError(
