@@ -53,6 +53,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "servers",
             "simulation",
             "running",
+            "results",
             "commands",
             "client",
             "cli",

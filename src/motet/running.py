@@ -7,7 +7,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from motet.errors import RunError
 from motet.launch import assemble, open_base, services
 from motet.model_info import ModelInfo
 from motet.preparing import identity, left_out, prepare_all
+from motet.results import JobResult, RunResult
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
@@ -29,44 +29,6 @@ from motet.workshop import Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """What became of one job."""
-
-    name: str
-    state: JobState
-    adapter: Path
-    """The last version, a PEFT directory."""
-    best: Path
-    """The best version by evaluation; the last where nothing was evaluated."""
-    rewards: tuple[float, ...]
-    """Mean reward of each step."""
-    evaluations: tuple[tuple[int, float], ...]
-    """(version, held-out reward)."""
-    message: str
-    inexact: tuple[str, ...] = ()
-    """Why the job's bytes may depend on more than itself; empty when they do not."""
-    spent: bool = False
-    """Whether the job is paused because its budget is spent."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What became of a run."""
-
-    directory: Path
-    jobs: dict[str, JobResult]
-    report: Path | None
-    """The HTML page; None where the disk was too full for it."""
-    notes: tuple[str, ...] = ()
-    """What a person should know of the base, of rows that were left out, and of sampling processes that did not take part."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether every job succeeded."""
-        return all(job.state is JobState.SUCCEEDED for job in self.jobs.values())
 
 
 def run_config(

@@ -15,7 +15,8 @@ from motet.config import RunConfig
 from motet.config.engine import ClusterConfig
 from motet.errors import ConfigError
 from motet.jobfile import load_jobs
-from motet.running import RunResult, run_config
+from motet.results import RunResult
+from motet.running import run_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.tensorboard import TensorBoardExport
