@@ -11,7 +11,8 @@ from typing import Any
 
 import motet
 from motet.jobfile import validate
-from motet.running import RunResult, run_config
+from motet.results import RunResult
+from motet.running import run_config
 from motet.types import ADAPTER_WEIGHTS
 
 

@@ -13,11 +13,11 @@ from motet.jobfile import normal_job
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
 from motet.service.database.store import Store
-from motet.service.database.tables import StoredJob, now
+from motet.service.database.tables import StoredJob, new_id, now
 from motet.service.database.tenants import Principal
 from motet.service.events import EventBus
 from motet.service.jobs.initial_adapter import InitialAdapters
-from motet.service.jobs.queue import AT_ONCE, JobQueue, StartCondition
+from motet.service.jobs.queue import AT_ONCE, JobQueue, Planned, StartCondition
 from motet.service.storage import Storage
 from motet.types import JobState
 from tests.service_run import tiny
@@ -69,7 +69,8 @@ class Place:
     def submit(self, who: Principal, name: str, when: StartCondition = AT_ONCE, **fields: Any) -> StoredJob:
         """Hand a job in."""
         config = JobConfig.model_validate(normal_job({**tiny(name), **fields}))
-        return self.queue.submit(who, config, None, self.queue.plan(who, config, "small", when))
+        plan = self.queue.plan(who, config, "small", when)
+        return self.queue.submit(who, [Planned(new_id("job"), config, None, plan)])[0]
 
     def end(self, job: StoredJob, state: str = "succeeded", message: str = "") -> None:
         """A job has ended."""

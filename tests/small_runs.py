@@ -9,7 +9,8 @@ from typing import Any
 
 from motet.config import RunConfig
 from motet.jobfile import merge, validate
-from motet.running import RunResult, run_config
+from motet.results import RunResult
+from motet.running import run_config
 
 STEPS = 3
 REWARDS = """

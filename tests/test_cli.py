@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import json
@@ -18,7 +19,7 @@ import pytest
 
 import motet
 from motet.types import Problem
-from tests.commands import Motet
+from tests.commands import Motet, job_file
 from tests.waiting import wait_until
 
 MAIN = "from motet.cli import main; main()"
@@ -197,6 +198,52 @@ def test_check_trains_nothing(here: Path, says: Motet) -> None:
     for text in ("add", "sort", "62 / 2", "reference answer: ", "nothing was trained"):
         assert text in out
     assert [item.name for item in here.iterdir()] == ["jobs.yaml"]
+
+
+HELLO = """
+class Hello:
+    def reset(self, answer):
+        return "Look first."
+
+    def look(self, where: str) -> str:
+        \'\'\'Look at a place.\'\'\'
+        return f"nothing in {where}"
+
+    def step(self, text):
+        return "Once more.", 0.0
+"""
+
+
+def test_check_shows_what_the_model_reads_and_says_what_run_would(here: Path, says: Motet) -> None:
+    (here / "hello.py").write_text(HELLO)
+    rows = [{"prompt": f"Say {n % 9}", "answer": str(n % 9)} for n in range(40)]
+    (here / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (here / "zero.py").write_text("def zero(problem, completion):\n    return 0.0\n")
+    tiny = {"sampling": {"max_tokens": 3}, "adapter": {"rank": 4}}
+    jobs = [
+        {"name": "talks", "data": {"source": "toy:add", "size": 32, "holdout": 4, "system": "Be brief."}, **tiny,
+         "environment": {"name": "hello.py:Hello", "max_turns": 2}, "sampling": {"max_tokens": 32}},
+        {"name": "zero", "data": {"source": "rows.jsonl", "holdout": 2}, "reward": "zero.py:zero", **tiny},
+    ]  # fmt: skip
+    old = here / "runs" / "jobs" / "zero"
+    (old / "state" / "3").mkdir(parents=True)
+    (old / "job.yaml").write_text("job: {steps: 7}")
+    code, out, err = says("check", job_file(here, *jobs, engine={"threads": 1, "max_rows": 8}), "--rollouts", "2")
+    assert (code, err) == (1, ""), out
+    tokens = "".join(ast.literal_eval(text) for text in re.findall(r"^ +\d+ +\d+ ('.*'|\".*\")$", out, re.M))
+    system, _, asked = tokens.partition("<|im_end|>")
+    assert system.startswith("<|im_start|>system\nBe brief.\n\nYou may call tools")
+    assert '"description": "Look at a place."' in system
+    assert re.match(r"\n<\|im_start\|>user\n[^\n]*\n\nLook first\.<\|im_end\|>\n<\|im_start\|>assistant\n", asked)
+    for said in (
+        r"a conversation of 2 turns\n +assistant  .* \(reward 0\)\n +user  'Once more\.'\n +assistant  ",
+        r"\d+ tokens are read before the first answer",
+        r"note: job zero: \d+ of 40 rows are left out of training, because their prompts are held out",
+        r"job zero: of 8 answers: no signal in 100% of the groups \(mean reward 0\)",
+        r"motet run refuses this: runs/jobs/zero was made by a different job, and has done 3 steps of it",
+        "learning rate \\(auto\\): ",
+    ):
+        assert re.search(said, out), said
 
 
 def test_a_full_disk_that_names_no_file_is_a_message(says: Motet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,7 @@ def test_a_job_file_is_submitted_whole(
 
 
 def test_a_failed_job_is_exit_code_1(service: Service, tmp_path: Path, says: Motet) -> None:
-    path = job_file(tmp_path, tiny("fails", reward="scorer"))
+    path = job_file(tmp_path, tiny("fails", data={"source": "toy:sort_letters", "max_prompt_tokens": 1}))
     code, out, err = says("submit", path, "--follow", "--json")
     (job,) = json.loads(out)
     assert (code, job["state"]) == (1, "failed")

@@ -13,7 +13,7 @@ import pytest
 from motet.checksums import sealed, unsealed
 from motet.commands.verify import verify
 from motet.config import JobConfig
-from motet.errors import AdapterError, RunError
+from motet.errors import AdapterError, ConfigError, RunError
 from motet.jobfile import parse_jobs
 from motet.model.peft_io import read_adapter
 from motet.running import run_config
@@ -332,5 +332,5 @@ def test_a_changed_job_is_refused_before_its_base_is_loaded(tmp_path: Path) -> N
     committed(tmp_path, project(tmp_path))
     text = YAML.format(steps=2, more=", seed: 3").replace("base: small", "base: /there/is/no/such/base")
     config = parse_jobs(text, "jobs.yaml", directory=tmp_path).model_copy(update={"run": str(tmp_path / "runs")})
-    with pytest.raises(RunError, match="made by a different job"):
+    with pytest.raises(ConfigError, match="made by a different job"):
         run_config(config)

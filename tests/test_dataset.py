@@ -264,6 +264,29 @@ def test_bad_rows_are_named(tmp_path, bad, options, message):
         load_dataset(DataConfig(**{"source": source, "holdout": 0, **options}))
 
 
+@pytest.mark.parametrize(
+    ("n", "held_out"), [(1, 0), (3, 0), (4, 1), (40, 10), (64, 16), (255, 63), (256, 64), (1000, 64)]
+)
+def test_of_few_rows_a_quarter_is_held_out(n, held_out):
+    rows = [{"prompt": str(i), "answer": "x"} for i in range(n)]
+    data = load_dataset(DataConfig(source=rows))
+    assert (len(data.holdout), len(data.train)) == (held_out, n - held_out)
+    assert len(load_dataset(DataConfig(source=rows, eval_source="toy:add")).holdout) == 64
+
+
+def test_tables_of_python_are_rows():
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    columns = {"prompt": ["a", "b", "c"], "answer": ["1", None, "3"]}
+    frame = pandas.DataFrame({**columns, "level": [1.5, float("nan"), 2.0]})
+    told = [{"answer": "1", "level": 1.5}, {"answer": None, "level": None}, {"answer": "3", "level": 2.0}]
+    for value in (frame, {"source": frame}):
+        assert [problem.metadata for problem in load_dataset(DataConfig.model_validate(value)).train] == told
+    table = load_dataset(DataConfig.model_validate(pyarrow.table(columns)))
+    assert [problem.answer for problem in table.train] == ["1", "", "3"]
+    job = JobConfig.model_validate({"name": "a", "data": frame, "reward": "exact"})
+    assert (job.data.source, len(job.data.rows)) == ("[rows]", 3)
+
+
 def test_bad_sources_are_named(tmp_path):
     write(tmp_path / "train.jsonl", [{"prompt": "x"}])
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
@@ -271,7 +294,24 @@ def test_bad_sources_are_named(tmp_path):
     (tmp_path / "rows.txt").write_text("no")
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.json").write_text('{"prompt": "x"}')
+    (tmp_path / "cut.jsonl").write_text('{"prompt": "x"}\n{"prompt": "a lo')
+    (tmp_path / "cut.json").write_text('[{"prompt": "x"},')
+    (tmp_path / "semicolons.csv").write_text("prompt;answer\n2 + 2;4\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "rows.bin").write_text("no")
+    (tmp_path / "folder.jsonl").mkdir()
+    write(tmp_path / "folder.jsonl" / "part.jsonl", [{"prompt": "x"}])
     for source, message in [
+        (
+            str(tmp_path / "cut.jsonl"),
+            r"cut\.jsonl line 2 is not valid JSON: it ends in the middle of a value\. The file was cut",
+        ),
+        (str(tmp_path / "cut.json"), r"cut\.json is not valid JSON: it ends in the middle of a value"),
+        (str(tmp_path / "semicolons.csv"), r"semicolons\.csv has fields that ';' separates; save it with commas"),
+        (str(tmp_path / "folder"), r"folder' is a directory that cannot be read as a data set; it holds no \.jsonl"),
+        (str(tmp_path / "folder.jsonl"), r"is a directory .*; name one of its files: .*folder\.jsonl/part\.jsonl"),
+        ("toy:ADD", "no toy task 'ADD'; did you mean 'add'"),
+        ("reasoning-gym:nosuch", r"no task 'nosuch'; (did you mean|the nearest names are) '?\w+"),
         (str(tmp_path / "trian.jsonl"), "is not a file; did you mean 'train.jsonl'"),
         (str(tmp_path / "bad.jsonl"), r"bad\.jsonl line 2 is not valid JSON"),
         (str(tmp_path / "bad.parquet"), "cannot be read as parquet"),
@@ -282,7 +322,7 @@ def test_bad_sources_are_named(tmp_path):
         ),
         ("toy:ad", "no toy task 'ad'; did you mean 'add'"),
         ("reasoning-gym:chain_sums", "no task 'chain_sums'; did you mean 'chain_sum'"),
-        (str(tmp_path / "empty"), "cannot be loaded"),
+        (str(tmp_path / "empty"), "is a directory that cannot be read as a data set"),
     ]:
         with pytest.raises(DataError, match=message):
             load_dataset(DataConfig(source=source, holdout=0, size=4))

@@ -394,11 +394,12 @@ class Told:
 """)
     run_jobs(tmp_path / "run", [job("a", environment={"name": f"{tmp_path}/told.py:Told"})])
     lines = [json.loads(line) for line in (tmp_path / "run/a/rollouts/0.jsonl").read_text().splitlines()]
-    told = {
-        line["answer"]: f"{line['prompt']}\n\nSay {line['answer']}." for line in lines if int(line["answer"], 36) % 2
-    }
+    told = {line["answer"] for line in lines if int(line["answer"], 36) % 2}
     assert 0 < len(told) < len({line["answer"] for line in lines})
-    assert [line.get("opening") for line in lines] == [told.get(line["answer"]) for line in lines]
+    for line in lines:
+        added = f"\n\nSay {line['answer']}." if line["answer"] in told else ""
+        assert f"{line['prompt']}{added}" in line["opening"]
+        assert ("Say" in line["opening"]) == bool(added)
 
 
 def test_a_real_base_learns_in_one(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_class_written_for_trl_is_trained_as_it_is(tmp_path: Path) -> None:
     lines = dialled(tmp_path, "base=small", *few, "jobs.dial.algorithm.groups_per_step=1", "engine.samplers=0")
     assert [(line["rollouts"], line["failed"]) for line in lines if "loss" in line] == [(8, 0)]
     rollouts = [json.loads(line) for line in (tmp_path / "run/dial/rollouts/0.jsonl").read_text().splitlines()]
-    assert all(re.fullmatch(r"This is dial \d+\.\n\nTurn the dial by \d\.", one["opening"]) for one in rollouts)
+    assert all(re.search(r"This is dial \d+\.\n\nTurn the dial by \d\.", one["opening"]) for one in rollouts)
 
 
 @pytest.mark.soak

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from motet.commands.export import drafted, export, find_converter, write_gguf
 from motet.errors import AdapterError, BaseModelError, ConfigError
-from motet.model.load import SMALL_BASE
+from motet.model.find import SMALL_BASE
 from motet.types import ADAPTER_CONFIG
 from tests import tiny_models as tiny
 from tests.peft_files import close, peft_logits, randomise

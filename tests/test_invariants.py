@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from motet.config import EngineConfig
 from motet.launch import load
-from motet.running import RunResult, run_config
+from motet.results import RunResult
+from motet.running import run_config
 from motet.types import JobState
 from tests.small_runs import REWARDS, STEPS, config, fingerprint, job, metrics, run
 

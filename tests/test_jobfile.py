@@ -67,6 +67,11 @@ def test_defaults_are_merged_field_by_field() -> None:
         ("exact", [("exact", 1.0, {})]),
         (["exact", {"name": "length", "weight": 0.2}], [("exact", 1.0, {}), ("length", 0.2, {})]),
         ({"exact": 1, "length": 0.2}, [("exact", 1.0, {}), ("length", 0.2, {})]),
+        (["exact", {"exact": 0.5}], [("exact", 1.0, {}), ("exact", 0.5, {})]),
+        (
+            ["exact", {"r.py:f": 0.5, "regex:a": 2}],
+            [("exact", 1, {}), ("r.py:f", 0.5, {}), ("regex", 2, {"pattern": "a"})],
+        ),
         ("regex:a:b", [("regex", 1.0, {"pattern": "a:b"})]),
         ("rewards.py:reward", [("rewards.py:reward", 1.0, {})]),
     ],
@@ -183,6 +188,14 @@ MEANT: dict[str, tuple[dict[str, Any], str]] = {
         {"temperature": 1},
         "temperature: there is no such field; it stands in sampling.temperature or eval.temperature",
     ),
+    "a dotted key": (
+        {"optimizer.lr": 1e-3},
+        "optimizer.lr: there is no such field; write it as optimizer: {lr: …}, or by --set optimizer.lr=…",
+    ),
+    "a deep dotted key": (
+        {"algorithm.kl.coef": 1},
+        "write it as algorithm: {kl: {coef: …}}, or by --set algorithm.kl.coef=…",
+    ),
     "a whole file's": ({"device": "cpu"}, "device: there is no such field; it stands in engine.device"),
 }
 
@@ -240,6 +253,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"algorithm": "grpoo"},
         "algorithm: there is no algorithm 'grpoo': did you mean 'grpo'? Built in are grpo,",
     ),
+    "capitals": (
+        {"algorithm": "GRPO"},
+        "algorithm: there is no algorithm 'GRPO': did you mean 'grpo'? Built in are grpo,",
+    ),
+    "capitals of an environment": (
+        {"environment": "Single"},
+        "for one of your own; did you mean single? (got 'Single')",
+    ),
     "environment": (
         {"environment": "game"},
         "environment.name: must be single, retry, sandbox, mcp, textarena, skyrl_gym",
@@ -280,6 +301,25 @@ FILES = {
     "unknown section": (
         "base: small\njob: []\njobs: []",
         "jobs.yaml: job: there is no such field; did you mean jobs? There are base, cluster, defaults, engine, jobs, ",
+    ),
+    "three unknown sections": (
+        "base: small\njob: []\nmodel: x\nengine.slots: 3\njobs: []",
+        "jobs.yaml has 3 mistakes:\n  job: there is no such field; did you mean jobs? There are base, cluster, defaults, "
+        "engine, jobs, rollout, run, sweep\n  model: there is no such field; it is base\n  engine.slots: there is no such "
+        "field; write it as engine: {slots: …}, or by --set engine.slots=…. There are base, ",
+    ),
+    "no as a name": (
+        "base: small\njobs: [{name: no, data: x, reward: exact}]",
+        "job number 1: name: must be text, and YAML reads this as true or false, as it does yes, no, on and off: quote it, "
+        "such as 'no' (got False)",
+    ),
+    "a number as a name": (
+        "base: small\njobs: [{name: 12, data: x, reward: exact}]",
+        "name: must be text, and YAML reads this as a number: quote it, such as '12' (got 12)",
+    ),
+    "a date as a name": (
+        "base: small\njobs: [{name: 2026-01-02, data: x, reward: exact}]",
+        "name: must be text, and YAML reads this as a date: quote it, such as '2026-01-02'",
     ),
     "a job's field for all": (
         "base: small\noptimizer: {lr: 1}\njobs: [{name: a}]",

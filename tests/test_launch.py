@@ -16,7 +16,7 @@ from motet.config import EngineConfig
 from motet.errors import ConfigError, RunError
 from motet.jobfile import validate
 from motet.launch import load
-from motet.preparing import prepare
+from motet.preparing import Sources, prepare
 from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import open_job
@@ -51,11 +51,13 @@ def test_mistakes_of_all_jobs_are_told_at_once(base: Any, tmp_path: Path) -> Non
         job("target", adapter={"target_modules": "q_prj"}),
         job("long", sampling={"max_tokens": 5000}),
     ]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^job file: .* is not a file"):  # what needs no base
         run(base, tmp_path / "run", *bad, job("good"))
+    with pytest.raises(ConfigError) as caught:
+        run(base, tmp_path / "run", *bad[1:], job("good"))
     lines = str(caught.value).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["job file", "job target", "job long"]
-    assert "did you mean 'q_proj'" in lines[1]
+    assert [line.split(":")[0] for line in lines] == ["job target", "job long"]
+    assert "did you mean 'q_proj'" in lines[0]
     assert not list((tmp_path / "run").glob("*/state/*"))
 
 
@@ -72,7 +74,7 @@ def test_a_long_prompt_anywhere_in_the_data_is_named_and_can_be_left_out(base: A
         run(base, tmp_path / "refused", job("long", data=data))
     config = validate({"base": "small", "jobs": [job("short", data={**data, "max_prompt_tokens": 1020})]}, "test")
     with contextlib.closing(RunDirectory(tmp_path / "prepared")) as directory:
-        prepared, need = prepare(config.jobs[0], base.info, directory)
+        prepared, need = prepare(config.jobs[0], base.info, directory, Sources())
     assert prepared.data.notes == (
         "2 of 1200 rows are left out, because their prompts have more than 1020 tokens (data.max_prompt_tokens)",
     )

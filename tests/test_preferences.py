@@ -201,7 +201,7 @@ def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:
         ({"data": {"source": [{"prompt": "Sky?", "chosen": "Blue."}] * 4, "holdout": 0}}, "row 1 has no rejected"),
         (
             {"algorithm": {"type": "dpo", "reference": str(tmp_path / "nowhere")}},
-            "reference: .*nowhere holds no PEFT adapter",
+            "reference: there is no directory .*nowhere",
         ),
         (
             {"algorithm": {"type": "dpo", "reference": "http://127.0.0.1:1"}},

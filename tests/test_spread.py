@@ -32,11 +32,12 @@ from motet.config import EngineConfig
 from motet.device import BusyTime, Device
 from motet.errors import DeviceError, EngineError
 from motet.launch import load
+from motet.results import RunResult
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
 from motet.rollout.sampler_messages import Chunks, FromSampler, Generate, Load, ToSampler
 from motet.rollout.spread import SpreadEngine
-from motet.running import RunResult, run_config
+from motet.running import run_config
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, JobState, SamplingParams
 from tests import tiny_models as tiny
 from tests.cases import few

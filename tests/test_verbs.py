@@ -50,13 +50,19 @@ def test_the_example_is_short_and_learns(tmp_path: Path, monkeypatch: pytest.Mon
         assert (tmp_path / "runs" / "loop" / task / "adapter_model.safetensors").is_file()
 
 
-def test_the_pages_loops_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_loops_run_and_say_that_they_learn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     loops = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "loop.md").read_text(), re.DOTALL)
     assert len(loops) == 2
     for loop in loops:
         exec(compile(loop, "loop.md", "exec"), {"__name__": "loop"})  # noqa: S102
-    assert (tmp_path / "adapter-a" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "adapter-short" / "adapter_model.safetensors").is_file()
+    curves = re.findall(r"^step \d  short (\d\.\d\d)  long (\d\.\d\d)$", capsys.readouterr().out, re.MULTILINE)
+    assert len(curves) == 6
+    for first, *_, last in zip(*curves, strict=True):
+        assert float(last) > float(first) + 0.2
 
 
 def test_the_trainer_has_the_samplers_logprobs_and_company_changes_no_bit(verbs: Verbs, tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ import torch
 import transformers
 
 from motet.model.attention import Span
+from motet.model.find import SMALL_BASE
 from motet.model.kv_cache import KVCache
-from motet.model.load import SMALL_BASE, load_base
+from motet.model.load import load_base
 from motet.model.lora import AdapterLayout, AdapterWeights, NoAdapters, Routing, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.proof import TOLERANCE

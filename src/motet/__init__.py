@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from motet.config import EngineConfig, JobConfig, RunConfig
     from motet.errors import MotetError
     from motet.jobfile import load_jobs
-    from motet.running import JobResult, RunResult, run
+    from motet.results import JobResult, RunResult
+    from motet.running import run
     from motet.types import Message, Problem, Rollout
     from motet.verbs import Verbs
 
@@ -28,7 +29,8 @@ _HOMES = {
     "motet.config": ("EngineConfig", "JobConfig", "RunConfig"),
     "motet.errors": ("MotetError",),
     "motet.jobfile": ("load_jobs",),
-    "motet.running": ("JobResult", "RunResult", "run"),
+    "motet.results": ("JobResult", "RunResult"),
+    "motet.running": ("run",),
     "motet.types": ("Message", "Problem", "Rollout"),
     "motet.verbs": ("Verbs",),
 }

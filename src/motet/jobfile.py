@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +14,11 @@ from pydantic import ValidationError
 from motet import plain_yaml
 from motet.config import Config, EngineConfig, RunConfig
 from motet.config.engine import ClusterConfig
-from motet.config.mistakes import explain, no_such_field
+from motet.config.mistakes import check_fields, explain
 from motet.config.service import ServiceConfig
 from motet.config.simulation import SimulationConfig
 from motet.errors import ConfigError
+from motet.near import close_matches
 
 Tree = dict[str, Any]
 Valid = TypeVar("Valid", bound=Config)
@@ -67,9 +67,7 @@ def _read_service(path: Path) -> ServiceConfig:
     tree = _read_tree(path) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold fields such as `engine:` and `limits:`; docs/configuration.md lists them")
-    for name in tree:
-        if name not in ServiceConfig.model_fields:
-            raise ConfigError(f"{path}: {name}: {no_such_field(str(name), ServiceConfig)}")
+    check_fields(tree, ServiceConfig, str(path))
     together = ("engine", "rollout", "cluster")
     for names in (("engine", "cluster"), ("rollout",)) if tree.get("bases") else (together,):
         _validate_of_run(tree, names, path)
@@ -107,7 +105,7 @@ def _why_unread(file: Path, error: OSError | UnicodeDecodeError) -> str:
     if not isinstance(error, OSError):
         return "it is not UTF-8 text"
     beside = [item.name for item in file.parent.glob("*.y*ml")] if isinstance(error, FileNotFoundError) else []
-    near = difflib.get_close_matches(file.name, beside, n=1)
+    near = close_matches(file.name, beside, n=1)
     return f"{error.strerror}; did you mean {file.parent / near[0]}?" if near else str(error.strerror)
 
 
@@ -142,9 +140,7 @@ def jobs_of(
     """Validate what a job file holds; the tree is used up."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} must hold `base:` and `jobs:`; see `motet run --help` for an example")
-    for name in tree:
-        if name not in ("defaults", "sweep", *RunConfig.model_fields):
-            raise ConfigError(f"{where}: {name}: {no_such_field(str(name), RunConfig)}")
+    check_fields(tree, RunConfig, where)
     raw_jobs = tree.get("jobs")
     if raw_jobs == []:
         raise ConfigError(f"{where}: `jobs` is empty: write at least one, such as {_EXAMPLE}")
@@ -259,7 +255,7 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
             chosen = [job for job in jobs if rest.startswith(f"{job.get('name')}.")]  # names may have dots
             if not chosen:
                 names = [str(job.get("name")) for job in jobs]
-                near = difflib.get_close_matches(rest.partition(".")[0], names, n=1)
+                near = close_matches(rest.partition(".")[0], names, n=1)
                 meant = f"; did you mean jobs.{near[0]}?" if near else ""
                 raise ConfigError(
                     f"--set {override!r}: write jobs.NAME.field=value; there are the jobs {', '.join(names)}{meant}"

@@ -222,6 +222,17 @@ def _build_on_servers(
     )
 
 
+def check_directories(config: EngineConfig) -> None:
+    """Refuse a place for what is not to be on the device that is no directory.
+
+    Raises:
+        ConfigError: which it is.
+    """
+    for name, path in (("parking", config.parking), ("offload", config.offload)):
+        if path is not None and not (place := Path(os.path.expanduser(path))).is_dir():
+            raise ConfigError(f"engine.{name}: {place} is no directory; make it, on a disk with room")
+
+
 def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
     """The trainer that a configuration asks for.
 
@@ -230,11 +241,10 @@ def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
     """
     from motet.training.torch_trainer import TorchTrainer
 
+    check_directories(config)
     parking, inputs = (
         None if path is None else Path(os.path.expanduser(path)) for path in (config.parking, config.offload)
     )
-    if absent := [path for path in (parking, inputs) if path is not None and not path.is_dir()]:
-        raise ConfigError(f"engine.parking or offload: {absent[0]} is no directory; make it, on a disk with room")
     return TorchTrainer(
         base, slots=config.slots, recompute=config.recompute, resident=config.resident, parking=parking, inputs=inputs
     )

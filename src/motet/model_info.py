@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from motet.errors import AdapterError
+from motet.near import close_matches
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
@@ -101,7 +101,7 @@ class ModelInfo:
             return f"{named}: {self.experts_idle}; leave it out"
         known = sorted({path.rpartition(".")[2] for path in self.linears})
         known += [EXPERTS] if self.experts else []
-        hint = difflib.get_close_matches(target, known, 1)
+        hint = close_matches(target, known, 1)
         return f"{named}{f' (did you mean {hint[0]!r}?)' if hint else ''}; there are: {ALL_LINEAR}, {', '.join(known)}"
 
 

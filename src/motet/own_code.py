@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.errors import MotetError
+from motet.near import close_matches
 
 _HOUSE = f"{Path(__file__).parent}{os.sep}"
 
@@ -36,7 +36,7 @@ class OwnCode:
         """
         source, colon, attribute = name.rpartition(":")
         if not colon:
-            near = difflib.get_close_matches(name, self.built_in, n=1)
+            near = close_matches(name, self.built_in, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise self.error(
                 f"there is no {self.kind} {name!r}: {hint}Built in are {', '.join(self.built_in)}; "
@@ -46,7 +46,7 @@ class OwnCode:
         target = functools.reduce(lambda value, part: getattr(value, part, None), attribute.split("."), module)
         if target is None:
             names = [item for item, value in vars(module).items() if callable(value) and not item.startswith("_")]
-            near = difflib.get_close_matches(attribute, names, n=1)
+            near = close_matches(attribute, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(names) or 'nothing to call'}"
             raise self.error(f"{self.kind} {name!r}: {source} has no {attribute!r}{hint}")
         return target
@@ -63,7 +63,7 @@ class OwnCode:
         except OSError as error:
             raise self.error(f"{self.kind} file {source!r} cannot be read: {error.strerror}") from error
         if not there:
-            near = difflib.get_close_matches(path.name, [item.name for item in path.parent.glob("*.py")], n=1)
+            near = close_matches(path.name, [item.name for item in path.parent.glob("*.py")], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise self.error(
                 f"{self.kind} file {source!r} does not exist{hint} (looked for {path}, from where motet was started)"

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from motet import budgets
-from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
 from motet.algorithms.schedule import auto_learning_rate
 from motet.config import DataConfig, JobConfig, RunConfig
 from motet.config.chain import chains
-from motet.errors import AdapterError, ConfigError, MotetError
+from motet.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.model_info import ModelInfo
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
@@ -23,10 +22,58 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
 from motet.tasks.chat import Chat, stop_token_ids
-from motet.tasks.dataset import Dataset, load_dataset
+from motet.tasks.dataset import Dataset, Longer, Source, read_source, split
 from motet.tasks.row_files import Bounds
-from motet.tasks.rows import longest_row
+from motet.tasks.rows import check_rows, longest_row
 from motet.types import Problem
+
+
+class Sources:
+    """Data that was read, by its section: jobs with the same section share it, and its mistakes."""
+
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        """`bounds` are those of somebody else's data."""
+        self._bounds = bounds
+        self._read: dict[str, Source | DataError] = {}
+        self._whole: dict[str, Dataset] = {}
+        self._learned = set[str]()
+
+    def split(self, config: DataConfig, longer: Longer | None = None) -> Dataset:
+        """The data of a section; without `longer`, rows with long prompts too.
+
+        Raises:
+            DataError: it cannot be read or used.
+        """
+        key = key_of(config)
+        if longer is None and key in self._whole:
+            return self._whole[key]
+        data = split(config, self._source(config, key), longer)
+        if longer is None:
+            self._whole[key] = data
+        return data
+
+    def check_rows(self, config: DataConfig, kind: str) -> None:
+        """Look at the rows of a section that are learned from; see `tasks.rows.check_rows`."""
+        data, key = self.split(config), f"{kind} {key_of(config)}"
+        if key not in self._learned:
+            for part in (data.train, data.holdout):
+                check_rows(part, kind, config.source)
+            self._learned.add(key)
+
+    def _source(self, config: DataConfig, key: str) -> Source:
+        if key not in self._read:
+            try:
+                self._read[key] = read_source(config, self._bounds)
+            except DataError as error:
+                self._read[key] = error
+        if isinstance(known := self._read[key], DataError):
+            raise known
+        return known
+
+
+def key_of(config: DataConfig) -> str:
+    """The same for data sections that mean the same rows."""
+    return f"{config.model_dump_json()} {id(config.rows)}"
 
 
 @dataclass(frozen=True)
@@ -38,10 +85,10 @@ class _Read:
     longest: tuple[int, Problem]
 
     @classmethod
-    def of(cls, config: DataConfig, info: ModelInfo, bounds: Bounds | None, kind: str | None) -> _Read:
+    def of(cls, config: DataConfig, info: ModelInfo, sources: Sources, kind: str | None) -> _Read:
         """`kind` says what rows are read for, where rows are learned."""
         chat = Chat.of(info.tokenizer, config)
-        data = load_dataset(config, bounds, chat.longer_than)
+        data = sources.split(config, chat.longer_than)
         parts = [part for part in (data.train, data.holdout) if part]
         longest = [
             chat.longest(part) if kind is None else longest_row(part, kind, chat, config.source) for part in parts
@@ -53,7 +100,7 @@ def prepare(
     config: JobConfig,
     info: ModelInfo,
     directory: RunDirectory,
-    bounds: Bounds | None = None,
+    sources: Sources,
     known: dict[str, _Read] | None = None,
 ) -> tuple[Job, budgets.Need]:
     """Load a job's data and resolve what it left open.
@@ -62,17 +109,17 @@ def prepare(
         config: the job.
         info: of the loaded base.
         directory: of the run.
-        bounds: of somebody else's data.
-        known: data that was read for other jobs.
+        sources: data that was read.
+        known: what was made of it for other jobs.
 
     Raises:
         MotetError: something in the job cannot work; nothing has been trained.
     """
-    _check_reference(config)
+    check_reference(config)
     info.adapted(config.adapter.target_modules)  # a target that is not there is told now
     kind = config.algorithm.kind if isinstance(config.algorithm, RowAlgorithm) else None
-    known, key = {} if known is None else known, f"{config.data.model_dump_json()} {id(config.data.rows)} {kind}"
-    read = known[key] = known.get(key) or _Read.of(config.data, info, bounds, kind)
+    known, key = {} if known is None else known, f"{key_of(config.data)} {kind}"
+    read = known[key] = known.get(key) or _Read.of(config.data, info, sources, kind)
     rate = config.optimizer.lr
     job = Job(
         config=config,
@@ -93,8 +140,12 @@ def prepare(
     return job, budgets.Need(read.longest[0] * turns, new * turns)
 
 
-def _check_reference(config: JobConfig) -> None:
-    """Refuse a reference or a teacher that is not there, and one on a server that has another temperature."""
+def check_reference(config: JobConfig) -> None:
+    """Refuse a reference or a teacher that is not there, and one on a server that has another temperature.
+
+    Raises:
+        ConfigError: which it is.
+    """
     algorithm = config.algorithm
     name = algorithm.compared_with
     if algorithm.reference_server is not None:
@@ -139,9 +190,9 @@ def _check_room(job: Job, info: ModelInfo, turns: int, longest: int, problem: Pr
 
 
 def prepare_all(
-    configs: Sequence[JobConfig], info: ModelInfo, directory: RunDirectory
+    configs: Sequence[JobConfig], info: ModelInfo, directory: RunDirectory, sources: Sources
 ) -> list[tuple[Job, budgets.Need]]:
-    """Prepare every job, so that all mistakes are told at once.
+    """Prepare every job from data that was read, so that all mistakes are told at once.
 
     Raises:
         ConfigError: one line per job that cannot work; nothing has been trained.
@@ -150,9 +201,7 @@ def prepare_all(
     known: dict[str, _Read] = {}
     for config in configs:
         try:
-            if isinstance(config.algorithm, ClientDriven):
-                raise ConfigError("algorithm.type client: clients reach a service alone; start `motet serve`")
-            prepared.append(prepare(config, info, directory, known=known))
+            prepared.append(prepare(config, info, directory, sources, known))
         except MotetError as error:
             wrong.append(f"job {config.name}: {str(error).removeprefix(f'job {config.name}: ')}")
     if wrong:
@@ -161,6 +210,18 @@ def prepare_all(
     for name, start in chains(configs).items():
         jobs[name].before, jobs[name].before_version = jobs[start.job], start.version
     return prepared
+
+
+def left_out(jobs: Sequence[Job]) -> list[str]:
+    """Which rows were left out; what is so for several jobs is said once."""
+    jobs_by_note: dict[str, list[str]] = {}
+    for job in jobs:
+        for note in job.data.notes:
+            jobs_by_note.setdefault(note, []).append(job.name)
+    return [
+        f"{f'job {names[0]}' if len(names) == 1 else f'{len(names)} jobs'}: {note}"
+        for note, names in jobs_by_note.items()
+    ]
 
 
 def identity(

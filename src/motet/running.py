@@ -7,14 +7,16 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from motet.before_loading import check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import assemble, open_base, services
-from motet.preparing import identity, prepare_all
+from motet.model_info import ModelInfo
+from motet.preparing import identity, left_out, prepare_all
+from motet.results import JobResult, RunResult
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED, of_config
 from motet.runtime.interrupt import Interrupt
@@ -30,44 +32,6 @@ if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
 
 
-@dataclass(frozen=True)
-class JobResult:
-    """What became of one job."""
-
-    name: str
-    state: JobState
-    adapter: Path
-    """The last version, a PEFT directory."""
-    best: Path
-    """The best version by evaluation; the last where nothing was evaluated."""
-    rewards: tuple[float, ...]
-    """Mean reward of each step."""
-    evaluations: tuple[tuple[int, float], ...]
-    """(version, held-out reward)."""
-    message: str
-    inexact: tuple[str, ...] = ()
-    """Why the job's bytes may depend on more than itself; empty when they do not."""
-    spent: bool = False
-    """Whether the job is paused because its budget is spent."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What became of a run."""
-
-    directory: Path
-    jobs: dict[str, JobResult]
-    report: Path | None
-    """The HTML page; None where the disk was too full for it."""
-    notes: tuple[str, ...] = ()
-    """What a person should know of the base, of rows that were left out, and of sampling processes that did not take part."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether every job succeeded."""
-        return all(job.state is JobState.SUCCEEDED for job in self.jobs.values())
-
-
 def run_config(
     config: RunConfig,
     *,
@@ -75,6 +39,7 @@ def run_config(
     sequential: bool = False,
     accept_changes: bool = False,
     observe: Callable[[Sequence[JobProgress]], None] | None = None,
+    loading: Callable[[], None] = lambda: None,
     started: Callable[[Workshop, Sequence[Job]], None] | None = None,
     notify: Callable[[str], None] | None = None,
     watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None = None,
@@ -87,6 +52,7 @@ def run_config(
         sequential: one job after another instead of all at once; the bytes are the same.
         accept_changes: go on in a run directory that was made with another configuration.
         observe: called a few times a second with the progress of all jobs; what it raises ends the run, with all saved.
+        loading: called once, when all that needs no base has been checked.
         started: called once, before the first step, with what was loaded; not where hosts load it.
         notify: called with a line for the person who pressed Ctrl-C, and of hosts that end.
         watch: called once with what says how hosts stand, where there are several.
@@ -96,25 +62,24 @@ def run_config(
     """
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
-        return _run_on_hosts(config, accept_changes=accept_changes, observe=observe, notify=notify, watch=watch)
+        return _run_on_hosts(
+            config, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
+        )
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(
-            contextlib.closing(RunDirectory(Path(config.run)))
-        )  # locked before anything is loaded
+        directory = stack.enter_context(contextlib.closing(RunDirectory(Path(config.run))))
+        sources = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None)
         known = {one.name: of_config(one) for one in config.jobs}
-        changed = _changed(directory, known, accept_changes=accept_changes)  # before the base takes its time
+        changed = _changed(directory, known, accept_changes=accept_changes)
+        loading()
         opened = base or open_base(config, directory, stack)
-        prepared = prepare_all(config.jobs, opened.info, directory)
+        prepared = prepare_all(config.jobs, opened.info, directory, sources)
         jobs = [job for job, _ in prepared]
         for job in jobs:
-            described = identity(job, opened.info, config)
-            for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
-                job.note_inexact(why)
-            _take_up(job.directory, job.progress, changed=job.name in changed)
+            _open(job, opened.info, config, accept_changes=accept_changes, changed=job.name in changed)
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
-        workshop.notes += [*_left_out(jobs), *_not_followed(known)]
+        workshop.notes += [*left_out(jobs), *_not_followed(known)]
         for reason in workshop.inexact:
             for job in jobs:
                 job.note_inexact(reason)
@@ -137,6 +102,7 @@ def _run_on_hosts(
     *,
     accept_changes: bool,
     observe: Callable[[Sequence[JobProgress]], None] | None,
+    loading: Callable[[], None],
     notify: Callable[[str], None] | None,
     watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None,
 ) -> RunResult:
@@ -147,8 +113,10 @@ def _run_on_hosts(
     log.addHandler(notices)
     try:
         with contextlib.closing(RunDirectory(Path(config.run), "run")) as directory:
+            check_before_loading(config, accept_changes=accept_changes)
             jobs, known = [], {one.name: of_config(one) for one in config.jobs}
             changed = _changed(directory, known, accept_changes=accept_changes)
+            loading()
             for one in config.jobs:
                 at = directory.job(one.name)
                 job = HostedJob(one, at, JobProgress(one.name, one.steps))
@@ -179,6 +147,13 @@ def _changed(directory: RunDirectory, identities: Mapping[str, Mapping[str, Any]
 def _not_followed(identities: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Why a change of the jobs' code may go unnoticed; a line each."""
     return [f"job {name}: {why}" for name, one in identities.items() for why in one.get(NOT_FOLLOWED, ())]
+
+
+def _open(job: Job, info: ModelInfo, config: RunConfig, *, accept_changes: bool, changed: bool) -> None:
+    described = identity(job, info, config)
+    for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
+        job.note_inexact(why)
+    _take_up(job.directory, job.progress, changed=changed)
 
 
 def _take_up(directory: JobDirectory, progress: JobProgress, *, changed: bool) -> list[int]:
@@ -235,18 +210,6 @@ async def _run_jobs(
             observe(progress)
     if failures:
         raise failures[0]
-
-
-def _left_out(jobs: Sequence[Job]) -> list[str]:
-    """Which rows were left out; what is so for several jobs is said once."""
-    jobs_by_note: dict[str, list[str]] = {}
-    for job in jobs:
-        for note in job.data.notes:
-            jobs_by_note.setdefault(note, []).append(job.name)
-    return [
-        f"{f'job {names[0]}' if len(names) == 1 else f'{len(names)} jobs'}: {note}"
-        for note, names in jobs_by_note.items()
-    ]
 
 
 def _result(directory: JobDirectory, progress: JobProgress, inexact: Sequence[str]) -> JobResult:

@@ -212,7 +212,7 @@ def _server(info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchCo
 
 def _model(name: str, launch: LaunchConfig, files: VersionFiles) -> str:
     """What the server is given as its base; in memory where that is wanted."""
-    from motet.model.load import find_base
+    from motet.model.find import find_base
 
     source, gguf = find_base(name)
     if gguf is not None:

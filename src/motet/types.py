@@ -261,6 +261,14 @@ class Rollout:
         return sum(branch.sampled for branch in self.branches)
 
     @property
+    def prompt_ids(self) -> IntArray:
+        """The tokens that the model read before its first turn, [T]."""
+        if not self.branches:
+            return np.zeros(0, np.int32)
+        first = self.branches[0]
+        return first.token_ids[: int(first.loss_mask.argmax()) if first.sampled else len(first.token_ids)]
+
+    @property
     def completion(self) -> str:
         """The text of the last turn, which rewards judge."""
         return self.turns[-1].text if self.turns else ""

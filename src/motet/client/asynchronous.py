@@ -28,6 +28,7 @@ from motet.service.schemas import (
     Models,
     Rollouts,
     Steps,
+    SubmittedJobs,
     Version,
     Versions,
 )
@@ -73,11 +74,29 @@ class AsyncClient(AdapterMethods, TenantMethods):
         Raises:
             ConfigError: `at` is not a time.
         """
-        tree = dict(job) if isinstance(job, Mapping) else job.model_dump(mode="json", exclude_unset=True)
-        tree |= {} if base is None else {"base": base}
+        tree = _tree(job) | ({} if base is None else {"base": base})
         headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
         params = {"after": list(after) or None, "at": _unix_seconds(at)}
         return await self._ask(Job, "POST", "/v1/jobs", params=params, json=tree, headers=headers)
+
+    async def submit_all(
+        self,
+        jobs: Sequence[JobConfig | Mapping[str, Any]],
+        idempotency_key: str | None = None,
+        after: Sequence[str] | Mapping[str, Sequence[str]] = (),
+        at: datetime | str | float | None = None,
+        base: str | None = None,
+    ) -> list[Job]:
+        """Submit several jobs together: all are taken, or none. A job may start from one above it (`adapter.init`).
+
+        The arguments are those of `submit`; `after` may also give the jobs that each waits for, by its name.
+        """
+        trees = [_tree(job) | ({} if base is None else {"base": base}) for job in jobs]
+        awaited = [after.get(str(tree.get("name")), ()) if isinstance(after, Mapping) else after for tree in trees]
+        asked = [{"job": tree, "after": list(names)} for tree, names in zip(trees, awaited, strict=True)]
+        headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+        body = {"jobs": asked, "at": _unix_seconds(at)}
+        return (await self._ask(SubmittedJobs, "POST", "/v1/submissions", json=body, headers=headers)).data
 
     async def job(self, job: str) -> Job:
         """A job by its id or name."""
@@ -263,6 +282,10 @@ class AsyncClient(AdapterMethods, TenantMethods):
         from motet.client.agents import AgentWorker
 
         await AgentWorker(self, agent, concurrency).run(jobs)
+
+
+def _tree(job: JobConfig | Mapping[str, Any]) -> dict[str, Any]:
+    return dict(job) if isinstance(job, Mapping) else job.model_dump(mode="json", exclude_unset=True)
 
 
 def _unix_seconds(at: datetime | str | float | None) -> float | None:

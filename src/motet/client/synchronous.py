@@ -60,6 +60,7 @@ class Client:
     """A service, asked one thing after another."""
 
     submit = _waits(AsyncClient.submit)
+    submit_all = _waits(AsyncClient.submit_all)
     job = _waits(AsyncClient.job)
     jobs = _yields(AsyncClient.jobs)
     pause = _waits(AsyncClient.pause)

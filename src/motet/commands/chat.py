@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from rich.console import Console
 from motet import budgets, seeds
 from motet.errors import MotetError, ServiceError
 from motet.model_info import ModelInfo
+from motet.near import close_matches
 from motet.protocols import RolloutEngine
 from motet.types import AdapterRef, Message
 
@@ -131,7 +131,7 @@ async def _look_for(client: AsyncClient, model: str) -> None:
         known = []
     if version in known or (known and version in ("best", "latest")):  # a job by its id, or an old one
         return
-    near = difflib.get_close_matches(model, names, n=1)
+    near = close_matches(model, names, n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     raise ServiceError(
         f"the service has no {model}; {meant}`motet ls` shows jobs, `motet show JOB` the versions of one"

@@ -18,18 +18,25 @@ from rich.table import Table
 from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
+from motet.before_loading import check_before_loading
 from motet.commands.answers import print_table
+from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, RunConfig
+from motet.errors import RunError
 from motet.jobfile import load_jobs
 from motet.launch import assemble, open_base, services
-from motet.preparing import prepare_all
+from motet.preparing import left_out, prepare_all
 from motet.running import config_of
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.identity import of_config
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import group_metrics
+from motet.runtime.opening import check_identity
 from motet.runtime.progress import LOG_LIKELIHOOD
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler, SampledStep
+from motet.runtime.signs import no_signal
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
 from motet.tasks.rows import row_of
@@ -75,18 +82,21 @@ def _check(config: RunConfig, rollouts: int) -> bool:
     console, failing = Console(emoji=False), list[str]()
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
         directory = RunDirectory(Path(scratch))
+        sources = check_before_loading(config, accept_changes=True)
+        refused = _print_changes(console, config)
         console.print(f"loading {config.base} …")
         base = open_base(config, directory, stack)
         for note in base.info.notes:
             console.print(f"note: {note}")
-        prepared = prepare_all(config.jobs, base.info, directory)
+        prepared = prepare_all(config.jobs, base.info, directory, sources)
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
         workshop = assemble(base, alone, [need for _, need in prepared], directory)
-        for note in workshop.notes[len(base.info.notes) :]:
+        for note in [*workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:
             console.print(f"note: {note}", soft_wrap=True, markup=False)
         try:
             shared = services(workshop, directory)
             jobs = [job for job, _ in prepared]
+            print_rates(console, jobs)
             Interrupt().run(lambda: _check_all(console, jobs, workshop, shared, rollouts, failing))
             console.print(_longest(base, config.engine))
         finally:
@@ -97,7 +107,19 @@ def _check(config: RunConfig, rollouts: int) -> bool:
     beside = f" and {share:.0%} of free host memory for what gives way" if share else ""
     held = f"KV cache: {workshop.kv_tokens:,} tokens{beside} · " if workshop.kv_tokens else ""
     console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
-    return not failing
+    return not failing and not refused
+
+
+def _print_changes(console: Console, config: RunConfig) -> bool:
+    """Say which jobs `motet run` would not go on with; gives whether there are any."""
+    refused = False
+    for job in config.jobs:
+        try:
+            check_identity(JobDirectory(Path(config.run) / job.name), of_config(job), accept_changes=False)
+        except RunError as error:
+            refused = True
+            console.print(f"motet run refuses this: {error}", style="red", markup=False, soft_wrap=True)
+    return refused
 
 
 def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
@@ -145,6 +167,11 @@ async def _check_all(
                 reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
                 failed = Counter(reason for reason in reasons if reason)
                 failing += [job.name] * (failed.total() == len(reasons))
+                groups = sampled.groups
+                share = sum(not group.has_signal for group in groups) / len(groups)
+                mean = group_metrics(groups)["reward"]
+                if failed.total() < len(reasons) and (warning := no_signal(share, float(mean))):
+                    failures.append(f"job {job.name}: of {len(reasons)} answers: {warning}")
                 if failed:
                     (commonest, _), *_ = failed.most_common(1)
                     failures.append(
@@ -228,14 +255,30 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
 
 
 def _show(console: Console, job: Job, group: Group) -> None:
-    """The first problem of the first step, token by token, and what the model answers."""
+    """The first problem of the first step: what the model reads, token by token, and what is said then."""
+
+    def show(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     console.rule(job.name)
-    prompt = job.chat.readable(job.chat.prompt_ids(group.problem))
-    console.print(prompt, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"reference answer: {group.problem.answer!r}", markup=False)
+    read = next((one.prompt_ids for one in group.rollouts if one.branches), job.chat.prompt_ids(group.problem))
+    show(job.chat.readable(read))
+    others = {one.prompt_ids.tobytes() for one in group.rollouts if one.branches} - {read.tobytes()}
+    differ = f"; {len(others)} other prompts in this group" if others else ""
+    show(f"{len(read)} tokens are read before the first answer{differ}")
+    show(f"reference answer: {group.problem.answer!r}")
     for rollout in group.rollouts:
         outcome = rollout.error or f"{rollout.reward:.3g}"
-        console.print(f"  {outcome:>6}  {rollout.completion!r}", markup=False, highlight=False, soft_wrap=True)
+        if not any(turn.replies for turn in rollout.turns):
+            show(f"  {outcome:>6}  {rollout.completion!r}")
+            continue
+        n = len(rollout.turns)
+        show(f"  {outcome:>6}  a conversation of {n} turn{'' if n == 1 else 's'}")
+        for turn in rollout.turns:
+            worth = "" if turn.reward is None else f"  (reward {turn.reward:.3g})"
+            show(f"          {'assistant':>9}  {turn.text!r}{worth}")
+            for reply in turn.replies:
+                show(f"          {reply.role:>9}  {reply.content!r}")
 
 
 async def _train_seconds(job: Job, shared: Services, sampled: SampledStep) -> float:

@@ -104,7 +104,7 @@ def drafted(target: Path) -> Iterator[Path]:
 
 def _read(adapter: Path, base: str | None) -> tuple[Any, str, str]:
     """The adapter, its base's name, and what transformers loads of it."""
-    from motet.model.load import find_base
+    from motet.model.find import find_base
     from motet.model.peft_io import read_adapter
 
     weights = read_adapter(adapter)

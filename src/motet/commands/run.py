@@ -11,10 +11,12 @@ from pathlib import Path
 from rich.console import Console
 
 from motet.commands.answers import print_table, same_command, width_of
+from motet.config import RunConfig
 from motet.config.engine import ClusterConfig
 from motet.errors import ConfigError
 from motet.jobfile import load_jobs
-from motet.running import RunResult, run_config
+from motet.results import RunResult
+from motet.running import run_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.tensorboard import TensorBoardExport
@@ -42,7 +44,6 @@ def run_file(
         config = config.model_copy(update={"cluster": ClusterConfig(launcher="ray", address=ray)})
     _be_the_rank_that_torchrun_wants(config.cluster)
     console = Console(emoji=False)
-    console.print(f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …")
     view = make_view(console, config.base)
     last: list[JobProgress] = []
     printed: list[str] = []
@@ -58,9 +59,7 @@ def run_file(
 
     def started(workshop: Workshop, jobs: Sequence[Job]) -> None:
         _print_notes(console, workshop.notes, printed)
-        rates = sorted({f"{job.base_rate:.2g}" for job in jobs if job.config.optimizer.lr == "auto"})
-        if rates:
-            console.print(f"learning rate (auto): {', '.join(rates)}")
+        print_rates(console, jobs)
         view.watch(workshop.loads)
         view.start()
 
@@ -71,6 +70,7 @@ def run_file(
                 sequential=sequential,
                 accept_changes=accept_changes,
                 observe=observe,
+                loading=lambda: console.print(_loading(config)),
                 started=started,
                 notify=view.print_line,
                 watch=watch,
@@ -80,6 +80,17 @@ def run_file(
     _print_notes(console, result.notes, printed)
     print_table(console, summary_table(last, Path(config.run), view.seconds, glyphs_of(console), width_of(console)))
     return _farewell(console, result)
+
+
+def print_rates(console: Console, jobs: Sequence[Job]) -> None:
+    """Print the learning rates that were chosen for jobs that leave them open."""
+    rates = sorted({f"{job.base_rate:.2g}" for job in jobs if job.config.optimizer.lr == "auto"})
+    if rates:
+        console.print(f"learning rate (auto): {', '.join(rates)}")
+
+
+def _loading(config: RunConfig) -> str:
+    return f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …"
 
 
 def _be_the_rank_that_torchrun_wants(cluster: ClusterConfig) -> None:

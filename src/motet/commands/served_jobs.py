@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from motet.before_loading import check_data
 from motet.client import AsyncClient, Client
 from motet.commands.answers import INTERRUPTED, command_for, minute, say
 from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.config.chain import chains
-from motet.errors import ConfigError
+from motet.errors import ConfigError, MotetError
+from motet.preparing import Sources
 from motet.runtime.progress import JobProgress, figure_of
 from motet.service.schemas import Health, Job, JobEvent, Version
 from motet.tasks.row_files import READERS
@@ -79,25 +82,55 @@ def submit(
     quiet: bool = False,
     known: Mapping[str, Job] = {},
 ) -> list[Job]:
-    """Submit the jobs of a file, which may go on with each other's adapters; those that are `known` there stay as they are."""
+    """Submit the jobs of a file together, which may go on with each other's adapters; `known` ones stay as they are.
+
+    Raises:
+        MotetError: one of them cannot be taken; then none was, and nothing that was uploaded for them stays.
+    """
+    new = [job for job in jobs if job.name not in known]
+    check_files(new)
     files: dict[str, str] = {}
-    submitted: list[Job] = []
-    ids: dict[str, str] = {}
-    for job in jobs:
-        if job.name not in known:
-            first, own = list(after), with_uploads(client, job, files, base)
-            if (start := chains(jobs).get(job.name)) is not None:
+    awaited: dict[str, list[str]] = {}
+    to_submit = []
+    try:
+        for job in new:
+            own, awaited[job.name] = with_uploads(client, job, files, base), list(after)
+            start = chains(jobs).get(job.name)
+            if start is not None and start.job in known:
+                made_by = known[start.job].id
                 own = own.model_copy(
-                    update={"adapter": own.adapter.model_copy(update={"init": f"{ids[start.job]}@{start.version}"})}
+                    update={"adapter": own.adapter.model_copy(update={"init": f"{made_by}@{start.version}"})}
                 )
-                first.append(ids[start.job])
-            submitted.append(client.submit(own, after=first, at=at, base=base))
-            if not quiet:
-                say(f"{submitted[-1].name}  {submitted[-1].id}")
-        else:
-            submitted.append(known[job.name])
-        ids[job.name] = submitted[-1].id
-    return submitted
+                awaited[job.name].append(made_by)
+            to_submit.append(own)
+        submitted = client.submit_all(to_submit, after=awaited, at=at, base=base) if to_submit else []
+    except MotetError:
+        for uploaded in files.values():
+            with contextlib.suppress(MotetError):
+                (client.delete_file if uploaded.startswith("file-") else client.delete_adapter)(uploaded)
+        raise
+    by_name = {**known, **{taken.name: taken for taken in submitted}}
+    if not quiet:
+        for taken in submitted:
+            say(f"{taken.name}  {taken.id}")
+    return [by_name[job.name] for job in jobs]
+
+
+def check_files(jobs: Sequence[JobConfig]) -> None:
+    """Read the files of jobs as the service will, before they are uploaded.
+
+    Raises:
+        ConfigError: what is wrong, a line for each job.
+    """
+    sources, wrong = Sources(), []
+    for job in jobs:
+        if Path(job.data.source).suffix.lower() in READERS:
+            try:
+                check_data(job, sources)
+            except MotetError as error:
+                wrong.append(f"job {job.name}: {error}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
 
 
 def scoring(rewards: Sequence[str], processes: int = 2) -> LocalWork:

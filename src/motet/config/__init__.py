@@ -10,13 +10,11 @@ from typing import Annotated
 from pydantic import Field, field_validator, model_validator
 
 from motet.config.chain import check_chains
+from motet.config.data import GENERATED_ROWS, GIVEN_ROWS, DataConfig
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.job import (
-    GENERATED_ROWS,
-    GIVEN_ROWS,
     AdapterConfig,
     CheckpointConfig,
-    DataConfig,
     EnvironmentConfig,
     EvalConfig,
     JobConfig,

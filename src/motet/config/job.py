@@ -14,14 +14,12 @@ from motet.algorithms.presets import Grpo
 from motet.algorithms.registry import Choice
 from motet.algorithms.rows import RowAlgorithm
 from motet.batch import AdamW
+from motet.config.data import DataConfig
+from motet.near import close_matches
 from motet.section import Config, named
 
 SEED_BITS = 48
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")
-
-GENERATED_ROWS = 4096
-"""Rows of a generated source whose job does not say how many."""
-
 
 MOST_RANK = 512
 
@@ -39,62 +37,6 @@ class AdapterConfig(Config):
     init: str | None = None
     """A PEFT LoRA directory to start from; or a job above in the file, to go on with its adapter when it has succeeded: `name`
     (the best version), `name@latest`, `name@12`. Otherwise A is random and B is zero."""
-
-
-GIVEN_ROWS = "[rows]"
-"""The source of rows that were given themselves; no file, hub name or generated task is called so."""
-
-
-class DataConfig(Config):
-    """Where problems come from. A plain string is the source."""
-
-    source: str
-    """`file.jsonl`, `file.csv`, `file.parquet`, `toy:NAME`, `reasoning-gym:NAME`, or what `datasets.load_dataset` takes
-    (`hub/name`). From Python also the rows themselves: a list of mappings, or a `datasets.Dataset`."""
-    rows: Any = Field(None, exclude=True)
-    """The rows that stood in the place of the source."""
-    split: str = "train"
-    """The split of a `datasets` source."""
-    subset: str | None = None
-    """The configuration name of a `datasets` source."""
-    config: dict[str, Any] = {}
-    """Options of a generated source (for reasoning-gym, the task's own configuration)."""
-    size: int | None = Field(None, ge=1, le=10**9)
-    """How many rows a generated source makes (4096 unless set), and the most that are read from any other (all)."""
-    prompt: str | None = None
-    """Column with the prompt (text, or a list of messages); by default prompt, question, messages, problem or input."""
-    answer: str | None = None
-    """Column with the reference answer; by default the first of answer, solution, target, label, output."""
-    template: str | None = None
-    """Text with `{column}` fields that makes the prompt out of a row."""
-    max_prompt_tokens: int | None = Field(None, ge=1, le=10**7)
-    """Leave out rows whose prompt has more tokens; otherwise one that leaves no room for an answer is an error."""
-    system: str | None = None
-    """System prompt, put before each problem."""
-    chat_template: bool = True
-    """False feeds the prompt to the model as it is."""
-    chat_template_kwargs: dict[str, Any] = {}
-    """Passed to the tokenizer's chat template (for instance `enable_thinking: false`)."""
-    shuffle: bool = True
-    """Shuffle with the job's seed; every pass over the data is shuffled anew."""
-    holdout: int = Field(64, ge=0, le=10**6)
-    """Rows kept out of training for evaluation."""
-    eval_source: str | None = None
-    """A source of its own for evaluation instead of held-out rows."""
-    seed: int = 0
-    """Seed of a generated source and of the held-out split; the same for every job, so that sweeps share both."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rows_for_a_source(cls, value: Any) -> Any:
-        given = value.get("source") if isinstance(value, dict) and "source" in value else value
-        if isinstance(given, dict) and given and all(hasattr(part, "to_list") for part in given.values()):
-            raise ValueError("this is several tables; name one of its splits, such as data['train']")
-        if isinstance(given, list) or hasattr(given, "to_list"):
-            return {**(value if given is not value else {}), "source": GIVEN_ROWS, "rows": given}
-        if isinstance(value, dict) and value.get("rows") is not None and given != GIVEN_ROWS:
-            raise ValueError("rows stand in no field of their own; give them in the place of source")
-        return value
 
 
 class RewardConfig(Config):
@@ -174,7 +116,9 @@ class EnvironmentConfig(Config):
     @classmethod
     def _is_there(cls, name: str) -> str:
         if ":" not in name and name not in (known := (*cls.TURNS, *cls.SHIPPED, cls.AGENT)):
-            raise ValueError(f"must be {', '.join(known)}, or file.py:Class for one of your own")
+            near = close_matches(name, known)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"must be {', '.join(known)}, or file.py:Class for one of your own{meant}")
         return name
 
 
@@ -262,13 +206,18 @@ def _reward_list(value: Any) -> Any:
     """Accept one reward, a list, or a mapping of name to weight."""
     if callable(value):
         return [{"name": getattr(value, "__name__", "reward"), "function": value}]
-    if isinstance(value, str) or (isinstance(value, dict) and "name" in value):
+    if isinstance(value, str) or (isinstance(value, dict) and "name" in value) or isinstance(value, dict):
         value = [value]
-    elif isinstance(value, dict):
-        value = [{"name": name, "weight": weight} for name, weight in value.items()]
     if not isinstance(value, list):
         return value
-    return [_one_reward(item) for item in value]
+    return [_one_reward(item) for given in value for item in _weighted(given)]
+
+
+def _weighted(given: Any) -> list[Any]:
+    """Spell out a mapping of name to weight."""
+    if not isinstance(given, dict) or "name" in given:
+        return [given]
+    return [{"name": name, "weight": weight} for name, weight in given.items()]
 
 
 def _one_reward(item: Any) -> Any:

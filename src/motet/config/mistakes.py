@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.registry import ALGORITHMS
 from motet.config import Config, JobConfig, RunConfig
+from motet.errors import ConfigError
+from motet.near import close_matches
 
 MOST_MISTAKES = 100
 """Those that are told at once."""
@@ -85,6 +87,20 @@ def explain(error: ValidationError, root: type[Config], tree: Mapping[str, Any])
     ]
 
 
+def check_fields(tree: Mapping[Any, Any], model: type[Config], where: str) -> None:
+    """Refuse fields of a whole file that there are not, all at once.
+
+    Raises:
+        ConfigError: which they are, and what was perhaps meant.
+    """
+    known = (*model.model_fields, *_ALSO_WRITTEN.get(model, ()))
+    lines = [f"{name}: {no_such_field(str(name), model)}" for name in tree if name not in known][:MOST_MISTAKES]
+    if len(lines) == 1:
+        raise ConfigError(f"{where}: {lines[0]}")
+    if lines:
+        raise ConfigError("\n  ".join([f"{where} has {len(lines)} mistakes:", *lines]))
+
+
 def no_such_field(name: str, model: type[Config]) -> str:
     """What to say of a field that a section does not have."""
     message = "there is no such field; "
@@ -92,15 +108,23 @@ def no_such_field(name: str, model: type[Config]) -> str:
         return f"{message}it is {OTHERS_WORDS[name]}"
     fields = sorted((*model.model_fields, *_ALSO_WRITTEN.get(model, ())))
     places = [path for path in FIELDS if path.rpartition(".")[2] == name]
-    if model is RunConfig and name in JobConfig.model_fields:
+    section, dot, field = name.partition(".")
+    if dot and (name in FIELDS or section in fields):
+        message += f"write it as {section}: {{{_nested(field)}}}, or by --set {name}=…. There are "
+    elif model is RunConfig and name in JobConfig.model_fields:
         message += "it stands in a job, or in defaults for all jobs. There are "
     elif places:
         message += f"it stands in {' or '.join(places[:_MOST_PLACES])}. There are "
-    elif near := difflib.get_close_matches(name, fields, n=1, cutoff=0.7):
+    elif near := close_matches(name, fields, n=1, cutoff=0.7):
         message += f"did you mean {near[0]}? There are "
     else:
         message += "there are "
     return message + ", ".join(fields)
+
+
+def _nested(path: str) -> str:
+    first, dot, rest = path.partition(".")
+    return f"{first}: {{{_nested(rest)}}}" if dot else f"{first}: …"
 
 
 def _line(
@@ -127,12 +151,21 @@ def _message(root: type[Config], location: tuple[Any, ...], items: Sequence[Mapp
         return "is missing"
     if item["type"] == "model_type":
         return f"must be a mapping of fields (got {item['input']!r:.80})"
+    if item["type"] == "string_type" and isinstance(item["input"], bool | int | float | date):
+        return _not_text(item["input"])
     if item["type"] == "too_short":
         return "is empty; give at least one"
     first, *others = dict.fromkeys(str(one["msg"]).removeprefix("Value error, ") for one in items)
     message = ", or ".join([first, *(other.removeprefix("Input should be ") for other in others)])
     given = item.get("input")
     return message if isinstance(given, dict | list) else f"{message} (got {given!r:.80})"
+
+
+def _not_text(value: bool | int | float | date) -> str:
+    """What to say of a text that YAML has read as something else."""
+    kind = {bool: "true or false, as it does yes, no, on and off", int: "a number", float: "a number"}.get(type(value))
+    written = {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    return f"must be text, and YAML reads this as {kind or 'a date'}: quote it, such as '{written}' (got {value!r})"
 
 
 def _field_of(root: type[Config], item: Mapping[str, Any]) -> tuple[Any, ...]:

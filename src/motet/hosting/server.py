@@ -25,7 +25,7 @@ from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReport
 from motet.hosting.scores import AskedOfService
 from motet.hosting.turns import Turns
 from motet.launch import assemble, open_base, services
-from motet.preparing import identity, prepare
+from motet.preparing import Sources, identity, prepare
 from motet.protocols import RolloutEngine
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
@@ -250,7 +250,8 @@ class EngineServer:
 
     def _prepared(self, tree: Mapping[str, Any], first_step: int) -> Job:
         start, info = self._start, self.base.info
-        job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, None if start.own_jobs else OF_A_JOB)
+        sources = Sources(None if start.own_jobs else OF_A_JOB)
+        job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, sources)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         installed = {name: str(one["target"]) for name, one in start.rewards.items()}
         otherwise = open_job(job.directory, identity(job, info, self._config, installed), **accepts)

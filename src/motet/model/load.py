@@ -1,8 +1,7 @@
-"""Find, load, wrap and prove a base model."""
+"""Load, wrap and prove a base model."""
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -12,51 +11,28 @@ import torch
 from motet.allocator import without_collections
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, Numerics
+from motet.model.find import find_base
 from motet.model.lora_model import LoraModel, wrap
 from motet.model.packed import BaseFormat, n_hidden
 from motet.model.proof import prove
 from motet.model.shards import Shards
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SMALL_BASE = Path(__file__).parent.parent / "assets" / "small-base"
 _TOKENIZERS = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 """What a directory with a tokenizer has some of."""
 
 
-def cache_directory() -> Path:
-    """Where converted models are kept: `$MOTET_CACHE`, by default `~/.cache/motet`."""
-    return Path(os.environ.get("MOTET_CACHE", Path.home() / ".cache" / "motet"))
-
-
-def find_base(name: str) -> tuple[str, str | None]:
-    """Turn what a person wrote into what transformers loads: (hub id or directory, gguf file name).
+def place_of(device: str) -> torch.device:
+    """What `engine.device` means on this machine.
 
     Raises:
-        BaseModelError: it names a local path that is not there.
+        BaseModelError: there is no such device.
     """
-    if name == "small":
-        return str(SMALL_BASE), None
-    if name == "smollm2":
-        cached = cache_directory() / "SmolLM2-135M-Instruct"
-        if not cached.is_dir():
-            raise BaseModelError(f"base smollm2 is not in {cached}; bring it there with `make smollm2`")
-        return str(cached), None
-    near = difflib.get_close_matches(name, ("small", "smollm2"), 1, cutoff=0.8)
-    if near:
-        raise BaseModelError(f"there is no base {name!r}; did you mean {near[0]!r}?")
-    path = Path(os.path.expanduser(name))
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise BaseModelError(f"there is no file {path}; give the path of a .gguf file")
-        return str(path.parent), path.name
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise BaseModelError(f"{path} has no config.json, so it is not a model directory")
-        return str(path), None
-    if looks_local:
-        raise BaseModelError(f"there is no directory {path}; give a model directory, a hub id, `small` or `smollm2`")
-    return name, None
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
+        seen = f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
+        raise BaseModelError(f"engine.device is {device}, but torch sees {seen}; use `cpu` or `auto`")
+    return place
 
 
 @without_collections()
@@ -78,10 +54,7 @@ def load_base(
     Raises:
         BaseModelError: it cannot be found or loaded, or failed the proof; says why and what can be used instead.
     """
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
-        seen = f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
-        raise BaseModelError(f"engine.device is {device}, but torch sees {seen}; use `cpu` or `auto`")
+    place = place_of(device)
     if place.type == "cuda":
         _add_in_full_precision()
     model, tokenizer = _load(name, dtype, trust_remote_code, base_format, place)

@@ -26,6 +26,7 @@ from motet.checksums import check_version, sync
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
 from motet.model.expert_files import together
+from motet.model.find import find_adapter
 from motet.model.lora import AdapterLayout
 from motet.model.lora_model import LoraModel
 from motet.model_info import ALL_LINEAR, EXPERTS
@@ -161,11 +162,7 @@ def read_adapter(directory: Path) -> PeftAdapter:
         AdapterError: it is not there, not a plain LoRA (the kind is named), damaged, or not what was saved.
     """
     config_file, weights_file = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
-    if not config_file.is_file():
-        raise AdapterError(f"{directory} has no {ADAPTER_CONFIG}; give a directory that `peft` or Motet wrote")
-    if not weights_file.is_file():
-        kind = " (a pickle is not read; save it as safetensors)" if (directory / "adapter_model.bin").exists() else ""
-        raise AdapterError(f"{directory} has no {ADAPTER_WEIGHTS}{kind}")
+    find_adapter(directory)
     check_version(directory)
     try:
         config: Any = json.loads(config_file.read_text())

@@ -204,7 +204,7 @@ def rollout_records(
                 "answer": group.problem.answer,
                 "completion": rollout.completion,
                 "turns": [turn.text for turn in rollout.turns],
-                **_conversation(rollout),
+                **_conversation(rollout, texts),
                 "reward": rollout.reward,
                 "reward_parts": dict(rollout.reward_parts),
                 "finish_reason": rollout.finish_reason.value,
@@ -214,11 +214,11 @@ def rollout_records(
             }
 
 
-def _conversation(rollout: Rollout) -> dict[str, Any]:
-    """What it began with, what was said to each turn, and what each was worth, where that is not in the problem."""
+def _conversation(rollout: Rollout, texts: Callable[[Sequence[int]], Sequence[str]]) -> dict[str, Any]:
+    """What an environment has the model read first and says to each turn, and what each was worth."""
     fields: dict[str, Any] = {}
-    if rollout.opening and rollout.opening[-1].content != rollout.problem.messages[-1].content:
-        fields["opening"] = rollout.opening[-1].content
+    if rollout.opening and rollout.branches:
+        fields["opening"] = "".join(texts(rollout.prompt_ids.tolist()))
     if any(turn.replies for turn in rollout.turns):
         fields["replies"] = [[reply.content for reply in turn.replies] for turn in rollout.turns]
     if any(turn.reward is not None for turn in rollout.turns):

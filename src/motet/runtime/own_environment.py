@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from motet.config import JobConfig
 from motet.errors import EnvironmentFault
 from motet.runtime.job import Job, Services
 from motet.tasks.environments import EnvironmentWorkers
@@ -13,8 +16,8 @@ if TYPE_CHECKING:
     from motet.agents.runner import AgentRunner
 
 
-def _check_not_put_aside(job: Job) -> None:
-    if job.config.rl.over_provision > 1:
+def _check_not_put_aside(config: JobConfig) -> None:
+    if config.rl.over_provision > 1:
         raise EnvironmentFault("algorithm.over_provision puts rollouts aside, which an agent cannot be: leave it out")
 
 
@@ -25,25 +28,46 @@ async def own_environment(job: Job, services: Services) -> EnvironmentWorkers | 
         EnvironmentFault: it cannot be used.
     """
     config, log = job.config.environment, job.directory.path / "environment.log"
-    if config.elsewhere:
-        if services.agents is None:
-            raise EnvironmentFault(
-                "environment 'agent' runs beside a service (`motet agent`); here, name the function as `file.py:function`"
-            )
-        _check_not_put_aside(job)
+    if config.elsewhere and services.agents is not None:
+        _check_not_put_aside(job.config)
         return services.agents(job.name, config)
-    workers = EnvironmentWorkers(config, log)
-    await workers.open()
+    workers = await _loaded(job.config, log)
     if not workers.info.agent:
         return workers
     await workers.close()
-    _check_not_put_aside(job)
-    try:
-        from motet.agents.runner import AgentRunner
-    except ImportError as error:
-        raise EnvironmentFault(
-            f"an agent needs {error.name}, which is not installed: pip install 'motet[serve]'"
-        ) from error
+    from motet.agents.runner import AgentRunner
+
     runner = AgentRunner(job.name, config, log)
     await runner.open()
     return runner
+
+
+async def check_environment(config: JobConfig, log: Path) -> None:
+    """Load what a job without a service brings, and let go of it.
+
+    Raises:
+        EnvironmentFault: it cannot be used.
+    """
+    await (await _loaded(config, log)).close()
+
+
+async def _loaded(config: JobConfig, log: Path) -> EnvironmentWorkers:
+    """A class with its process; an agent is known to have all that it needs."""
+    if config.environment.elsewhere:
+        raise EnvironmentFault(
+            "environment 'agent' runs beside a service (`motet agent`); here, name the function as `file.py:function`"
+        )
+    workers = EnvironmentWorkers(config.environment, log)
+    await workers.open()
+    if workers.info.agent:
+        try:
+            _check_not_put_aside(config)
+            importlib.import_module("motet.agents.runner")
+        except BaseException as error:
+            await workers.close()
+            if isinstance(error, ImportError):
+                raise EnvironmentFault(
+                    f"an agent needs {error.name}, which is not installed: pip install 'motet[serve]'"
+                ) from error
+            raise
+    return workers

@@ -15,6 +15,7 @@ import numpy as np
 from motet.batch import Sample, Segment
 from motet.config import AdapterConfig
 from motet.errors import AdapterError
+from motet.model.find import find_adapter
 from motet.runtime.session import Session, Slot
 from motet.tasks.scoring_server import ScoringServer
 from motet.types import ADAPTER_CONFIG, FloatArray
@@ -126,6 +127,7 @@ def shape_of(directory: Path) -> AdapterConfig:
     Raises:
         AdapterError: there is none.
     """
+    find_adapter(directory)
     path = directory / ADAPTER_CONFIG
     try:
         saved = json.loads(path.read_text())

@@ -53,25 +53,56 @@ Longer = Callable[[Problem, int], bool]
 """Whether a problem's prompt has more than so many tokens."""
 
 
+@dataclass(frozen=True)
+class Source:
+    """A job's problems before the held-out split."""
+
+    problems: Problems
+    evaluation: Problems | None
+    """Those of `data.eval_source`; None where problems are held out instead."""
+    scorer: ScorerSpec | None
+
+
 def load_dataset(config: DataConfig, bounds: Bounds | None = None, longer: Longer | None = None) -> Dataset:
-    """Read, check and split a job's data. The split depends on `config.seed` only, so jobs of a sweep share it.
+    """Read, check and split a job's data; see `read_source` and `split`."""
+    return split(config, read_source(config, bounds), longer)
+
+
+def read_source(config: DataConfig, bounds: Bounds | None = None) -> Source:
+    """Read every row of a job's data and make problems of them. No tokenizer is needed.
 
     Args:
         config: the job's data section.
-        bounds: of what somebody else gives; None for data of one's own.
-        longer: for `config.max_prompt_tokens`.
+        bounds: of somebody else's data; None for data of one's own.
 
     Raises:
-        DataError: the source cannot be read, a row does not fit, or too few rows remain; says where and what to do.
+        DataError: the source cannot be read, or a row does not fit; says where and what to do.
     """
     rows, scorer = read_rows(config, bounds)
-    problems, notes = _short(config, Problems.of(_problems(config, rows, bounds)), longer)
-    if config.eval_source is not None:
-        holdout, eval_scorer = _evaluation(config, bounds, longer)
-        scorer = replace(scorer, evaluation=eval_scorer) if scorer else eval_scorer
+    problems = Problems.of(_problems(config, rows, bounds))
+    if config.eval_source is None:
+        return Source(problems, None, scorer)
+    evaluation, eval_scorer = _evaluation(config, bounds)
+    return Source(problems, evaluation, replace(scorer, evaluation=eval_scorer) if scorer else eval_scorer)
+
+
+def split(config: DataConfig, source: Source, longer: Longer | None = None) -> Dataset:
+    """Leave long prompts out and hold problems out. The split depends on `config.seed` only, so jobs of a sweep share it.
+
+    Args:
+        config: the job's data section.
+        source: what was read for it.
+        longer: for `config.max_prompt_tokens`; without it no prompt is too long.
+
+    Raises:
+        DataError: too few rows remain.
+    """
+    problems, notes = _short(config, config.source, source.problems, longer)
+    if source.evaluation is not None:
+        holdout = tuple(_short(config, str(config.eval_source), source.evaluation, longer)[0])
     else:
         order = seeds.permutation(seeds.key(config.seed, "holdout"), len(problems))
-        holdout = tuple(problems[i] for i in sorted(order[: config.holdout]))
+        holdout = tuple(problems[i] for i in sorted(order[: config.held_out_of(len(problems))]))
     # A prompt that stands twice in the data must not be both trained on and evaluated.
     train = problems.without(holdout)
     if not train:
@@ -79,11 +110,11 @@ def load_dataset(config: DataConfig, bounds: Bounds | None = None, longer: Longe
     left_out = len(problems) - len(train) - (0 if config.eval_source else len(holdout))
     if left_out:
         notes.append(f"{left_out} of {len(problems)} rows are left out of training, because their prompts are held out")
-    return Dataset(train, holdout, scorer, tuple(notes))
+    return Dataset(train, holdout, source.scorer, tuple(notes))
 
 
-def _short(config: DataConfig, problems: Problems, longer: Longer | None) -> tuple[Problems, list[str]]:
-    """Those whose prompts are not too long, and what is to say of the others."""
+def _short(config: DataConfig, source: str, problems: Problems, longer: Longer | None) -> tuple[Problems, list[str]]:
+    """The problems of a source whose prompts are not too long, and a note about the others."""
     most = config.max_prompt_tokens
     if most is None or longer is None:
         return problems, []
@@ -91,7 +122,7 @@ def _short(config: DataConfig, problems: Problems, longer: Longer | None) -> tup
     short = problems.only(row for row, problem in enumerate(problems) if not longer(problem, most))
     if not short:
         raise DataError(
-            f"data.source {config.source!r}: each of its {len(problems)} rows has a prompt of {tokens}; raise "
+            f"data.source {source!r}: each of its {len(problems)} rows has a prompt of {tokens}; raise "
             "data.max_prompt_tokens"
         )
     left_out = len(problems) - len(short)
@@ -105,15 +136,16 @@ def _nothing_left(config: DataConfig, problems: Sequence[Problem]) -> str:
     """Why there is nothing to train on, and what to do."""
     n, different = len(problems), len({problem.messages for problem in problems})
     rows = f"data.source {config.source!r} has {n} row{'' if n == 1 else 's'}"
+    held_out = config.held_out_of(n)
     if config.eval_source is not None:
         return f"{rows}, and data.eval_source has all of their prompts: name another, or leave it out"
     if different == n:
         advice = f"add rows, or set data.holdout to {n // 10} or so"
-        return f"{rows}, and data.holdout {config.holdout} leaves none to train on: {advice}"
+        return f"{rows}, and data.holdout {held_out} leaves none to train on: {advice}"
     if different == 1:
         return f"{rows} with the same prompt, which is held out: set data.holdout to 0, or name an eval_source"
     return (
-        f"{rows} with {different} different prompts, and data.holdout {config.holdout} holds all of them out: set data.holdout "
+        f"{rows} with {different} different prompts, and data.holdout {held_out} holds all of them out: set data.holdout "
         f"to {max(1, different // 10)} or so"
     )
 
@@ -135,17 +167,15 @@ def data_window(problems: Sequence[Problem], step: int, width: int, seed: int, s
     return window
 
 
-def _evaluation(
-    config: DataConfig, bounds: Bounds | None, longer: Longer | None
-) -> tuple[tuple[Problem, ...], ScorerSpec | None]:
+def _evaluation(config: DataConfig, bounds: Bounds | None) -> tuple[Problems, ScorerSpec | None]:
     if config.holdout == 0:
         raise DataError("data.eval_source is set but data.holdout is 0: set it to how many of its rows to use")
     # reasoning-gym seeds row i with seed + i: a far-away seed keeps evaluation rows from being training rows.
     far = seeds.key(config.seed, "eval_source") % (1 << 31)
-    other = config.model_copy(update={"source": config.eval_source, "size": config.holdout, "seed": far, "rows": None})
+    changes = {"source": config.eval_source, "size": config.held_out_of(None), "seed": far, "rows": None}
+    other = config.model_copy(update=changes)
     rows, scorer = read_rows(other, bounds)
-    problems, _ = _short(other, Problems.of(_problems(other, rows, bounds)), longer)
-    return tuple(problems), scorer
+    return Problems.of(_problems(other, rows, bounds)), scorer
 
 
 def _problems(config: DataConfig, rows: Iterable[Row], bounds: Bounds | None) -> Iterator[Problem]:

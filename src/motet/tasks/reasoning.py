@@ -21,6 +21,7 @@ import msgspec
 
 from motet import wall
 from motet.errors import DataError, RewardError
+from motet.near import close_matches
 from motet.tasks.reasoning_answers import read_safely
 from motet.tasks.row_files import Bounds
 from motet.types import Problem
@@ -123,17 +124,16 @@ def build_scorer(spec: ScorerSpec) -> Callable[[Problem, str], float]:
 
 def _reply(spec: ScorerSpec) -> dict[str, Any]:
     """Runs in the process that makes rows: the entries, or what is wrong with the spec."""
-    import difflib
-
     from reasoning_gym.factory import DATASETS
 
     from motet.tasks.plain_json import as_json
 
     if spec.task not in DATASETS:
-        near = difflib.get_close_matches(spec.task, DATASETS, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        near = close_matches(spec.task, DATASETS, n=3, cutoff=0.5)
+        nearest = ", ".join(near or close_matches(spec.task, DATASETS, n=8, cutoff=0.0))
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the nearest names are {nearest}"
         gallery = "https://github.com/open-thought/reasoning-gym/blob/main/GALLERY.md"
-        return {"error": f"reasoning-gym has no task {spec.task!r}{hint} (it has {len(DATASETS)}, see {gallery})"}
+        return {"error": f"reasoning-gym has no task {spec.task!r}; {hint} (it has {len(DATASETS)}, see {gallery})"}
     try:
         dataset = spec.build()
         return {"entries": [as_json(dict(dataset[i])) for i in range(spec.size)]}

@@ -146,6 +146,14 @@ def masked(reward: Mapping[str, Any]) -> dict[str, Any]:
     return with_headers(reward, lambda _: MASK)
 
 
+def needs_a_service(name: str) -> RewardError:
+    """Why a run without a service cannot have a reward."""
+    return RewardError(
+        f"reward {name!r} is scored beside a service: submit the job to `motet serve`, or name a function of yours as "
+        "`file.py:function`"
+    )
+
+
 def label_of(reward: RewardConfig) -> str:
     """What the reward is called in metrics: a worker's by its function, one of a file without the folder."""
     name = str(reward.args.get("function") or reward.name) if reward.name == "worker" else reward.name

@@ -9,7 +9,6 @@ Runs in reward processes. These ways of writing a reward are understood, told ap
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from motet.errors import RewardError
+from motet.near import close_matches
 from motet.own_code import OwnCode
 from motet.tasks.reasoning import ScorerSpec, build_scorer
 from motet.tasks.rewards import BUILTIN, check_args
 from motet.types import Problem
 
 SCORER = "scorer"
+NO_SCORER = "only reasoning-gym:NAME data has a scorer of its own; name a reward, such as `exact`"
 OWN = OwnCode("reward", RewardError, (*BUILTIN, SCORER))
 # What TRL passes besides columns. Tokens are not for rewards here; the trainer's state is None, as before training.
 _TRL_ONLY = ("completion_ids", "prompt_ids", "prompts_ids")
@@ -56,18 +57,27 @@ def resolve(name: str, args: Mapping[str, Any], function: Any = None, scorer: Sc
     """
     if function is None and name == SCORER:
         if scorer is None:
-            raise RewardError("only reasoning-gym:NAME data has a scorer of its own; name a reward, such as `exact`")
+            raise RewardError(NO_SCORER)
         function = build_scorer(scorer)
     elif function is None and name in BUILTIN:
-        loaded = adapted(BUILTIN[name], args, name)
-        try:
-            check_args(name, args)
-        except Exception as error:  # a pattern that is none, a type that does not compare: whatever args may hold
-            raise RewardError(f"reward {name!r}: args {dict(args)}: {error}") from error
         if name == "math":
             importlib.import_module("math_verify")  # slow to import: not on the first completion's CPU time
-        return loaded
+        return built_in(name, args)
     return adapted(OWN.find(name) if function is None else function, args, name)
+
+
+def built_in(name: str, args: Mapping[str, Any]) -> LoadedReward:
+    """A reward that ships with Motet.
+
+    Raises:
+        RewardError: its arguments are wrong.
+    """
+    loaded = adapted(BUILTIN[name], args, name)
+    try:
+        check_args(name, args)
+    except Exception as error:  # a pattern that is none, a type that does not compare: whatever args may hold
+        raise RewardError(f"reward {name!r}: args {dict(args)}: {error}") from error
+    return loaded
 
 
 def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
@@ -148,7 +158,7 @@ def _check_args(parameters: Mapping[str, inspect.Parameter], args: Mapping[str, 
         )
     unknown = [key for key in args if key not in own]
     if unknown and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        near = difflib.get_close_matches(unknown[0], own, n=1)
+        near = close_matches(unknown[0], own, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(own) or 'none'}"
         raise RewardError(f"reward {name!r} has no argument {unknown[0]!r}; {hint}")
 

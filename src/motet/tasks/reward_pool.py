@@ -223,10 +223,7 @@ class RewardPool:
         if reward.function is not None or reward.name not in ELSEWHERE:
             return False
         if reward.name not in self._elsewhere:
-            raise RewardError(
-                f"reward {reward.name!r} is scored beside a service: submit the job to `motet serve`, or name a function "
-                "of yours as `file.py:function`"
-            )
+            raise reward_elsewhere.needs_a_service(reward.name)
         reward_elsewhere.check(reward)
         return True
 

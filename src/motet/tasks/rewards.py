@@ -139,6 +139,8 @@ BUILTIN: Mapping[str, RewardFunction] = {
     "code": code,
 }
 """Rewards by name; `scorer`, the data's own, is the one more name that has no function here."""
+NEED_AN_ANSWER = ("exact", "contains", "numeric", "math")
+"""Rewards that cannot score a row without a reference answer."""
 
 
 def check_args(name: str, args: Mapping[str, Any]) -> None:

@@ -170,8 +170,13 @@ def _values(text: bytes) -> int:
 
 def _parse(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig"))
+        return json.loads(text.decode("utf-8-sig").rstrip())
     except json.JSONDecodeError as error:
+        if error.pos >= len(error.doc) or error.msg.startswith("Unterminated string"):
+            raise DataError(
+                f"{where} is not valid JSON: it ends in the middle of a value. The file was cut off, or a text in it has a "
+                "line break, which is written \\n"
+            ) from error
         line = f"line {error.lineno}, " if error.lineno > 1 and error.pos < len(error.doc.rstrip()) else ""
         raise DataError(f"{where} is not valid JSON: {error.msg} ({line}character {error.colno})") from error
     except (ValueError, RecursionError) as error:
@@ -194,6 +199,11 @@ def _csv(path: Path, bounds: Bounds | None) -> Iterator[Row]:
     reader = csv.reader(_texts(path, bounds), strict=True)
     try:
         names = next(reader, [])
+        if len(names) == 1 and (separator := next((one for one in ";\t|" if one in names[0]), None)):
+            raise DataError(
+                f"{path} has fields that {separator!r} separates; save it with commas, or with the ending .jsonl as a JSON "
+                "object a line"
+            )
         if len(set(names)) < len(names):
             doubled = Counter(names).most_common(1)[0][0]
             raise DataError(f"{path} names the column {doubled!r} twice; each needs a name of its own")

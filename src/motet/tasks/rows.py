@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from motet.batch import Example, Row
 from motet.errors import DataError
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.messages import messages_of
-from motet.types import Message, Problem
+from motet.types import IntArray, Message, Problem
 
 Continuation = tuple[Message, ...]
 
@@ -40,6 +41,16 @@ def longest_row(problems: Sequence[Problem], kind: str, chat: Chat, source: str)
     lengths = [max(len(one.token_ids) for one in row_of(problem, kind, chat, source).examples) for problem in problems]
     longest = int(np.argmax(lengths))
     return lengths[longest], problems[longest]
+
+
+def check_rows(problems: Iterable[Problem], kind: str, source: str) -> None:
+    """Look for the columns that are learned, before there is a tokenizer.
+
+    Raises:
+        DataError: a row does not have them; says which it is and what to do.
+    """
+    for problem in problems:
+        PARTS[kind](problem, f"{source} row {problem.id + 1}")
 
 
 def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
@@ -91,24 +102,20 @@ def _pair(problem: Problem, chat: Chat, where: str) -> Row:
 
 def _thumb(problem: Problem, chat: Chat, where: str) -> Row:
     """`completion`, and whether it was liked, `label`."""
+    completion, label = _thumb_of(problem, where)
+    return Row((_example(problem, completion, chat, where),), label)
+
+
+def _thumb_of(problem: Problem, where: str) -> tuple[Continuation, bool]:
     label = problem.metadata.get("label")
     if label not in (True, False):
         raise DataError(f"{where}: label must be true or false, whether the completion was liked, got {label!r:.80}")
-    return Row((_example(problem, _continuation(problem, "completion", where), chat, where),), bool(label))
+    return _continuation(problem, "completion", where), bool(label)
 
 
 def _soft(problem: Problem, chat: Chat, where: str) -> Row:
     """`token_ids` of the answer, and for each of them `top_ids` and `top_logprobs`, a teacher's."""
-    ids, top, logprobs = (problem.metadata.get(name) for name in ("token_ids", "top_ids", "top_logprobs"))
-    try:
-        own = np.asarray(ids, np.int32)
-        targets, shares = np.asarray(top, np.int32), np.exp(np.asarray(logprobs, np.float64))
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: token_ids, top_ids and top_logprobs must be lists of numbers: {error}") from error
-    if own.ndim != 1 or not len(own) or targets.ndim != 2 or targets.shape != shares.shape or len(targets) != len(own):
-        raise DataError(
-            f"{where} needs token_ids, one for each token of the answer, and top_ids and top_logprobs, of each of these a list"
-        )
+    own, targets, shares = _soft_of(problem, where)
     vocabulary = len(chat.tokenizer)
     if min(own.min(), targets.min()) < 0 or max(own.max(), targets.max()) >= vocabulary:
         raise DataError(f"{where} has a token id that the base does not know; it has {vocabulary} tokens")
@@ -126,6 +133,21 @@ def _soft(problem: Problem, chat: Chat, where: str) -> Row:
     )
 
 
+def _soft_of(problem: Problem, where: str) -> tuple[IntArray, IntArray, NDArray[np.float64]]:
+    """The ids of the answer [T], and of the teacher's most likely tokens ids and probabilities [T, K]."""
+    ids, top, logprobs = (problem.metadata.get(name) for name in ("token_ids", "top_ids", "top_logprobs"))
+    try:
+        own = np.asarray(ids, np.int32)
+        targets, shares = np.asarray(top, np.int32), np.exp(np.asarray(logprobs, np.float64))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: token_ids, top_ids and top_logprobs must be lists of numbers: {error}") from error
+    if own.ndim != 1 or not len(own) or targets.ndim != 2 or targets.shape != shares.shape or len(targets) != len(own):
+        raise DataError(
+            f"{where} needs token_ids, one for each token of the answer, and top_ids and top_logprobs, of each of these a list"
+        )
+    return own, targets, shares
+
+
 READERS: Mapping[str, Callable[[Problem, Chat, str], Row]] = {
     "answer": _all_turns,
     "last_answer": _last_answer,
@@ -134,6 +156,14 @@ READERS: Mapping[str, Callable[[Problem, Chat, str], Row]] = {
     "soft": _soft,
 }
 """What rows are read for."""
+PARTS: Mapping[str, Callable[[Problem, str], object]] = {
+    "answer": answer_of,
+    "last_answer": answer_of,
+    "pair": pair_of,
+    "thumb": _thumb_of,
+    "soft": _soft_of,
+}
+"""What of a row is read, by the same names."""
 
 
 def _continuation(problem: Problem, column: str, where: str) -> Continuation:

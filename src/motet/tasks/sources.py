@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from motet.config import GENERATED_ROWS, DataConfig
 from motet.errors import DataError
+from motet.near import close_matches
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
 from motet.tasks.row_files import READERS, Bounds, Row, rows_of
@@ -60,6 +60,8 @@ def _rows(config: DataConfig, bounds: Bounds | None) -> Iterable[Row]:
     if path.suffix.lower() in READERS:
         if path.is_file():
             return rows_of(path, bounds)
+        if path.is_dir():
+            raise DataError(_a_directory(config.source, path))
         near = _near(path.name, _siblings(path))
         raise DataError(f"data.source {config.source!r} is not a file{near} (looked in {path.parent.resolve()})")
     if path.is_file():
@@ -77,20 +79,38 @@ def _of_python(config: DataConfig) -> Iterator[Row]:
 
 
 def _near(name: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    matches = close_matches(name, known, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def _a_directory(source: str, path: Path) -> str:
+    """What to say of a directory that cannot be read as data."""
+    inside = [str(path / name) for name in _siblings(path / "any") if Path(name).suffix.lower() in READERS]
+    named = f"name one of its files: {', '.join(inside[:5])}" if inside else f"it holds no {', '.join(READERS)} file"
+    return f"data.source {source!r} is a directory that cannot be read as a data set; {named}"
 
 
 def _siblings(path: Path) -> list[str]:
     return sorted(item.name for item in path.parent.iterdir()) if path.parent.is_dir() else []
 
 
-def _toy(config: DataConfig, name: str) -> Iterator[Row]:
-    from motet.tasks.toys import FAMILIES, make_rows
+def check_toy(name: str) -> None:
+    """Look for a toy task.
+
+    Raises:
+        DataError: there is none of this name, and which there are.
+    """
+    from motet.tasks.toys import FAMILIES
 
     if name not in FAMILIES:
         near = _near(name, list(FAMILIES)) or ";"
         raise DataError(f"there is no toy task {name!r}{near} there are {', '.join(FAMILIES)}")
+
+
+def _toy(config: DataConfig, name: str) -> Iterator[Row]:
+    from motet.tasks.toys import make_rows
+
+    check_toy(name)
     return iter(make_rows(name, config.size or GENERATED_ROWS, config.seed))
 
 
@@ -107,6 +127,8 @@ def _datasets(config: DataConfig) -> Iterator[Row]:
             table = datasets.load_dataset(str(saved) if saved.is_dir() else source, name=config.subset, split=split)
         yield from (dict(table[i]) for i in range(len(table)))
     except Exception as error:  # the libraries below raise dozens of kinds; all mean that the data is not there
+        if saved.is_dir():
+            raise DataError(_a_directory(source, saved)) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
             f"data.source {source!r} (subset {config.subset!r}, split {split!r}) cannot be loaded: "

@@ -26,21 +26,21 @@ export function submitPage(context) {
     check.disabled = send.disabled = true;
     say(problem, "");
     say(fine, "");
-    const made = [];
     try {
       const {jobs} = await ask("POST", "v1/check", {text: text.value});
       const names = jobs.map(job => job.name).join(", ");
       if (submit) {
-        for (const job of jobs) made.push(await ask("POST", "v1/jobs", job, {"Idempotency-Key": once()}));
+        const asked = {jobs: jobs.map(job => ({job}))};
+        const {data} = await ask("POST", "v1/submissions", asked, {"Idempotency-Key": once()});
         context.draft = "";
         context.board.soon();
-        location.hash = made.length === 1 ? `#/job/${encodeURIComponent(made[0].id)}` : "#/";
+        location.hash = data.length === 1 ? `#/job/${encodeURIComponent(data[0].id)}` : "#/";
         return;
       }
       say(fine, jobs.length === 1 ? `${names} can be submitted.` : `${jobs.length} jobs can be submitted: ${names}.`);
     } catch (error) {
       text.setAttribute("aria-invalid", "true");
-      say(problem, (made.length ? `${made.map(job => job.name).join(", ")}: submitted. The next one is refused:\n` : "") + error.message);
+      say(problem, error.message);
       text.focus();
     }
     check.disabled = send.disabled = false;

@@ -166,24 +166,34 @@ class Store:
         Raises:
             StoreError: the tenant has a job of this name.
         """
-        if (same := self.submitted(who, idempotency)) is not None:
-            return same
-        job = StoredJob(
-            id=new_id("job"), tenant_id=who.tenant_id, name=name, spec=dict(spec), steps=steps,
-            state=JobState.QUEUED.value, wanted="run", idempotency_key=idempotency, **columns,
-        )  # fmt: skip
-        data = {"state": job.state, "message": job.message or ""}
+        new = StoredJob(name=name, spec=dict(spec), steps=steps, idempotency_key=idempotency, **columns)
+        try:
+            return self.submitted(who, idempotency) or self.submit_all(who, [new])[0]
+        except StoreError:
+            if (same := self.submitted(who, idempotency)) is not None:  # by another, at the same time
+                return same
+            raise
+
+    def submit_all(self, who: Principal, jobs: Sequence[StoredJob]) -> list[StoredJob]:
+        """Queue jobs (rows with a name, a spec and steps) in one transaction: all of them, or none.
+
+        Raises:
+            StoreError: the tenant has a job of such a name, or with such an idempotency key.
+        """
+        for job in jobs:
+            job.id, job.tenant_id = job.id or new_id("job"), who.tenant_id
+            job.state, job.wanted = JobState.QUEUED.value, "run"
         try:
             with self.transaction() as session:
                 self._wait_for_earlier_events(session)
-                session.add(job)
-                session.flush()
-                session.add(Event(job_id=job.id, kind="state", key="0", data=data))
+                for job in jobs:
+                    session.add(job)
+                    session.flush()
+                    data = {"state": job.state, "message": job.message or ""}
+                    session.add(Event(job_id=job.id, kind="state", key="0", data=data))
         except IntegrityError as error:
-            if (same := self.submitted(who, idempotency)) is not None:  # by another, at the same time
-                return same
-            raise StoreError(f"there is a job {name!r} already; give this one another name") from error
-        return job
+            raise StoreError(name_taken(" or ".join(job.name for job in jobs[:3]))) from error
+        return list(jobs)
 
     def submitted(self, who: Principal, idempotency: str | None) -> StoredJob | None:
         """The job that a tenant submitted with an idempotency key."""
@@ -310,6 +320,11 @@ class Store:
         """Forget a file."""
         with self.transaction() as session:
             session.execute(delete(StoredFile).where(StoredFile.id == file_id))
+
+
+def name_taken(name: str) -> str:
+    """Why a job cannot have a name."""
+    return f"there is a job {name!r} already; give this one another name"
 
 
 def _engine(url: str) -> Engine:

@@ -23,7 +23,8 @@ from motet.config.service import HttpConfig
 MOST = 2**20
 """Bytes of a body where no other limit is set."""
 MOST_PROMPT = 4 * 2**20
-"""Of a request for completions, or to try a grader; of what an agent asks. A base with few positions has a lower limit."""
+"""Of a request for completions, to try a grader, or to submit several jobs; of what an agent asks. A base with few positions
+has a lower limit for prompts."""
 MOST_SCORES = 8 * 2**20
 """Of what a reward worker hands in."""
 MOST_OF_NOBODY = 2**16
@@ -35,7 +36,7 @@ _PROMPTS = {
     "/tinker/api/v1/asample": 16, "/v1/chat/completions": 64, "/v1/completions": 16 * 64,
 }  # fmt: skip
 """Bytes of a body for each position of the base: of a token's id, of a token's text as JSON, of 16 such texts."""
-_GRADER = "/v1/fine_tuning/alpha/graders/run"
+_LONG = ("/v1/fine_tuning/alpha/graders/run", "/v1/submissions")
 _SCORES = "/scoring/results"
 _EPISODES = "/episodes/"
 _EPISODE_BYTES = 64
@@ -192,7 +193,7 @@ def _limit(path: str, positions: int) -> int:
         return MOST_GRADIENT
     if (each := _PROMPTS.get(path) or (_EPISODE_BYTES if path.startswith(_EPISODES) else 0)) and positions:
         return min(MOST_PROMPT, _AROUND + positions * each)
-    if each or path == _GRADER:
+    if each or path in _LONG:
         return MOST_PROMPT
     return MOST_SCORES if path.endswith(_SCORES) else MOST
 

@@ -6,6 +6,7 @@ Such a job is unknown to the engine until what it waits for has come; then it is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -17,9 +18,10 @@ from typing import Any
 from sqlalchemy import select, update
 
 from motet.config import JobConfig
+from motet.config.chain import Start, check_chains
 from motet.errors import ConfigError, StoreError
 from motet.service.adapters.adapters import Adapters, Resolved
-from motet.service.database.store import Store
+from motet.service.database.store import Store, name_taken
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.events import WAITING_JOBS, EventBus, within
@@ -48,6 +50,15 @@ AT_ONCE = StartCondition()
 
 
 @dataclass(frozen=True)
+class Sibling:
+    """A job that is submitted in the same request, above another one."""
+
+    id: str
+    config: JobConfig
+    base: str
+
+
+@dataclass(frozen=True)
 class StartPlan:
     """A job's start, as it was looked up for whoever submits it."""
 
@@ -55,6 +66,22 @@ class StartPlan:
     """Of the job's row."""
     source: Resolved | None
     """What its adapter starts from, where that is there already."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job that can be taken in."""
+
+    id: str
+    config: JobConfig
+    idempotency: str | None
+    plan: StartPlan
+
+    def row(self) -> StoredJob:
+        """What is kept of it."""
+        spec = self.config.model_dump(mode="json")
+        given = {"id": self.id, "name": self.config.name, "spec": spec, "steps": self.config.steps}
+        return StoredJob(**given, idempotency_key=self.idempotency, **self.plan.columns)
 
 
 class JobQueue:
@@ -74,42 +101,60 @@ class JobQueue:
         self._record_state, self._hand_over = record_state, hand_over
         self._lock = threading.Lock()
 
-    def plan(self, who: Principal, config: JobConfig, base: str, condition: StartCondition = AT_ONCE) -> StartPlan:
-        """Look up what a job for a base waits for and starts from.
+    def plan(
+        self,
+        who: Principal,
+        config: JobConfig,
+        base: str,
+        condition: StartCondition = AT_ONCE,
+        above: Sequence[Sibling] = (),
+    ) -> StartPlan:
+        """Look up what a job for a base waits for and starts from, which may be one of those above it.
 
         Raises:
             ConfigError: something of it is not there for them, or cannot come.
-            StoreError: its name is taken by an uploaded adapter.
+            StoreError: its name is taken.
         """
         member = Principal.member_of(who.tenant_id)
         if self._adapters.uploaded(member, config.name) is not None:
             raise StoreError(f"there is an adapter {config.name!r} already; give the job another name")
+        own = (StoredJob.tenant_id == who.tenant_id) & (StoredJob.name == config.name)
+        if self._store.scalar(select(StoredJob.id).where(own)) is not None:
+            raise StoreError(name_taken(config.name))
         before = [self._awaited(who, name) for name in dict.fromkeys(condition.after)]
         if condition.at is not None and condition.at > time.time() + FURTHEST:
             raise ConfigError("at: a start may lie a year ahead at most; give an earlier time")
-        ids = [job.id for job in before]
-        reference, source = self._initial.resolve(who, config, base, ids)
-        message = self._held_back(ids, condition.at)
+        ids, coming = [job.id for job in before], dict[str, str]()
+        if (start := Start.of(config.adapter.init, [one.config for one in above])) is not None:
+            made_by = next(one for one in above if one.config.name == start.job)
+            _check_chain(config, base, made_by)
+            ids.append(made_by.id)
+            coming[made_by.id] = start.job
+        reference, source = (
+            self._initial.resolve(who, config, base, ids) if start is None else (f"{made_by.id}@{start.version}", None)
+        )
+        message = self._held_back(ids, condition.at, coming)
         columns = {
             "after": ids or None, "start_at": condition.at, "waits": bool(message), "message": message,
             "starts_from": reference, "base": base,
         }  # fmt: skip
         return StartPlan(columns, source)
 
-    def submit(self, who: Principal, config: JobConfig, idempotency: str | None, plan: StartPlan) -> StoredJob:
-        """Keep a job with what it starts from.
+    def submit(self, who: Principal, planned: Sequence[Planned]) -> list[StoredJob]:
+        """Keep jobs with what they start from, all or none.
 
         Raises:
-            StoreError: the tenant has a job of this name.
-            ConfigError: the version it starts from went away just now.
+            StoreError: the tenant has a job of such a name.
+            ConfigError: a version that one starts from went away just now.
         """
-        with self._initial.draft(plan.source) as draft:
-            spec = config.model_dump(mode="json")
-            job = self._store.submit(who, config.name, spec, config.steps, idempotency, **plan.columns)
-            self._initial.take_draft(draft, job.id)
-        if job.waits:
+        with contextlib.ExitStack() as drafts:
+            linked = [drafts.enter_context(self._initial.draft(one.plan.source)) for one in planned]
+            jobs = self._store.submit_all(who, [one.row() for one in planned])
+            for draft, job in zip(linked, jobs, strict=True):
+                self._initial.take_draft(draft, job.id)
+        if any(job.waits for job in jobs):
             self._bus.publish(WAITING_JOBS)
-        return job
+        return jobs
 
     def _awaited(self, who: Principal, name: str) -> StoredJob:
         job = self._store.job(who, name)
@@ -178,14 +223,17 @@ class JobQueue:
             if state is JobState.QUEUED:
                 self._hand_over(job)
 
-    def _held_back(self, after: Sequence[str], at: float | None) -> str:
-        """Why a job cannot start yet, for a person; empty where it can.
+    def _held_back(self, after: Sequence[str], at: float | None, coming: Mapping[str, str] = {}) -> str:
+        """Why a job cannot start yet, for a person; empty where it can. `coming` are names of jobs that are not kept yet.
 
         Raises:
             StoreError: it never can, and why.
         """
         names = []
         for job_id in after:
+            if job_id in coming:
+                names.append(repr(coming[job_id]))
+                continue
             job = self._adapters.by_id(job_id)
             if not isinstance(job, StoredJob):
                 raise StoreError("a job that this one waits for is gone; submit it anew without it")
@@ -205,3 +253,20 @@ class JobQueue:
 
     def _waits(self, job_id: str) -> bool:
         return bool(self._store.scalar(select(StoredJob.waits).where(StoredJob.id == job_id)))
+
+
+def _check_chain(config: JobConfig, base: str, made_by: Sibling) -> None:
+    """Compare a job with the one above it whose adapter it goes on with.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    if made_by.base != base:
+        name = config.adapter.init
+        raise ConfigError(
+            f"adapter.init: {name!r} is an adapter on the base {made_by.base!r}, and the job is for {base!r}"
+        )
+    try:
+        check_chains([made_by.config, config])
+    except ValueError as error:
+        raise ConfigError(str(error).removeprefix(f"job {config.name}: ")) from error

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from motet.algorithms.client import ClientDriven
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Action, ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
-from motet.errors import ConfigError, StoreError
+from motet.errors import ConfigError, MotetError, StoreError
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
-from motet.service.database.tables import StoredJob
+from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
 from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
-from motet.service.jobs.queue import AT_ONCE, JobQueue, StartCondition, StartPlan
+from motet.service.jobs.queue import AT_ONCE, JobQueue, Planned, Sibling, StartCondition
 from motet.service.jobs.validation import Allowed, validated
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer, Quotas
 from motet.types import JobState
+
+MOST_TOLD = 50
+"""Jobs of a request whose mistakes are told at once."""
+
+
+@dataclass(frozen=True)
+class GivenJob:
+    """A job as somebody submits it."""
+
+    tree: Mapping[str, Any]
+    """As it is in a job file, with its base."""
+    condition: StartCondition = AT_ONCE
+    driven: bool = False
+    """Whether a client drives it."""
 
 
 class Submissions:
@@ -51,17 +66,39 @@ class Submissions:
         self._handover, self._engine, self._secrets = handover, engine, secrets
         self._changing = threading.Lock()
 
-    def check(
-        self, who: Principal, tree: Mapping[str, Any], condition: StartCondition = AT_ONCE, *, driven: bool = False
-    ) -> tuple[JobConfig, StartPlan]:
-        """A job as it would be taken in, and its start with its base; `driven` is one that a client drives.
+    def check(self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None = None) -> list[Planned]:
+        """Jobs as they would be taken in together; one may start from an adapter that one above it makes.
 
         Raises:
-            MotetError: it cannot be taken, and why.
+            MotetError: one cannot be taken, and why; of several jobs, of each.
         """
+        planned: list[Planned] = []
+        above: list[Sibling] = []
+        wrong: list[tuple[str, MotetError]] = []
+        for number, job in enumerate(jobs):
+            try:
+                config, base = self._config(who, job)
+                if any(config.name == one.config.name for one in above):
+                    raise ConfigError("name: another job of this request has it; give each its own")
+                plan = self._queue.plan(who, config, base, job.condition, above)
+                key = f"{idempotency}#{number}" if idempotency and len(jobs) > 1 else idempotency
+                planned.append(Planned(new_id("job"), config, key, plan))
+                above.append(Sibling(planned[-1].id, config, base))
+            except MotetError as error:
+                wrong.append((str(job.tree.get("name")), error))
+        if len(jobs) == 1 and wrong:
+            raise wrong[0][1]
+        if wrong:
+            kinds = {type(error) for _, error in wrong}
+            kind = StoreError if kinds == {StoreError} else ConfigError
+            raise kind("\n".join(f"job {name:.100}: {error}" for name, error in wrong[:MOST_TOLD])) from wrong[0][1]
+        return planned
+
+    def _config(self, who: Principal, job: GivenJob) -> tuple[JobConfig, str]:
+        tree = job.tree
         base = self._bases.named(tree.get("base"))
         config = validated({name: value for name, value in tree.items() if name != "base"}, self._allowed, base)
-        if isinstance(config.algorithm, ClientDriven) and not driven:
+        if isinstance(config.algorithm, ClientDriven) and not job.driven:
             raise ConfigError(
                 "algorithm.type client: only a client makes such a job; the page about the Tinker protocol has how"
             )
@@ -69,31 +106,36 @@ class Submissions:
             raise ConfigError(f"name: {config.name!r} is a base of this service; give the job another")
         self._quotas.check_size(who.tenant_id, config)
         self._handover.tree(who, config, "job")  # what it names has to be there now
-        return config, self._queue.plan(who, config, base, condition)
+        return config, base
 
-    def submit(
-        self,
-        who: Principal,
-        tree: Mapping[str, Any],
-        idempotency: str | None,
-        condition: StartCondition = AT_ONCE,
-        *,
-        driven: bool = False,
-    ) -> StoredJob:
-        """Check a job, keep it, and hand it to the engine as soon as it may start.
+    def submit(self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None) -> list[StoredJob]:
+        """Check jobs, keep all of them or none, and hand each to the engine as soon as it may start.
 
         Raises:
-            MotetError: it cannot be taken, and why.
+            MotetError: one cannot be taken, and why.
         """
-        if (same := self._store.submitted(who, idempotency)) is not None:
+        if same := self._submitted(who, idempotency, len(jobs)):
             return same
-        config, plan = self.check(who, tree, condition, driven=driven)
-        with self._quotas.admitting(who.tenant_id, config):
-            job = self._queue.submit(who, self._secrets.sealed(config), idempotency, plan)
-        if job.state == JobState.QUEUED.value and job.step == 0 and not job.waits:
-            self._handover.hand_over(job)
-        self._bus.publish(job.id, ANY_JOB)
-        return job
+        try:
+            planned = self.check(who, jobs, idempotency)
+            with self._quotas.admitting(who.tenant_id, [one.config for one in planned]):
+                sealed = [replace(one, config=self._secrets.sealed(one.config)) for one in planned]
+                submitted = self._queue.submit(who, sealed)
+        except StoreError:
+            if same := self._submitted(who, idempotency, len(jobs)):  # by another request, at the same time
+                return same
+            raise
+        for job in submitted:
+            if job.state == JobState.QUEUED.value and job.step == 0 and not job.waits:
+                self._handover.hand_over(job)
+            self._bus.publish(job.id, ANY_JOB)
+        return submitted
+
+    def _submitted(self, who: Principal, idempotency: str | None, n: int) -> list[StoredJob]:
+        """What was submitted with a key before."""
+        keys = [f"{idempotency}#{number}" for number in range(n)] if idempotency and n > 1 else [idempotency]
+        same = [self._store.submitted(who, key) for key in keys]
+        return [job for job in same if job is not None] if all(job is not None for job in same) else []
 
     def steer(self, job: StoredJob, action: Action) -> None:
         """Pause, resume or cancel a job.

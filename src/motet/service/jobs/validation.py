@@ -20,8 +20,9 @@ from motet.algorithms.registry import ALGORITHMS
 from motet.apart import Apart, TooMuchError
 from motet.config import DataConfig, EnvironmentConfig, JobConfig, RewardConfig
 from motet.config.service import ANY_SIZE, Largest
-from motet.errors import ConfigError
+from motet.errors import ConfigError, RewardError
 from motet.jobfile import jobs_of, normal_job, validate
+from motet.near import close_matches
 from motet.service.bases import Bases
 from motet.service.schemas.workers import MOST_COMPLETIONS
 from motet.service.settings import Settings
@@ -32,10 +33,11 @@ from motet.tasks.plain_json import check_plain
 from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, check
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_installed import Installed
-from motet.tasks.reward_loading import SCORER
+from motet.tasks.reward_loading import NO_SCORER, SCORER, adapted
 from motet.tasks.reward_walls import Walls
 from motet.tasks.rewards import BUILTIN
 from motet.tasks.row_files import OF_A_JOB
+from motet.tasks.sources import check_toy
 
 _ENVIRONMENTS = (*ENVIRONMENTS, EnvironmentConfig.AGENT)
 GENERATED = ("toy:", "reasoning-gym:")
@@ -141,12 +143,16 @@ def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobC
                 f"data.source {source!r} cannot be used here: upload the file and give its id (file-…), or use toy:NAME or "
                 "reasoning-gym:NAME"
             )
+        if source.startswith("toy:"):
+            check_toy(source.removeprefix("toy:"))
     if (name := config.algorithm.compared_with) not in ("base", "start"):
         raise ConfigError(
             f"algorithm: {name!r} cannot be compared with here; a service knows the base and the start (adapter.init) alone"
         )
     for reward in config.rewards:
         _check_reward(reward, allowed)
+    if any(reward.name == SCORER for reward in config.rewards) and not config.data.source.startswith("reasoning-gym:"):
+        raise RewardError(NO_SCORER)
     return config
 
 
@@ -176,11 +182,16 @@ def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:
     installed = allowed.rewards
     known = [*BUILTIN, SCORER, *ELSEWHERE, *installed]
     if reward.name not in known:
+        near = close_matches(reward.name, known, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        refused = ": code does not run on the server" if ":" in reward.name else ""
         raise ConfigError(
-            f"reward {reward.name!r} cannot be used here: code does not run on the server. There are "
-            f"{', '.join(sorted(known))}; a function of your own is scored on your machine (motet submit --reward FILE)"
+            f"reward {reward.name!r} cannot be used here{refused}{meant or '.'} There are {', '.join(sorted(known))}; a "
+            "function of your own is scored on your machine (motet submit --reward FILE)"
         )
     check(reward)
+    if reward.name in BUILTIN and reward.name not in installed:
+        adapted(BUILTIN[reward.name], reward.args, reward.name)
     if reward.wall is False:
         raise ConfigError(f"reward {reward.name!r}: wall: false is for whoever runs the service to say; leave it out")
     if reward.name not in ELSEWHERE:
@@ -211,14 +222,18 @@ def _check_sizes(config: JobConfig) -> None:
         value: Any = config
         for part in name.split("."):
             value = getattr(value, part, None)  # not every algorithm has every field
-        if value is not None and value > most:
+        if isinstance(value, int) and value > most:
             raise ConfigError(f"{name}: {value} is more than {most}, the most here")
     algorithm, rollouts = config.algorithm, 0.0
     if isinstance(algorithm, PolicyGradient):
         rollouts = algorithm.groups_per_step * algorithm.oversampling * algorithm.over_provision * algorithm.group_size
     for what, count, most in (
         ("algorithm: groups_per_step · group_size rollouts of a step", rollouts, MOST_ROLLOUTS),
-        ("data.holdout · eval.n completions of an evaluation", config.data.holdout * config.eval.n, MOST_EVALUATED),
+        (
+            "data.holdout · eval.n completions of an evaluation",
+            config.data.held_out_of(None) * config.eval.n,
+            MOST_EVALUATED,
+        ),
         ("rewards", len(config.rewards), MOST_LISTED),
         ("sampling.stop", len(config.sampling.stop), MOST_LISTED),
         ("characters of a text of sampling.stop", max(map(len, config.sampling.stop), default=0), LONGEST_STOP),

@@ -29,6 +29,7 @@ from motet.service.http.depends import (
     StoreDep,
     SubmissionsDep,
 )
+from motet.service.jobs.submissions import GivenJob
 from motet.service.rewards.grading import Graded
 from motet.service.schemas import fine_tuning as s
 from motet.tasks.graders.shapes import Multi, judges
@@ -110,7 +111,7 @@ async def create(
 
     def make() -> s.FineTuningJob:
         tree = fine_tunings.job_of(who, asked)
-        job = submissions.submit(who, tree, idempotency_key)
+        job = submissions.submit(who, [GivenJob(tree)], idempotency_key)[0]
         fine_tunings.keep(job.id, body)
         store.audit(who, "submit", job.id)
         return shown((job, FineTuning(job_id=job.id, request=body)))

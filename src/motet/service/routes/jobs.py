@@ -31,8 +31,9 @@ from motet.service.http.depends import (
     while_there,
 )
 from motet.service.jobs.queue import StartCondition
+from motet.service.jobs.submissions import GivenJob
 from motet.service.jobs.validation import LONGEST_TEXT, jobs_in
-from motet.service.schemas import Asked, CheckedJobs, Job, Jobs, Rollouts
+from motet.service.schemas import Asked, CheckedJobs, Job, Jobs, JobsToSubmit, Rollouts, SubmittedJobs
 from motet.service.schemas.usage import JobChange
 from motet.tasks.reward_elsewhere import masked
 from motet.types import JobState
@@ -109,9 +110,32 @@ async def submit(
     """Submit a job. A repeated request with the same Idempotency-Key gives the same job."""
 
     def take() -> Job:
-        submitted = submissions.submit(who, job, idempotency_key, StartCondition(after or (), at))
+        given = GivenJob(job, StartCondition(after or (), at))
+        (submitted,) = submissions.submit(who, [given], idempotency_key)
         store.audit(who, "submit", submitted.id)
         return shown(submitted)
+
+    return await threads.run(who.tenant_id, take)
+
+
+@router.post("/submissions", status_code=201)
+async def submit_all(
+    who: Asker,
+    submissions: SubmissionsDep,
+    store: StoreDep,
+    threads: CheckThreadsDep,
+    shown: Shown,
+    asked: JobsToSubmit,
+    idempotency_key: Annotated[str | None, Header(max_length=190)] = None,
+) -> SubmittedJobs:
+    """Submit several jobs: all are taken, or none. A job may name one above it in `adapter.init`, and waits for that one."""
+
+    def take() -> SubmittedJobs:
+        given = [GivenJob(one.job, StartCondition(one.after, asked.at)) for one in asked.jobs]
+        submitted = submissions.submit(who, given, idempotency_key)
+        for job in submitted:
+            store.audit(who, "submit", job.id)
+        return SubmittedJobs(data=[shown(job) for job in submitted])
 
     return await threads.run(who.tenant_id, take)
 
@@ -219,8 +243,7 @@ async def check(
     read = await while_there(request, jobs_in(given.text, settings.bases, apart, who.tenant_id))
 
     def look() -> CheckedJobs:
-        for job in read:
-            submissions.check(who, job)
+        submissions.check(who, [GivenJob(job) for job in read])
         return CheckedJobs(jobs=read)
 
     return await while_there(request, threads.run(who.tenant_id, look))

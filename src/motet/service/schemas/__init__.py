@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 
 class Answer(BaseModel):
@@ -101,6 +101,33 @@ class Rollouts(Answer):
     """Steps whose rollouts are kept; of evaluations the versions."""
     data: list[dict[str, Any]]
     """As in the run directory's rollouts/<step>.jsonl."""
+
+
+MOST_SUBMITTED = 1000
+"""Jobs of one request."""
+
+
+class JobToSubmit(Asked):
+    """One of several jobs."""
+
+    job: dict[str, Any]
+    """As it is in a job file: name, data, reward, …; where the service has several bases, with its `base`."""
+    after: list[Annotated[str, StringConstraints(max_length=100)]] = Field([], max_length=20)
+    """Jobs, by name or id, that have to succeed before this one starts."""
+
+
+class JobsToSubmit(Asked):
+    """Jobs that are taken together, or not at all."""
+
+    jobs: list[JobToSubmit] = Field(min_length=1, max_length=MOST_SUBMITTED)
+    at: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Unix seconds before which none of them starts."""
+
+
+class SubmittedJobs(Answer):
+    """Jobs in the order of the request."""
+
+    data: list[Job]
 
 
 class CheckedJobs(Answer):

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import func, select
@@ -105,11 +105,12 @@ class Quotas:
         return int(files or 0) + int(brought or 0) + self._storage.saved_bytes(jobs)
 
     @contextlib.contextmanager
-    def admitting(self, tenant_id: str, config: JobConfig) -> Iterator[None]:
-        """While a job is put into the queue: one at a time, or two that come together would both take the last place."""
+    def admitting(self, tenant_id: str, configs: Sequence[JobConfig]) -> Iterator[None]:
+        """While jobs are put into the queue: one request at a time, or two would both take the last place."""
         with self._admitting:
-            self.check_size(tenant_id, config)
-            self.check_queue(tenant_id)
+            for config in configs:
+                self.check_size(tenant_id, config)
+            self.check_queue(tenant_id, len(configs))
             self.check_storage(tenant_id, 0)
             yield
 
@@ -140,17 +141,18 @@ class Quotas:
                 )
         self.check_priority(tenant_id, config.priority)
 
-    def check_queue(self, tenant_id: str) -> None:
-        """Let one more job run or wait."""
+    def check_queue(self, tenant_id: str, more: int = 1) -> None:
+        """Let so many more jobs run or wait."""
         limits = self.of(tenant_id)
         if limits.queued_jobs is None:
             return
         at_once = min(limits.running_jobs or self._slots, self._slots)
         count = self._jobs(tenant_id, *OPEN)  # who runs already may be a matter of milliseconds
-        if count >= limits.queued_jobs + at_once:
+        if count + more > limits.queued_jobs + at_once:
+            several = f", and {more} more are too many" if more > 1 else ""
             raise LimitError(
-                f"queued_jobs: {count} jobs of this tenant run or wait; {at_once} may run and {limits.queued_jobs} wait. Let "
-                f"one end, cancel one, or {_ASK} --queued-jobs",
+                f"queued_jobs: {count} jobs of this tenant run or wait{several}; {at_once} may run and {limits.queued_jobs} "
+                f"wait. Let one end, cancel one, or {_ASK} --queued-jobs",
                 429,
             )
 

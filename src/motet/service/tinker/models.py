@@ -18,7 +18,7 @@ from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
-from motet.service.jobs.submissions import Submissions
+from motet.service.jobs.submissions import GivenJob, Submissions
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker.requests import Lora
@@ -108,7 +108,7 @@ class Models:
             "seed": int(number) if lora.seed is None else lora.seed,  # the same program makes the same model
         }
         fresh = self._store.submitted(who, model_id) is None
-        job = self._submissions.submit(who, tree, model_id, driven=True)
+        job = self._submissions.submit(who, [GivenJob(tree, driven=True)], model_id)[0]
         if fresh:
             self._store.audit(who, "job.submit", job.id)
         journal = self.journal(job)

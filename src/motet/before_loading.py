@@ -1,0 +1,254 @@
+"""What a run cannot do is refused before its base is loaded: the mistakes of all jobs, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from motet.algorithms.client import ClientDriven
+from motet.algorithms.rows import RowAlgorithm
+from motet.config import EngineConfig, JobConfig, RunConfig
+from motet.config.chain import chains
+from motet.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
+from motet.launch import check_directories
+from motet.model.find import find_adapter, find_base
+from motet.near import close_matches
+from motet.preparing import Sources, check_reference
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.identity import of_config
+from motet.runtime.interrupt import Interrupt
+from motet.runtime.opening import check_identity
+from motet.runtime.own_environment import check_environment
+from motet.tasks import reward_elsewhere
+from motet.tasks.dataset import Dataset
+from motet.tasks.reasoning import ScorerSpec
+from motet.tasks.reward_http import Addresses, HttpRewards
+from motet.tasks.reward_loading import NO_SCORER, OWN, SCORER, adapted, built_in
+from motet.tasks.reward_pool import RewardPool
+from motet.tasks.reward_walls import Walls
+from motet.tasks.reward_workers import load_request
+from motet.tasks.rewards import BUILTIN, NEED_AN_ANSWER
+from motet.types import JobState
+
+_AT_ONCE = 4
+"""Processes that load a person's code at the same time."""
+_NOWHERE = Path(os.devnull)
+"""Where code prints while it is only looked at."""
+
+Load = Callable[[], Awaitable[None]]
+
+
+@dataclass
+class _Refusals:
+    """What was refused so far; the same reason is given once, with the jobs that have it."""
+
+    errors: list[MotetError] = field(default_factory=list)
+    jobs_by_reason: dict[str, list[str]] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def of(self, job: str = "") -> Iterator[None]:
+        """Note what the block refuses."""
+        try:
+            yield
+        except MotetError as error:
+            self.note(job, error)
+
+    def note(self, job: str, error: MotetError) -> None:
+        """Remember why a job cannot run."""
+        self.errors.append(error)
+        self.jobs_by_reason.setdefault(str(error).removeprefix(f"job {job}: "), []).append(job)
+
+    def check(self) -> None:
+        """Raise what was noted."""
+        if not self.errors:
+            return
+        kinds = {type(error) for error in self.errors}
+        kind: type[MotetError] = kinds.pop() if kinds in ({RunError}, {BaseModelError}) else ConfigError
+        raise kind("\n".join(f"{_named(jobs)}{reason}" for reason, jobs in self.jobs_by_reason.items())) from (
+            self.errors[0]
+        )
+
+
+def _named(jobs: Sequence[str]) -> str:
+    names = [name for name in jobs if name]
+    if not names:
+        return ""
+    return f"job {names[0]}: " if len(names) == 1 else f"jobs {', '.join(names)}: "
+
+
+def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loaded: bool = False) -> Sources:
+    """Look at everything that can be looked at without the base; gives the data that was read.
+
+    Args:
+        config: the jobs.
+        accept_changes: whether a run directory may have been made with other jobs.
+        loaded: whether the base is there already.
+
+    Raises:
+        ConfigError, RunError: every mistake that was found, a line each; nothing was written.
+    """
+    refusals, sources = _Refusals(), Sources()
+    here = config.cluster.launcher != "ray"  # files and devices of a cluster are the nodes'
+    if here and not loaded:
+        with refusals.of():
+            find_base(config.base)
+        with refusals.of():
+            _check_devices(config.engine)
+    with refusals.of():
+        check_directories(config.engine)
+    pool = RewardPool(elsewhere={"http": HttpRewards(Addresses(anywhere=True))})
+    code: dict[str, tuple[Load, list[str]]] = {}
+    for job in config.jobs:
+        directory = JobDirectory(Path(config.run) / job.name)
+        with refusals.of(job.name):
+            check_identity(directory, of_config(job), accept_changes=accept_changes)
+        for look in (_check_driven, check_reference):
+            with refusals.of(job.name):
+                look(job)
+        with refusals.of(job.name):
+            _check_start(job, config.jobs)
+        data = None
+        if here:
+            with refusals.of(job.name):
+                data = check_data(job, sources)
+        if not _has_ended(directory, job.steps):
+            with refusals.of(job.name):
+                for key, load in _own_code(job, data, pool).items():
+                    code.setdefault(key, (load, []))[1].append(job.name)
+    if here and code:
+        Interrupt().run(lambda: _load_all(list(code.values()), refusals))
+    refusals.check()
+    return sources
+
+
+def _check_devices(engine: EngineConfig) -> None:
+    """Refuse a card that is not there; the CPU always is."""
+    wanted = [device for device in engine.devices or [engine.device] if device.startswith("cuda")]
+    if not wanted or engine.shard > 1:
+        return
+    from motet.model.load import place_of
+
+    for device in wanted:
+        place_of(device)
+
+
+def _check_driven(job: JobConfig) -> None:
+    if isinstance(job.algorithm, ClientDriven):
+        raise ConfigError("algorithm.type client: clients reach a service alone; start `motet serve`")
+
+
+def _check_start(job: JobConfig, jobs: Sequence[JobConfig]) -> None:
+    """Refuse an adapter to start from that is neither there nor made by a job above."""
+    init = job.adapter.init
+    if init is None or job.name in chains(jobs):
+        return
+    directory = Path(os.path.expanduser(init))
+    try:
+        find_adapter(directory)
+    except AdapterError as error:
+        above = [one.name for one in itertools.takewhile(lambda one: one.name != job.name, jobs)]
+        near = close_matches(init.partition("@")[0], above, n=1, cutoff=0.5)
+        meant = f", did you mean {near[0]!r}?" if near else ""
+        hint = "" if directory.exists() else f", and no job above has this name{meant}"
+        raise ConfigError(f"adapter.init: {error}{hint}") from error
+
+
+def check_data(job: JobConfig, sources: Sources) -> Dataset:
+    """Read a job's data and look for what the job needs of it.
+
+    Raises:
+        DataError, RewardError: what is missing, and where.
+    """
+    data, source = sources.split(job.data), job.data.source
+    if isinstance(job.algorithm, RowAlgorithm):
+        sources.check_rows(job.data, job.algorithm.kind)
+    named = [reward.name for reward in job.rewards if reward.function is None]
+    if SCORER in named and data.scorer is None:
+        raise RewardError(NO_SCORER)
+    needy = [name for name in named if name in NEED_AN_ANSWER]
+    if needy and not any(problem.answer for problem in data.train):
+        columns = ", ".join(data.train[0].metadata) or "none"
+        raise DataError(
+            f"reward {needy[0]!r} compares with a reference answer, and no row of {source} has one; name its column in "
+            f"data.answer (other columns: {columns}), or take another reward"
+        )
+    return data
+
+
+def _has_ended(directory: JobDirectory, steps: int) -> bool:
+    """Whether a job has nothing more to do, so that its code is not asked again."""
+    state, done = directory.read_status().get("state"), directory.steps()
+    return state == JobState.CANCELLED or (state == JobState.SUCCEEDED and bool(done) and done[-1] >= steps)
+
+
+def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool) -> Mapping[str, Load]:
+    """A person's code, which a process of its own has to load, by what tells it apart from that of other jobs.
+
+    Raises:
+        MotetError: something is wrong with it that no process has to load.
+    """
+    code: dict[str, Load] = {}
+    scorer = None if data is None else data.scorer
+    if _check_rewards(job) and not (data is None and any(reward.name == SCORER for reward in job.rewards)):
+        described = [reward.model_dump(mode="json") for reward in job.rewards]
+        functions = [id(reward.function) for reward in job.rewards]
+        code[f"{json.dumps(described)} {functions} {scorer}"] = lambda: _load_rewards(job, scorer, pool)
+    if job.environment.own and not isinstance(job.algorithm, RowAlgorithm):
+        aside = getattr(job.algorithm, "over_provision", 1.0) > 1
+        code[f"{job.environment.model_dump_json()} {aside}"] = lambda: check_environment(job, _NOWHERE)
+    return code
+
+
+def _check_rewards(job: JobConfig) -> bool:
+    """Look at rewards without running a person's code; gives whether there is code that a process has to load.
+
+    Raises:
+        RewardError: a reward cannot be found, sent, or called with its arguments; says what to do.
+    """
+    own, here = False, []
+    for reward in job.rewards:
+        if reward.function is None and reward.name in reward_elsewhere.ELSEWHERE:
+            if reward.name != "http":
+                raise reward_elsewhere.needs_a_service(reward.name)
+            reward_elsewhere.check(reward)
+            continue
+        if reward.function is not None:
+            adapted(reward.function, reward.args, reward.name)
+        elif ":" in reward.name:
+            own = True
+        elif reward.name in BUILTIN:
+            built_in(reward.name, reward.args)
+        elif reward.name != SCORER:
+            OWN.find(reward.name)
+        Walls().around(reward)
+        here.append(reward)
+    if here:
+        load_request(here, None, walled=False)
+    return own
+
+
+async def _load_rewards(job: JobConfig, scorer: ScorerSpec | None, pool: RewardPool) -> None:
+    try:
+        await pool.register(job.name, job.rewards, scorer, _NOWHERE)
+    finally:
+        await pool.unregister(job.name)
+
+
+async def _load_all(code: Sequence[tuple[Load, list[str]]], refusals: _Refusals) -> None:
+    turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def look(load: Load, jobs: Sequence[str]) -> None:
+        async with turns:
+            try:
+                await load()
+            except MotetError as error:
+                for job in jobs:
+                    refusals.note(job, error)
+
+    await asyncio.gather(*(look(load, jobs) for load, jobs in code))

@@ -1,0 +1,85 @@
+"""Where the problems of a job come from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from motet.section import Config
+
+GENERATED_ROWS = 4096
+"""Rows of a generated source whose job does not say how many."""
+HELD_OUT = 64
+"""Rows held out of many, where a job does not say how many."""
+GIVEN_ROWS = "[rows]"
+"""The source of rows that were given themselves; no file, hub name or generated task is called so."""
+
+
+class DataConfig(Config):
+    """Where problems come from. A plain string is the source."""
+
+    source: str
+    """`file.jsonl`, `file.csv`, `file.parquet`, `toy:NAME`, `reasoning-gym:NAME`, or what `datasets.load_dataset` takes
+    (`hub/name`). From Python also the rows themselves: a list of mappings, a `datasets.Dataset`, or a DataFrame."""
+    rows: Any = Field(None, exclude=True)
+    """The rows that stood in the place of the source."""
+    split: str = "train"
+    """The split of a `datasets` source."""
+    subset: str | None = None
+    """The configuration name of a `datasets` source."""
+    config: dict[str, Any] = {}
+    """Options of a generated source (for reasoning-gym, the task's own configuration)."""
+    size: int | None = Field(None, ge=1, le=10**9)
+    """How many rows a generated source makes (4096 unless set), and the most that are read from any other (all)."""
+    prompt: str | None = None
+    """Column with the prompt (text, or a list of messages); by default prompt, question, messages, problem or input."""
+    answer: str | None = None
+    """Column with the reference answer; by default the first of answer, solution, target, label, output."""
+    template: str | None = None
+    """Text with `{column}` fields that makes the prompt out of a row."""
+    max_prompt_tokens: int | None = Field(None, ge=1, le=10**7)
+    """Leave out rows whose prompt has more tokens; otherwise one that leaves no room for an answer is an error."""
+    system: str | None = None
+    """System prompt, put before each problem."""
+    chat_template: bool = True
+    """False feeds the prompt to the model as it is."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Passed to the tokenizer's chat template (for instance `enable_thinking: false`)."""
+    shuffle: bool = True
+    """Shuffle with the job's seed; every pass over the data is shuffled anew."""
+    holdout: Annotated[int, Field(ge=0, le=10**6)] | Literal["auto"] = "auto"
+    """Rows kept out of training for evaluation; `auto` is 64, and a quarter of the rows where there are fewer than 256."""
+    eval_source: str | None = None
+    """A source of its own for evaluation instead of held-out rows."""
+    seed: int = 0
+    """Seed of a generated source and of the held-out split; the same for every job, so that sweeps share both."""
+
+    def held_out_of(self, rows: int | None) -> int:
+        """How many rows are held out of so many; None is for a source of its own."""
+        if self.holdout != "auto":
+            return self.holdout
+        return HELD_OUT if rows is None else min(HELD_OUT, rows // 4)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rows_for_a_source(cls, value: Any) -> Any:
+        inside = isinstance(value, dict) and "source" in value
+        given = value["source"] if inside else value
+        if isinstance(given, dict) and given and all(hasattr(part, "to_list") for part in given.values()):
+            raise ValueError("this is several tables; name one of its splits, such as data['train']")
+        if (rows := _rows_of(given)) is not None:
+            return {**(value if inside else {}), "source": GIVEN_ROWS, "rows": rows}
+        if isinstance(value, dict) and value.get("rows") is not None and given != GIVEN_ROWS:
+            raise ValueError("rows stand in no field of their own; give them in the place of source")
+        return value
+
+
+def _rows_of(given: Any) -> Any:
+    """Rows that were given: a list, a `datasets.Dataset`, or a table of pandas, polars or pyarrow; None for anything else."""
+    if isinstance(given, list) or hasattr(given, "to_list"):
+        return given
+    if hasattr(given, "iterrows"):  # pandas, which has NaN, NaT and NA for what is missing
+        return given.astype(object).where(given.notna(), None).to_dict(orient="records")
+    method = next((name for name in ("to_dicts", "to_pylist") if hasattr(given, name)), None)  # polars, pyarrow
+    return None if method is None else getattr(given, method)()

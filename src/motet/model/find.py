@@ -1,0 +1,67 @@
+"""Where the files of a base or an adapter are. Nothing is loaded here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from motet.errors import AdapterError, BaseModelError
+from motet.near import close_matches
+from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+SMALL_BASE = Path(__file__).parent.parent / "assets" / "small-base"
+
+
+def cache_directory() -> Path:
+    """Where converted models are kept: `$MOTET_CACHE`, by default `~/.cache/motet`."""
+    return Path(os.environ.get("MOTET_CACHE", Path.home() / ".cache" / "motet"))
+
+
+def find_base(name: str) -> tuple[str, str | None]:
+    """Turn what a person wrote into what transformers loads: (hub id or directory, gguf file name).
+
+    Raises:
+        BaseModelError: it names a local path that is not there.
+    """
+    if name == "small":
+        return str(SMALL_BASE), None
+    if name == "smollm2":
+        cached = cache_directory() / "SmolLM2-135M-Instruct"
+        if not cached.is_dir():
+            raise BaseModelError(f"base smollm2 is not in {cached}; bring it there with `make smollm2`")
+        return str(cached), None
+    near = close_matches(name, ("small", "smollm2"), 1, cutoff=0.8)
+    if near:
+        raise BaseModelError(f"there is no base {name!r}; did you mean {near[0]!r}?")
+    path = Path(os.path.expanduser(name))
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise BaseModelError(f"there is no file {path}; give the path of a .gguf file")
+        return str(path.parent), path.name
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise BaseModelError(f"{path} has no config.json, so it is not a model directory")
+        return str(path), None
+    if looks_local:
+        raise BaseModelError(f"there is no directory {path}; give a model directory, a hub id, `small` or `smollm2`")
+    return name, None
+
+
+def find_adapter(directory: Path) -> None:
+    """Look for an adapter's files.
+
+    Raises:
+        AdapterError: they are not there, and what was perhaps meant.
+    """
+    if not directory.exists():
+        raise AdapterError(f"there is no directory {directory}")
+    if not (directory / ADAPTER_CONFIG).is_file():
+        for below, kind in (("", "the directory of a job"), ("*/", "a run directory")):
+            numbered = (path for path in directory.glob(f"{below}versions/v*") if path.name[1:].isdecimal())
+            if newest := max(numbered, key=lambda path: int(path.name[1:]), default=None):
+                raise AdapterError(f"{directory} is {kind}; give a version of its adapter, such as {newest}")
+        raise AdapterError(f"{directory} has no {ADAPTER_CONFIG}; give a directory that `peft` or Motet wrote")
+    if not (directory / ADAPTER_WEIGHTS).is_file():
+        kind = " (a pickle is not read; save it as safetensors)" if (directory / "adapter_model.bin").exists() else ""
+        raise AdapterError(f"{directory} has no {ADAPTER_WEIGHTS}{kind}")

@@ -1,0 +1,14 @@
+"""Names that were perhaps meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def close_matches(name: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The known names that are most like one, whatever their case, best first."""
+    by_fold: dict[str, str] = {}
+    for one in known:
+        by_fold.setdefault(one.casefold(), one)
+    return [by_fold[fold] for fold in difflib.get_close_matches(name.casefold(), by_fold, n, cutoff)]
