@@ -120,7 +120,8 @@ def _on_one_expert(experts: Any, rows_TD: Tensor, weights: AdapterWeights | None
     try:
         if weights is not None:
             context.routing.expert_runs = (ExpertRun(0, len(rows_TD), weights),)
-        return motet_experts(experts, rows_TD, chosen, rows_TD.new_ones(len(rows_TD), 1))
+        said: Tensor = experts(rows_TD, chosen, rows_TD.new_ones(len(rows_TD), 1))
+        return said
     finally:
         context.routing = routing
 
