@@ -57,6 +57,12 @@ class ExpertsAt:
     context: LoraContext
 
 
+def compute_experts_one_by_one(model: Any) -> None:
+    """Have transformers multiply with each expert alone: its grouped product refuses widths that are no multiple of eight."""
+    if model.device.type == "cpu" and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+
+
 def compute_experts(model: Any, context: LoraContext) -> None:
     """Have a model's experts, and the gates of those that all rows share, computed here where its class lets one."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

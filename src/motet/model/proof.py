@@ -21,6 +21,7 @@ from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, round_up
 from motet.model.attention import INSTEAD, LayerCall
 from motet.model.exactness import RANK, check_exactness, packed_hidden, packed_logits
+from motet.model.experts import compute_experts_one_by_one
 from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
 from motet.model.mixers import in_plain_torch
@@ -58,6 +59,7 @@ def prove(
     routers = Routers(model)
     with torch.no_grad(), _refused(f"{name} does not run in transformers itself"):
         sequences = _sequences(model)
+        compute_experts_one_by_one(model)
         with routers.recorded(), in_plain_torch(model):
             stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
     with torch.no_grad(), _refused(f"{name} does not run as Motet runs it"):
